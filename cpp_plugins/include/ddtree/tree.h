@@ -1,0 +1,66 @@
+// Host work of the stages `tree_build`, `tree_compile` and `verify` (the walk), on raw pointers.
+//
+// L draft positions, K candidates per position, n drafted nodes, T = 1 + n tree tokens, W mask columns.
+// Node 0 is the root (the bonus token). Its parent is -1, and every other parent precedes its child: parents[i] < i.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace ddtree {
+
+// A candidate prefix: the path of `parent`, then the token of rank `rank` at the next draft position.
+struct Candidate {
+    double log_weight;
+    int32_t parent;
+    int32_t rank;
+};
+
+// Nodes 1..n in pop order: entry i describes node i + 1. Kept between calls so that a warm build allocates nothing.
+struct TreeWorkspace {
+    std::vector<Candidate> nodes;
+    std::vector<int32_t> depths;  // 1-based
+    std::vector<Candidate> heap;
+};
+
+enum class BuildStatus { ok, not_a_number, not_sorted };
+
+// Algorithm 1 of arXiv 2604.12989: the `budget` most probable prefixes under the factorised draft, best first.
+// log_probs [L, K], rows falling. Returns before touching `workspace` when a row is not usable.
+// Weights are summed in double from the root down. Equal weights are ordered by rank tuple, lexicographically and a
+// prefix before its extensions: nodes 1..n are exactly the first n of all prefixes sorted by (-weight, ranks), so the
+// tree of a smaller budget is the beginning of the tree of a larger one.
+// A prefix of weight -inf is impossible and is never added, so fewer than `budget` nodes may come back.
+BuildStatus build_tree(const float* log_probs, int64_t positions, int64_t candidates, int64_t budget,
+                       TreeWorkspace& workspace);
+
+// The index of the first node whose parent breaks the order above, or -1 when there is none. parents [T], T >= 1.
+int64_t first_invalid_parent(const int32_t* parents, int64_t tree_tokens);
+
+// out [T, W] is added to attention scores: 0 on the `past` committed columns and on the query node and its ancestors,
+// the lowest float elsewhere, padding columns >= past + T included. Finite, so that no softmax row can become NaN.
+void attention_bias(const int32_t* parents, int64_t tree_tokens, int64_t past, int64_t columns, float* out);
+
+// out [T, ceil(T / 32)]: bit j % 32 of word j / 32 in row i is set when j is i or an ancestor of i.
+void packed_mask(const int32_t* parents, int64_t tree_tokens, int32_t* out);
+
+// From the root, follows the first child whose token is the target's choice at the current node until none is.
+// token_ids [T - 1] belong to nodes 1..T-1, choices [T] to all nodes. Writes the nodes met, the root first, to
+// path [T] and returns how many they are.
+template <typename Token>
+int64_t walk(const int32_t* parents, const int32_t* token_ids, const Token* choices, int64_t tree_tokens,
+             int32_t* path) {
+    int32_t node = 0;
+    int64_t length = 0;
+    path[length++] = node;
+    // Children follow their parents, so one forward scan meets every child of the node it stands on.
+    for (int64_t child = 1; child < tree_tokens; ++child) {
+        if (parents[child] == node && static_cast<Token>(token_ids[child - 1]) == choices[node]) {
+            node = static_cast<int32_t>(child);
+            path[length++] = node;
+        }
+    }
+    return length;
+}
+
+}  // namespace ddtree

@@ -1,0 +1,34 @@
+"""Lossless tree-based speculative decoding: build engines, run them, serve them.
+
+`LLM`, `AsyncLLM`, `SamplingParams` and the output records are loaded on first use, so that importing the package costs
+nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ddtree_trt.runtime.async_llm import AsyncLLM as AsyncLLM
+    from ddtree_trt.runtime.llm import LLM as LLM
+    from ddtree_trt.runtime.outputs import CompletionOutput as CompletionOutput
+    from ddtree_trt.runtime.outputs import RequestOutput as RequestOutput
+    from ddtree_trt.runtime.params import SamplingParams as SamplingParams
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "LLM": "llm",
+    "AsyncLLM": "async_llm",
+    "SamplingParams": "params",
+    "RequestOutput": "outputs",
+    "CompletionOutput": "outputs",
+}
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'ddtree_trt' has no attribute {name!r}")
+    return getattr(import_module(f"ddtree_trt.runtime.{_HOMES[name]}"), name)

@@ -1,0 +1,47 @@
+"""Host part of ddtree-trt: tree build, masks, walk and KV row compaction.
+
+Arrays are read in place and must be C-contiguous with exactly the dtype given; another dtype raises TypeError, another
+shape or an impossible value raises ValueError. T = 1 + n tree tokens, node 0 the root with parent -1, parents[i] < i.
+"""
+
+import numpy as np
+from numpy.typing import NDArray
+
+def build_tree(
+    log_probs: NDArray[np.float32], token_ids: NDArray[np.int32], budget: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
+    """The `budget` most probable prefixes of log_probs [L, K] (rows falling), best first: Algorithm 1 of the paper.
+
+    Returns token_ids [n], depths [n] (1-based), parents [n+1] and log_weights [n]. Prefixes of weight -inf are left
+    out. Ties are ordered by rank tuple: the nodes are the first n of all prefixes sorted by (-weight, ranks).
+    """
+
+def attention_bias(parents: NDArray[np.int32], past: int, out: NDArray[np.float32]) -> None:
+    """Fill out [T, W], W >= past + T: 0 on the past and on each node and its ancestors, the lowest float elsewhere."""
+
+def packed_mask(parents: NDArray[np.int32]) -> NDArray[np.int32]:
+    """[T, ceil(T / 32)]: bit j % 32 of word j // 32 in row i is set when j is i or an ancestor of i."""
+
+def walk(
+    parents: NDArray[np.int32], token_ids: NDArray[np.int32], choices: NDArray[np.int64] | NDArray[np.int32]
+) -> NDArray[np.int32]:
+    """The nodes met from the root, following the first child whose token is the target's choice at the current node.
+
+    token_ids [T-1] belong to nodes 1..T-1, choices [T] to all nodes. Returns a path [m] that begins with 0.
+    """
+
+def compact_rows(
+    bases: NDArray[np.uint64],
+    heads: int,
+    head_stride_bytes: int,
+    row_bytes: int,
+    start: int,
+    keep: NDArray[np.int32],
+    rows: int,
+) -> None:
+    """Move row start + keep[j] to start + j, in place, in every head of the buffers at the addresses bases [P].
+
+    keep [m] is strictly increasing and not negative. `rows` is the capacity S of a head; a row beyond it is refused.
+    The addresses are trusted: the caller keeps every buffer alive, writable and at least
+    (heads - 1) * head_stride_bytes + rows * row_bytes long.
+    """

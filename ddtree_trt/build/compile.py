@@ -1,0 +1,228 @@
+"""From a request to an engine directory: everything that can be refused is refused before any work."""
+
+from __future__ import annotations
+
+import platform
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ddtree_trt import __version__, artifact
+from ddtree_trt.artifact import ENGINES, DrafterDims, Limits, Manifest, Progress, installed_versions, no_progress
+from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
+from ddtree_trt.build.presets import PRESETS, PackagedSource, Preset, Source, find_preset
+from ddtree_trt.build.tokenizer import copy_tokenizer, find_tokenizer
+from ddtree_trt.errors import BuildError, UsageError
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+    from ddtree_trt.build.checkpoint import Checkpoint
+
+Backend = Literal["auto", "onnxruntime", "torch", "tensorrt"]
+Precision = Literal["auto", "fp32", "fp16", "bf16"]
+
+_TOOLCHAIN = ("numpy", "onnx", "onnxruntime")
+_MAX_TREE_BUDGET, _MAX_BATCH = 4096, 1024  # far above any use: what is larger is a slip of the finger
+
+
+@dataclass(frozen=True)
+class BuildRequest:
+    """What to build. The defaults are the command line's; None leaves a number to the preset."""
+
+    target: str | None = None  # a preset, or with both directories any name; None takes the checkpoint directory's
+    checkpoint: Path | None = None  # instead of the preset's target
+    drafter: Path | None = None  # instead of the preset's drafter
+    backend: Backend = "auto"
+    precision: Precision = "auto"
+    max_seq_len: int | None = None
+    max_tree_budget: int | None = None
+    max_batch: int | None = None
+    output: Path | None = None  # None is engines/NAME
+    force: bool = False  # replace an existing engine
+
+    @property
+    def name(self) -> str:
+        """The engine's name. Raises UsageError when there is none, or none that can name a directory."""
+        name = self.target or (self.checkpoint.resolve().name if self.checkpoint else None)
+        if name is None:
+            raise UsageError(f"nothing to build; give --target NAME with one of {', '.join(PRESETS)}")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+            raise UsageError(f"{name!r} cannot name an engine; use letters, digits, '.', '_' and '-' in --target")
+        return name
+
+    @property
+    def destination(self) -> Path:
+        """The engine directory, as the user would write it."""
+        return self.output or ENGINES / self.name
+
+
+def compile_engine(request: BuildRequest, progress: Progress = no_progress) -> Manifest:
+    """Build the engine a request asks for and return its manifest; the engine is at `request.destination`.
+
+    Raises UsageError for a wrong request, CheckpointError for a pair that cannot be used, and BuildError when the
+    engine cannot be written. Whatever is raised, an engine already there is untouched and no half engine is left.
+    """
+    # Imported here because NumPy and onnx have no place in `ddtree-trt --help`.
+    from ddtree_trt.build.checkpoint import check_pair
+
+    started = time.monotonic()
+    backend, precision = _backend(request)
+    preset = _preset(request)
+    _check_numbers(request)
+    destination = prepare_destination(request.destination, force=request.force)
+    target = _open(preset.target if preset else None, request.checkpoint, "--checkpoint")
+    drafter = _open(preset.drafter if preset else None, request.drafter, "--drafter")
+    check_pair(target, drafter)
+    limits = _limits(request, preset.limits if preset else Limits(), target, drafter)
+    tokenizer = find_tokenizer(target.directory, target.dims.vocab_size)
+    _check_space(destination, target, drafter)
+
+    with atomic_directory(destination, force=request.force) as directory:
+        graphs = _write_graphs(directory, target, drafter, limits, progress)
+        copy_tokenizer(tokenizer, target.directory, target.stop_token_ids, directory)
+        manifest = Manifest(
+            schema_version=artifact.SCHEMA_VERSION,
+            product_version=__version__,
+            backend=backend,
+            precision=precision,
+            name=request.name,
+            target=target.identify(progress),
+            drafter=drafter.identify(progress),
+            drafter_kind="dflash" if drafter.is_dflash else "autoregressive",
+            target_dims=target.dims,
+            drafter_dims=drafter.dims,
+            limits=limits,
+            stop_token_ids=target.stop_token_ids,
+            chat_template_args=dict(preset.chat_template_args) if preset else {},
+            toolchain={"python": platform.python_version(), **installed_versions(*_TOOLCHAIN)},
+            tensors=graphs,
+            files=describe_files(directory, progress),
+            build_seconds=round(time.monotonic() - started, 3),
+            golden_tau=dict(preset.golden_tau) if preset else {},
+        )
+        (directory / artifact.MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+    return manifest
+
+
+def _backend(request: BuildRequest) -> tuple[Literal["onnxruntime"], Literal["fp32"]]:
+    """Resolve `auto`; one backend can be built so far."""
+    if request.backend not in ("auto", "onnxruntime"):
+        raise UsageError(f"backend {request.backend!r} cannot be built by this version; use --backend onnxruntime")
+    if request.precision not in ("auto", "fp32"):
+        raise UsageError(
+            f"precision {request.precision!r} is not available: the onnxruntime backend computes in fp32; "
+            "use --precision fp32"
+        )
+    return "onnxruntime", "fp32"
+
+
+def _preset(request: BuildRequest) -> Preset | None:
+    """The preset, or None when the request names both networks and its own name for them."""
+    name = request.name
+    if name in PRESETS and request.target is not None:
+        return PRESETS[name]
+    if request.checkpoint is not None and request.drafter is not None:
+        return None
+    if request.target is None:
+        raise UsageError("--checkpoint without --target needs --drafter DIR too")
+    return find_preset(name)
+
+
+def _open(source: Source | None, directory: Path | None, option: str) -> Checkpoint:
+    """Load the directory the user named, else the preset's source."""
+    from ddtree_trt.build.checkpoint import load_checkpoint
+
+    if directory is not None or source is None:
+        assert directory is not None  # _preset: without a preset both directories are given
+        return load_checkpoint(directory)
+    if isinstance(source, PackagedSource):
+        return load_checkpoint(source.directory, name=source.folder, revision=artifact.PACKAGED)
+    from ddtree_trt.build.hub import download
+
+    snapshot = download(source, option)
+    return load_checkpoint(snapshot, name=source.repository, revision=snapshot.name)
+
+
+def _check_numbers(request: BuildRequest) -> None:
+    """Refuse limits no model can have."""
+    for option, value, lowest, highest in (
+        ("--max-seq-len", request.max_seq_len, 2, None),
+        ("--max-tree-budget", request.max_tree_budget, 0, _MAX_TREE_BUDGET),
+        ("--max-batch", request.max_batch, 1, _MAX_BATCH),
+    ):
+        if value is not None and (value < lowest or (highest is not None and value > highest)):
+            bounds = f"at least {lowest}" if highest is None else f"{lowest} to {highest}"
+            raise UsageError(f"{option} must be {bounds}, not {value}")
+
+
+def _limits(request: BuildRequest, defaults: Limits, target: Checkpoint, drafter: Checkpoint) -> Limits:
+    """The request's limits over the preset's. A default longer than the models' positions is cut, a request refused."""
+    positions, model = min((c.dims.max_positions, c.name) for c in (target, drafter))
+    wanted = request.max_seq_len
+    if wanted is not None and wanted > positions:
+        raise UsageError(f"--max-seq-len {wanted} is more than the {positions} positions {model} was made for")
+    limits = Limits(
+        max_seq_len=wanted or min(defaults.max_seq_len, positions),
+        max_batch=request.max_batch or defaults.max_batch,
+        max_tree_budget=defaults.max_tree_budget if request.max_tree_budget is None else request.max_tree_budget,
+        prefill_chunk=defaults.prefill_chunk,
+    )
+    block = drafter.dims.block_size if isinstance(drafter.dims, DrafterDims) else 1
+    if block > limits.max_tokens_per_pass:
+        raise UsageError(
+            f"the drafter's block of {block} tokens is more than one pass of {limits.max_tokens_per_pass}; "
+            f"give --max-tree-budget {block}"
+        )
+    return limits
+
+
+def _check_space(destination: Path, target: Checkpoint, drafter: Checkpoint) -> None:
+    needed = _weight_bytes(target, drafter)
+    free = shutil.disk_usage(destination.parent).free
+    if free < needed:
+        raise BuildError(
+            f"cannot write {destination}: it needs {needed / 1e9:.1f} GB and {destination.parent} has {free / 1e9:.1f} "
+            "GB free; free some space or give --output DIR on another disk"
+        )
+
+
+def _weight_bytes(target: Checkpoint, drafter: Checkpoint) -> int:
+    """Bytes both networks' weights take in float32."""
+    return 4 * (target.num_values + drafter.num_values)
+
+
+def _write_graphs(
+    directory: Path, target: Checkpoint, drafter: Checkpoint, limits: Limits, progress: Progress
+) -> dict[str, dict[str, list[str]]]:
+    """Write both graphs and the weights they share; returns the graphs' input and output names."""
+    from ddtree_trt.build.graph import build_drafter_graph, build_target_graph
+    from ddtree_trt.build.weights import WeightFile
+
+    expected = _weight_bytes(target, drafter)
+    dims = drafter.dims
+    taps = dims.tap_layers if isinstance(dims, DrafterDims) else ()
+    names = {}
+    with WeightFile(directory / artifact.WEIGHTS, expected_bytes=expected, progress=progress) as sink:
+        tied = target.tie_word_embeddings
+        graph = build_target_graph(target.dims, target.tensor, sink, tap_layers=taps, limits=limits, tied=tied)
+        names["target"] = _write_graph(directory / artifact.TARGET_GRAPH, graph)
+        if isinstance(dims, DrafterDims):
+            graph = build_drafter_graph(
+                dims, drafter.tensor, sink, target_weights=target.tensor, target_tied=tied, limits=limits
+            )
+        else:
+            tied = drafter.tie_word_embeddings
+            graph = build_target_graph(
+                dims, drafter.tensor, sink, tap_layers=(), limits=limits, tied=tied, prefix="drafter."
+            )
+        names["drafter"] = _write_graph(directory / artifact.DRAFTER_GRAPH, graph)
+    return names
+
+
+def _write_graph(path: Path, graph: ModelProto) -> dict[str, list[str]]:
+    path.write_bytes(graph.SerializeToString())
+    return {"inputs": [i.name for i in graph.graph.input], "outputs": [o.name for o in graph.graph.output]}

@@ -1,0 +1,167 @@
+"""Writing a directory so that it appears whole or not at all, whatever happens to the process in between."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ddtree_trt.artifact import MANIFEST, PROFILE, FileEntry, Progress, no_progress, sha256_file
+from ddtree_trt.errors import BuildError
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+
+
+def prepare_destination(destination: Path, *, force: bool, marker: str = MANIFEST) -> Path:
+    """The resolved destination, cleaned of what killed builds left beside it, its parent directories made.
+
+    An existing directory is replaced only with `force`, and only if it holds `marker`, the file written last: so that a
+    mistyped path never costs a directory that is not ours. Raises BuildError when it must not be replaced or its parent
+    cannot be written.
+    """
+    destination = destination.resolve()  # a link to an engine keeps pointing at the engine
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        _remove_stale(destination)
+        if destination.exists():
+            _check_replaceable(destination, force, marker)
+    except OSError as error:
+        raise _cannot_write(destination, error) from error
+    if not os.access(destination.parent, os.W_OK | os.X_OK):
+        raise BuildError(f"cannot write {destination}: {destination.parent} is not writable; choose another path")
+    return destination
+
+
+def _check_replaceable(destination: Path, force: bool, marker: str) -> None:
+    if not destination.is_dir():
+        raise BuildError(f"{destination} exists and is not a directory; choose another path")
+    if not any(destination.iterdir()):
+        return
+    if not (destination / marker).is_file():
+        raise BuildError(f"{destination} exists and was not written by ddtree-trt; choose another path")
+    if not force:
+        raise BuildError(f"{destination} exists; give --force to replace it, or choose another path")
+
+
+@contextmanager
+def atomic_directory(destination: Path, *, force: bool, marker: str = MANIFEST) -> Iterator[Path]:
+    """Yield a temporary sibling of `destination` that takes its place when the block ends without an error.
+
+    Whatever goes wrong, an existing directory stays as it was and the temporary one is removed. A killed process leaves
+    at most a hidden `.NAME.tmp-PID-*` sibling, which the next build of the same name removes.
+    Raises BuildError when the destination cannot be written or must not be replaced.
+    """
+    destination = prepare_destination(destination, force=force, marker=marker)
+    temporary = destination.with_name(f".{destination.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    lock = -1
+    try:
+        try:
+            temporary.mkdir()
+            with suppress(OSError):  # a file system without locks: the process id alone has to do
+                lock = _lock(temporary)
+            yield temporary
+            _replace(temporary, destination)
+        except OSError as error:
+            raise _cannot_write(destination, error) from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # after an exchange this is the old directory
+        if lock >= 0:
+            os.close(lock)
+
+
+def _cannot_write(destination: Path, error: OSError) -> BuildError:
+    reason = error.strerror or str(error)
+    hint = "free some space or choose another path" if error.errno == errno.ENOSPC else "choose another path"
+    return BuildError(f"cannot write {destination}: {reason}; nothing was changed, {hint}")
+
+
+def _lock(directory: Path) -> int:
+    """Lock a directory for as long as this process lives; raises BlockingIOError when another process holds it."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _remove_stale(destination: Path) -> None:
+    """Remove what killed builds of this name left behind; put an engine back that one had moved aside.
+
+    Only siblings whose process is gone: its id is not in use, and its lock, which the kernel drops with the process, is
+    free (the second matters where the id belongs to another container on the same disk).
+    """
+    pattern = re.compile(re.escape(f".{destination.name}.tmp-") + r"(\d+)-[0-9a-f]+(\.old)?")
+    for sibling in list(destination.parent.iterdir()):
+        match = pattern.fullmatch(sibling.name)
+        if match is None or sibling.is_symlink() or not sibling.is_dir() or _alive(int(match[1])):
+            continue
+        try:
+            os.close(_lock(sibling))
+        except OSError:
+            continue
+        if match[2] and not destination.exists():
+            os.rename(sibling, destination)
+        else:
+            shutil.rmtree(sibling, ignore_errors=True)
+
+
+def _alive(pid: int) -> bool:
+    """Whether another process has this id. Our own id on a leftover means that it was another container's."""
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        return True
+    return True
+
+
+def _replace(temporary: Path, destination: Path) -> None:
+    """Put `temporary` in the place of `destination`, whose old content is afterwards at `temporary`.
+
+    Where the file system can exchange two directories in one step a kill cannot fall in between.
+    """
+    if not destination.exists() or not any(destination.iterdir()):
+        os.rename(temporary, destination)
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    exchange = getattr(libc, "renameat2", None)
+    if exchange is not None:
+        paths = os.fsencode(temporary), os.fsencode(destination)
+        if exchange(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
+            return
+    aside = temporary.with_name(f"{temporary.name}.old")
+    os.rename(destination, aside)
+    try:
+        os.rename(temporary, destination)
+    except BaseException:
+        os.rename(aside, destination)
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def describe_files(directory: Path, progress: Progress = no_progress) -> dict[str, FileEntry]:
+    """Size and digest of every file in `directory` that the manifest vouches for, in name order."""
+    paths = [p for p in sorted(directory.iterdir()) if p.name not in (MANIFEST, PROFILE)]
+    total, done = sum(p.stat().st_size for p in paths), 0
+    entries = {}
+    for path in paths:
+        start = done
+
+        def report(read: int, start: int = start) -> None:
+            progress("digest files", start + read, total)
+
+        entries[path.name] = FileEntry(size=path.stat().st_size, sha256=sha256_file(path, report=report))
+        done += entries[path.name].size
+    return entries

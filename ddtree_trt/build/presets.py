@@ -1,0 +1,85 @@
+"""The pairs this package knows by name. Data only; tests go over all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ddtree_trt.artifact import Limits
+from ddtree_trt.errors import UsageError
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A repository on the Hugging Face hub."""
+
+    repository: str
+    revision: str | None = None  # None is the newest; the engine's manifest records which commit that was
+
+
+@dataclass(frozen=True)
+class PackagedSource:
+    """A directory that ships inside this package."""
+
+    folder: str  # below ddtree_trt/assets, with forward slashes
+
+    @property
+    def directory(self) -> Path:
+        return Path(str(resources.files("ddtree_trt").joinpath("assets", *self.folder.split("/"))))
+
+
+Source = HubSource | PackagedSource
+
+
+@dataclass(frozen=True)
+class Preset:
+    name: str
+    target: Source
+    drafter: Source
+    limits: Limits = field(default_factory=Limits)
+    chat_template_args: Mapping[str, Any] = field(default_factory=dict)  # what the drafter was trained with
+    golden_tau: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # method → (lowest, highest)
+
+
+# golden_tau is the mean number of tokens per round, bonus included, at temperature 0. A value outside the range means a
+# wrongly wired drafter, not an unlucky prompt. The tiny pair's lower bounds are what it was trained to reach on its
+# held-out prompts, less a margin; the published pairs' bounds are the lowest and highest of the ten benchmarks in the
+# DDTree paper (arXiv 2604.12989), DDTree at its best budget.
+_PRESETS = (
+    Preset(
+        name="tiny",
+        target=PackagedSource("tiny/target"),
+        drafter=PackagedSource("tiny/drafter"),
+        golden_tau={"dflash": (4.0, 16.0), "ddtree": (4.5, 16.0)},
+    ),
+    Preset(
+        name="qwen3-4b",
+        target=HubSource("Qwen/Qwen3-4B"),
+        drafter=HubSource("z-lab/Qwen3-4B-DFlash-b16"),
+        limits=Limits(max_seq_len=4096, max_batch=4),
+        chat_template_args={"enable_thinking": False},
+        golden_tau={"dflash": (3.11, 7.72), "ddtree": (5.35, 10.71)},
+    ),
+    Preset(
+        name="qwen3-8b",
+        target=HubSource("Qwen/Qwen3-8B"),
+        drafter=HubSource("z-lab/Qwen3-8B-DFlash-b16"),
+        limits=Limits(max_seq_len=4096, max_batch=4),
+        chat_template_args={"enable_thinking": False},
+        golden_tau={"dflash": (3.12, 7.79), "ddtree": (5.09, 10.73)},
+    ),
+)
+PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _PRESETS}
+
+
+def find_preset(name: str) -> Preset:
+    """The preset of that name. Raises UsageError listing the known ones."""
+    if name not in PRESETS:
+        raise UsageError(
+            f"unknown target {name!r}; known are {', '.join(PRESETS)}; "
+            "for another pair give both --checkpoint DIR and --drafter DIR"
+        )
+    return PRESETS[name]

@@ -1,0 +1,74 @@
+"""The tokenizer's files: found beside a checkpoint, checked, and copied into the engine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ddtree_trt.artifact import OPTIONAL_TOKENIZER_FILES, TOKENIZER_FILES
+from ddtree_trt.build.config import GENERATION_CONFIG
+from ddtree_trt.errors import CheckpointError
+
+_VOCABULARY, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
+
+
+def find_tokenizer(checkpoint: Path, vocab_size: int) -> Path:
+    """The directory of the target's tokenizer: the checkpoint's own, or `tokenizer` beside it.
+
+    Raises CheckpointError when a file is missing or damaged, or when the tokenizer makes tokens the target has not.
+    """
+    beside = checkpoint.resolve().parent / "tokenizer"
+    directory = next((d for d in (checkpoint, beside) if (d / _VOCABULARY).is_file()), None)
+    if directory is None:
+        raise CheckpointError(
+            f"{checkpoint} has no tokenizer: {_VOCABULARY} is missing; copy it and {_SETTINGS} from where the "
+            "checkpoint comes from"
+        )
+    vocabulary = _read(directory / _VOCABULARY)
+    _read(directory / _SETTINGS)
+    highest = _highest_token(directory / _VOCABULARY, vocabulary)
+    if highest >= vocab_size:
+        raise CheckpointError(
+            f"{directory / _VOCABULARY} has token {highest}, the target's vocab_size is {vocab_size}; "
+            "use the tokenizer that belongs to the target"
+        )
+    return directory
+
+
+def copy_tokenizer(source: Path, checkpoint: Path, stop_token_ids: tuple[int, ...], destination: Path) -> None:
+    """Copy the tokenizer's files; generation_config.json is the checkpoint's, or says at least where text ends.
+
+    Raises OSError when the destination cannot be written.
+    """
+    for name in (*TOKENIZER_FILES, *OPTIONAL_TOKENIZER_FILES):
+        # generation_config.json belongs to the model and lies with it, wherever the tokenizer is.
+        path = (checkpoint if name == GENERATION_CONFIG else source) / name
+        if path.is_file():
+            shutil.copyfile(path, destination / name)
+    if not (destination / GENERATION_CONFIG).exists():
+        text = json.dumps({"eos_token_id": list(stop_token_ids)}, indent=1)
+        (destination / GENERATION_CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise CheckpointError(f"{path.parent} has no {path.name}; copy the tokenizer's files together")
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); fetch the tokenizer again") from error
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path} is not a JSON object; fetch the tokenizer again")
+    return data
+
+
+def _highest_token(path: Path, tokenizer: dict[str, Any]) -> int:
+    """The highest token id in a tokenizer.json, or −1 when it lists none."""
+    try:
+        vocabulary = tokenizer["model"]["vocab"]
+        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+        return int(max([*ids, *(token["id"] for token in tokenizer.get("added_tokens") or [])], default=-1))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} is not a tokenizer ({error!r}); fetch the tokenizer again") from error

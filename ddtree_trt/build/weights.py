@@ -1,0 +1,81 @@
+"""The external data file both graphs keep their weights in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from onnx import StringStringEntryProto, TensorProto, helper
+
+from ddtree_trt.artifact import Progress, no_progress
+
+ALIGNMENT = 4096  # a memory page: the runtime can map a tensor instead of reading it
+_WRITE_BLOCK = 32 << 20
+
+
+class WeightFile:
+    """Writes arrays one after another and hands out ONNX initialisers that refer to them.
+
+    An array is stored once under its key, whichever graph asks for it: the drafter's embedding and head are the
+    target's. Only the array being written is in memory. A context manager; `path` must not exist yet.
+    """
+
+    def __init__(self, path: Path, *, expected_bytes: int = 0, progress: Progress = no_progress) -> None:
+        self._file = path.open("xb")
+        self._name = path.name
+        self._written: dict[str, TensorProto] = {}
+        self._expected, self._done, self._progress = expected_bytes, 0, progress
+
+    @property
+    def size(self) -> int:
+        """Bytes of array data written so far, padding not counted."""
+        return self._done
+
+    def add(self, key: str, make: Callable[[], np.ndarray]) -> TensorProto:
+        """The initialiser of `key`; `make` is called, and its array written, only if the key is new.
+
+        Raises OSError when the disk is full, and whatever `make` raises.
+        """
+        known = self._written.get(key)
+        if known is None:
+            known = self._written[key] = self._write(key, np.ascontiguousarray(make()))
+        tensor = TensorProto()
+        tensor.CopyFrom(known)
+        return tensor
+
+    def _write(self, key: str, array: np.ndarray) -> TensorProto:
+        position = self._file.tell()
+        offset = -(-position // ALIGNMENT) * ALIGNMENT
+        self._file.write(bytes(offset - position))
+        data = memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        for start in range(0, len(data), _WRITE_BLOCK):
+            block = data[start : start + _WRITE_BLOCK]
+            self._file.write(block)
+            self._done += len(block)
+            self._progress("write weights", self._done, max(self._done, self._expected))
+        location = {"location": self._name, "offset": offset, "length": array.nbytes}
+        return TensorProto(
+            name=key,
+            data_type=helper.np_dtype_to_tensor_dtype(array.dtype),
+            dims=array.shape,
+            data_location=TensorProto.EXTERNAL,
+            external_data=[StringStringEntryProto(key=k, value=str(v)) for k, v in location.items()],
+        )
+
+    def close(self) -> None:
+        """Flush and close. Raises OSError when the disk is full."""
+        self._file.close()
+        self._progress("write weights", self._done, self._done)
+
+    def __enter__(self) -> WeightFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()

@@ -1,0 +1,82 @@
+"""The engine protocol: what the decode loop asks of a backend.
+
+An engine holds `max_batch` slots. A slot is one sequence's cache: the target's keys and values of its committed tokens,
+the drafter's of the same, and the tapped target states the drafter has not seen yet. Every verb names the slots it is
+for; nothing else is shared between them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.artifact import Manifest
+from ddtree_trt.runtime.sampling import DrawnFrom
+from ddtree_trt.runtime.tree import TokenTree
+
+LogitRows = Literal["none", "last", "all"]
+Draw = Callable[[NDArray[np.float32], NDArray[np.int32]], DrawnFrom]  # (log_probs [K], token_ids [K]) → a draw
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    slot: int
+    bonus_token: int
+    top_k: int  # K
+    length: int  # most positions worth drafting; a block drafter drafts all L in one pass regardless
+    draw: Draw  # how an autoregressive drafter picks each next token; a block drafter ignores it
+
+
+@dataclass(frozen=True)
+class Draft:
+    """The drafter's marginals for the L positions after the bonus token, each row sorted by falling probability."""
+
+    log_probs: NDArray[np.float32]  # [L, K]
+    token_ids: NDArray[np.int32]  # [L, K]
+    drawn: tuple[DrawnFrom, ...] | None = None  # [L]: the tokens an autoregressive drafter went on from
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    slot: int
+    tree: TokenTree
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the target says at each row. The arrays belong to the engine: valid until its next target pass."""
+
+    choices: NDArray[np.int64]  # [R]: the most probable next token
+    logits: NDArray[np.float32]  # [R, V]
+
+
+class Engine(Protocol):
+    manifest: Manifest
+
+    def length(self, slot: int) -> int:
+        """Committed tokens of the slot."""
+
+    def draftable_length(self, slot: int) -> int:
+        """Leading committed tokens whose target states the drafter has or can still be given."""
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget what lies behind the first `length` tokens; 0 empties the slot."""
+
+    def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
+        """Append tokens [T] causally and commit them. `taps=False` when the slot will never be drafted for."""
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One drafter pass per slot over [bonus, MASK × L] on top of every committed token."""
+
+    def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
+        """One target pass over each slot's tree; logits for all T nodes. Nothing is committed yet."""
+
+    def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
+        """Keep the nodes on `path` [m] (rising, root first) of the slot's last verified tree and forget the others."""
+
+    def close(self) -> None:
+        """Release the engine's memory and threads."""

@@ -1,0 +1,46 @@
+"""What a caller gets back. The names are vLLM's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddtree_trt.runtime.sampling import TokenLogprob
+from ddtree_trt.runtime.stats import RequestMetrics
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One completion, or in a stream the part of it that is new."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None  # "stop" | "length" | "abort"; None while it runs
+    stop_reason: int | str | None = None  # the stop token or stop string met; None for the model's own end
+    logprobs: list[TokenLogprob] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """One request's completions with what they cost."""
+
+    request_id: str
+    prompt: str | None  # None when it was given as token ids
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    usage: Usage
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # None for the first token, which nothing predicts

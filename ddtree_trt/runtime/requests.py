@@ -1,0 +1,124 @@
+"""From what a caller asks to sequences the scheduler can run, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.budget import Budget, FixedBudget
+from ddtree_trt.runtime.engine import Engine
+from ddtree_trt.runtime.methods import check_method
+from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput, Usage
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.sampling import Sampler
+from ddtree_trt.runtime.sequence import Sequence
+from ddtree_trt.runtime.stats import merge
+from ddtree_trt.runtime.text import Prompt, TextCodec, TextStream
+
+
+@dataclass
+class Request:
+    """A prompt with its n sequences."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    sequences: list[Sequence]
+
+    @property
+    def finished(self) -> bool:
+        return all(s.finished for s in self.sequences)
+
+    def raise_error(self) -> None:
+        """Raise what ended one of the sequences, if the engine failed."""
+        for s in self.sequences:
+            if s.error is not None:
+                raise s.error
+
+    def output(self) -> RequestOutput:
+        """Everything so far."""
+        return self._output([s.output_so_far() for s in self.sequences])
+
+    def take(self) -> RequestOutput | None:
+        """What is new since the last call, or None when nothing can be shown yet."""
+        parts = [p for s in self.sequences if (p := s.take()) is not None]
+        return self._output(parts) if parts else None
+
+    def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        metrics = merge(s.metrics for s in self.sequences)
+        wanted = self.params.prompt_logprobs is not None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_ids,
+            outputs=outputs,
+            finished=self.finished,
+            metrics=metrics,
+            usage=Usage(metrics.prompt_tokens, metrics.output_tokens, metrics.cached_tokens),
+            prompt_logprobs=list(self.sequences[0].prompt_logprobs) if wanted else None,
+        )
+
+
+class RequestMaker:
+    """Checks a call against the engine and makes its sequences."""
+
+    def __init__(self, engine: Engine, codec: TextCodec) -> None:
+        self._engine, self._codec = engine, codec
+        self._manifest = engine.manifest
+        self._count = 0
+
+    def make(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> Request:
+        """Raises UsageError for a prompt that is empty, out of vocabulary or too long, or params the engine cannot
+        honour."""
+        ids = self._codec.encode(prompt)
+        self._check(ids, params)
+        self._count += 1
+        sequences = [self._sequence(i, ids, params) for i in range(params.n)]
+        text = prompt if isinstance(prompt, str) else None
+        return Request(request_id or f"req-{self._count}", text, ids, params, sequences)
+
+    def _check(self, ids: list[int], params: SamplingParams) -> None:
+        limits, vocab = self._manifest.limits, self._manifest.target_dims.vocab_size
+        if not ids:
+            raise UsageError("the prompt has no tokens; give at least one")
+        if len(ids) >= limits.max_seq_len:
+            raise UsageError(
+                f"the prompt has {len(ids)} tokens, this engine takes at most {limits.max_seq_len - 1} "
+                f"(max_seq_len {limits.max_seq_len}); shorten it or rebuild with a larger --max-seq-len"
+            )
+        if (out := next((t for t in ids if not 0 <= t < vocab), None)) is not None:
+            raise UsageError(f"token id {out} in the prompt is outside the vocabulary of {vocab}")
+        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if (out := next((t for t in tokens if t >= vocab), None)) is not None:
+                raise UsageError(f"{name}: token id {out} is outside the vocabulary of {vocab}")
+        check_method(params.method, self._manifest.drafter_kind)
+        if params.tree_budget != "auto" and params.tree_budget > limits.max_tree_budget:
+            raise UsageError(
+                f"tree_budget {params.tree_budget} is above this engine's {limits.max_tree_budget}; "
+                "lower it or rebuild with a larger --max-tree-budget"
+            )
+
+    def _sequence(self, index: int, ids: list[int], params: SamplingParams) -> Sequence:
+        eos = frozenset() if params.ignore_eos else frozenset(self._manifest.stop_token_ids)
+        stream = TextStream(
+            self._codec,
+            params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+            keep_stop=params.include_stop_str_in_output,
+        )
+        return Sequence(
+            index=index,
+            prompt=ids,
+            params=params,
+            eos_ids=eos,
+            capacity=self._manifest.limits.max_seq_len,
+            sampler=Sampler(
+                params, self._manifest.target_dims.vocab_size, ids, eos | set(params.stop_token_ids), index
+            ),
+            stream=stream,
+            budget=self._budget(params),
+        )
+
+    def _budget(self, params: SamplingParams) -> Budget:
+        return FixedBudget(16 if params.tree_budget == "auto" else params.tree_budget)

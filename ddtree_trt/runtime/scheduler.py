@@ -1,0 +1,158 @@
+"""Continuous batching: who holds which slot, and what a step does.
+
+A step admits waiting sequences into free slots, prefills one chunk of one of them, and runs one decode round over all
+that are past their prompt. So a long prompt delays running sequences by one chunk per round, and a sequence that
+finishes or is cancelled frees its slot before the next step. A free slot keeps its cache: a prompt that begins with the
+tokens of a free slot starts behind them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ddtree_trt.runtime.decode import decode_round
+from ddtree_trt.runtime.engine import Engine, LogitRows
+from ddtree_trt.runtime.sampling import logprob
+from ddtree_trt.runtime.sequence import Sequence
+from ddtree_trt.runtime.stats import StageClock
+
+
+@dataclass
+class _Slot:
+    tokens: list[int] = field(default_factory=list)  # what the cache holds, once free
+    user: Sequence | None = None
+    last_used: int = 0
+
+
+class Scheduler:
+    """Owns the engine's slots. Not thread-safe: one thread calls it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.waiting: deque[Sequence] = deque()
+        self.prefilling: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self._slots = [_Slot() for _ in range(engine.manifest.limits.max_batch)]
+        self._clock = StageClock()
+        self._steps = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.prefilling or self.running)
+
+    @property
+    def slots(self) -> int:
+        return len(self._slots)
+
+    @property
+    def free_slots(self) -> int:
+        return sum(s.user is None for s in self._slots)
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    def cancel(self, sequence: Sequence) -> None:
+        """End a sequence wherever it is; its slot is free at once."""
+        sequence.abort()
+        self._sweep()
+
+    def step(self) -> list[Sequence]:
+        """Do one step; returns the sequences that moved on. An engine failure ends those it was working on."""
+        self._steps += 1
+        self._admit()
+        moved: list[Sequence] = []
+        if self.prefilling:
+            moved += self._guard([self.prefilling[0]], self._prefill_chunk)
+        if self.running:
+            moved += self._guard(list(self.running), self._round)
+        self._sweep()
+        return moved
+
+    def _guard(self, sequences: list[Sequence], work: Callable[[list[Sequence]], None]) -> list[Sequence]:
+        """Run `work`; whatever it raises ends these sequences and no others, and their slots start empty."""
+        try:
+            work(sequences)
+        except Exception as error:
+            for s in sequences:
+                s.abort(error)
+                if s.slot is not None:
+                    self.engine.truncate(s.slot, 0)
+        seconds = self._clock.take()
+        for s in sequences:
+            for stage, spent in seconds.items():
+                s.metrics.stage_s[stage] += spent
+        return sequences
+
+    def _admit(self) -> None:
+        while self.waiting and self.free_slots:
+            sequence = self.waiting.popleft()
+            index, cached = self._best_slot(sequence)
+            slot = self._slots[index]
+            self.engine.truncate(index, cached)
+            slot.user, slot.tokens, slot.last_used = sequence, [], self._steps
+            sequence.slot = index
+            sequence.metrics.cached_tokens = cached
+            if sequence.params.prompt_logprobs is not None:
+                sequence.prompt_logprobs.append(None)
+            self.prefilling.append(sequence)
+
+    def _best_slot(self, sequence: Sequence) -> tuple[int, int]:
+        """The free slot that saves most of the prompt, then an empty one, then the one unused longest."""
+
+        def usable(index: int) -> int:
+            if sequence.params.prompt_logprobs is not None:
+                return 0  # every prompt row's logits are wanted
+            held = self.engine.draftable_length(index) if sequence.drafts else self.engine.length(index)
+            shared = _common_prefix(self._slots[index].tokens, sequence.prompt)
+            return min(held, shared, len(sequence.prompt) - 1)  # the last token's logits are needed
+
+        free = [i for i, s in enumerate(self._slots) if s.user is None]
+        best = max(free, key=lambda i: (usable(i), not self._slots[i].tokens, -self._slots[i].last_used, -i))
+        return best, usable(best)
+
+    def _prefill_chunk(self, sequences: list[Sequence]) -> None:
+        (s,) = sequences
+        assert s.slot is not None
+        start = self.engine.length(s.slot)
+        chunk = s.prompt[start : start + self.engine.manifest.limits.prefill_chunk]
+        last = start + len(chunk) == len(s.prompt)
+        rows: LogitRows = "all" if s.params.prompt_logprobs is not None else "last" if last else "none"
+        with self._clock("prefill"):
+            verdict = self.engine.prefill(s.slot, np.array(chunk, np.int64), rows=rows, taps=s.drafts)
+            if s.params.prompt_logprobs is not None:
+                following = s.prompt[start + 1 : start + 1 + len(chunk)]
+                for row, token in zip(verdict.logits, following, strict=False):
+                    s.prompt_logprobs.append(logprob(row, token, s.params.prompt_logprobs))
+            if last:
+                self.prefilling.popleft()
+                self.running.append(s)
+                logits = verdict.logits[-1]
+                takes = s.sampler.takes_choices
+                s.append(int(verdict.choices[-1]) if takes else s.sampler.choose(logits), logits)
+
+    def _round(self, sequences: list[Sequence]) -> None:
+        live = [s for s in sequences if not s.finished]
+        if live:
+            decode_round(self.engine, live, self._clock)
+
+    def _sweep(self) -> None:
+        """Take finished sequences out of every queue and free their slots, which keep what they hold."""
+        self.waiting = deque(s for s in self.waiting if not s.finished)
+        self.prefilling = deque(s for s in self.prefilling if not s.finished)
+        self.running = [s for s in self.running if not s.finished]
+        for index, slot in enumerate(self._slots):
+            if slot.user is not None and slot.user.finished:
+                held = self.engine.length(index)
+                slot.tokens = (slot.user.prompt + slot.user.output)[:held]
+                if len(slot.tokens) < held:  # a stop string dropped tokens that are in the cache
+                    self.engine.truncate(index, len(slot.tokens))
+                slot.user = None
+
+
+def _common_prefix(a: list[int], b: list[int]) -> int:
+    size = min(len(a), len(b))
+    return next((i for i in range(size) if a[i] != b[i]), size)

@@ -1,0 +1,124 @@
+"""One completion in the making: its tokens, text, stops and figures."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from ddtree_trt.runtime.budget import Budget
+from ddtree_trt.runtime.outputs import CompletionOutput
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.sampling import Row, Sampler, TokenLogprob, logprob
+from ddtree_trt.runtime.stats import RequestMetrics
+from ddtree_trt.runtime.text import TextStream
+
+
+@dataclass
+class Sequence:
+    """State of one completion. The scheduler owns `slot`; the decoder appends tokens; readers take what is new."""
+
+    index: int  # among the request's n completions
+    prompt: list[int]
+    params: SamplingParams
+    eos_ids: frozenset[int]
+    capacity: int  # prompt and output tokens the engine can hold
+    sampler: Sampler
+    stream: TextStream
+    budget: Budget
+    metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    slot: int | None = None
+    output: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: Exception | None = None
+    _shown_tokens: int = 0
+    _shown_chars: int = 0
+    _shown_end: bool = False
+
+    def __post_init__(self) -> None:
+        self.metrics.prompt_tokens = len(self.prompt)
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def drafts(self) -> bool:
+        """Whether this sequence will ever ask the drafter for anything."""
+        return self.params.method != "ar"
+
+    @property
+    def bonus_token(self) -> int:
+        return self.output[-1]
+
+    def append(self, token: int, logits: Row | None) -> bool:
+        """Emit one token; returns whether the sequence goes on. `logits` [V] is the row the token was chosen from."""
+        now = time.perf_counter()
+        self.metrics.first_token_s = self.metrics.first_token_s or now
+        self.metrics.last_token_s = now
+        self.output.append(token)
+        self.sampler.observe(token)
+        if self.params.logprobs is not None and logits is not None:
+            self.logprobs.append(logprob(logits, token, self.params.logprobs))
+        enough = len(self.output) >= self.params.min_tokens
+        ends = enough and (token in self.eos_ids or token in self.params.stop_token_ids)
+        silent = ends and not self.params.include_stop_str_in_output and self.params.skip_special_tokens
+        stop = self.stream.push(token, silent=silent, may_stop=enough)
+        if stop is not None:
+            self._finish("stop", stop)
+            self._drop_tokens()
+        elif ends:
+            self._finish("stop", None if token in self.eos_ids else token)
+        elif len(self.output) >= self.params.max_tokens or len(self.prompt) + len(self.output) >= self.capacity:
+            self._finish("length", None)
+        self.metrics.output_tokens = len(self.output)
+        return not self.finished
+
+    def _finish(self, reason: str, stop_reason: int | str | None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        if not isinstance(stop_reason, str):
+            self.stream.flush()
+
+    def _drop_tokens(self) -> None:
+        kept = self.stream.kept_tokens()
+        del self.output[kept:]
+        del self.logprobs[kept:]
+        del self.stream.ends[kept:]
+
+    def abort(self, error: Exception | None = None) -> None:
+        """End the sequence where it is: the caller went away, or the engine failed."""
+        if not self.finished:
+            self.error = error
+            self._finish("abort", None)
+
+    def take(self) -> CompletionOutput | None:
+        """What is new since the last call: text that can no longer become a stop string, and its tokens; None when
+        there is nothing. The finish reason comes once."""
+        end = len(self.stream.text) if self.finished else self.stream.safe_length()
+        tokens = self._shown_tokens
+        while tokens < len(self.output) and (self.finished or self.stream.ends[tokens] <= end):
+            tokens += 1
+        start, first = self._shown_chars, self._shown_tokens
+        if (end, tokens) == (start, first) and self.finished == self._shown_end:
+            return None
+        self._shown_chars, self._shown_tokens, self._shown_end = end, tokens, self.finished
+        return self._output(self.stream.text[start:end], first, tokens)
+
+    def output_so_far(self) -> CompletionOutput:
+        """The completion from its beginning."""
+        end = len(self.stream.text) if self.finished else self.stream.safe_length()
+        return self._output(self.stream.text[:end], 0, len(self.output))
+
+    def _output(self, text: str, first: int, last: int) -> CompletionOutput:
+        logprobs = None if self.params.logprobs is None else self.logprobs[first:last]
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self.output[first:last],
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=logprobs,
+            cumulative_logprob=None if logprobs is None else sum(t.logprob for t in logprobs),
+        )

@@ -1,0 +1,140 @@
+"""Counting and timing: stage times, acceptance, and what they say about a request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+ROUND_STAGES = ("draft", "tree_build", "tree_compile", "verify", "commit")
+STAGES = ("prefill", *ROUND_STAGES)
+
+
+class StageClock:
+    """Seconds spent in each stage since the last `take`."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(STAGES, 0.0)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] += time.perf_counter() - start
+
+    def take(self) -> dict[str, float]:
+        taken, self.seconds = self.seconds, dict.fromkeys(STAGES, 0.0)
+        return taken
+
+
+@dataclass
+class RequestMetrics:
+    """What one request cost and how well its drafts were accepted. Times are wall-clock seconds as the request saw
+    them: a stage shared by several slots counts in full for each."""
+
+    arrival_s: float = field(default_factory=time.perf_counter)
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt, found in a slot
+    output_tokens: int = 0
+    acceptance_lengths: list[int] = field(default_factory=list)  # tokens committed per round, bonus included
+    budgets: list[int] = field(default_factory=list)  # draft nodes verified per round
+    stage_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+
+    @property
+    def rounds(self) -> int:
+        return len(self.acceptance_lengths)
+
+    @property
+    def drafted_tokens(self) -> int:
+        return sum(self.budgets)
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Draft tokens that became output; each round's last token is the target's own."""
+        return sum(self.acceptance_lengths) - self.rounds
+
+    @property
+    def acceptance_rate(self) -> float:
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        return sum(self.acceptance_lengths) / self.rounds if self.rounds else 0.0
+
+    @property
+    def mean_budget(self) -> float:
+        return self.drafted_tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Share of rounds that accepted a draft token at depth 1, 2, …"""
+        deepest = max(self.acceptance_lengths, default=1)
+        return [sum(a > d for a in self.acceptance_lengths) / self.rounds for d in range(1, deepest)]
+
+    @property
+    def acceptance_histogram(self) -> dict[int, int]:
+        """Rounds by the number of tokens they committed."""
+        return {n: self.acceptance_lengths.count(n) for n in sorted(set(self.acceptance_lengths))}
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def time_per_output_token_s(self) -> float | None:
+        """Mean time between output tokens after the first."""
+        if self.first_token_s is None or self.last_token_s is None or self.output_tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.output_tokens - 1)
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        per_token = self.time_per_output_token_s
+        return 1 / per_token if per_token else None
+
+    def to_dict(self) -> dict[str, object]:
+        """The figures as plain JSON data."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "output_tokens": self.output_tokens,
+            "rounds": self.rounds,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "acceptance_rate": self.acceptance_rate,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "acceptance_lengths": self.acceptance_lengths,
+            "acceptance_by_depth": self.acceptance_by_depth,
+            "acceptance_histogram": {str(k): v for k, v in self.acceptance_histogram.items()},
+            "mean_budget": self.mean_budget,
+            "budgets": self.budgets,
+            "time_to_first_token_s": self.time_to_first_token_s,
+            "time_per_output_token_s": self.time_per_output_token_s,
+            "decode_tokens_per_s": self.decode_tokens_per_s,
+            "stage_s": self.stage_s,
+        }
+
+
+def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:
+    """The figures of several sequences as one request's: counts add up, times span all of them."""
+    parts = list(parts)
+    if len(parts) == 1:
+        return parts[0]
+    firsts = [p.first_token_s for p in parts if p.first_token_s is not None]
+    lasts = [p.last_token_s for p in parts if p.last_token_s is not None]
+    return RequestMetrics(
+        arrival_s=min(p.arrival_s for p in parts),
+        first_token_s=min(firsts, default=None),
+        last_token_s=max(lasts, default=None),
+        prompt_tokens=parts[0].prompt_tokens,
+        cached_tokens=parts[0].cached_tokens,
+        output_tokens=sum(p.output_tokens for p in parts),
+        acceptance_lengths=[a for p in parts for a in p.acceptance_lengths],
+        budgets=[b for p in parts for b in p.budgets],
+        stage_s={s: sum(p.stage_s[s] for p in parts) for s in STAGES},
+    )

@@ -1,0 +1,118 @@
+"""The draft tree: from per-position marginals to the tokens one target pass verifies.
+
+`build_tree` is the contract of the project: Algorithm 1 of DDTree (arXiv 2604.12989), the B most probable prefixes under
+the product of the drafter's marginals, which maximises the expected acceptance length of that surrogate (Propositions
+1–3). The heap, the masks and the walk run in C++ (`ddtree_trt._native`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ddtree_trt import _native
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """Draft nodes 1…n below the root (node 0, the bonus token), in the order the heap pops them.
+
+    A prefix of that order is the best tree of that size, so cutting a tree to a smaller budget is slicing it.
+    """
+
+    token_ids: NDArray[np.int32]  # [n]
+    depths: NDArray[np.int32]  # [n], 1-based
+    parents: NDArray[np.int32]  # [n + 1]; parents[0] is −1, the others index nodes 0…n
+    log_weights: NDArray[np.float64]  # [n]: sum of log-probabilities of the prefix
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def cut(self, budget: int) -> DraftTree:
+        """The best tree of at most `budget` nodes."""
+        if budget >= len(self):
+            return self
+        n = max(budget, 0)
+        return DraftTree(self.token_ids[:n], self.depths[:n], self.parents[: n + 1], self.log_weights[:n])
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A tree with its root's token, ready for a target pass of T = 1 + n tokens in topological order."""
+
+    token_ids: NDArray[np.int64]  # [T]
+    parents: NDArray[np.int32]  # [T]
+    depths: NDArray[np.int32]  # [T]; the root's is 0, so a node's position is past + depth
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def packed_mask(self) -> NDArray[np.int32]:
+        """Ancestor-or-self bits, int32 [T, ceil(T/32)]: bit j mod 32 of word j/32 in row i."""
+        return _native.packed_mask(self.parents)
+
+
+def build_tree(log_probs: ArrayLike, token_ids: ArrayLike, budget: int) -> DraftTree:
+    """The `budget` most probable prefixes as a tree.
+
+    Args:
+        log_probs: float32 [L, K], each row sorted by falling probability.
+        token_ids: int [L, K], the candidates those probabilities belong to.
+        budget: most nodes beside the root; fewer are returned when there are fewer prefixes.
+
+    Raises ValueError for shapes that differ, a negative budget, or NaN.
+    """
+    lp = np.ascontiguousarray(log_probs, np.float32)
+    ids = np.ascontiguousarray(token_ids, np.int32)
+    return DraftTree(*_native.build_tree(lp, ids, budget))
+
+
+def chain(token_ids: ArrayLike, log_probs: ArrayLike | None = None) -> DraftTree:
+    """A tree without branches: the tokens [n] one below the other. Log-weights are 0 when no log_probs [n] are given."""
+    ids = np.ascontiguousarray(token_ids, np.int32)
+    weights = np.zeros(len(ids)) if log_probs is None else np.cumsum(log_probs, dtype=np.float64)
+    return DraftTree(ids, np.arange(1, len(ids) + 1, dtype=np.int32), chain_parents(len(ids) + 1), weights)
+
+
+def chain_parents(length: int) -> NDArray[np.int32]:
+    """Parents [T] of T tokens in a row."""
+    return np.arange(-1, length - 1, dtype=np.int32)
+
+
+EMPTY = chain([])
+
+
+def compile_tree(root_token: int, tree: DraftTree) -> TokenTree:
+    """Put the bonus token on top of the draft nodes."""
+    return TokenTree(
+        np.concatenate(([root_token], tree.token_ids), dtype=np.int64),
+        tree.parents,
+        np.concatenate(([0], tree.depths), dtype=np.int32),
+    )
+
+
+def walk(tree: DraftTree, choices: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Follow the child that equals the target's choice until none does: the accepted path [m], root first.
+
+    The choice at the path's last node is the next bonus token.
+    """
+    return _native.walk(tree.parents, tree.token_ids, choices)
+
+
+def descend(tree: DraftTree, choose: Callable[[int], int | None]) -> NDArray[np.int32]:
+    """`walk` for choices that depend on the path: `choose(node)` is asked only at the nodes visited, in order.
+
+    `choose` returning None ends the walk at that node.
+    """
+    children = {
+        (parent, token): node
+        for node, (parent, token) in enumerate(zip(tree.parents[1:].tolist(), tree.token_ids.tolist(), strict=True), 1)
+    }
+    path = [0]
+    while (token := choose(path[-1])) is not None and (child := children.get((path[-1], token))) is not None:
+        path.append(child)
+    return np.array(path, np.int32)

@@ -1,0 +1,31 @@
+"""Names of the graphs' inputs and outputs: what `build` writes and `runtime` binds.
+
+Shapes use the letters of `artifact`; W is the width of the attention bias, the longest past + T of the call.
+"""
+
+from __future__ import annotations
+
+TOKEN_IDS = "token_ids"  # int64 [N, T]
+POSITIONS = "positions"  # int64 [N, T]; the drafter's are [N, C + 1 + L]
+ATTENTION_BIAS = "attention_bias"  # float32 [N, 1, T, W]
+SEQLENS_K = "seqlens_k"  # int32 [N]: past + T − 1 of each sequence
+TOTAL_LENGTH = "total_length"  # int32 []: W
+ROWS = "rows"  # int64 [R]: flat rows of [N·T] whose logits are wanted
+
+CHOICES = "choices"  # int64 [R]: the target's most probable token
+LOGITS = "logits"  # float32 [R, V]
+TAPS = "taps"  # float32 [N, T, M·H]: outputs of the tapped layers; the drafter's input is [N, C, M·H]
+
+TOP_K = "top_k"  # int64 [1]: candidates per draft position
+LOG_PROBS = "log_probs"  # float32 [N, L, K], falling
+CANDIDATES = "candidates"  # int64 [N, L, K]
+
+
+def past_names(num_layers: int) -> list[str]:
+    """Cache inputs in layer order, key before value: float32 [N, Hkv, S, D] each."""
+    return [f"past_{part}.{i}" for i in range(num_layers) for part in ("key", "value")]
+
+
+def present_names(num_layers: int) -> list[str]:
+    """Cache outputs in the order of `past_names`; bound to the same buffers."""
+    return [f"present_{part}.{i}" for i in range(num_layers) for part in ("key", "value")]

@@ -1,0 +1,124 @@
+"""How the command line speaks: results on stdout, errors and progress on stderr, colour and bars only on a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from ddtree_trt.artifact import Manifest, Progress, no_progress
+from ddtree_trt.doctor import Diagnosis
+from ddtree_trt.inspection import EngineReport
+
+
+def print_error(message: str) -> None:
+    """One line on stderr, whatever line breaks the message has."""
+    print("error:", " ".join(message.split()), file=sys.stderr)
+
+
+def print_json(data: Any) -> None:
+    print(json.dumps(data, indent=1, ensure_ascii=False))
+
+
+@contextmanager
+def progress_bars() -> Iterator[Progress]:
+    """A `Progress` that draws one bar per stage on stderr; silent where stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield no_progress
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(stage: str, done: int, total: int, /) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total)
+            bars.update(tasks[stage], completed=done, total=total)
+
+        yield show
+
+
+def human_bytes(count: int) -> str:
+    """Bytes in decimal units: 999 B, 1.2 kB, 17.5 MB."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def print_fields(fields: Iterable[tuple[str, str]], indent: str = "") -> None:
+    """Aligned `name  value` lines."""
+    rows = list(fields)
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, value in rows:
+        print(f"{indent}{name:<{width}}  {value}".rstrip())
+
+
+def print_built(directory: Path, manifest: Manifest) -> None:
+    size = human_bytes(sum(entry.size for entry in manifest.files.values()))
+    print(f"built {directory}: {manifest.backend} {manifest.precision}, {size}, {manifest.build_seconds:.1f} s")
+    print(f"next: ddtree-trt run {directory}")
+
+
+def print_engine(report: EngineReport) -> None:
+    m, memory = report.manifest, report.memory
+    print(f"{m.name}: {m.backend} {m.precision} engine at {report.directory}, every file verified")
+    print_fields(
+        [
+            ("target", f"{m.target.name} ({m.target.revision}) sha256 {m.target.sha256[:16]}"),
+            ("drafter", f"{m.drafter.name} ({m.drafter.revision}) sha256 {m.drafter.sha256[:16]}, {m.drafter_kind}"),
+            ("target dims", _listing(vars(m.target_dims))),
+            ("drafter dims", _listing(vars(m.drafter_dims))),
+            ("limits", _listing(vars(m.limits))),
+            ("weights", human_bytes(memory.weights_bytes)),
+            ("KV cache", f"{human_bytes(memory.kv_bytes_per_slot)} per slot, {_all_slots(report)}"),
+            ("stop tokens", ", ".join(map(str, m.stop_token_ids)) or "none"),
+            ("chat template", _listing(m.chat_template_args) or "no arguments"),
+            ("golden tau", ", ".join(f"{k} {low}–{high}" for k, (low, high) in m.golden_tau.items()) or "none"),
+            ("toolchain", f"ddtree-trt {m.product_version}, {_listing(m.toolchain)}"),
+            ("plugin", _listing(m.plugin or {}) or "none"),
+            ("profile", "measured" if report.has_profile else "not measured yet"),
+            ("build time", f"{m.build_seconds:.1f} s"),
+            ("files", human_bytes(report.total_bytes)),
+        ]
+    )
+    files = ((name, f"{human_bytes(e.size):>9}  {e.sha256[:16]}") for name, e in m.files.items())
+    print_fields(files, indent="  ")
+
+
+def _all_slots(report: EngineReport) -> str:
+    slots = report.manifest.limits.max_batch
+    return f"{human_bytes(report.memory.kv_bytes_all_slots)} for {slots} slots at full length"
+
+
+def _listing(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {_plain(value)}" for name, value in values.items())
+
+
+def _plain(value: Any) -> str:
+    return "[" + ", ".join(map(str, value)) + "]" if isinstance(value, tuple) else str(value)
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    d = diagnosis
+    print_fields(
+        [
+            ("ddtree-trt", d.version),
+            ("python", d.python),
+            ("platform", d.platform),
+            ("cpu", f"{d.cpu.model}, {d.cpu.cores} cores"),
+            ("cpu features", " ".join(d.cpu.features) or "none of interest"),
+            ("packages", _listing(d.packages)),
+        ]
+    )
+    print()
+    print_fields((f"{'yes' if c.found else 'no ':3}  {c.name}", f"{c.detail} → {c.enables}") for c in d.checks)
