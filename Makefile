@@ -1,20 +1,38 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
+PROMPT ?= There are 13 muffins on Yaya's table. She sells 6 of them. Yakenn gives Yaya 13 more. Then she gets 13 more. \
+	How many muffins does Yaya have now?
 
 VENV := .venv
 BIN := $(VENV)/bin
 # An editable install follows the Python sources by itself; a change in these needs another install.
-INSTALLED := pyproject.toml $(wildcard cpp_plugins/CMakeLists.txt cpp_plugins/host/* cpp_plugins/include/ddtree/*) \
+INSTALLED := pyproject.toml $(wildcard cpp_plugins/CMakeLists.txt cpp_plugins/cmake/host.cmake cpp_plugins/host/* cpp_plugins/include/ddtree/*) \
 	$(shell find triton_repo -type f -not -path '*/__pycache__/*' 2>/dev/null)
 
-.PHONY: demo test check fmt bench clean
+# Triton has an environment of its own: its Python backend needs NumPy 1, and the models run in this environment. The
+# wheel carries a whole server (2.51.0); its dependencies are for another way to use it.
+TRITON_VENV := .venv-triton
+TRITON_BIN := $(TRITON_VENV)/bin
+TRITON_CLIENT := 'tritonclient[grpc,http]==2.51.0' 'pytest>=8.2' 'pytest-asyncio>=1.0' 'pytest-timeout>=2.3' kubernetes-validate
+TRITON_SERVER := nvidia-pytriton==0.7.0
+ENGINE ?=
+
+.PHONY: demo test test-slow test-triton check fmt bench bench-triton plugins plugins-test clean
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/ddtree-trt build --target tiny --output engines/tiny --force
-	$(BIN)/ddtree-trt run engines/tiny --compare --prompt "def fib(n):" --max-tokens 64
+	$(BIN)/ddtree-trt run engines/tiny --compare --prompt "$(PROMPT)"
 
 test: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest -q $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
+
+# The long versions of the same tests: every method on every prompt, every draw made anew.
+test-slow: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
+
+# A real server on loopback; see tools/triton_server.py.
+test-triton: $(TRITON_VENV)/.stamp
+	$(TRITON_BIN)/pytest -q tests/triton_server $(PYTEST_ARGS)
 
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
@@ -28,12 +46,31 @@ fmt: $(VENV)/.stamp-dev
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python tools/bench_host.py
 
+# Triton beside the engine without a server.
+bench-triton: $(TRITON_VENV)/.stamp
+	$(TRITON_BIN)/python tools/bench_triton.py $(ENGINE)
+
+# What this machine can build of the CUDA kernels, the TensorRT plugins and the torch operators.
+plugins: | $(VENV)/bin/python
+	PYTHON=$(BIN)/python cpp_plugins/build_plugins.sh
+
+# Everything about them that can be checked without a GPU, what was left out and why.
+plugins-test: $(VENV)/.stamp-dev plugins
+	DDTREE_TEST_TORCH=1 $(BIN)/python -m pytest -q -rs tests/test_plugins_*.py $(PYTEST_ARGS)
+
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(VENV)/.stamp-*
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(VENV)/.stamp-* $(TRITON_VENV)/.stamp
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TRITON_VENV)/*' -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
+
+# Installed as users install it, not editable.
+$(TRITON_VENV)/.stamp: $(INSTALLED) $(shell find ddtree_trt -type f -not -path '*/__pycache__/*' -not -name '*.so')
+	test -x $(TRITON_BIN)/python || $(PYTHON) -m venv $(TRITON_VENV)
+	$(TRITON_BIN)/python -m pip install --quiet . 'numpy<2' $(TRITON_CLIENT)
+	$(TRITON_BIN)/python -m pip install --quiet --no-deps $(TRITON_SERVER)
+	touch $@
 
 # Two levels, so that the demo does not pull torch and the test tools.
 $(VENV)/.stamp-run: $(INSTALLED) | $(VENV)/bin/python

@@ -1,4 +1,4 @@
-"""Host part of ddtree-trt: tree build, masks, walk and KV row compaction.
+"""Host part of ddtree-trt: tree build, masks, walk, budgets and KV row compaction.
 
 Arrays are read in place and must be C-contiguous with exactly the dtype given; another dtype raises TypeError, another
 shape or an impossible value raises ValueError. T = 1 + n tree tokens, node 0 the root with parent -1, parents[i] < i.
@@ -29,6 +29,24 @@ def walk(
 
     token_ids [T-1] belong to nodes 1..T-1, choices [T] to all nodes. Returns a path [m] that begins with 0.
     """
+
+def best_prefix(
+    log_weights: NDArray[np.float64],
+    depths: NDArray[np.int32],
+    factors: NDArray[np.float64],
+    draft_s: float,
+    verify_s: NDArray[np.float64],
+) -> tuple[int, float]:
+    """(nodes, expected tokens) of the beginning of a tree that maximises expected tokens per second; smallest on ties.
+
+    A node [n] is accepted with probability min(1, exp(log_weight) · factors[depth]), factors [D + 1]; verifying i nodes
+    takes verify_s[i], at least n + 1 of them, after draft_s.
+    """
+
+def tried_mass(
+    parents: NDArray[np.int32], log_weights: NDArray[np.float64], path: NDArray[np.int32]
+) -> NDArray[np.float64]:
+    """[m]: for each node of the walked path [m], its children's drafted probability given that the node was reached."""
 
 def compact_rows(
     bases: NDArray[np.uint64],

@@ -16,7 +16,7 @@ import hashlib
 import json
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -40,13 +40,14 @@ PACKAGED = "packaged"  # the revision of a checkpoint that ships with this packa
 
 _REQUIRED_FILES = {"onnxruntime": (TARGET_GRAPH, DRAFTER_GRAPH, WEIGHTS, *TOKENIZER_FILES)}
 _HASH_BLOCK = 4 << 20
+_CAUSAL_OPTION = (1, 30)  # the first ONNX Runtime whose attention kernel takes `causal=0`; Python 3.10 has none of them
 
 
 class Progress(Protocol):
     """Told how far long work is. Called often and from the working thread: it must be cheap and must not raise."""
 
     def __call__(self, stage: str, done: int, total: int, /) -> None:
-        """`done` of `total` bytes of `stage` are finished; the stage's last call has `done == total`."""
+        """`done` of `total` bytes or steps of `stage` are finished; the stage's last call has `done == total`."""
 
 
 def no_progress(stage: str, done: int, total: int, /) -> None:
@@ -310,6 +311,28 @@ def installed_versions(*packages: str) -> dict[str, str]:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
     return versions
+
+
+def always_causal(toolchain: Mapping[str, str]) -> bool:
+    """Whether this toolchain's ONNX Runtime may be one whose attention kernel is always causal.
+
+    A DFlash drafter compiled for such a kernel writes its block twice and runs everywhere. Compiled for the others it
+    runs on those only.
+    """
+    version = toolchain.get("onnxruntime", "0.0")  # unknown where it was packaged under another name
+    return tuple(int(part) for part in version.split(".")[:2]) < _CAUSAL_OPTION
+
+
+def newest_engine() -> Path:
+    """The most recently built engine under `engines/`. Raises ArtifactError with the command that builds one.
+
+    Hidden directories are builds that run, or were killed.
+    """
+    found = (path for path in ENGINES.glob(f"*/{MANIFEST}") if not path.parent.name.startswith("."))
+    manifests = sorted(found, key=lambda path: path.stat().st_mtime)
+    if not manifests:
+        raise ArtifactError(f"no engine under {ENGINES}/; build one with: ddtree-trt build --target tiny")
+    return manifests[-1].parent
 
 
 def rebuild_command(directory: Path, manifest: Manifest) -> str:

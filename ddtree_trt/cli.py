@@ -5,22 +5,24 @@ Exit codes: 0 done, 1 the work failed, 2 the call was wrong, 130 interrupted.
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import traceback
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from ddtree_trt import __version__, terminal
-from ddtree_trt.artifact import Limits
-from ddtree_trt.build.compile import Backend, BuildRequest, Precision, compile_engine
-from ddtree_trt.build.presets import PRESETS
-from ddtree_trt.doctor import diagnose
+from ddtree_trt.commands import bench
+from ddtree_trt.commands.build import build
+from ddtree_trt.commands.check import check
+from ddtree_trt.commands.doctor import doctor
+from ddtree_trt.commands.export_triton import export_triton
+from ddtree_trt.commands.inspect import inspect
+from ddtree_trt.commands.profile import profile
+from ddtree_trt.commands.run import run
+from ddtree_trt.commands.serve import serve
 from ddtree_trt.errors import DDTreeError
-from ddtree_trt.inspection import inspect_engine
 
 _INTERRUPTED = 130
 
@@ -91,80 +93,9 @@ def options(
         raise typer.Exit(2)
 
 
-def _preset_help(field: str) -> str:
-    """The default of a limit, and the presets that have their own."""
-    default = getattr(Limits, field)
-    own = {p.name: getattr(p.limits, field) for p in PRESETS.values() if getattr(p.limits, field) != default}
-    return f"Default {default}" + "".join(f", {name} {value}" for name, value in own.items()) + "."
-
-
-@app.command()
-def build(
-    target: Annotated[
-        str | None, typer.Option(metavar="NAME", help=f"One of {', '.join(PRESETS)}, or a name for your own pair.")
-    ] = BuildRequest.target,
-    checkpoint: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A local target, instead of the named one's download.")
-    ] = BuildRequest.checkpoint,
-    drafter: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A local drafter, instead of the named one's download.")
-    ] = BuildRequest.drafter,
-    backend: Annotated[Backend, typer.Option(help="What runs the engine.")] = BuildRequest.backend,
-    precision: Annotated[Precision, typer.Option(help="What it computes in.")] = BuildRequest.precision,
-    max_seq_len: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Prompt and output tokens. {_preset_help('max_seq_len')}")
-    ] = BuildRequest.max_seq_len,
-    max_tree_budget: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Largest tree. {_preset_help('max_tree_budget')}")
-    ] = BuildRequest.max_tree_budget,
-    max_batch: Annotated[
-        int | None, typer.Option(metavar="N", help=f"Sequences at a time. {_preset_help('max_batch')}")
-    ] = BuildRequest.max_batch,
-    output: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="The engine directory. Default engines/NAME.")
-    ] = BuildRequest.output,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing engine.")] = BuildRequest.force,
-) -> None:
-    """Build an engine from a target and its drafter."""
-    request = BuildRequest(
-        target=target,
-        checkpoint=checkpoint,
-        drafter=drafter,
-        backend=backend,
-        precision=precision,
-        max_seq_len=max_seq_len,
-        max_tree_budget=max_tree_budget,
-        max_batch=max_batch,
-        output=output,
-        force=force,
-    )
-    with terminal.progress_bars() as progress:
-        manifest = compile_engine(request, progress)
-    terminal.print_built(request.destination, manifest)
-
-
-@app.command()
-def inspect(
-    engine_dir: Annotated[Path, typer.Argument(metavar="ENGINE_DIR", help="An engine directory.")],
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-) -> None:
-    """Verify an engine and show what it holds."""
-    with terminal.progress_bars() as progress:
-        report = inspect_engine(engine_dir, progress)
-    if json:
-        terminal.print_json(report.to_dict())
-    else:
-        terminal.print_engine(report)
-
-
-@app.command()
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
-    """Show what this machine has and what that enables."""
-    diagnosis = diagnose()
-    if json:
-        terminal.print_json(dataclasses.asdict(diagnosis))
-    else:
-        terminal.print_diagnosis(diagnosis)
+for command in (build, run, serve, check, export_triton, inspect, profile, doctor):
+    app.command()(command)
+app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

@@ -163,7 +163,7 @@ def _check_plugins() -> Check:
     spec = importlib.util.find_spec("ddtree_trt.plugins")
     folders = list(spec.submodule_search_locations or []) if spec else []
     found = sorted(str(path) for folder in folders for path in Path(folder).glob("*.so"))
-    detail = ", ".join(found) or "not built; run: make plugins (needs nvcc)"
+    detail = ", ".join(found) or "not built"
     return Check("plugin library", bool(found), detail, "tree attention and cache compaction in tensorrt engines")
 
 

@@ -7,11 +7,14 @@ import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddtree_trt.artifact import Manifest, Progress, no_progress
 from ddtree_trt.doctor import Diagnosis
 from ddtree_trt.inspection import EngineReport
+
+if TYPE_CHECKING:
+    from ddtree_trt.runtime.profile import LatencyProfile
 
 
 def print_error(message: str) -> None:
@@ -30,17 +33,24 @@ def progress_bars() -> Iterator[Progress]:
         yield no_progress
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bars
 
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}"),
+        TimeRemainingColumn(),
+    )
     with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
         tasks: dict[str, TaskID] = {}
 
         def show(stage: str, done: int, total: int, /) -> None:
+            # Small totals count steps, large ones bytes.
+            amount = f"{done}/{total}" if total < 10_000 else f"{human_bytes(done)} of {human_bytes(total)}"
             if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
+                tasks[stage] = bars.add_task(stage, total=total, amount=amount)
+            bars.update(tasks[stage], completed=done, total=total, amount=amount)
 
         yield show
 
@@ -122,3 +132,10 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     )
     print()
     print_fields((f"{'yes' if c.found else 'no ':3}  {c.name}", f"{c.detail} → {c.enables}") for c in d.checks)
+
+
+def print_profile(profile: LatencyProfile) -> None:
+    print(profile.machine)
+    for cost in profile.contexts:
+        verify = "  ".join(f"{t}: {1000 * s:.2f}" for t, s in zip(cost.tree_tokens, cost.verify_s, strict=True))
+        print(f"context {cost.context}: draft {1000 * cost.draft_s:.2f} ms, verify by tree tokens (ms)  {verify}")

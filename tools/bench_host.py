@@ -99,14 +99,14 @@ def measure_compaction() -> float:
 
 
 def main() -> None:
-    headers = ("B", "Python heap", "build_tree", "ratio", "packed_mask", "attention_bias", "walk")
+    headers = ("B", "build_tree", "in Python", "ratio", "packed_mask", "attention_bias", "walk")
     table = Table(*headers, box=box.SIMPLE, title="Median µs per call")
     for column in table.columns:
         column.justify = "right"
     for budget in BUDGETS:
         plain, *native = measure(budget)
         times = [f"{us:,.1f}" for us in native]
-        table.add_row(str(budget), f"{plain:,.0f}", times[0], f"{plain / native[0]:.0f}×", *times[1:])
+        table.add_row(str(budget), times[0], f"{plain:,.1f}", f"{plain / native[0]:.0f}×", *times[1:])
     console = Console()
     console.print(table)
     console.print(f"compact_rows, 28 layers × 7 rows of 8 heads × 128 floats: {measure_compaction():,.1f} µs")

@@ -26,30 +26,25 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import importlib.util
 import json
 import os
 import platform
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
-from unittest import mock
 
 try:
     import tokenizers
     import torch
     import transformers
-    from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 except ImportError as error:
     install = "python -m pip install torch==2.13.0 'transformers>=4.57' jinja2"
     raise SystemExit(f"needs PyTorch and transformers, but: {error}. Install them with: {install}") from error
 
+from ddtree_trt.bench.reference import REPOSITORY, Published, commit_of, import_published, surroundings
+from ddtree_trt.errors import DDTreeError
+
 ROOT = Path(__file__).resolve().parent.parent
-REPOSITORY = "https://github.com/liranringel/ddtree"
 PAIR = ROOT / "ddtree_trt/assets/tiny"
 OUTPUT = ROOT / "tests/golden/ddtree_reference.json"
 SCHEMA_VERSION = 1
@@ -58,51 +53,6 @@ BUDGETS = (7, 16, 64)
 MAX_NEW_TOKENS = 128
 
 Record = dict[str, Any]
-
-
-@contextmanager
-def surroundings() -> Iterator[None]:
-    """A CUDA clock and a cache as the published code expects them."""
-    native_crop = DynamicCache.crop
-
-    def crop(cache: DynamicCache, length: int) -> None:
-        """Keep the first `length` tokens, as it meant before transformers 5, which takes only a number to remove."""
-        if (excess := cache.get_seq_length() - length) > 0:
-            native_crop(cache, -excess)
-
-    with mock.patch.object(DynamicCache, "crop", crop), mock.patch.object(torch.cuda, "synchronize", lambda *_: None):
-        yield
-
-
-def import_published(path: Path) -> tuple[ModuleType, ModuleType]:
-    """The modules `ddtree` and `dflash` of the checkout."""
-    if missing := [name for name in ("ddtree.py", "dflash.py", "model/dflash.py") if not (path / name).is_file()]:
-        raise SystemExit(f"--reference {path}: expected a checkout of {REPOSITORY}, found no {', '.join(missing)} there")
-    stand_ins = {"loguru": ("logger",), "datasets": ("load_dataset", "Features", "Sequence", "Value")}
-    absent = [name for name in stand_ins if importlib.util.find_spec(name) is None]
-    for name in absent:
-        sys.modules[name] = ModuleType(name)
-        vars(sys.modules[name]).update(dict.fromkeys(stand_ins[name], mock.MagicMock()))
-    sys.path.insert(0, str(path))
-    try:
-        return importlib.import_module("ddtree"), importlib.import_module("dflash")
-    finally:
-        sys.path.remove(str(path))
-        for name in absent:  # or transformers would meet a `datasets` that is not one
-            del sys.modules[name]
-
-
-def commit_of(path: Path) -> str:
-    """The checkout's commit, which says nothing about edited files: they are refused."""
-    git = ["git", "-C", str(path)]
-    try:
-        changed = subprocess.check_output([*git, "status", "--porcelain", "--untracked-files=no"], text=True)
-        commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise SystemExit(f"--reference {path}: expected a git checkout of {REPOSITORY}: {error}") from error
-    if changed:
-        raise SystemExit(f"--reference {path}: expected an unmodified checkout, found changes:\n{changed}")
-    return commit
 
 
 def choose_prompts(path: Path) -> list[Record]:
@@ -119,8 +69,8 @@ def choose_prompts(path: Path) -> list[Record]:
 class Reference:
     """The pair under the published loops, in one precision, at temperature 0."""
 
-    def __init__(self, modules: tuple[ModuleType, ModuleType], pair: Path, dtype: torch.dtype) -> None:
-        self.ddtree, self.dflash = modules
+    def __init__(self, published: Published, pair: Path, dtype: torch.dtype) -> None:
+        self.ddtree, self.dflash = published.ddtree, published.dflash
         options = {"dtype": dtype, "attn_implementation": "sdpa"}
         self.tokenizer = AutoTokenizer.from_pretrained(pair / "tokenizer")
         self.target = AutoModelForCausalLM.from_pretrained(pair / "target", **options).eval()
@@ -159,9 +109,9 @@ class Reference:
         return {"output_ids": output, "acceptance_lengths": lengths, "surplus": surplus, "stable": whole}
 
 
-def record(modules: tuple[ModuleType, ModuleType], pair: Path, prompts: list[Record]) -> tuple[Record, list[Record]]:
+def record(published: Published, pair: Path, prompts: list[Record]) -> tuple[Record, list[Record]]:
     """Settings, and a trace for every prompt, method and budget. Adds token ids and greedy output to the prompts."""
-    single, double = (Reference(modules, pair, dtype) for dtype in (torch.float32, torch.float64))
+    single, double = (Reference(published, pair, dtype) for dtype in (torch.float32, torch.float64))
     block, eos = single.drafter.block_size, single.tokenizer.eos_token_id
     traces = []
     for index, row in enumerate(prompts):
@@ -171,7 +121,7 @@ def record(modules: tuple[ModuleType, ModuleType], pair: Path, prompts: list[Rec
             trace = single.trace(ids, method, budget)
             if trace["output_ids"] != row["greedy_ids"]:
                 raise SystemExit(
-                    f"{method} at budget {budget} on {row['prompt']!r}: expected the greedy output {row['greedy_ids']}, "
+                    f"{method} at budget {budget} on {row['prompt']!r}: expected the greedy {row['greedy_ids']}, "
                     f"found {trace['output_ids']}. If that is a near tie, choose other --prompts."
                 )
             trace["stable"] &= trace == double.trace(ids, method, budget)
@@ -210,13 +160,16 @@ def main() -> None:
     weights = [args.pair / name / "model.safetensors" for name in ("target", "drafter")]
     if missing := [str(p) for p in (*weights, args.pair / "tokenizer", args.prompts) if not p.exists()]:
         raise SystemExit(f"expected a pair and its prompts, found no {', '.join(missing)}")
-    commit, modules = commit_of(args.reference), import_published(args.reference)
+    try:
+        published, commit = import_published(args.reference), commit_of(args.reference)
+    except DDTreeError as error:
+        raise SystemExit(f"--reference: {error}") from error
 
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # two wait for each other on a busy machine, and take four times as long
     transformers.utils.logging.disable_progress_bar()
     prompts = choose_prompts(args.prompts)
     with surroundings():
-        settings, traces = record(modules, args.pair, prompts)
+        settings, traces = record(published, args.pair, prompts)
     command = "python tools/golden_traces.py --reference ../ddtree"
     for name, usual in {"pair": PAIR, "prompts": args.pair / "prompts.jsonl", "output": OUTPUT}.items():
         if (path := getattr(args, name).resolve()) != usual.resolve():

@@ -9,6 +9,7 @@
 #include <memory>
 #include <string>
 
+#include "ddtree/budget.h"
 #include "ddtree/kv.h"
 #include "ddtree/tree.h"
 
@@ -26,6 +27,10 @@ struct DtypeName;
 template <>
 struct DtypeName<float> {
     static constexpr const char* value = "float32";
+};
+template <>
+struct DtypeName<double> {
+    static constexpr const char* value = "float64";
 };
 template <>
 struct DtypeName<int32_t> {
@@ -190,6 +195,44 @@ nb::object walk(const Input& parents, const Input& token_ids, const Input& choic
     return to_numpy(std::move(path), {static_cast<size_t>(length)});
 }
 
+nb::tuple best_prefix(const Input& log_weights, const Input& depths, const Input& factors, double draft_s,
+                      const Input& verify_s) {
+    const double* weights = checked<double>(log_weights, "log_weights", "[n]", 1);
+    const int32_t* deep = checked<int32_t>(depths, "depths", "[n]", 1);
+    const double* scale = checked<double>(factors, "factors", "[D + 1]", 1);
+    const double* costs = checked<double>(verify_s, "verify_s", "[n + 1] or longer", 1);
+    const int64_t n = extent(log_weights, 0);
+    if (extent(depths, 0) != n || extent(verify_s, 0) < n + 1) {
+        bad_value("depths must have n and verify_s at least n + 1 entries for n = " + std::to_string(n) + ", found " +
+                  shape_text(depths) + " and " + shape_text(verify_s));
+    }
+    if (std::any_of(deep, deep + n, [&](int32_t d) { return d < 1 || d >= extent(factors, 0); })) {
+        bad_value("depths must be 1 ... D with a factor for each: factors has shape " + shape_text(factors));
+    }
+    const ddtree::Prefix best = ddtree::best_prefix(weights, deep, scale, n, draft_s, costs);
+    return nb::make_tuple(best.nodes, best.expected_tokens);
+}
+
+nb::object tried_mass(const Input& parents, const Input& log_weights, const Input& path) {
+    const int32_t* tree = checked_parents(parents);
+    const double* weights = checked<double>(log_weights, "log_weights", "[n]", 1);
+    const int32_t* walked = checked<int32_t>(path, "path", "[m]", 1);
+    const int64_t n = extent(parents, 0) - 1;
+    const int64_t m = extent(path, 0);
+    if (extent(log_weights, 0) != n) {
+        bad_value("log_weights must have shape [n] = [" + std::to_string(n) + "], found " + shape_text(log_weights));
+    }
+    for (int64_t j = 0; j < m; ++j) {
+        if (walked[j] > n || (j == 0 ? walked[j] != 0 : walked[j] <= walked[j - 1])) {
+            bad_value("path must rise from the root 0 to at most n = " + std::to_string(n) + ": path[" +
+                      std::to_string(j) + "] is " + std::to_string(walked[j]));
+        }
+    }
+    std::unique_ptr<double[]> mass(new double[static_cast<size_t>(m)]);
+    ddtree::tried_mass(tree, weights, n, walked, m, mass.get());
+    return to_numpy(std::move(mass), {static_cast<size_t>(m)});
+}
+
 void compact_rows(const Input& bases, int64_t heads, int64_t head_stride_bytes, int64_t row_bytes, int64_t start,
                   const Input& keep, int64_t rows) {
     const uint64_t* addresses = checked<uint64_t>(bases, "bases", "[P]", 1);
@@ -224,11 +267,13 @@ void compact_rows(const Input& bases, int64_t heads, int64_t head_stride_bytes, 
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.doc() = "Host part of ddtree-trt: tree build, masks, walk and KV row compaction. See _native.pyi for shapes.";
+    m.doc() = "Host part of ddtree-trt: tree build, masks, walk, budgets and KV row compaction. See _native.pyi for shapes.";
     m.def("build_tree", &build_tree, "log_probs"_a, "token_ids"_a, "budget"_a);
     m.def("attention_bias", &attention_bias, "parents"_a, "past"_a, "out"_a);
     m.def("packed_mask", &packed_mask, "parents"_a);
     m.def("walk", &walk, "parents"_a, "token_ids"_a, "choices"_a);
+    m.def("best_prefix", &best_prefix, "log_weights"_a, "depths"_a, "factors"_a, "draft_s"_a, "verify_s"_a);
+    m.def("tried_mass", &tried_mass, "parents"_a, "log_weights"_a, "path"_a);
     m.def("compact_rows", &compact_rows, "bases"_a, "heads"_a, "head_stride_bytes"_a, "row_bytes"_a, "start"_a,
           "keep"_a, "rows"_a);
 }

@@ -93,7 +93,7 @@ def load_checkpoint(directory: Path, *, name: str | None = None, revision: str =
     config = read_config(directory)
     stored = open_tensors(directory)
     dims = config.dims
-    expected = _drafter_shapes(dims) if isinstance(dims, DrafterDims) else _target_shapes(dims, tied=config.tied)
+    expected = drafter_shapes(dims) if isinstance(dims, DrafterDims) else target_shapes(dims, tied=config.tied)
     _check_tensors(directory, stored, expected)
     return Checkpoint(
         directory=directory,
@@ -128,13 +128,15 @@ def _layer_shapes(dims: TransformerDims, prefix: str) -> Shapes:
     return shapes | {f"{prefix}norm.weight": (hidden,)}
 
 
-def _target_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
+def target_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
+    """Tensors of a target, or of an autoregressive drafter, by Hugging Face name."""
     table = (dims.vocab_size, dims.hidden_size)
     head = {} if tied else {HEAD: table}
     return {EMBEDDING: table} | _layer_shapes(dims, "model.") | head
 
 
-def _drafter_shapes(dims: DrafterDims) -> Shapes:
+def drafter_shapes(dims: DrafterDims) -> Shapes:
+    """Tensors of a DFlash drafter; its embedding and head are the target's."""
     hidden = dims.hidden_size
     fc = {"fc.weight": (hidden, len(dims.tap_layers) * hidden), "hidden_norm.weight": (hidden,)}
     return fc | _layer_shapes(dims, "")

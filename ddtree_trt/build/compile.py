@@ -11,7 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ddtree_trt import __version__, artifact
-from ddtree_trt.artifact import ENGINES, DrafterDims, Limits, Manifest, Progress, installed_versions, no_progress
+from ddtree_trt.artifact import (
+    ENGINES,
+    DrafterDims,
+    Limits,
+    Manifest,
+    Progress,
+    always_causal,
+    installed_versions,
+    no_progress,
+)
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.build.presets import PRESETS, PackagedSource, Preset, Source, find_preset
 from ddtree_trt.build.tokenizer import copy_tokenizer, find_tokenizer
@@ -77,12 +86,14 @@ def compile_engine(request: BuildRequest, progress: Progress = no_progress) -> M
     target = _open(preset.target if preset else None, request.checkpoint, "--checkpoint")
     drafter = _open(preset.drafter if preset else None, request.drafter, "--drafter")
     check_pair(target, drafter)
-    limits = _limits(request, preset.limits if preset else Limits(), target, drafter)
+    toolchain = {"python": platform.python_version(), **installed_versions(*_TOOLCHAIN)}
+    causal = always_causal(toolchain)
+    limits = _limits(request, preset.limits if preset else Limits(), target, drafter, causal)
     tokenizer = find_tokenizer(target.directory, target.dims.vocab_size)
     _check_space(destination, target, drafter)
 
     with atomic_directory(destination, force=request.force) as directory:
-        graphs = _write_graphs(directory, target, drafter, limits, progress)
+        graphs = _write_graphs(directory, target, drafter, limits, causal, progress)
         copy_tokenizer(tokenizer, target.directory, target.stop_token_ids, directory)
         manifest = Manifest(
             schema_version=artifact.SCHEMA_VERSION,
@@ -98,7 +109,7 @@ def compile_engine(request: BuildRequest, progress: Progress = no_progress) -> M
             limits=limits,
             stop_token_ids=target.stop_token_ids,
             chat_template_args=dict(preset.chat_template_args) if preset else {},
-            toolchain={"python": platform.python_version(), **installed_versions(*_TOOLCHAIN)},
+            toolchain=toolchain,
             tensors=graphs,
             files=describe_files(directory, progress),
             build_seconds=round(time.monotonic() - started, 3),
@@ -159,8 +170,11 @@ def _check_numbers(request: BuildRequest) -> None:
             raise UsageError(f"{option} must be {bounds}, not {value}")
 
 
-def _limits(request: BuildRequest, defaults: Limits, target: Checkpoint, drafter: Checkpoint) -> Limits:
-    """The request's limits over the preset's. A default longer than the models' positions is cut, a request refused."""
+def _limits(request: BuildRequest, defaults: Limits, target: Checkpoint, drafter: Checkpoint, causal: bool) -> Limits:
+    """The request's limits over the preset's. A default longer than the models' positions is cut, a request refused.
+
+    `causal` is `always_causal` of the toolchain: the drafter's block then takes its cache rows twice.
+    """
     positions, model = min((c.dims.max_positions, c.name) for c in (target, drafter))
     wanted = request.max_seq_len
     if wanted is not None and wanted > positions:
@@ -172,21 +186,22 @@ def _limits(request: BuildRequest, defaults: Limits, target: Checkpoint, drafter
         prefill_chunk=defaults.prefill_chunk,
     )
     block = drafter.dims.block_size if isinstance(drafter.dims, DrafterDims) else 1
-    if block > limits.max_tokens_per_pass:
+    rows = 2 * block if causal else block
+    if rows > limits.max_tokens_per_pass:
         raise UsageError(
-            f"the drafter's block of {block} tokens is more than one pass of {limits.max_tokens_per_pass}; "
-            f"give --max-tree-budget {block}"
+            f"the drafter's block of {block} tokens takes {rows} rows, more than one pass of "
+            f"{limits.max_tokens_per_pass}; give --max-tree-budget {rows}"
         )
     return limits
 
 
 def _check_space(destination: Path, target: Checkpoint, drafter: Checkpoint) -> None:
     needed = _weight_bytes(target, drafter)
-    free = shutil.disk_usage(destination.parent).free
-    if free < needed:
+    usage = shutil.disk_usage(destination.parent)
+    if usage.total and usage.free < needed:  # some network file systems report no size at all
         raise BuildError(
-            f"cannot write {destination}: it needs {needed / 1e9:.1f} GB and {destination.parent} has {free / 1e9:.1f} "
-            "GB free; free some space or give --output DIR on another disk"
+            f"cannot write {destination}: it needs {needed / 1e6:,.0f} MB and {destination.parent} has "
+            f"{usage.free / 1e6:,.0f} MB free; free some space or give --output DIR on another disk"
         )
 
 
@@ -196,9 +211,12 @@ def _weight_bytes(target: Checkpoint, drafter: Checkpoint) -> int:
 
 
 def _write_graphs(
-    directory: Path, target: Checkpoint, drafter: Checkpoint, limits: Limits, progress: Progress
+    directory: Path, target: Checkpoint, drafter: Checkpoint, limits: Limits, causal: bool, progress: Progress
 ) -> dict[str, dict[str, list[str]]]:
-    """Write both graphs and the weights they share; returns the graphs' input and output names."""
+    """Write both graphs and the weights they share; returns the graphs' input and output names.
+
+    `causal` is `always_causal` of the toolchain.
+    """
     from ddtree_trt.build.graph import build_drafter_graph, build_target_graph
     from ddtree_trt.build.weights import WeightFile
 
@@ -212,7 +230,13 @@ def _write_graphs(
         names["target"] = _write_graph(directory / artifact.TARGET_GRAPH, graph)
         if isinstance(dims, DrafterDims):
             graph = build_drafter_graph(
-                dims, drafter.tensor, sink, target_weights=target.tensor, target_tied=tied, limits=limits
+                dims,
+                drafter.tensor,
+                sink,
+                target_weights=target.tensor,
+                target_tied=tied,
+                limits=limits,
+                always_causal=causal,
             )
         else:
             tied = drafter.tie_word_embeddings

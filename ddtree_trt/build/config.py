@@ -19,6 +19,9 @@ GENERATION_CONFIG = "generation_config.json"
 # What transformers' Qwen3Config takes for a field that is not in the file.
 _DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "rope_theta": 10000.0}
 
+# What fused attention with rotary embedding asks for; ONNX Runtime would say so only when the engine first runs.
+_HEAD_DIM_MULTIPLE = 16
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -148,13 +151,16 @@ def _transformer_dims(fields: _Fields) -> TransformerDims:
         raise CheckpointError(
             f"{fields.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
         )
+    head_dim = fields.integer("head_dim")
+    if head_dim % _HEAD_DIM_MULTIPLE:
+        raise fields.refuse("head_dim", head_dim, f"it must be a multiple of {_HEAD_DIM_MULTIPLE}")
     return TransformerDims(
         vocab_size=fields.integer("vocab_size"),
         hidden_size=fields.integer("hidden_size"),
         num_layers=fields.integer("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=fields.integer("head_dim"),
+        head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size"),
         rms_norm_eps=fields.positive("rms_norm_eps"),
         rope_theta=_rope_theta(fields),

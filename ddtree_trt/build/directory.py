@@ -32,10 +32,15 @@ def prepare_destination(destination: Path, *, force: bool, marker: str = MANIFES
         _remove_stale(destination)
         if destination.exists():
             _check_replaceable(destination, force, marker)
+        probe = _temporary(destination)
+        probe.mkdir()
+        probe.rmdir()
+    except (FileExistsError, NotADirectoryError) as error:
+        raise BuildError(
+            f"cannot write {destination}: {error.filename} is not a directory; choose another path"
+        ) from error
     except OSError as error:
         raise _cannot_write(destination, error) from error
-    if not os.access(destination.parent, os.W_OK | os.X_OK):
-        raise BuildError(f"cannot write {destination}: {destination.parent} is not writable; choose another path")
     return destination
 
 
@@ -59,7 +64,7 @@ def atomic_directory(destination: Path, *, force: bool, marker: str = MANIFEST) 
     Raises BuildError when the destination cannot be written or must not be replaced.
     """
     destination = prepare_destination(destination, force=force, marker=marker)
-    temporary = destination.with_name(f".{destination.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    temporary = _temporary(destination)
     lock = -1
     try:
         try:
@@ -67,13 +72,18 @@ def atomic_directory(destination: Path, *, force: bool, marker: str = MANIFEST) 
             with suppress(OSError):  # a file system without locks: the process id alone has to do
                 lock = _lock(temporary)
             yield temporary
-            _replace(temporary, destination)
+            _replace(temporary, destination, force)
         except OSError as error:
             raise _cannot_write(destination, error) from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # after an exchange this is the old directory
         if lock >= 0:
             os.close(lock)
+
+
+def _temporary(destination: Path) -> Path:
+    """A new name beside `destination` that says which process it belongs to."""
+    return destination.with_name(f".{destination.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def _cannot_write(destination: Path, error: OSError) -> BuildError:
@@ -127,12 +137,13 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _replace(temporary: Path, destination: Path) -> None:
-    """Put `temporary` in the place of `destination`, whose old content is afterwards at `temporary`.
+def _replace(temporary: Path, destination: Path, force: bool) -> None:
+    """Put `temporary` in the place of `destination`, whose old content, if any, is afterwards at `temporary`.
 
-    Where the file system can exchange two directories in one step a kill cannot fall in between.
+    Where the file system can exchange two directories in one step a kill cannot fall in between. Without `force` only
+    an empty directory is replaced, also when another build has filled it meanwhile: the kernel refuses.
     """
-    if not destination.exists() or not any(destination.iterdir()):
+    if not force or not destination.exists():
         os.rename(temporary, destination)
         return
     libc = ctypes.CDLL(None, use_errno=True)

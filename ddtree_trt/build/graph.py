@@ -13,7 +13,7 @@ from onnx import ModelProto
 
 from ddtree_trt import tensors as names
 from ddtree_trt.artifact import DrafterDims, Limits, TransformerDims
-from ddtree_trt.build.ops import Graph, Sink
+from ddtree_trt.build.ops import Attention, Graph, Sink
 
 Weights = Callable[[str], np.ndarray]  # Hugging Face tensor name → float32 array
 
@@ -30,13 +30,12 @@ class _Network:
 
     def __init__(self, graph: Graph, dims: TransformerDims, weights: Weights, limits: Limits, prefix: str) -> None:
         self.g, self.dims, self.weights, self.prefix = graph, dims, weights, prefix
-        self.heads = (dims.num_heads, dims.num_kv_heads)
         rows, half = limits.cache_rows, dims.head_dim // 2
         key = f"{prefix}rotary.{half}.{dims.rope_theta:g}"
         cos = graph.weight(f"{key}.cos", lambda: rotary_tables(dims, rows)[0])
         sin = graph.weight(f"{key}.sin", lambda: rotary_tables(dims, rows)[1])
         self.rotary = (cos, sin)
-        shape = ["N", dims.num_kv_heads, rows, dims.head_dim]
+        shape: list[int | str] = ["N", dims.num_kv_heads, rows, dims.head_dim]
         past = [graph.input(n, "float32", shape) for n in names.past_names(dims.num_layers)]
         present = names.present_names(dims.num_layers)
         for name in present:
@@ -56,18 +55,19 @@ class _Network:
     def norm(self, name: str) -> str:
         return self.weight(name, name, transpose=False)
 
-    def attention(self, layer: str, index: int, h: str, control: tuple[str, str, str], bias: str) -> str:
-        """Self-attention of rows h [N, rows, H] up to, not including, the output projection."""
+    def place(self, index: int, control: tuple[str, str, str]) -> Attention:
+        """Where layer `index` attends; control is (seqlens_k, total_length, positions)."""
+        heads = self.dims.num_heads, self.dims.num_kv_heads
+        return Attention(self.past[index], self.present[index], *control, self.rotary, heads)
+
+    def qkv(self, layer: str, h: str) -> tuple[str, str, str]:
+        """Queries, keys and values [N, rows, heads · D] of rows h [N, rows, H], heads normed."""
         g, d = self.g, self.dims
         sources = [f"{layer}.self_attn.{p}_proj.weight" for p in "qkv"]
         qkv = g.linear(h, self.weight(f"{layer}.qkv", *sources), f"{layer}.qkv.out")
         widths = [n * d.head_dim for n in (d.num_heads, d.num_kv_heads, d.num_kv_heads)]
         q, k, v = g.split(qkv, widths, [f"{layer}.{p}" for p in "qkv"])
-        q, k = self.head_norm(layer, q, "q", d.num_heads), self.head_norm(layer, k, "k", d.num_kv_heads)
-        attn = f"{layer}.attn"
-        return g.attention(
-            (q, k, v), self.past[index], self.present[index], control, self.rotary, bias, attn, heads=self.heads
-        )
+        return self.head_norm(layer, q, "q", d.num_heads), self.head_norm(layer, k, "k", d.num_kv_heads), v
 
     def head_norm(self, layer: str, x: str, part: str, heads: int) -> str:
         """RMS norm of every head of x [N, rows, heads · D]."""
@@ -132,7 +132,8 @@ def build_target_graph(
     taps = []
     for i in range(dims.num_layers):
         layer = f"model.layers.{i}"
-        attn = net.project(layer, net.attention(layer, i, h, control, bias))
+        attn = g.attention(net.qkv(layer, h), net.place(i, control), bias, f"{layer}.attn")
+        attn = net.project(layer, attn)
         norm = net.norm(f"{layer}.post_attention_layernorm.weight")
         h, x = g.add_rms_norm(attn, x, norm, f"{layer}.post", eps)
         mlp = net.mlp(layer, h)
@@ -142,7 +143,7 @@ def build_target_graph(
         if i in tap_layers:
             taps.append(x)
     if taps:
-        g.op("Concat", taps, [names.TAPS], axis=-1)
+        g.concat(taps, names.TAPS, axis=-1)
         g.output(names.TAPS, "float32", ["N", "T", len(taps) * dims.hidden_size])
     flat = g.reshape(h, [-1, dims.hidden_size], "hidden")
     wanted = g.op("Gather", [flat, rows], ["wanted"], axis=0)
@@ -161,6 +162,7 @@ def build_drafter_graph(
     target_weights: Weights,
     target_tied: bool,
     limits: Limits,
+    always_causal: bool,
 ) -> ModelProto:
     """The DFlash drafter: C new context rows and one block [bonus, MASK × L] → top-K log-probabilities per position.
 
@@ -170,7 +172,7 @@ def build_drafter_graph(
     the block, which costs their queries and saves a second matrix product per layer; those outputs are dropped.
     Embedding and language-model head are the target's.
     """
-    g = Graph("drafter", sink)
+    g = Graph("drafter", sink, always_causal=always_causal)
     block, eps = dims.block_size, dims.rms_norm_eps
     taps = g.input(names.TAPS, "float32", ["N", "C", len(dims.tap_layers) * dims.hidden_size])
     token_ids = g.input(names.TOKEN_IDS, "int64", ["N", block])
@@ -184,9 +186,9 @@ def build_drafter_graph(
     h = g.rms_norm(x, net.norm("layers.0.input_layernorm.weight"), "layers.0.input", eps)
     for i in range(dims.num_layers):
         layer = f"layers.{i}"
-        rows = g.op("Concat", [context, h], [f"{layer}.rows"], axis=1)
-        attn = net.attention(layer, i, rows, control, "")
-        attn = net.project(layer, g.rows_from(attn, -block, f"{layer}.block"))
+        rows = g.concat([context, h], f"{layer}.rows", axis=1)
+        attn = g.block_attention(net.qkv(layer, rows), net.place(i, control), block, f"{layer}.attn")
+        attn = net.project(layer, attn)
         h, x = g.add_rms_norm(attn, x, net.norm(f"{layer}.post_attention_layernorm.weight"), f"{layer}.post", eps)
         mlp = net.mlp(layer, h)
         last = i + 1 == dims.num_layers

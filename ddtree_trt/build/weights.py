@@ -40,7 +40,7 @@ class WeightFile:
         """
         known = self._written.get(key)
         if known is None:
-            known = self._written[key] = self._write(key, np.ascontiguousarray(make()))
+            known = self._written[key] = self._write(key, np.asarray(make(), order="C"))
         tensor = TensorProto()
         tensor.CopyFrom(known)
         return tensor

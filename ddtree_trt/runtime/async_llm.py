@@ -1,8 +1,9 @@
 """AsyncLLM: many concurrent callers, one engine.
 
-One worker thread owns the scheduler and the engine. Callers hand it requests and cancellations through a queue; it hands
-back what is new after each step through the caller's event loop. A caller that stops listening is cancelled, and its
-slot is free before the next round.
+One worker thread owns the scheduler, the engine and every sequence; callers live on event loops. Callers leave commands
+in a queue the worker empties between two steps, so a cancelled request's slot is free before the next round. The worker
+hands over finished snapshots through `call_soon_threadsafe`; nothing is written by both sides. A part that nobody has
+read is joined with the next one, so a slow reader costs the memory of one output and nobody's time.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt.errors import DDTreeError, EngineError
+from ddtree_trt.errors import DDTreeError, EngineError, UsageError
 from ddtree_trt.runtime.load import open_engine
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
@@ -22,11 +25,90 @@ from ddtree_trt.runtime.requests import Request, RequestMaker
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.text import Prompt, TextCodec
 
-Deliver = Callable[[RequestOutput | Exception], None]
-
 
 class QueueFull(DDTreeError):
-    """As many requests wait as the caller allowed."""
+    """As many sequences wait as the caller allowed."""
+
+
+class Submission:
+    """One request on its way, used on the event loop that submitted it.
+
+    Iterating yields what is new, once; leaving a `with` block before the end cancels the request.
+    """
+
+    def __init__(self, request_id: str, cancel: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self.finished = False  # its last part, or the error that ended it, has been taken
+        self._cancel = cancel
+        self._loop = asyncio.get_running_loop()
+        self._arrived = asyncio.Event()
+        self._part: RequestOutput | None = None
+        self._error: Exception | None = None
+
+    def take(self) -> RequestOutput | None:
+        """What has arrived since the last call, or None. Raises what ended the request."""
+        if self._error is not None:
+            self.finished = True
+            raise self._error
+        part, self._part = self._part, None
+        if part is not None:
+            self.finished = part.finished
+        return part
+
+    async def result(self) -> RequestOutput:
+        """The finished output, for a caller that wants no parts. Raises what ended the request."""
+        whole: RequestOutput | None = None
+        async for part in self:
+            whole = part if whole is None else whole.joined(part)
+        assert whole is not None, "a request's last part always arrives"
+        return whole
+
+    def cancel(self) -> None:
+        """End the request; its slots are free before the next round. A finished one is left alone."""
+        if not self.finished:
+            self.finished = True
+            self._cancel()
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        async for _, part in as_they_come([self]):
+            yield part
+
+    def __enter__(self) -> Submission:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def _put(self, item: RequestOutput | Exception) -> None:
+        if isinstance(item, Exception):
+            self._error = item
+        else:
+            self._part = item if self._part is None else self._part.joined(item)
+        self._arrived.set()
+
+
+async def as_they_come(submissions: Sequence[Submission]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """The parts of several requests as they arrive, each with its request's place, until all are finished.
+
+    Raises what ended the first one that failed. Read a submission here or by iterating over it, not both.
+    """
+    arrived = asyncio.Event()
+    arrived.set()  # something may have come before
+    for submission in submissions:
+        submission._arrived = arrived
+    while not all(s.finished for s in submissions):
+        await arrived.wait()
+        arrived.clear()
+        for place, submission in enumerate(submissions):
+            if not submission.finished and (part := submission.take()) is not None:
+                yield place, part
+
+
+@dataclass
+class _Active:
+    request: Request
+    submission: Submission
+    ended: int = 0  # sequences no longer counted as admitted
 
 
 class AsyncLLM:
@@ -36,20 +118,33 @@ class AsyncLLM:
         engine_dir: directory written by `ddtree-trt build`.
         threads: CPU threads of the engine; 0 chooses.
         max_waiting: sequences that may wait for a slot before `QueueFull` is raised; None is unlimited.
+        on_finished: told of every request that ended, in whatever way, on the worker thread; it must be quick.
+
+    Raises ArtifactError when the directory cannot be used.
     """
 
-    def __init__(self, engine_dir: str | Path, *, threads: int = 0, max_waiting: int | None = None) -> None:
+    def __init__(
+        self,
+        engine_dir: str | Path,
+        *,
+        threads: int = 0,
+        max_waiting: int | None = None,
+        on_finished: Callable[[Request], None] | None = None,
+    ) -> None:
         directory = Path(engine_dir)
         self.engine = open_engine(directory, threads=threads)
         self.codec = TextCodec(directory, self.engine.manifest.chat_template_args)
         self.max_waiting = max_waiting
-        self._maker = RequestMaker(self.engine, self.codec)
-        self._scheduler = Scheduler(self.engine)
-        self._active: dict[str, tuple[Request, Deliver]] = {}  # the worker's
-        self._commands: deque[Callable[[], None]] = deque()
+        self._on_finished = on_finished
+        self._maker = RequestMaker(directory, self.engine, self.codec)
+        self._scheduler = Scheduler(self.engine)  # the worker's alone
+        # Guarded by the condition; the worker waits on it.
         self._wake = threading.Condition()
-        self._closing = False
-        self._admitted = 0  # sequences handed to the worker and not finished
+        self._commands: deque[Callable[[], None]] = deque()
+        self._active: dict[str, _Active] = {}
+        self._admitted = 0  # sequences handed over and not ended
+        self._closing = self._closed = False
+        self._failure: EngineError | None = None
         self._worker = threading.Thread(target=self._work, name="ddtree-engine", daemon=True)
         self._worker.start()
 
@@ -57,6 +152,11 @@ class AsyncLLM:
     def tokenizer(self) -> Any:
         """The transformers tokenizer."""
         return self.codec.tokenizer
+
+    @property
+    def slots(self) -> int:
+        """Sequences that can run at a time."""
+        return self._scheduler.slots
 
     @property
     def running(self) -> int:
@@ -68,85 +168,90 @@ class AsyncLLM:
         """Sequences that wait for a slot."""
         return max(0, self._admitted - self.running)
 
+    @property
+    def failure(self) -> EngineError | None:
+        """Why the engine stopped for good, or None while it works."""
+        return self._failure
+
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """Yield the request's output so far after every round; the last one is the whole."""
-        request, parts = self._submit(prompt, sampling_params, request_id)
-        async for _ in self._listen(request, parts):
-            yield request.output()
+        with self.submit(prompt, sampling_params, request_id) as submission:
+            whole: RequestOutput | None = None
+            async for part in submission:
+                whole = part if whole is None else whole.joined(part)
+                yield whole
 
     async def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> AsyncIterator[RequestOutput]:
         """Yield only what is new after each round; the parts' texts joined are the whole text."""
-        request, parts = self._submit(prompt, sampling_params, request_id)
-        async for part in self._listen(request, parts):
-            yield part
+        with self.submit(prompt, sampling_params, request_id) as submission:
+            async for part in submission:
+                yield part
 
     async def complete(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
     ) -> RequestOutput:
         """The finished output."""
-        request, parts = self._submit(prompt, sampling_params, request_id)
-        async for _ in self._listen(request, parts):
-            pass
-        return request.output()
+        with self.submit(prompt, sampling_params, request_id) as submission:
+            return await submission.result()
+
+    def submit(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+    ) -> Submission:
+        """Hand a request to the worker. Call on a running event loop.
+
+        Raises UsageError for a wrong call or a request id in use, QueueFull, or EngineError after shutdown or failure.
+        """
+        params = sampling_params or SamplingParams()
+        request = self._maker.make(prompt, params, request_id)
+        active = _Active(request, Submission(request.request_id, lambda: self._command(lambda: self._cancel(active))))
+        with self._wake:
+            self._check_room(params.n)
+            if request.request_id in self._active:
+                raise UsageError(f"request id {request.request_id!r} is already in use; choose another")
+            self._active[request.request_id] = active
+            self._admitted += params.n
+            self._commands.append(lambda: self._add(request))
+            self._wake.notify()
+        return active.submission
 
     async def abort(self, request_id: str) -> None:
-        """Cancel a request by its id; an unknown or finished one is left alone."""
-        self._command(lambda: self._cancel(request_id))
+        """Cancel a request by its id: it finishes with reason "abort". An unknown or finished one is left alone."""
+        with self._wake:
+            active = self._active.get(request_id)
+        if active is not None:
+            self._command(lambda: self._cancel(active))
 
     async def drain(self) -> None:
         """Wait until no request is running or waiting."""
         while self._admitted:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.02)
 
     def shutdown(self) -> None:
-        """Cancel everything, stop the worker and release the engine."""
+        """Cancel everything, stop the worker and release the engine. Requests under way finish with reason "abort"."""
         with self._wake:
             self._closing = True
             self._wake.notify()
         self._worker.join()
-        self.engine.close()
+        if not self._closed:
+            self._closed = True
+            self.engine.close()
 
-    def _submit(
-        self, prompt: Prompt, params: SamplingParams | None, request_id: str | None
-    ) -> tuple[Request, asyncio.Queue[RequestOutput | Exception]]:
-        """Check the call and hand it to the worker. Raises UsageError, QueueFull, or EngineError after shutdown."""
-        params = params or SamplingParams()
-        if self.max_waiting is not None and self.waiting + params.n > self.max_waiting + self._scheduler.free_slots:
-            raise QueueFull(f"{self.waiting} requests are waiting, at most {self.max_waiting} may; try again later")
-        request = self._maker.make(prompt, params, request_id)
-        loop = asyncio.get_running_loop()
-        parts: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-
-        def deliver(item: RequestOutput | Exception) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(parts.put_nowait, item)
-
-        with self._wake:
-            if self._closing:
-                raise EngineError("the engine has been shut down")
-            self._admitted += params.n
-        self._command(lambda: self._add(request, deliver))
-        return request, parts
-
-    async def _listen(
-        self, request: Request, parts: asyncio.Queue[RequestOutput | Exception]
-    ) -> AsyncIterator[RequestOutput]:
-        finished = False
-        try:
-            while not finished:
-                item = await parts.get()
-                if isinstance(item, Exception):
-                    finished = True
-                    raise item
-                finished = item.finished
-                yield item
-        finally:
-            if not finished:
-                self._command(lambda: self._cancel(request.request_id))
+    def _check_room(self, sequences: int) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._closing:
+            raise EngineError("the engine has been shut down")
+        if self.max_waiting is None:
+            return
+        room = self._scheduler.slots + self.max_waiting
+        if sequences > room:
+            raise UsageError(f"n {sequences} is more than the {room} sequences that may run or wait here; lower it")
+        if self._admitted + sequences > room:
+            raise QueueFull(f"{self.waiting} sequences are waiting, at most {self.max_waiting} may; try again later")
 
     def _command(self, command: Callable[[], None]) -> None:
         with self._wake:
@@ -156,43 +261,81 @@ class AsyncLLM:
     # What follows runs on the worker thread.
 
     def _work(self) -> None:
-        while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._commands or self._scheduler.busy or self._closing)
-                commands, self._commands = self._commands, deque()
-                closing = self._closing
-            for command in commands:
-                command()
-            if closing:
-                for request_id in list(self._active):
-                    self._cancel(request_id)
-                return
+        try:
+            while self._turn():
+                pass
+        except Exception as error:  # outside any one pass: a bug, or an engine beyond repair; nobody may wait forever
+            self._fail(error)
+
+    def _turn(self) -> bool:
+        """Obey the commands and do one step; False when the worker is to end."""
+        with self._wake:
+            self._wake.wait_for(lambda: self._commands or self._scheduler.busy or self._closing)
+            commands, self._commands = self._commands, deque()
+            closing, active = self._closing, list(self._active.values())
+        for command in commands:
+            command()
+        if closing:
+            for a in active:
+                self._cancel(a)
+        else:
             self._scheduler.step()
-            self._deliver()
+        self._deliver()
+        return not closing
 
-    def _add(self, request: Request, deliver: Deliver) -> None:
-        if request.request_id in self._active:
-            self._admitted -= len(request.sequences)
-            deliver(EngineError(f"request id {request.request_id!r} is already in use"))
-            return
-        self._active[request.request_id] = (request, deliver)
+    def _add(self, request: Request) -> None:
         for sequence in request.sequences:
-            self._scheduler.add(sequence)
+            if not sequence.finished:
+                self._scheduler.add(sequence)
 
-    def _cancel(self, request_id: str) -> None:
-        if request_id in self._active:
-            for sequence in self._active[request_id][0].sequences:
-                if not sequence.finished:
-                    self._scheduler.cancel(sequence)
-            self._deliver()
+    def _cancel(self, active: _Active) -> None:
+        for sequence in active.request.sequences:
+            if not sequence.finished:
+                self._scheduler.cancel(sequence)
 
     def _deliver(self) -> None:
-        for request_id, (request, deliver) in list(self._active.items()):
+        """Hand every request what is new, after its slots have been given back."""
+        with self._wake:
+            everyone = list(self._active.values())
+        for active in everyone:
+            request = active.request
             error = next((s.error for s in request.sequences if s.error is not None), None)
-            if request.finished:
-                del self._active[request_id]
-                self._admitted -= len(request.sequences)
             if error is not None:
-                deliver(error)
-            elif part := request.take():
-                deliver(part)
+                self._cancel(active)  # what is left of a request that failed in part
+            part = request.take()
+            self._account(active)
+            if request.finished and self._on_finished is not None:
+                self._on_finished(request)
+            if error is not None:
+                self._hand_over(active, error)
+            elif part is not None:
+                self._hand_over(active, replace(part, metrics=part.metrics.snapshot()))
+
+    def _account(self, active: _Active) -> None:
+        ended = sum(s.finished for s in active.request.sequences)
+        if ended > active.ended:
+            with self._wake:
+                self._admitted -= ended - active.ended
+                active.ended = ended
+                if active.request.finished:
+                    del self._active[active.request.request_id]
+
+    def _hand_over(self, active: _Active, item: RequestOutput | Exception) -> None:
+        submission = active.submission
+        try:
+            submission._loop.call_soon_threadsafe(submission._put, item)
+        except RuntimeError:  # the caller's event loop has been closed: nobody is left to read
+            self._command(lambda: self._cancel(active))
+
+    def _fail(self, error: Exception) -> None:
+        failure = EngineError(f"the engine stopped ({type(error).__name__}: {error}); restart the process")
+        failure.__cause__ = error
+        with self._wake:
+            self._failure = failure
+            everyone = list(self._active.values())
+            self._active.clear()
+            self._commands.clear()
+            self._admitted = 0
+        for active in everyone:
+            with suppress(RuntimeError):  # as in _hand_over
+                active.submission._loop.call_soon_threadsafe(active.submission._put, failure)

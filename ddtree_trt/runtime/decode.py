@@ -5,46 +5,105 @@ Every method goes through this one function. Autoregressive decoding is a round 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.runtime.engine import DraftRequest, Engine, Verdict, VerifyRequest
+from ddtree_trt.runtime.budget import Decision
+from ddtree_trt.runtime.engine import Draft, DraftRequest, Engine, Verdict, VerifyRequest
 from ddtree_trt.runtime.methods import NOTHING, Proposal, candidates, propose
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import StageClock
-from ddtree_trt.runtime.tree import compile_tree, descend, walk
+from ddtree_trt.runtime.tree import DraftTree, compile_tree, descend, walk
 
 Path = NDArray[np.int32]
 
 
+@dataclass(frozen=True)
+class Round:
+    """One finished round of one sequence, for those who watch."""
+
+    root_token: int  # the bonus token of the round before
+    tree: DraftTree
+    path: Path  # [m], root first
+    next_token: int  # the target's choice at the path's end
+    decision: Decision | None  # why the tree had its size; None for a fixed budget
+
+
+class _Turn:
+    """One sequence's part in a round."""
+
+    def __init__(self, sequence: Sequence, engine: Engine) -> None:
+        assert sequence.slot is not None, "a sequence is decoded only while it holds a slot"
+        self.sequence, self.slot = sequence, sequence.slot
+        self.past = engine.length(self.slot)
+        self.root_token = sequence.bonus_token
+        self.ceiling = sequence.budget.ceiling(self.past) if sequence.drafts else 0
+        self.proposal = NOTHING
+        self.path: Path | None = None  # accepted nodes [m]; None until the walk, and for good when the sequence failed
+
+    @property
+    def tree(self) -> DraftTree:
+        return self.proposal.tree
+
+    def draft_request(self) -> DraftRequest:
+        params, sampler = self.sequence.params, self.sequence.sampler
+        k = candidates(params.method, self.ceiling, params.stochastic)
+        return DraftRequest(self.slot, self.root_token, k, self.ceiling, sampler.draft)
+
+    def __enter__(self) -> None:
+        """What fails inside is this sequence's matter only: it ends with the error, the others go on."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception):
+            self.sequence.abort(error)
+        return isinstance(error, Exception)
+
+    def build(self, draft: Draft) -> None:
+        s = self.sequence
+        with self:
+            proposal = propose(s.params.method, draft, self.ceiling, s.sampler)
+            nodes = s.budget.choose(proposal.tree, self.past)
+            self.proposal = Proposal(proposal.tree.cut(nodes), proposal.drawn[:nodes])
+
+    def walk(self, verdict: Verdict) -> None:
+        if not self.sequence.finished:
+            with self:
+                self.path = accept(self.sequence, self.proposal, verdict)
+
+    def commit(self, engine: Engine) -> None:
+        s = self.sequence
+        if self.path is None:
+            return
+        engine.commit(self.slot, self.path, taps=s.drafts)
+        with self:
+            s.budget.observe(self.tree, self.path)
+            if s.on_round is not None:
+                s.on_round(Round(self.root_token, self.tree, self.path, s.bonus_token, s.budget.last))
+
+
 def decode_round(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
     """Advance every sequence by one round. They hold distinct slots, each with a bonus token not yet in the cache."""
-    sequences = sorted(sequences, key=_slot)
-    pasts = [engine.length(_slot(s)) for s in sequences]
-
     with clock("draft"):
-        ceilings = [s.budget.ceiling(past) if s.drafts else 0 for s, past in zip(sequences, pasts, strict=True)]
-        drafting = [(s, b) for s, b in zip(sequences, ceilings, strict=True) if b > 0]
-        drafts = engine.draft([_draft_request(s, b) for s, b in drafting])
+        turns = sorted((_Turn(s, engine) for s in sequences), key=lambda turn: turn.slot)
+        drafting = [turn for turn in turns if turn.ceiling > 0]
+        drafts = engine.draft([turn.draft_request() for turn in drafting])
 
     with clock("tree_build"):
-        proposals = {_slot(s): NOTHING for s in sequences}
-        for (s, ceiling), draft in zip(drafting, drafts, strict=True):
-            proposal = propose(s.params.method, draft, ceiling, s.sampler)
-            tree = proposal.tree.cut(s.budget.choose(proposal.tree, engine.length(_slot(s))))
-            proposals[_slot(s)] = Proposal(tree, proposal.drawn[: len(tree)])
+        for turn, draft in zip(drafting, drafts, strict=True):
+            turn.build(draft)
 
     with clock("tree_compile"):
-        trees = [compile_tree(s.bonus_token, proposals[_slot(s)].tree) for s in sequences]
+        requests = [VerifyRequest(turn.slot, compile_tree(turn.root_token, turn.tree)) for turn in turns]
 
     with clock("verify"):
-        verdicts = engine.verify([VerifyRequest(_slot(s), t) for s, t in zip(sequences, trees, strict=True)])
-        paths = [accept(s, proposals[_slot(s)], v) for s, v in zip(sequences, verdicts, strict=True)]
+        for turn, verdict in zip(turns, engine.verify(requests), strict=True):
+            turn.walk(verdict)
 
     with clock("commit"):
-        for s, path in zip(sequences, paths, strict=True):
-            engine.commit(_slot(s), path, taps=s.drafts)
-            s.budget.observe(proposals[_slot(s)].tree, path)
+        for turn in turns:
+            turn.commit(engine)
 
 
 def accept(sequence: Sequence, proposal: Proposal, verdict: Verdict) -> Path:
@@ -54,7 +113,6 @@ def accept(sequence: Sequence, proposal: Proposal, verdict: Verdict) -> Path:
     limit is met inside the path, the path ends there.
     """
     tree = proposal.tree
-    before = len(sequence.output)
     if sequence.sampler.takes_choices:
         path = walk(tree, verdict.choices)
         emitted = 0
@@ -74,17 +132,6 @@ def accept(sequence: Sequence, proposal: Proposal, verdict: Verdict) -> Path:
             return token if sequence.append(token, row) else None
 
         path = descend(tree, choose)
-    sequence.metrics.acceptance_lengths.append(max(len(sequence.output) - before, 0))
+    sequence.metrics.acceptance_lengths.append(len(path))
     sequence.metrics.budgets.append(len(tree))
     return path
-
-
-def _slot(sequence: Sequence) -> int:
-    assert sequence.slot is not None, "a sequence is decoded only while it holds a slot"
-    return sequence.slot
-
-
-def _draft_request(sequence: Sequence, ceiling: int) -> DraftRequest:
-    params = sequence.params
-    k = candidates(params.method, ceiling, params.stochastic)
-    return DraftRequest(_slot(sequence), sequence.bonus_token, k, ceiling, sequence.sampler.draft)

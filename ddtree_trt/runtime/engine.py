@@ -56,6 +56,7 @@ class Verdict:
 
 class Engine(Protocol):
     manifest: Manifest
+    threads: int  # CPU threads of its own; 1 where the work is done elsewhere
 
     def length(self, slot: int) -> int:
         """Committed tokens of the slot."""

@@ -1,7 +1,7 @@
 """The key-value cache of one network on the host: one buffer per layer and part, a slot in each row.
 
-Buffers are float32 [slots, Hkv, S, D] and never move: the inference runtime reads and appends in place, compaction moves
-rows in place.
+Buffers are float32 [slots, Hkv, S, D] and never move: the inference runtime reads and appends in place, compaction
+moves rows in place.
 """
 
 from __future__ import annotations

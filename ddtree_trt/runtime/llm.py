@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.decode import Round
 from ddtree_trt.runtime.load import open_engine
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
@@ -29,7 +30,7 @@ class LLM:
         directory = Path(engine_dir)
         self.engine = open_engine(directory, threads=threads)
         self.codec = TextCodec(directory, self.engine.manifest.chat_template_args)
-        self._maker = RequestMaker(self.engine, self.codec)
+        self._maker = RequestMaker(directory, self.engine, self.codec)
         self._scheduler = Scheduler(self.engine)
 
     @property
@@ -60,10 +61,19 @@ class LLM:
             request.raise_error()
         return [request.output() for request in requests]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        on_round: Callable[[Round], None] | None = None,
+    ) -> Iterator[RequestOutput]:
         """Yield what is new after each round; the parts' texts joined are the whole text. Several streams may be
-        read side by side. Closing the iterator cancels the request. Raises as `generate` does, at once."""
+        read side by side. Closing the iterator cancels the request. `on_round` sees every verified tree. Raises as
+        `generate` does, at once."""
         request = self._maker.make(prompt, sampling_params or SamplingParams())
+        for sequence in request.sequences:
+            sequence.on_round = on_round
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:
@@ -75,7 +85,8 @@ class LLM:
                 request.raise_error()
                 if part := request.take():
                     yield part
-            if part := request.take():  # another stream's step finished this one
+            request.raise_error()  # another stream's step may have ended this one
+            if part := request.take():
                 yield part
         finally:
             self._cancel([request])
@@ -114,6 +125,6 @@ def _as_prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     items = list(prompts)
-    if items and all(isinstance(p, int) for p in items) or items and all(isinstance(p, dict) for p in items):
+    if (items and all(isinstance(p, int) for p in items)) or (items and all(isinstance(p, dict) for p in items)):
         return [items]
     return items

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddtree_trt.artifact import Manifest, load_manifest, verify_files
+from ddtree_trt.artifact import (
+    Manifest,
+    always_causal,
+    installed_versions,
+    load_manifest,
+    rebuild_command,
+    verify_files,
+)
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.runtime.engine import Engine
 
@@ -21,6 +28,7 @@ def open_engine(directory: Path, *, threads: int = 0) -> Engine:
 
 def _open_backend(directory: Path, manifest: Manifest, threads: int) -> Engine:
     if manifest.backend == "onnxruntime":
+        _check_onnxruntime(directory, manifest)
         from ddtree_trt.runtime.ort import OrtEngine
 
         return OrtEngine(directory, manifest, threads=threads)
@@ -28,3 +36,15 @@ def _open_backend(directory: Path, manifest: Manifest, threads: int) -> Engine:
         f"{directory} was built for backend {manifest.backend!r}, which this version of ddtree-trt cannot run; "
         f"rebuild with: ddtree-trt build --target {manifest.name} --backend onnxruntime --force"
     )
+
+
+def _check_onnxruntime(directory: Path, manifest: Manifest) -> None:
+    """Raises ArtifactError when the drafter needs an attention kernel newer than the installed one."""
+    installed = installed_versions("onnxruntime")
+    if manifest.drafter_kind != "dflash" or always_causal(manifest.toolchain) or not installed:
+        return
+    if always_causal(installed):
+        raise ArtifactError(
+            f"{directory} was built for the attention kernel of onnxruntime {manifest.toolchain['onnxruntime']}, "
+            f"found the older {installed['onnxruntime']}; rebuild with: {rebuild_command(directory, manifest)}"
+        )

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddtree_trt.errors import UsageError
+from ddtree_trt.artifact import DrafterDims, TransformerDims
+from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.engine import Draft
 from ddtree_trt.runtime.sampling import DrawnFrom, Sampler
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, build_tree, chain
 
+DRAFT_MODEL_LENGTH = 4  # γ: tokens an autoregressive drafter drafts per round unless the request says how many
 SAMPLED_CANDIDATES = 64  # K a sampled chain draws from: q may be any distribution, this one keeps nearly all mass
 
-_DRAFTERS = {"ar": None, "dflash": "dflash", "ddtree": "dflash", "dflash-sample": "dflash", "draft-model": "autoregressive"}
+_DRAFTERS = {
+    "ar": None,
+    "dflash": "dflash",
+    "ddtree": "dflash",
+    "dflash-sample": "dflash",
+    "draft-model": "autoregressive",
+}
 
 
 @dataclass(frozen=True)
@@ -32,8 +40,16 @@ def check_method(method: str, drafter_kind: str) -> None:
     if needs not in (None, drafter_kind):
         able = [m for m, kind in _DRAFTERS.items() if kind in (None, drafter_kind)]
         raise UsageError(
-            f"method {method!r} needs a {needs} drafter, this engine's is {drafter_kind}; it can do {', '.join(able)}"
+            f"method {method!r} needs a drafter of kind {needs}, this engine's is {drafter_kind}; "
+            f"it can do {', '.join(able)}"
         )
+
+
+def default_budget(method: str, drafter: TransformerDims) -> int:
+    """The fixed budget of a method whose tree the engine does not size by its costs."""
+    if method == "ar":
+        return 0
+    return drafter.block_size - 1 if isinstance(drafter, DrafterDims) else DRAFT_MODEL_LENGTH
 
 
 def candidates(method: str, budget: int, stochastic: bool) -> int:
@@ -44,9 +60,12 @@ def candidates(method: str, budget: int, stochastic: bool) -> int:
 
 
 def propose(method: str, draft: Draft, budget: int, sampler: Sampler) -> Proposal:
-    """Turn the drafter's output into a tree of at most `budget` nodes."""
+    """Turn the drafter's output into a tree of at most `budget` nodes. Raises EngineError when it is no such output."""
     if method == "ddtree":
-        return Proposal(build_tree(draft.log_probs, draft.token_ids, budget))
+        try:
+            return Proposal(build_tree(draft.log_probs, draft.token_ids, budget))
+        except ValueError as error:
+            raise EngineError(f"the drafter's output cannot be used: {error}") from error
     if method == "dflash":
         return Proposal(chain(draft.token_ids[:budget, 0], draft.log_probs[:budget, 0]))
     drawn = draft.drawn

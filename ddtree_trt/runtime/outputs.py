@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ddtree_trt.runtime.sampling import TokenLogprob
 from ddtree_trt.runtime.stats import RequestMetrics
@@ -19,6 +19,20 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop token or stop string met; None for the model's own end
     logprobs: list[TokenLogprob] | None = None
     cumulative_logprob: float | None = None
+
+    def joined(self, later: CompletionOutput) -> CompletionOutput:
+        """This part of a stream with the one that came after it."""
+        logprobs, cumulative = self.logprobs, self.cumulative_logprob
+        if logprobs is not None and later.logprobs is not None:
+            logprobs = logprobs + later.logprobs
+            cumulative = sum(t.logprob for t in logprobs)
+        return replace(
+            later,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=logprobs,
+            cumulative_logprob=cumulative,
+        )
 
 
 @dataclass(frozen=True)
@@ -44,3 +58,10 @@ class RequestOutput:
     metrics: RequestMetrics
     usage: Usage
     prompt_logprobs: list[TokenLogprob | None] | None = None  # None for the first token, which nothing predicts
+
+    def joined(self, later: RequestOutput) -> RequestOutput:
+        """This part of a stream with the one that came after it; all parts joined are the finished output."""
+        outputs = {o.index: o for o in self.outputs}
+        for o in later.outputs:
+            outputs[o.index] = outputs[o.index].joined(o) if o.index in outputs else o
+        return replace(later, outputs=[outputs[index] for index in sorted(outputs)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -41,7 +41,7 @@ class SamplingParams:
     presence_penalty: float = 0.0  # over the output
     frequency_penalty: float = 0.0  # over the output
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    echo: bool = False  # put the prompt in front of the output
+    echo: bool = False  # put the prompt's text in front of the output's; token ids and logprobs stay the output's
     skip_special_tokens: bool = True
     method: str = "ddtree"
     tree_budget: int | Literal["auto"] = "auto"  # draft nodes per round at most; a chain's length for chain methods
@@ -49,10 +49,12 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids"):
             value = getattr(self, name)
+            if isinstance(value, Mapping) or not isinstance(value, str | int | Iterable | None):
+                raise UsageError(f"{name} must be one value or a list of them, not {value!r}")
             values = () if value is None else (value,) if isinstance(value, str | int) else tuple(value)
             object.__setattr__(self, name, values)
-        for name, low, high in _INTEGERS:
-            _check_number(name, getattr(self, name), low, high, integral=True)
+        for name, lowest, highest in _INTEGERS:
+            _check_number(name, getattr(self, name), lowest, highest, integral=True)
         for name, low, high in _REALS:
             _check_number(name, getattr(self, name), low, high, integral=False)
         for name in _FLAGS:
@@ -66,8 +68,9 @@ class SamplingParams:
             raise UsageError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
         if self.method not in METHODS:
             raise UsageError(f"method must be one of {', '.join(METHODS)}, not {self.method!r}")
-        if self.tree_budget != "auto":
-            _check_number("tree_budget", self.tree_budget, 0, None, integral=True)
+        budget = self.tree_budget
+        if budget != "auto" and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
+            raise UsageError(f'tree_budget must be "auto" or an integer at least 0, not {budget!r}')
         if self.method == "ar" and self.tree_budget not in ("auto", 0):
             raise UsageError(f"method 'ar' drafts nothing: tree_budget {self.tree_budget} cannot be honoured")
         if any(not isinstance(s, str) or not s for s in self.stop):
@@ -79,6 +82,7 @@ class SamplingParams:
             raise UsageError(f"stop_token_ids must hold token ids, not {self.stop_token_ids!r}")
         if not isinstance(self.logit_bias, Mapping):
             raise UsageError(f"logit_bias must map token ids to biases, not {self.logit_bias!r}")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))  # the caller's may change
         for token, bias in self.logit_bias.items():
             if isinstance(token, bool) or not isinstance(token, int) or token < 0:
                 raise UsageError(f"logit_bias: {token!r} is not a token id")
@@ -125,5 +129,5 @@ def _check_number(name: str, value: Any, low: float, high: float | None, *, inte
     bounds = f"at least {low}" if high is None else f"from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):
         raise UsageError(f"{name} must be {'an integer' if integral else 'a number'} {bounds}, not {value!r}")
-    if value < low or high is not None and value > high:
+    if value < low or (high is not None and value > high):
         raise UsageError(f"{name} must be {bounds}, not {value}")

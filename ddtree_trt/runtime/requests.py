@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.budget import Budget, FixedBudget
+from ddtree_trt.runtime.budget import AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.engine import Engine
-from ddtree_trt.runtime.methods import check_method
+from ddtree_trt.runtime.methods import check_method, default_budget
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput, Usage
 from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.profile import load_or_measure
 from ddtree_trt.runtime.sampling import Sampler
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import merge
@@ -63,9 +65,9 @@ class Request:
 class RequestMaker:
     """Checks a call against the engine and makes its sequences."""
 
-    def __init__(self, engine: Engine, codec: TextCodec) -> None:
-        self._engine, self._codec = engine, codec
-        self._manifest = engine.manifest
+    def __init__(self, directory: Path, engine: Engine, codec: TextCodec) -> None:
+        self._codec, self._manifest = codec, engine.manifest
+        self._auto = _auto_budgets(directory, engine)
         self._count = 0
 
     def make(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> Request:
@@ -74,8 +76,11 @@ class RequestMaker:
         ids = self._codec.encode(prompt)
         self._check(ids, params)
         self._count += 1
-        sequences = [self._sequence(i, ids, params) for i in range(params.n)]
         text = prompt if isinstance(prompt, str) else None
+        echo = ""
+        if params.echo:
+            echo = text or self._codec.decode(ids, skip_special_tokens=params.skip_special_tokens)
+        sequences = [self._sequence(i, ids, params, echo) for i in range(params.n)]
         return Request(request_id or f"req-{self._count}", text, ids, params, sequences)
 
     def _check(self, ids: list[int], params: SamplingParams) -> None:
@@ -99,7 +104,7 @@ class RequestMaker:
                 "lower it or rebuild with a larger --max-tree-budget"
             )
 
-    def _sequence(self, index: int, ids: list[int], params: SamplingParams) -> Sequence:
+    def _sequence(self, index: int, ids: list[int], params: SamplingParams, echo: str) -> Sequence:
         eos = frozenset() if params.ignore_eos else frozenset(self._manifest.stop_token_ids)
         stream = TextStream(
             self._codec,
@@ -118,7 +123,21 @@ class RequestMaker:
             ),
             stream=stream,
             budget=self._budget(params),
+            echo=echo,
         )
 
     def _budget(self, params: SamplingParams) -> Budget:
-        return FixedBudget(16 if params.tree_budget == "auto" else params.tree_budget)
+        if params.tree_budget != "auto":
+            return FixedBudget(params.tree_budget)
+        if params.method == "ddtree" and self._auto is not None:
+            return self._auto.for_sequence()
+        return FixedBudget(default_budget(params.method, self._manifest.drafter_dims))
+
+
+def _auto_budgets(directory: Path, engine: Engine) -> AutoBudgets | None:
+    """What automatic budgets need; None without a block drafter. Measures the machine if the engine has not yet."""
+    manifest = engine.manifest
+    if manifest.drafter_kind != "dflash":
+        return None
+    profile = load_or_measure(directory, engine)
+    return AutoBudgets(profile, manifest.limits.max_tree_budget, manifest.dflash.block_size - 1)

@@ -17,6 +17,7 @@ from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.params import SamplingParams
 
 Row = NDArray[np.float32]  # [V]
+_NOT_FINITE = "the target's logits are not finite; rebuild the engine from an undamaged checkpoint"
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,7 @@ class Sampler:
         self._penalties = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
         if self._penalties:
             self._counts = np.zeros(vocab_size, np.int32)  # of output tokens
-            self._seen = np.zeros(vocab_size, bool)  # in prompt or output
-            self._seen[prompt] = True
+            self._seen = dict.fromkeys(prompt)  # tokens of prompt and output, each once
 
     @property
     def takes_choices(self) -> bool:
@@ -58,13 +58,23 @@ class Sampler:
         self._left -= 1
         if self._penalties:
             self._counts[token] += 1
-            self._seen[token] = True
+            self._seen[token] = None
+
+    def pick(self, choice: int, logits: Row) -> int:
+        """The next token at a row of logits [V] whose argmax the engine says is `choice`."""
+        if not self.takes_choices:
+            return self.choose(logits)
+        if not np.isfinite(logits[choice]):
+            raise EngineError(_NOT_FINITE)
+        return choice
 
     def choose(self, logits: Row) -> int:
         """Draw the next token from the target's distribution at a row of logits [V]."""
         if not self.params.stochastic:
             return int(np.argmax(self._processed(logits)))
-        return self._draw(self.distribution(logits))
+        ids, weights = self._support(logits)
+        index = self._draw(weights)
+        return index if ids is None else int(ids[index])
 
     def choose_against(self, logits: Row, drawn: DrawnFrom) -> int:
         """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023): keep the drafted token with probability
@@ -73,59 +83,82 @@ class Sampler:
             return self.choose(logits)
         p = self.distribution(logits)
         q = drawn.probs[drawn.candidates == drawn.token].sum()
-        if self.rng.random() * q < p[drawn.token]:
+        if self._keeps(p[drawn.token], q):
             return drawn.token
         p[drawn.candidates] -= drawn.probs
-        return self._draw(np.maximum(p, 0, out=p))
+        residual = np.maximum(p, 0, out=p)
+        return self._draw(residual) if residual.any() else drawn.token  # none left: p and q differ by rounding only
 
     def draft(self, log_probs: Row, token_ids: NDArray[np.int32]) -> DrawnFrom:
-        """Draw a draft token from the drafter's candidates [K], at this request's temperature."""
-        if not self.params.stochastic:
+        """Draw a draft token from the drafter's candidates [K], falling, at this request's temperature and filters:
+        any distribution would do, and the nearer to the target's the more is accepted."""
+        params = self.params
+        if not params.stochastic:
             return DrawnFrom(int(token_ids[0]), token_ids[:1], np.ones(1))
-        scaled = log_probs.astype(np.float64) / self.params.temperature
-        q = np.exp(scaled - scaled.max())
-        q /= q.sum()
+        if params.top_k:
+            log_probs, token_ids = log_probs[: params.top_k], token_ids[: params.top_k]
+        if not np.isfinite(log_probs[0]):
+            raise EngineError(f"the drafter's log-probabilities are not finite: {log_probs[0]}; rebuild the engine")
+        q = self._weights(log_probs)
         return DrawnFrom(int(token_ids[self._draw(q)]), token_ids, q)
 
     def distribution(self, logits: Row) -> NDArray[np.float64]:
         """The distribution tokens are drawn from, float64 [V]; one-hot at temperature 0."""
-        x = self._processed(logits)
-        p = np.zeros(len(x), np.float64)
+        p = np.zeros(len(logits), np.float64)
         if not self.params.stochastic:
-            p[np.argmax(x)] = 1
+            p[np.argmax(self._processed(logits))] = 1
             return p
-        top_k = self.params.top_k
-        if 0 < top_k < len(x):
-            kept = np.argpartition(x, -top_k)[-top_k:]
-        else:
-            kept = np.arange(len(x))
-        scaled = x[kept].astype(np.float64)
-        weights = np.exp((scaled - scaled.max()) / self.params.temperature)
-        weights /= weights.sum()
-        if self.params.top_p < 1:
-            weights = _nucleus(weights, self.params.top_p)
-        if self.params.min_p > 0:
-            weights[weights < self.params.min_p * weights.max()] = 0
-        p[kept] = weights / weights.sum()
+        ids, weights = self._support(logits)
+        if ids is None:
+            return weights
+        p[ids] = weights
         return p
+
+    def _support(self, logits: Row) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
+        """The tokens [K] that can be drawn, rising, None for all V, and their probabilities [K]."""
+        x, top_k = self._processed(logits), self.params.top_k
+        if not 0 < top_k < len(x):
+            return None, self._weights(x)
+        kept = np.sort(np.argpartition(x, -top_k)[-top_k:])
+        return kept, self._weights(x[kept])
+
+    def _weights(self, logits: Row) -> NDArray[np.float64]:
+        """Probabilities of logits after temperature, top_p and min_p, float64 of their shape."""
+        params, weights = self.params, logits.astype(np.float64)
+        weights -= weights.max()
+        weights /= params.temperature
+        np.exp(weights, out=weights)
+        weights /= weights.sum()
+        if params.top_p == 1 and params.min_p == 0:
+            return weights
+        if params.top_p < 1:
+            weights = _nucleus(weights, params.top_p)
+        if params.min_p > 0:
+            weights[weights < params.min_p * weights.max()] = 0
+        weights /= weights.sum()
+        return weights
 
     def _processed(self, logits: Row) -> Row:
         """Logits after penalties, bias and min_tokens; the input row is left alone."""
         if not np.isfinite(logits.max()):
-            raise EngineError("the target's logits are not finite; rebuild the engine from an undamaged checkpoint")
+            raise EngineError(_NOT_FINITE)
         params = self.params
         if not (self._penalties or len(self._bias) or self._left > 0):
             return logits
         x = logits.copy()
         if self._penalties:
-            seen = x[self._seen]
-            x[self._seen] = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
-            x -= params.frequency_penalty * self._counts
-            x -= params.presence_penalty * (self._counts > 0)
+            ids = np.fromiter(self._seen, np.int64, len(self._seen))
+            seen, counts = x[ids], self._counts[ids]
+            seen = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+            x[ids] = seen - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
         x[self._bias_ids] += self._bias
         if self._left > 0:
             x[self._banned] = -np.inf
         return x
+
+    def _keeps(self, p: float, q: float) -> bool:
+        """True with probability min(1, p/q)."""
+        return bool(self.rng.random() * q < p)
 
     def _draw(self, weights: NDArray[np.float64]) -> int:
         """Index drawn in proportion to `weights`, by inverting their cumulative sum with one uniform number."""
@@ -137,11 +170,14 @@ class Sampler:
 
 
 def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.float64]:
-    """Zero all but the smallest set of most probable tokens whose mass reaches top_p."""
-    order = np.argsort(-weights, kind="stable")
-    before = np.cumsum(weights[order]) - weights[order]
-    weights[order[before >= top_p]] = 0
-    return weights
+    """Zero all but the smallest set of most probable tokens whose mass reaches top_p; of equal ones the first stay."""
+    falling = np.sort(weights)[::-1]  # of values: many times faster than an argsort
+    size = 1 + int(np.searchsorted(np.cumsum(falling[:-1]), top_p))
+    least = falling[size - 1]
+    kept = weights >= least
+    if extra := np.count_nonzero(kept) - size:
+        kept[np.flatnonzero(weights == least)[-extra:]] = False
+    return weights * kept
 
 
 @dataclass(frozen=True)
@@ -161,7 +197,7 @@ def logprob(logits: Row, token: int, top: int) -> TokenLogprob:
     x -= np.log(np.exp(x).sum())
     best: tuple[tuple[int, float], ...] = ()
     if top:
-        ids = np.argpartition(-x, min(top, len(x) - 1))[:top]
-        ids = ids[np.lexsort((ids, -x[ids]))]
+        ids = np.argpartition(logits, -min(top, len(x)))[-top:]
+        ids = ids[np.lexsort((ids, -logits[ids]))]
         best = tuple((int(i), float(x[i])) for i in ids)
-    return TokenLogprob(token, float(x[token]), int((x > x[token]).sum()) + 1, best)
+    return TokenLogprob(token, float(x[token]), int((logits > logits[token]).sum()) + 1, best)

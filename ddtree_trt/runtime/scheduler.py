@@ -67,8 +67,9 @@ class Scheduler:
         moved: list[Sequence] = []
         if self.prefilling:
             moved += self._guard([self.prefilling[0]], self._prefill_chunk)
-        if self.running:
-            moved += self._guard(list(self.running), self._round)
+        running = [s for s in self.running if not s.finished]  # the prefill may have ended one
+        if running:
+            moved += self._guard(running, self._round)
         self._sweep()
         return moved
 
@@ -76,11 +77,15 @@ class Scheduler:
         """Run `work`; whatever it raises ends these sequences and no others, and their slots start empty."""
         try:
             work(sequences)
-        except Exception as error:
+        except BaseException as error:
+            # Also at Ctrl-C: work done by half cannot be taken up again.
             for s in sequences:
-                s.abort(error)
+                s.abort(error if isinstance(error, Exception) else None)
                 if s.slot is not None:
                     self.engine.truncate(s.slot, 0)
+            if not isinstance(error, Exception):
+                self._sweep()
+                raise
         seconds = self._clock.take()
         for s in sequences:
             for stage, spent in seconds.items():
@@ -101,18 +106,24 @@ class Scheduler:
             self.prefilling.append(sequence)
 
     def _best_slot(self, sequence: Sequence) -> tuple[int, int]:
-        """The free slot that saves most of the prompt, then an empty one, then the one unused longest."""
+        """A free slot and the tokens it saves: the one that saves most if that is half of the prompt or more, then an
+        empty one, then the one unused longest. So what all prompts begin with does not cost another chat its cache."""
+        usable = {i: self._usable(i, sequence) for i, s in enumerate(self._slots) if s.user is None}
 
-        def usable(index: int) -> int:
-            if sequence.params.prompt_logprobs is not None:
-                return 0  # every prompt row's logits are wanted
-            held = self.engine.draftable_length(index) if sequence.drafts else self.engine.length(index)
-            shared = _common_prefix(self._slots[index].tokens, sequence.prompt)
-            return min(held, shared, len(sequence.prompt) - 1)  # the last token's logits are needed
+        def preference(index: int) -> tuple[int, bool, int, int]:
+            slot, saved = self._slots[index], usable[index]
+            return saved if 2 * saved >= len(sequence.prompt) else 0, not slot.tokens, -slot.last_used, -index
 
-        free = [i for i, s in enumerate(self._slots) if s.user is None]
-        best = max(free, key=lambda i: (usable(i), not self._slots[i].tokens, -self._slots[i].last_used, -i))
-        return best, usable(best)
+        best = max(usable, key=preference)
+        return best, usable[best]
+
+    def _usable(self, index: int, sequence: Sequence) -> int:
+        """Tokens of the prompt that the slot's cache holds and the sequence can start behind."""
+        if sequence.params.prompt_logprobs is not None:
+            return 0  # every prompt row's logits are wanted
+        held = self.engine.draftable_length(index) if sequence.drafts else self.engine.length(index)
+        shared = _common_prefix(self._slots[index].tokens, sequence.prompt)
+        return min(held, shared, len(sequence.prompt) - 1)  # the last token's logits are needed
 
     def _prefill_chunk(self, sequences: list[Sequence]) -> None:
         (s,) = sequences
@@ -131,13 +142,10 @@ class Scheduler:
                 self.prefilling.popleft()
                 self.running.append(s)
                 logits = verdict.logits[-1]
-                takes = s.sampler.takes_choices
-                s.append(int(verdict.choices[-1]) if takes else s.sampler.choose(logits), logits)
+                s.append(s.sampler.pick(int(verdict.choices[-1]), logits), logits)
 
     def _round(self, sequences: list[Sequence]) -> None:
-        live = [s for s in sequences if not s.finished]
-        if live:
-            decode_round(self.engine, live, self._clock)
+        decode_round(self.engine, sequences, self._clock)
 
     def _sweep(self) -> None:
         """Take finished sequences out of every queue and free their slots, which keep what they hold."""
@@ -146,13 +154,15 @@ class Scheduler:
         self.running = [s for s in self.running if not s.finished]
         for index, slot in enumerate(self._slots):
             if slot.user is not None and slot.user.finished:
-                held = self.engine.length(index)
-                slot.tokens = (slot.user.prompt + slot.user.output)[:held]
-                if len(slot.tokens) < held:  # a stop string dropped tokens that are in the cache
-                    self.engine.truncate(index, len(slot.tokens))
-                slot.user = None
+                # A stop string may have taken back tokens that are in the cache: what is not listed is not found.
+                slot.tokens = (slot.user.prompt + slot.user.output)[: self.engine.length(index)]
+                slot.user, slot.last_used = None, self._steps
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:
-    size = min(len(a), len(b))
-    return next((i for i in range(size) if a[i] != b[i]), size)
+    """Items both lists begin with: a bisection, since comparing slices is far faster than comparing items."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[low:middle] == b[low:middle] else (low, middle - 1)
+    return low

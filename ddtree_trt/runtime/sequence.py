@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ddtree_trt.runtime.budget import Budget
 from ddtree_trt.runtime.outputs import CompletionOutput
@@ -33,9 +35,13 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
+    bonus_token: int = -1  # the latest token chosen, not yet in the cache
+    on_round: Callable[[Any], None] | None = None  # called with a decode.Round after each round
+    echo: str = ""  # put in front of the text
     _shown_tokens: int = 0
     _shown_chars: int = 0
     _shown_end: bool = False
+    _shown_any: bool = False
 
     def __post_init__(self) -> None:
         self.metrics.prompt_tokens = len(self.prompt)
@@ -47,24 +53,21 @@ class Sequence:
     @property
     def drafts(self) -> bool:
         """Whether this sequence will ever ask the drafter for anything."""
-        return self.params.method != "ar"
-
-    @property
-    def bonus_token(self) -> int:
-        return self.output[-1]
+        return self.params.method != "ar" and self.params.tree_budget != 0
 
     def append(self, token: int, logits: Row | None) -> bool:
         """Emit one token; returns whether the sequence goes on. `logits` [V] is the row the token was chosen from."""
         now = time.perf_counter()
         self.metrics.first_token_s = self.metrics.first_token_s or now
         self.metrics.last_token_s = now
+        self.bonus_token = token
         self.output.append(token)
         self.sampler.observe(token)
         if self.params.logprobs is not None and logits is not None:
             self.logprobs.append(logprob(logits, token, self.params.logprobs))
         enough = len(self.output) >= self.params.min_tokens
         ends = enough and (token in self.eos_ids or token in self.params.stop_token_ids)
-        silent = ends and not self.params.include_stop_str_in_output and self.params.skip_special_tokens
+        silent = ends and not self.params.include_stop_str_in_output
         stop = self.stream.push(token, silent=silent, may_stop=enough)
         if stop is not None:
             self._finish("stop", stop)
@@ -82,10 +85,10 @@ class Sequence:
             self.stream.flush()
 
     def _drop_tokens(self) -> None:
-        kept = self.stream.kept_tokens()
+        kept = self.stream.tokens_within(len(self.stream.text))
         del self.output[kept:]
         del self.logprobs[kept:]
-        del self.stream.ends[kept:]
+        del self.stream.starts[kept:]
 
     def abort(self, error: Exception | None = None) -> None:
         """End the sequence where it is: the caller went away, or the engine failed."""
@@ -96,20 +99,25 @@ class Sequence:
     def take(self) -> CompletionOutput | None:
         """What is new since the last call: text that can no longer become a stop string, and its tokens; None when
         there is nothing. The finish reason comes once."""
-        end = len(self.stream.text) if self.finished else self.stream.safe_length()
-        tokens = self._shown_tokens
-        while tokens < len(self.output) and (self.finished or self.stream.ends[tokens] <= end):
-            tokens += 1
+        end, tokens = self._settled()
         start, first = self._shown_chars, self._shown_tokens
         if (end, tokens) == (start, first) and self.finished == self._shown_end:
             return None
-        self._shown_chars, self._shown_tokens, self._shown_end = end, tokens, self.finished
-        return self._output(self.stream.text[start:end], first, tokens)
+        echo = "" if self._shown_any else self.echo
+        self._shown_chars, self._shown_tokens, self._shown_end, self._shown_any = end, tokens, self.finished, True
+        return self._output(echo + self.stream.text[start:end], first, tokens)
 
     def output_so_far(self) -> CompletionOutput:
-        """The completion from its beginning."""
-        end = len(self.stream.text) if self.finished else self.stream.safe_length()
-        return self._output(self.stream.text[:end], 0, len(self.output))
+        """The completion from its beginning, as far as it is settled."""
+        end, tokens = self._settled()
+        return self._output(self.echo + self.stream.text[:end], 0, tokens)
+
+    def _settled(self) -> tuple[int, int]:
+        """Characters and tokens that no later stop string can take back."""
+        if self.finished:
+            return len(self.stream.text), len(self.output)
+        end = self.stream.safe_length()
+        return end, self.stream.tokens_within(end)
 
     def _output(self, text: str, first: int, last: int) -> CompletionOutput:
         logprobs = None if self.params.logprobs is None else self.logprobs[first:last]

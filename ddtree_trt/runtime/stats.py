@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 ROUND_STAGES = ("draft", "tree_build", "tree_compile", "verify", "commit")
 STAGES = ("prefill", *ROUND_STAGES)
@@ -96,6 +96,15 @@ class RequestMetrics:
     def decode_tokens_per_s(self) -> float | None:
         per_token = self.time_per_output_token_s
         return 1 / per_token if per_token else None
+
+    def snapshot(self) -> RequestMetrics:
+        """A copy that later rounds leave alone."""
+        return replace(
+            self,
+            acceptance_lengths=list(self.acceptance_lengths),
+            budgets=list(self.budgets),
+            stage_s=dict(self.stage_s),
+        )
 
     def to_dict(self) -> dict[str, object]:
         """The figures as plain JSON data."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,11 +20,12 @@ class TextCodec:
 
     def __init__(self, directory: Path, chat_template_args: Mapping[str, Any]) -> None:
         os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises installing torch
-        from transformers import AutoTokenizer, logging
+        # Not AutoTokenizer: it imports the model configurations, and with them torch where that is installed.
+        from transformers import PreTrainedTokenizerFast, logging
 
         logging.set_verbosity_error()
         try:
-            self.tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            self.tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
         except Exception as error:  # transformers raises whatever its parsers raise
             raise ArtifactError(f"no usable tokenizer in {directory}: {error}; rebuild the engine") from error
         self._template_args = dict(chat_template_args)
@@ -35,12 +37,12 @@ class TextCodec:
         """
         if isinstance(prompt, str):
             return list(self.tokenizer.encode(prompt, add_special_tokens=False))
-        if not isinstance(prompt, Sequence):
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise UsageError(f"a prompt is text, token ids or chat messages, not {type(prompt).__name__}")
         if all(isinstance(item, Mapping) for item in prompt) and prompt:
             return self._encode_chat(prompt)  # type: ignore[arg-type]
         if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
-            return [int(i) for i in prompt]  # type: ignore[arg-type, call-overload]
+            return [int(i) for i in prompt]  # type: ignore[arg-type]
         raise UsageError("a prompt is text, a list of token ids, or a list of chat messages {role, content}")
 
     def _encode_chat(self, messages: Messages) -> list[int]:
@@ -58,15 +60,19 @@ class TextCodec:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        return str(self.tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        """The tokens' text exactly, with U+FFFD for bytes that are no UTF-8."""
+        # Not the tokenizer's own decode: that one may tidy up spaces and costs ten times as much.
+        return str(self.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
 
 class TextStream:
     """The text of a growing token sequence, cut before the first stop string.
 
-    Text is settled token by token and never ends inside a UTF-8 character: a token that leaves one open settles with
-    the token that closes it. `ends[i]` is the length of the settled text after token i.
+    A token adds the characters it completes: text never ends inside a UTF-8 character, whose bytes may be spread over
+    several tokens. `starts[i]` is the character at which token i begins, be it the middle of that character's bytes.
     """
+
+    _LONGEST_WINDOW = 4  # tokens decoded again with every new one
 
     def __init__(
         self,
@@ -79,27 +85,45 @@ class TextStream:
         self._codec, self._skip = codec, skip_special_tokens
         self._stop, self._keep_stop = tuple(stop), keep_stop
         self._tokens: list[int] = []
-        self._window = self._settled = 0  # tokens before _window no longer influence how later ones decode
+        # How a token decodes may depend on the one before it: a window of tokens is decoded, of which `_taken`
+        # characters are in the text. `_boundary` is the last place before the newest tokens where no character is open.
+        self._window = self._boundary = self._taken = 0
         self.text = ""
-        self.ends: list[int] = []
+        self.starts: list[int] = []
 
     def push(self, token: int, *, silent: bool = False, may_stop: bool = True) -> str | None:
         """Add a token; returns the stop string it completes, if any. A silent token adds no text."""
+        before = len(self.text)
+        self.starts.append(before)
         if silent:
-            self.ends.append(len(self.text))
             return None
         self._tokens.append(token)
-        before = len(self.text)
-        window = self._decode(self._window, self._settled)
-        grown = self._decode(self._window, len(self._tokens))
-        if len(grown) > len(window) and not grown.endswith(INCOMPLETE):
-            self.text += grown[len(window) :]
-            self._window, self._settled = self._settled, len(self._tokens)
-        self.ends.append(len(self.text))
-        return self._cut(before) if may_stop else None
+        grown = self._decode()
+        complete = grown.rstrip(INCOMPLETE)
+        self._take(complete)
+        if len(complete) == len(grown):
+            self._advance()
+        return self._cut(before) if self._stop and may_stop else None
 
-    def _decode(self, start: int, end: int) -> str:
-        return self._codec.decode(self._tokens[start:end], skip_special_tokens=self._skip)
+    def _decode(self) -> str:
+        return self._codec.decode(self._tokens[self._window :], skip_special_tokens=self._skip)
+
+    def _take(self, text: str) -> None:
+        """Append what is new of the window's text."""
+        if len(text) > self._taken:
+            self.text += text[self._taken :]
+            self._taken = len(text)
+
+    def _advance(self) -> None:
+        """No character is open: a long window may begin at the boundary before this one."""
+        if len(self._tokens) - self._window > self._LONGEST_WINDOW:
+            window, self._window = self._window, self._boundary
+            taken = len(self._decode())
+            if taken:
+                self._taken = taken
+            else:  # tokens without text tell nothing about how the next one decodes
+                self._window = window
+        self._boundary = len(self._tokens)
 
     def _cut(self, before: int) -> str | None:
         """Find the earliest stop string that ends behind `before` and cut the text at it."""
@@ -114,27 +138,23 @@ class TextStream:
         self.text = self.text[: at + len(stop) if self._keep_stop else at]
         return stop
 
-    def kept_tokens(self) -> int:
-        """Tokens needed to cover the text after a cut: those that lie wholly behind it are dropped."""
-        size = len(self.text)
-        if size == 0:
-            return 0
-        return next((i + 1 for i, end in enumerate(self.ends) if end >= size), len(self.ends))
+    def tokens_within(self, size: int) -> int:
+        """Tokens that begin within the first `size` characters: those needed to cover them."""
+        return bisect_left(self.starts, size)
 
     def flush(self) -> None:
-        """At the end of the sequence, settle what an unfinished character left open."""
-        window = self._decode(self._window, self._settled)
-        self.text += self._decode(self._window, len(self._tokens))[len(window) :]
-        self._settled = len(self._tokens)
-        if self.ends:
-            self.ends[-1] = len(self.text)
+        """At the end of the sequence, take what an unfinished character left open."""
+        self._take(self._decode())
 
     def safe_length(self) -> int:
         """Characters that can be shown now: those that cannot turn out to be the start of a stop string."""
-        held = 0
-        for stop in self._stop:
-            for size in range(min(len(stop) - 1, len(self.text)), held, -1):
+        held, last = 0, self.text[-1:]
+        for stop in self._stop if last else ():
+            end = min(len(stop) - 1, len(self.text))
+            # Only a part of the stop string that ends in the text's last character can end the text.
+            while (size := stop.rfind(last, 0, end) + 1) > held:
                 if self.text.endswith(stop[:size]):
                     held = size
                     break
+                end = size - 1
         return len(self.text) - held

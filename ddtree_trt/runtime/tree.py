@@ -1,8 +1,8 @@
 """The draft tree: from per-position marginals to the tokens one target pass verifies.
 
-`build_tree` is the contract of the project: Algorithm 1 of DDTree (arXiv 2604.12989), the B most probable prefixes under
-the product of the drafter's marginals, which maximises the expected acceptance length of that surrogate (Propositions
-1–3). The heap, the masks and the walk run in C++ (`ddtree_trt._native`).
+`build_tree` is the contract of the project: Algorithm 1 of DDTree (arXiv 2604.12989), the B most probable prefixes
+under the product of the drafter's marginals, which maximises the expected acceptance length of that surrogate
+(Propositions 1–3). The heap, the masks and the walk run in C++ (`ddtree_trt._native`).
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def build_tree(log_probs: ArrayLike, token_ids: ArrayLike, budget: int) -> Draft
 
 
 def chain(token_ids: ArrayLike, log_probs: ArrayLike | None = None) -> DraftTree:
-    """A tree without branches: the tokens [n] one below the other. Log-weights are 0 when no log_probs [n] are given."""
+    """A tree without branches: the tokens [n] one below the other. Without log_probs [n] the log-weights are 0."""
     ids = np.ascontiguousarray(token_ids, np.int32)
     weights = np.zeros(len(ids)) if log_probs is None else np.cumsum(log_probs, dtype=np.float64)
     return DraftTree(ids, np.arange(1, len(ids) + 1, dtype=np.int32), chain_parents(len(ids) + 1), weights)
@@ -88,11 +88,11 @@ EMPTY = chain([])
 
 def compile_tree(root_token: int, tree: DraftTree) -> TokenTree:
     """Put the bonus token on top of the draft nodes."""
-    return TokenTree(
-        np.concatenate(([root_token], tree.token_ids), dtype=np.int64),
-        tree.parents,
-        np.concatenate(([0], tree.depths), dtype=np.int32),
-    )
+    size = 1 + len(tree)
+    token_ids, depths = np.empty(size, np.int64), np.empty(size, np.int32)
+    token_ids[0], depths[0] = root_token, 0
+    token_ids[1:], depths[1:] = tree.token_ids, tree.depths
+    return TokenTree(token_ids, tree.parents, depths)
 
 
 def walk(tree: DraftTree, choices: NDArray[np.int64]) -> NDArray[np.int32]:

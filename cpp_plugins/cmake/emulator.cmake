@@ -1,0 +1,10 @@
+# The kernels' own source on the CPU, behind the C interface of libddtree_kernels.so.
+add_library(ddtree_emulated_kernels STATIC emulator/emulator.cpp emulator/kernels.cpp)
+target_include_directories(ddtree_emulated_kernels PUBLIC include PRIVATE kernels)
+# longjmp between stacks looks like corruption to the fortified one.
+target_compile_options(ddtree_emulated_kernels PRIVATE -O2 -U_FORTIFY_SOURCE -Wall -Wextra)
+target_compile_definitions(ddtree_emulated_kernels PRIVATE DDTREE_EMULATE)
+
+add_library(ddtree_emulated SHARED kernels/c_api.cpp)
+target_link_libraries(ddtree_emulated PRIVATE ddtree_emulated_kernels)
+target_link_options(ddtree_emulated PRIVATE -Wl,--exclude-libs,ALL)

@@ -1,0 +1,26 @@
+# The host part, bound with nanobind as ddtree_trt._native.
+# Framework-free host code. No -march flag: wheels must run on every CPU of their platform.
+add_library(ddtree_host STATIC host/budget.cpp host/tree.cpp host/kv.cpp)
+target_include_directories(ddtree_host PUBLIC include)
+if(NOT MSVC)
+  target_compile_options(ddtree_host PRIVATE -Wall -Wextra)
+endif()
+
+find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module)
+if(NOT nanobind_DIR)
+  # Outside scikit-build-core (plain `cmake -S cpp_plugins`) the installed package says where it is.
+  execute_process(
+    COMMAND ${Python_EXECUTABLE} -m nanobind --cmake_dir
+    OUTPUT_STRIP_TRAILING_WHITESPACE
+    OUTPUT_VARIABLE nanobind_DIR)
+endif()
+find_package(nanobind CONFIG REQUIRED)
+
+# -O3 also for the binding: NOMINSIZE stops nanobind from choosing -Os.
+nanobind_add_module(_native NB_STATIC NOMINSIZE host/module.cpp)
+target_link_libraries(_native PRIVATE ddtree_host)
+install(TARGETS _native LIBRARY DESTINATION ddtree_trt)
+
+# Package data that lives outside the package: importlib.resources.files("ddtree_trt") / "triton_repo" finds it in a wheel
+# and in an editable install alike.
+install(DIRECTORY ${PROJECT_SOURCE_DIR}/../triton_repo DESTINATION ddtree_trt OPTIONAL PATTERN __pycache__ EXCLUDE)

@@ -1,0 +1,40 @@
+// The launchers behind a C interface, for ctypes: the structures of attention.h and round.h by address, a status back.
+#include "ddtree/abi.h"
+#include "ddtree/attention.h"
+#include "ddtree/round.h"
+
+#define DDTREE_EXPORT extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+[[maybe_unused]] __attribute__((used)) const char kMarker[] = DDTREE_ABI_MARKER;
+
+ddtree::Stream stream_of(void* stream) { return static_cast<ddtree::Stream>(stream); }
+
+}  // namespace
+
+DDTREE_EXPORT int32_t ddtree_abi() { return DDTREE_ABI; }
+
+DDTREE_EXPORT uint64_t ddtree_attention_workspace_bytes(const ddtree::TreeAttention* call) {
+    return ddtree::attention_workspace_bytes(*call);
+}
+
+DDTREE_EXPORT int32_t ddtree_tree_attention(const ddtree::TreeAttention* call, void* stream) {
+    return static_cast<int32_t>(ddtree::tree_attention(*call, stream_of(stream)));
+}
+
+DDTREE_EXPORT int32_t ddtree_build_tree(const ddtree::TreeBuild* call, void* stream) {
+    return static_cast<int32_t>(ddtree::device_build_tree(*call, stream_of(stream)));
+}
+
+DDTREE_EXPORT int32_t ddtree_packed_mask(const ddtree::PackedMask* call, void* stream) {
+    return static_cast<int32_t>(ddtree::device_packed_mask(*call, stream_of(stream)));
+}
+
+DDTREE_EXPORT int32_t ddtree_walk(const ddtree::TreeWalk* call, void* stream) {
+    return static_cast<int32_t>(ddtree::device_walk(*call, stream_of(stream)));
+}
+
+DDTREE_EXPORT int32_t ddtree_compact(const ddtree::KvCompact* call, void* stream) {
+    return static_cast<int32_t>(ddtree::device_compact(*call, stream_of(stream)));
+}

@@ -1,0 +1,350 @@
+// The TensorRT glue without TensorRT: shapes, types, formats, workspace, fields, clones, arity and enqueue, the last on
+// the emulated kernels. Headers are all it needs. Prints what failed; exits 0 only when nothing did.
+
+#include "glue_support.h"
+
+namespace {
+
+void test_identity_and_fields() {
+    for (const std::string name : {"DDTreeAttention", "DDTreeKVCompact"}) {
+        const bool attention = name == "DDTreeAttention";
+        auto& creator = attention ? static_cast<nvinfer1::v_1_0::IPluginCreatorV3One&>(attention_creator) : compact_creator;
+        const Attributes a;
+        const Owned plugin = create(creator, attention ? a.fields() : std::vector<PluginField>{});
+        CHECK(plugin != nullptr);
+        for (auto* thing : {plugin.get()}) {
+            CHECK(name == core(*thing).getPluginName());
+            CHECK(std::string("1") == core(*thing).getPluginVersion());
+            CHECK(std::string("ddtree") == core(*thing).getPluginNamespace());
+            CHECK(build(*thing).getTimingCacheID() != nullptr);
+        }
+        CHECK(name == creator.getPluginName());
+        CHECK(std::string("1") == creator.getPluginVersion());
+        CHECK(std::string("ddtree") == creator.getPluginNamespace());
+        CHECK(creator.getFieldNames()->nbFields == (attention ? 6 : 0));
+    }
+}
+
+void refused(const std::function<void(Attributes&, std::vector<PluginField>&)>& spoil, const std::string& expected) {
+    Attributes a;
+    std::vector<PluginField> fields = a.fields();
+    spoil(a, fields);
+    logger.last.clear();
+    CHECK(create(attention_creator, fields) == nullptr);
+    ++checks;
+    if (logger.last.find(expected) == std::string::npos) {
+        ++failures;
+        std::printf("expected a message with '%s', found '%s'\n", expected.c_str(), logger.last.c_str());
+    }
+}
+
+void test_bad_fields() {
+    refused([](Attributes& a, auto&) { a.hq = 5; }, "multiple of num_kv_heads");
+    refused([](Attributes& a, auto&) { a.hkv = 0; }, "multiple of num_kv_heads");
+    refused([](Attributes& a, auto&) { a.d = 96; }, "head_dim must be 64 or 128");
+    refused([](Attributes& a, auto&) { a.max_tree = 0; }, "max_tree");
+    refused([](Attributes& a, auto&) { a.mode = 3; }, "mask_mode");
+    refused([](Attributes& a, auto&) { a.scale = -1.0f; }, "scale");
+    refused([](Attributes& a, auto&) { a.scale = std::strtof("nan", nullptr); }, "scale");
+    refused([](Attributes&, auto& f) { f.pop_back(); }, "mask_mode is missing");
+    refused([](Attributes&, auto& f) { f[0].type = PluginFieldType::kFLOAT32; }, "num_q_heads must be an integer");
+    refused([](Attributes&, auto& f) { f[4].type = PluginFieldType::kINT32; }, "scale must be a float");
+    refused([](Attributes&, auto& f) { f[1].length = 2; }, "num_kv_heads must have one value");
+    refused([](Attributes&, auto& f) { f[1].data = nullptr; }, "num_kv_heads must have one value");
+    refused([](Attributes&, auto& f) { f[2].name = "head_size"; }, "unknown attribute 'head_size'");
+    refused([](Attributes&, auto& f) { f.clear(); }, "is missing");
+    CHECK(attention_creator.createPlugin("node", nullptr, TensorRTPhase::kBUILD) == nullptr);
+
+    // 64-bit and double fields, as a parser may pass them.
+    Attributes a;
+    std::vector<PluginField> fields = a.fields();
+    const int64_t wide = 4;
+    const double scale = 0.125;
+    fields[0] = {"num_q_heads", &wide, PluginFieldType::kINT64, 1};
+    fields[4] = {"scale", &scale, PluginFieldType::kFLOAT64, 1};
+    CHECK(create(attention_creator, fields) != nullptr);
+    const int64_t huge = int64_t{1} << 40;
+    fields[0].data = &huge;
+    CHECK(create(attention_creator, fields) == nullptr);
+
+    CHECK(create(compact_creator, a.fields()) == nullptr);
+    CHECK(Owned(compact_creator.createPlugin("node", nullptr, TensorRTPhase::kRUNTIME)) != nullptr);
+}
+
+void test_serialisation_and_clone() {
+    const Attributes a{8, 2, 128, 33, 1, 0.5f};
+    Owned first = create(attention_creator, a.fields());
+    const Owned copy(first->clone());
+    const Owned attached(runtime(*first).attachToContext(nullptr));
+    const std::string id = build(*first).getTimingCacheID();
+    first.reset();  // copies must not point into their original
+    for (IPluginV3* plugin : {copy.get(), attached.get()}) {
+        CHECK(plugin != nullptr);
+        CHECK(id == build(*plugin).getTimingCacheID());
+        const PluginFieldCollection* saved = runtime(*plugin).getFieldsToSerialize();
+        CHECK(saved->nbFields == 6);
+        const Owned again(attention_creator.createPlugin("node", saved, TensorRTPhase::kRUNTIME));
+        CHECK(again != nullptr);
+        CHECK(id == build(*again).getTimingCacheID());
+        const PluginFieldCollection* twice = runtime(*again).getFieldsToSerialize();
+        const std::vector<PluginField> wanted = a.fields();
+        for (int32_t i = 0; i < twice->nbFields; ++i) {
+            CHECK(std::string(twice->fields[i].name) == wanted[i].name);
+            CHECK(twice->fields[i].type == wanted[i].type && twice->fields[i].length == 1);
+            CHECK(std::memcmp(twice->fields[i].data, wanted[i].data, 4) == 0);
+        }
+    }
+    const Owned compact = create(compact_creator, {});
+    CHECK(runtime(*compact).getFieldsToSerialize()->nbFields == 0);
+    CHECK(Owned(compact->clone()) != nullptr);
+}
+
+void test_shapes_types_arity() {
+    const Owned attention = create(attention_creator, Attributes().fields());
+    const Owned compact = create(compact_creator, {});
+    // Shapes are passed on by identity, so any distinct values will do for expressions.
+    std::array<DimsExprs, 8> inputs;
+    int32_t next = 1;
+    for (DimsExprs& input : inputs) {
+        input.nbDims = 4;
+        for (int i = 0; i < 4; ++i) {
+            input.d[i] = reinterpret_cast<const nvinfer1::IDimensionExpr*>(static_cast<uintptr_t>(next++));
+        }
+    }
+    auto* builder = reinterpret_cast<nvinfer1::IExprBuilder*>(inputs.data());  // never called
+    nvinfer1::IExprBuilder& none = *builder;
+    const auto same = [](const DimsExprs& x, const DimsExprs& y) {
+        return x.nbDims == y.nbDims && std::equal(x.d, x.d + x.nbDims, y.d);
+    };
+    DimsExprs outputs[3];
+    CHECK(build(*attention).getNbOutputs() == 3);
+    CHECK(build(*attention).getOutputShapes(inputs.data(), 8, nullptr, 0, outputs, 3, none) == 0);
+    CHECK(same(outputs[0], inputs[0]) && same(outputs[1], inputs[3]) && same(outputs[2], inputs[4]));
+    CHECK(build(*attention).getOutputShapes(inputs.data(), 7, nullptr, 0, outputs, 3, none) != 0);
+    CHECK(build(*attention).getOutputShapes(inputs.data(), 8, nullptr, 1, outputs, 3, none) != 0);
+    CHECK(build(*attention).getOutputShapes(inputs.data(), 8, nullptr, 0, outputs, 2, none) != 0);
+    CHECK(build(*compact).getNbOutputs() == 1);
+    CHECK(build(*compact).getOutputShapes(inputs.data(), 5, nullptr, 0, outputs, 1, none) == 0);
+    CHECK(same(outputs[0], inputs[0]));
+    CHECK(build(*compact).getOutputShapes(inputs.data(), 4, nullptr, 0, outputs, 1, none) != 0);
+
+    const DataType given[] = {DataType::kBF16, DataType::kBF16, DataType::kBF16, DataType::kBF16,
+                              DataType::kBF16, DataType::kINT32, DataType::kINT32, DataType::kINT32};
+    DataType found[3] = {};
+    CHECK(build(*attention).getOutputDataTypes(found, 3, given, 8) == 0);
+    CHECK(found[0] == DataType::kBF16 && found[1] == DataType::kBF16 && found[2] == DataType::kBF16);
+    CHECK(build(*attention).getOutputDataTypes(found, 3, given, 9) != 0);
+    CHECK(build(*compact).getOutputDataTypes(found, 1, given, 5) == 0);
+    CHECK(build(*compact).getOutputDataTypes(found, 2, given, 5) != 0);
+}
+
+// Every position, type and format while all other tensors are as they should be.
+void test_formats() {
+    for (const DataType type : {DataType::kBF16, DataType::kHALF}) {
+        const Owned attention = create(attention_creator, Attributes().fields(), TensorRTPhase::kBUILD);
+        const auto good = dynamic(attention_tensors(Attributes(), 2, 5, 3, 64, type));
+        for (int position = 0; position < 11; ++position) {
+            for (const DataType tried : kTypes) {
+                for (const TensorFormat format : kFormats) {
+                    auto tensors = good;
+                    tensors[position].desc.type = tried;
+                    tensors[position].desc.format = format;
+                    const bool control = position >= 5 && position <= 7;
+                    const bool fits = control ? tried == DataType::kINT32
+                                      : position == 0 ? tried == DataType::kBF16 || tried == DataType::kHALF
+                                                      : tried == type;
+                    CHECK(build(*attention).supportsFormatCombination(position, tensors.data(), 8, 3) ==
+                          (fits && format == TensorFormat::kLINEAR));
+                }
+            }
+        }
+        for (const int position : {-1, 11}) {
+            CHECK(!build(*attention).supportsFormatCombination(position, good.data(), 8, 3));
+        }
+        CHECK(!build(*attention).supportsFormatCombination(0, good.data(), 7, 3));
+        CHECK(!build(*attention).supportsFormatCombination(0, good.data(), 8, 2));
+
+        const Owned compact = create(compact_creator, {}, TensorRTPhase::kBUILD);
+        for (int position = 0; position < 6; ++position) {
+            for (const DataType tried : kTypes) {
+                for (const TensorFormat format : kFormats) {
+                    std::vector<DynamicPluginTensorDesc> tensors(good.begin() + 4, good.begin() + 10);
+                    for (int i = 1; i < 5; ++i) {
+                        tensors[i].desc.type = DataType::kINT32;
+                    }
+                    tensors[5].desc.type = type;
+                    tensors[position].desc.type = tried;
+                    tensors[position].desc.format = format;
+                    const bool fits = position == 0 ? tried == DataType::kBF16 || tried == DataType::kHALF
+                                      : position == 5 ? tried == type
+                                                      : tried == DataType::kINT32;
+                    CHECK(build(*compact).supportsFormatCombination(position, tensors.data(), 5, 1) ==
+                          (fits && format == TensorFormat::kLINEAR));
+                }
+            }
+        }
+    }
+}
+
+void test_configuration_and_workspace() {
+    const Attributes a;
+    const Owned plugin = create(attention_creator, a.fields(), TensorRTPhase::kBUILD);
+    const auto tensors = attention_tensors(a, 2, 65, 3, 512, DataType::kBF16);
+    auto described = dynamic(tensors);
+    CHECK(build(*plugin).configurePlugin(described.data(), 8, &described[8], 3) == 0);
+    CHECK(build(*plugin).configurePlugin(described.data(), 8, &described[8], 2) != 0);
+    CHECK(runtime(*plugin).onShapeChange(tensors.data(), 8, &tensors[8], 3) == 0);
+    described[0].desc.dims.d[1] = described[1].desc.dims.d[1] = described[2].desc.dims.d[1] = -1;  // T not yet known
+    CHECK(build(*plugin).configurePlugin(described.data(), 8, &described[8], 3) == 0);
+
+    // Each one dimension off, by input and position; every refusal has words.
+    const int off[][2] = {{0, 2}, {0, 3}, {1, 0}, {1, 1}, {1, 2}, {1, 3}, {2, 0}, {2, 1}, {2, 2}, {2, 3}, {3, 1},
+                          {3, 3}, {4, 0}, {4, 1}, {4, 2}, {4, 3}, {5, 0}, {6, 0}, {7, 0}, {7, 1}};
+    for (const auto& [input, dimension] : off) {
+        auto wrong = tensors;
+        wrong[input].dims.d[dimension] += 1;
+        logger.last.clear();
+        CHECK(runtime(*plugin).onShapeChange(wrong.data(), 8, &wrong[8], 3) != 0);
+        CHECK(!logger.last.empty());
+    }
+    auto narrow = tensors;
+    narrow[7].dims.d[2] = 2;
+    CHECK(runtime(*plugin).onShapeChange(narrow.data(), 8, &narrow[8], 3) != 0);
+    auto flat = tensors;
+    flat[6].dims.nbDims = 0;
+    CHECK(runtime(*plugin).onShapeChange(flat.data(), 8, &flat[8], 3) != 0);
+    const auto large = attention_tensors(a, 2, 66, 3, 512, DataType::kBF16);
+    CHECK(runtime(*plugin).onShapeChange(large.data(), 8, &large[8], 3) != 0);
+
+    // One figure must do for every T of the profile.
+    const auto most = dynamic(tensors);
+    const size_t bytes = build(*plugin).getWorkspaceSize(most.data(), 8, &most[8], 3);
+    CHECK(bytes > 0);
+    for (int32_t t = 1; t <= 65; ++t) {
+        ddtree::TreeAttention call{};
+        call.sequences = 2, call.tokens = t, call.q_heads = a.hq, call.kv_heads = a.hkv, call.head_dim = a.d;
+        call.slots = 3, call.capacity = 512, call.mask_words = 3, call.scale = a.scale;
+        CHECK(ddtree::attention_workspace_bytes(call) <= bytes);
+    }
+
+    const Owned compact = create(compact_creator, {}, TensorRTPhase::kBUILD);
+    std::array<PluginTensorDesc, 6> slab{};
+    const Dims cache = dims({4, 3, 2, 64, 64});
+    const Dims of[] = {cache, dims({2}), dims({2}), dims({2, 16}), dims({2}), cache};
+    for (size_t i = 0; i < slab.size(); ++i) {
+        slab[i].dims = of[i];
+    }
+    CHECK(runtime(*compact).onShapeChange(slab.data(), 5, &slab[5], 1) == 0);
+    CHECK(runtime(*compact).onShapeChange(slab.data(), 4, &slab[5], 1) != 0);
+    const auto slabs = dynamic(slab);
+    CHECK(build(*compact).configurePlugin(slabs.data(), 5, &slabs[5], 1) == 0);
+    CHECK(build(*compact).getWorkspaceSize(slabs.data(), 5, &slabs[5], 1) == 0);
+    for (const auto& [input, dimension] : {std::array{0, 4}, {2, 0}, {3, 0}, {4, 0}}) {
+        auto wrong = slab;
+        wrong[input].dims.d[dimension] += 1;
+        CHECK(runtime(*compact).onShapeChange(wrong.data(), 5, &wrong[5], 1) != 0);
+    }
+}
+
+// 16-byte aligned halves whose bits are small finite numbers in bf16 and fp16 alike.
+struct Halves {
+    explicit Halves(size_t count, uint32_t seed = 1) : memory(count + 8), data(memory.data()) {
+        while (reinterpret_cast<uintptr_t>(data) % 16 != 0) {
+            ++data;
+        }
+        for (size_t i = 0; i < count; ++i) {
+            seed = seed * 1664525u + 1013904223u;
+            data[i] = static_cast<uint16_t>((seed >> 16 & 0x8000) | (0x3800 + (seed >> 20 & 0x7ff)));
+        }
+    }
+    std::vector<uint16_t> memory;
+    uint16_t* data;
+};
+
+void test_attention_enqueue() {
+    const Attributes a{4, 2, 64, 65, 0, 0.125f};
+    const int64_t n = 2, t = 17, slots = 3, s = 96;
+    auto tensors = attention_tensors(a, n, t, slots, s, DataType::kBF16);
+    const size_t cache = slots * a.hkv * s * a.d;
+    Halves q(n * t * a.hq * a.d, 1), k(n * t * a.hkv * a.d, 2), v(n * t * a.hkv * a.d, 3);
+    Halves past_k(cache, 4), past_v(cache, 5), expected_k(cache, 4), expected_v(cache, 5);
+    Halves out(n * t * a.hq * a.d, 6), expected(n * t * a.hq * a.d, 7);
+    std::vector<int32_t> slot_ids{2, 0}, past_len{60, 7}, mask(n * t * 3, -1);
+    const Owned plugin = create(attention_creator, a.fields());
+    const auto described = dynamic(tensors);
+    Halves workspace(build(*plugin).getWorkspaceSize(described.data(), 8, &described[8], 3) / 2);
+
+    const void* inputs[] = {q.data, k.data, v.data, past_k.data, past_v.data, slot_ids.data(), past_len.data(), mask.data()};
+    void* outputs[] = {out.data, past_k.data, past_v.data};
+    CHECK(runtime(*plugin).enqueue(tensors.data(), &tensors[8], inputs, outputs, workspace.data, nullptr) == 0);
+
+    ddtree::TreeAttention call{};
+    call.q = q.data, call.k = k.data, call.v = v.data, call.out = expected.data, call.workspace = workspace.data;
+    call.past_k = call.present_k = expected_k.data;
+    call.past_v = call.present_v = expected_v.data;
+    call.slot_ids = slot_ids.data(), call.past_len = past_len.data(), call.tree_mask = mask.data();
+    call.sequences = n, call.tokens = t, call.q_heads = a.hq, call.kv_heads = a.hkv, call.head_dim = a.d;
+    call.slots = slots, call.capacity = s, call.mask_words = 3, call.scale = a.scale;
+    call.workspace_bytes = ddtree::attention_workspace_bytes(call);
+    CHECK(ddtree::tree_attention(call, nullptr) == ddtree::Status::ok);
+    CHECK(std::memcmp(out.data, expected.data, n * t * a.hq * a.d * 2) == 0);
+    CHECK(std::memcmp(past_k.data, expected_k.data, cache * 2) == 0);
+    CHECK(std::memcmp(past_v.data, expected_v.data, cache * 2) == 0);
+
+    // Two buffers are a mistake at run time and the builder's habit when it times.
+    void* apart[] = {out.data, expected_k.data, expected_v.data};
+    logger.last.clear();
+    CHECK(runtime(*plugin).enqueue(tensors.data(), &tensors[8], inputs, apart, workspace.data, nullptr) != 0);
+    CHECK(logger.last.find("present_k") != std::string::npos);
+    const Owned built = create(attention_creator, a.fields(), TensorRTPhase::kBUILD);
+    CHECK(runtime(*built).enqueue(tensors.data(), &tensors[8], inputs, apart, workspace.data, nullptr) == 0);
+
+    const void* missing[] = {nullptr, k.data, v.data, past_k.data, past_v.data, slot_ids.data(), past_len.data(), mask.data()};
+    CHECK(runtime(*plugin).enqueue(tensors.data(), &tensors[8], missing, outputs, workspace.data, nullptr) != 0);
+    for (const int i : {0, 1, 2, 7}) {
+        tensors[i].dims.d[1] = 0;  // T = 0
+    }
+    CHECK(runtime(*plugin).enqueue(tensors.data(), &tensors[8], missing, outputs, nullptr, nullptr) == 0);
+}
+
+void test_compact_enqueue() {
+    const Dims cache = dims({4, 3, 2, 64, 64});
+    const size_t count = 4 * 3 * 2 * 64 * 64;
+    Halves found(count, 8), expected(count, 8);
+    std::vector<int32_t> slot_ids{1}, past_len{10}, keep{0, 2, 5, -1}, keep_count{3};
+    const Dims of[] = {cache, dims({1}), dims({1}), dims({1, 4}), dims({1}), cache};
+    PluginTensorDesc tensors[6]{};
+    for (int i = 0; i < 6; ++i) {
+        tensors[i].dims = of[i];
+    }
+    for (int plane = 0; plane < 4; ++plane) {
+        for (int head = 0; head < 2; ++head) {
+            uint16_t* rows = expected.data + (((plane * 3 + 1) * 2 + head) * 64 + 10) * 64;
+            std::memcpy(rows + 64, rows + 2 * 64, 128);
+            std::memcpy(rows + 2 * 64, rows + 5 * 64, 128);
+        }
+    }
+    const Owned plugin = create(compact_creator, {});
+    const void* inputs[] = {found.data, slot_ids.data(), past_len.data(), keep.data(), keep_count.data()};
+    void* outputs[] = {found.data};
+    CHECK(runtime(*plugin).enqueue(tensors, &tensors[5], inputs, outputs, nullptr, nullptr) == 0);
+    CHECK(std::memcmp(found.data, expected.data, count * 2) == 0);
+    void* apart[] = {expected.data};
+    CHECK(runtime(*plugin).enqueue(tensors, &tensors[5], inputs, apart, nullptr, nullptr) != 0);
+}
+
+}  // namespace
+
+int main() {
+    set_logger_finder(&finder);
+    test_identity_and_fields();
+    test_bad_fields();
+    test_serialisation_and_clone();
+    test_shapes_types_arity();
+    test_formats();
+    test_configuration_and_workspace();
+    test_attention_enqueue();
+    test_compact_enqueue();
+    std::printf("%d checks, %d failed\n", checks, failures);
+    return failures == 0 ? 0 : 1;
+}

@@ -1,0 +1,73 @@
+"""Loads a plugin library into the registry of TensorRT's lean runtime and prints what it finds, as JSON.
+
+Run with an interpreter that has tensorrt_lean_cu13_bindings, tensorrt_lean_cu13_libs and numpy; needs no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import numpy as np
+import tensorrt_lean_bindings as trt
+
+GOOD = {"num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128, "max_tree": 65, "mask_mode": 0, "scale": 0.1}
+BAD = {
+    "head_dim": {"head_dim": 96},
+    "heads": {"num_q_heads": 7},
+    "mask_mode": {"mask_mode": 5},
+    "scale": {"scale": float("inf")},
+    "missing": {"max_tree": None},
+    "unknown": {"block_size": 4},
+}
+
+
+def fields(change: dict[str, float | None]) -> trt.PluginFieldCollection:
+    values = {name: value for name, value in {**GOOD, **change}.items() if value is not None}
+    kinds = {int: (np.int32, trt.PluginFieldType.INT32), float: (np.float32, trt.PluginFieldType.FLOAT32)}
+    return trt.PluginFieldCollection(
+        [
+            trt.PluginField(name, np.array([value], kinds[type(value)][0]), kinds[type(value)][1])
+            for name, value in values.items()
+        ]
+    )
+
+
+def main(path: str) -> None:
+    logger = trt.Logger(trt.Logger.INTERNAL_ERROR)
+    registry = trt.get_plugin_registry()
+    assert registry.load_library(path) is not None, f"{path} was not loaded"
+    attention = registry.get_creator("DDTreeAttention", "1", "ddtree")
+    compact = registry.get_creator("DDTreeKVCompact", "1", "ddtree")
+    build, runtime = trt.TensorRTPhase.BUILD, trt.TensorRTPhase.RUNTIME
+    print(
+        json.dumps(
+            {
+                "version": trt.__version__,
+                "creators": [[c.name, c.plugin_version, c.plugin_namespace] for c in registry.all_creators],
+                "attributes": [field.name for field in attention.field_names],
+                "created": {
+                    "build": attention.create_plugin("a", fields({}), build) is not None,
+                    "runtime": attention.create_plugin("a", fields({}), runtime) is not None,
+                    "compact": compact.create_plugin("c", trt.PluginFieldCollection([]), runtime) is not None,
+                },
+                "refused": {
+                    name: attention.create_plugin("a", fields(change), runtime) is None for name, change in BAD.items()
+                },
+                "elsewhere": [
+                    place
+                    for place in (("2", "ddtree"), ("1", ""))
+                    if registry.get_creator("DDTreeAttention", *place) is not None
+                ],
+            }
+        ),
+        flush=True,
+    )
+    del logger
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    # TensorRT's objects have no order to be destroyed in without a driver: leave without destroying them.
+    os._exit(0)

@@ -1,0 +1,117 @@
+#!/usr/bin/env bash
+# Builds, checks and times everything of cpp_plugins/ on a GPU machine with nvcc 13, g++ and PyTorch; no TensorRT, no
+# CMake, no network. Meant to take well under 8 minutes.
+#
+#   cpp_plugins/tests/run_gpu.sh [FOLDER]     results as JSON and logs in FOLDER (default $OUT, else build/gpu)
+#
+# DDTREE_TRT_INCLUDE_DIR  TensorRT headers (default build/tensorrt/include); without them enqueue is not checked
+# PYTHON                  interpreter with torch and numpy (default python3)
+# Exits 0 when every check that could run passed; speed is written down, never judged.
+set -uo pipefail
+cd "$(dirname "$0")/../.."
+out=$(mkdir -p "${1:-${OUT:-build/gpu}}" && cd "${1:-${OUT:-build/gpu}}" && pwd)
+python=${PYTHON:-python3}
+headers=${DDTREE_TRT_INCLUDE_DIR:-build/tensorrt/include}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+nvcc=$(command -v nvcc || ls -d /usr/local/cuda*/bin/nvcc 2>/dev/null | sort -V | tail -1)
+src=cpp_plugins
+began=$SECONDS
+failed=0
+declare -A verdict
+
+note() { # name outcome
+  verdict[$1]=$2
+  echo "[$((SECONDS - began)) s] $1: $2"
+  case $2 in failed*) failed=1 ;; esac
+}
+step() { # name seconds command...: runs a program, or a function of this script in a shell of its own, logged
+  local name=$1 limit=$2 status=0
+  shift 2
+  if [ "$(type -t "$1")" = function ]; then
+    set -- bash -euo pipefail -c "$(declare -f "$1"); $1"
+  fi
+  timeout "$limit" "$@" >"$out/$name.log" 2>&1 || status=$?
+  if [ "$status" = 0 ]; then note "$name" ok; return 0; fi
+  note "$name" "failed (exit $status, see $name.log)"
+  tail -25 "$out/$name.log"
+  return 1
+}
+finish() {
+  {
+    echo '{'
+    for name in "${!verdict[@]}"; do printf ' "%s": "%s",\n' "$name" "${verdict[$name]//\"/}"; done
+    printf ' "seconds": %d\n}\n' $((SECONDS - began))
+  } >"$out/summary.json"
+  cat "$out/summary.json"
+  exit "$failed"
+}
+
+if [ -z "$nvcc" ] || ! command -v nvidia-smi >/dev/null; then
+  note build "failed (needs nvcc and an NVIDIA GPU)"
+  finish
+fi
+# nvcc on PATH may be a wrapper far from its toolkit: the compiler itself says where that is.
+cuda=$(realpath "$("$nvcc" --dryrun -c none.cu 2>&1 | sed -n 's/^#\$ TOP=//p')")
+arch=sm_$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
+nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader >"$out/gpu.txt"
+"$nvcc" --version | tail -2 >>"$out/gpu.txt"
+
+export python headers work nvcc cuda arch src
+
+build() {
+  local pids=() pid
+  for file in kv_compact tree_attention tree_build tree_walk; do
+    "$nvcc" -std=c++17 -O3 -arch="$arch" -lineinfo -Xptxas -v -Xcompiler -fPIC,-fvisibility=hidden \
+      -I$src/include -I$src/kernels -c $src/kernels/$file.cu -o "$work/$file.o" &
+    pids+=($!)
+  done
+  for pid in "${pids[@]}"; do wait "$pid"; done
+  "$nvcc" -std=c++17 -O2 -Xcompiler -fPIC -I$src/include -shared -cudart static \
+    $src/kernels/c_api.cpp "$work"/*.o -o "$work/libddtree_kernels.so"
+  g++ -std=c++17 -O2 -fPIC -shared -I$src/include $src/tests/host_tree.cpp $src/host/tree.cpp -o "$work/libhost_tree.so"
+}
+step build 240 build || finish
+
+build_torch() {
+  local root
+  root=$("$python" -c "import os, torch; print(os.path.dirname(torch.__file__))")
+  g++ -std=c++20 -O2 -fPIC -shared -fvisibility=hidden -I$src/include -isystem "$root/include" \
+    -isystem "$root/include/torch/csrc/api/include" -isystem "$cuda/include" $src/torch/ops.cpp "$work"/*.o \
+    -L"$root/lib" -ltorch_cpu -lc10 -lc10_cuda -L"$cuda/lib64" -lcudart_static -lpthread -ldl -lrt \
+    -Wl,--exclude-libs,ALL -o "$work/libddtree_torch.so"
+}
+build_harness() {
+  local with_trt=()
+  if [ -f "$headers/NvInferRuntime.h" ]; then
+    with_trt=(-DDDTREE_WITH_TRT -isystem "$headers")
+    g++ -std=c++17 -O2 -fPIC -shared -fvisibility=hidden -I$src/include -I$src/trt -isystem "$headers" \
+      -isystem "$cuda/include" $src/trt/*.cpp "$work"/*.o -L"$cuda/lib64" -lcudart_static -lpthread -ldl -lrt \
+      -Wl,--exclude-libs,ALL -Wl,--version-script=$src/trt/exports.map -o "$work/libddtree_plugins.so"
+  fi
+  g++ -std=c++17 -O2 "${with_trt[@]}" -I$src/include -isystem "$cuda/include" $src/tests/gpu_harness.cpp "$work"/*.o \
+    -L"$cuda/lib64" -lcudart_static -lpthread -ldl -lrt -o "$work/gpu_harness"
+}
+if step build_harness 120 build_harness; then
+  step harness_kernels 60 "$work/gpu_harness" kernels
+  if [ -f "$work/libddtree_plugins.so" ]; then
+    step enqueue_under_capture 60 "$work/gpu_harness" plugins "$work/libddtree_plugins.so"
+  else
+    note enqueue_under_capture "skipped: no TensorRT headers"
+  fi
+  sanitizer=$(command -v compute-sanitizer || ls "$cuda/bin/compute-sanitizer" 2>/dev/null)
+  for tool in memcheck racecheck synccheck; do
+    if [ -z "$sanitizer" ]; then
+      note "sanitizer_$tool" "skipped: no compute-sanitizer"
+    else
+      step "sanitizer_$tool" 75 "$sanitizer" --tool "$tool" --error-exitcode 9 "$work/gpu_harness" kernels
+    fi
+  done
+fi
+
+if step build_torch 180 build_torch; then
+  step check 240 "$python" $src/tests/gpu_check.py "$work/libddtree_torch.so" "$work/libhost_tree.so" "$out/check.json"
+  step bench 150 "$python" $src/tests/gpu_bench.py "$work/libddtree_torch.so" "$out/bench.json"
+  cat "$out/bench.log"
+fi
+finish

@@ -1,0 +1,272 @@
+// torch.ops.ddtree: the launchers on tensors. Checks what only tensors know (device, type, layout, extents), and leaves
+// the rest to the launchers. Every operator writes into tensors it is given and allocates none, so all of them can be
+// captured into a CUDA graph.
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#ifndef DDTREE_EMULATE
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#endif
+
+#include <initializer_list>
+#include <optional>
+
+#include "ddtree/abi.h"
+#include "ddtree/attention.h"
+#include "ddtree/round.h"
+
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+[[maybe_unused]] __attribute__((used)) const char kMarker[] = DDTREE_ABI_MARKER;
+
+#ifdef DDTREE_EMULATE
+struct OnDevice {  // the emulated kernels work on CPU tensors
+    explicit OnDevice(const Tensor&) {}
+    ddtree::Stream stream() const { return nullptr; }
+};
+#else
+struct OnDevice {
+    explicit OnDevice(const Tensor& tensor) : guard(tensor.device()) {}
+    ddtree::Stream stream() const { return c10::cuda::getCurrentCUDAStream().stream(); }
+    c10::cuda::CUDAGuard guard;
+};
+#endif
+
+// `like` names the device; -1 in `shape` lets any extent pass.
+void check(const Tensor& tensor, const char* name, at::ScalarType type, const Tensor& like,
+           std::initializer_list<int64_t> shape) {
+    TORCH_CHECK(tensor.device() == like.device(), name, " must be on ", like.device(), ", found ", tensor.device());
+    TORCH_CHECK(tensor.scalar_type() == type, name, " must be ", type, ", found ", tensor.scalar_type());
+    TORCH_CHECK(tensor.is_contiguous(), name, " must be contiguous");
+    bool fits = tensor.dim() == static_cast<int64_t>(shape.size());
+    size_t i = 0;
+    for (const int64_t wanted : shape) {
+        fits = fits && (wanted < 0 || tensor.size(i) == wanted);
+        ++i;
+    }
+    TORCH_CHECK(fits, name, " must have shape ", at::IntArrayRef(shape), " (-1 for any), found ", tensor.sizes());
+}
+
+template <typename T>
+T* pointer(const OptionalTensor& tensor) {
+    return tensor ? static_cast<T*>(tensor->data_ptr()) : nullptr;
+}
+template <typename T>
+T* pointer(const Tensor& tensor) {
+    return static_cast<T*>(tensor.data_ptr());
+}
+int32_t size(const Tensor& tensor, int64_t dimension) { return static_cast<int32_t>(tensor.size(dimension)); }
+
+void raise(const char* name, ddtree::Status status) {
+    TORCH_CHECK(status == ddtree::Status::ok, "ddtree::", name, " refused its arguments with status ",
+                static_cast<int>(status), " (see include/ddtree/launch.h)");
+}
+
+ddtree::TreeAttention shaped(const Tensor& q, const Tensor& cache_k, int64_t mask_words, int64_t mask_mode,
+                             double scale, int64_t splits) {
+    TORCH_CHECK(q.dim() == 4 && cache_k.dim() == 4, "q must be [N, T, Hq, D] and cache_k [slots, Hkv, S, D]");
+    ddtree::TreeAttention call{};
+    call.sequences = size(q, 0);
+    call.tokens = size(q, 1);
+    call.q_heads = size(q, 2);
+    call.head_dim = size(q, 3);
+    call.slots = size(cache_k, 0);
+    call.kv_heads = size(cache_k, 1);
+    call.capacity = size(cache_k, 2);
+    call.mask_words = static_cast<int32_t>(mask_words);
+    call.type = q.scalar_type() == at::kBFloat16 ? ddtree::ElementType::bf16 : ddtree::ElementType::fp16;
+    call.mask_mode = static_cast<ddtree::MaskMode>(mask_mode);
+    call.scale = static_cast<float>(scale);
+    call.splits = static_cast<int32_t>(splits);
+    return call;
+}
+
+int64_t attention_workspace_bytes(const Tensor& q, const Tensor& cache_k, int64_t mask_words, int64_t mask_mode,
+                                  double scale, int64_t splits) {
+    return static_cast<int64_t>(
+        ddtree::attention_workspace_bytes(shaped(q, cache_k, mask_words, mask_mode, scale, splits)));
+}
+
+void tree_attention(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cache_k, const Tensor& cache_v,
+                    const Tensor& slot_ids, const Tensor& past_len, const OptionalTensor& tree_mask, int64_t mask_mode,
+                    double scale, const Tensor& out, const Tensor& workspace, int64_t splits) {
+    const auto type = q.scalar_type();
+    TORCH_CHECK(type == at::kBFloat16 || type == at::kHalf, "q must be bfloat16 or float16, found ", type);
+    ddtree::TreeAttention call = shaped(q, cache_k, tree_mask ? tree_mask->size(-1) : 0, mask_mode, scale, splits);
+    const int64_t n = call.sequences, t = call.tokens, hkv = call.kv_heads, d = call.head_dim;
+    check(q, "q", type, q, {n, t, call.q_heads, d});
+    check(k, "k", type, q, {n, t, hkv, d});
+    check(v, "v", type, q, {n, t, hkv, d});
+    check(cache_k, "cache_k", type, q, {call.slots, hkv, call.capacity, d});
+    check(cache_v, "cache_v", type, q, {call.slots, hkv, call.capacity, d});
+    check(slot_ids, "slot_ids", at::kInt, q, {n});
+    check(past_len, "past_len", at::kInt, q, {n});
+    if (tree_mask) {
+        check(*tree_mask, "tree_mask", at::kInt, q, {n, t, call.mask_words});
+    }
+    check(out, "out", type, q, {n, t, call.q_heads, d});
+    check(workspace, "workspace", at::kByte, q, {-1});
+    call.q = pointer<const void>(q);
+    call.k = pointer<const void>(k);
+    call.v = pointer<const void>(v);
+    call.past_k = call.present_k = pointer<void>(cache_k);
+    call.past_v = call.present_v = pointer<void>(cache_v);
+    call.slot_ids = pointer<const int32_t>(slot_ids);
+    call.past_len = pointer<const int32_t>(past_len);
+    call.tree_mask = pointer<const int32_t>(tree_mask);
+    call.out = pointer<void>(out);
+    call.workspace = pointer<void>(workspace);
+    call.workspace_bytes = static_cast<size_t>(workspace.numel());
+    const OnDevice device(q);
+    raise("tree_attention", ddtree::tree_attention(call, device.stream()));
+}
+
+void build_tree(const Tensor& log_probs, const Tensor& candidates, const Tensor& root_tokens,
+                const OptionalTensor& budgets, const OptionalTensor& past_len, const Tensor& token_ids,
+                const Tensor& parents, const Tensor& depths, const OptionalTensor& positions,
+                const OptionalTensor& log_weights, const Tensor& counts) {
+    TORCH_CHECK(log_probs.dim() == 3 && token_ids.dim() == 2, "log_probs must be [N, L, K] and token_ids [N, T]");
+    const int64_t n = log_probs.size(0), t = token_ids.size(1);
+    check(log_probs, "log_probs", at::kFloat, log_probs, {n, -1, -1});
+    check(candidates, "candidates", at::kInt, log_probs, {n, log_probs.size(1), log_probs.size(2)});
+    check(root_tokens, "root_tokens", at::kInt, log_probs, {n});
+    for (const auto& [tensor, name] : {std::pair(&budgets, "budgets"), std::pair(&past_len, "past_len")}) {
+        if (*tensor) {
+            check(**tensor, name, at::kInt, log_probs, {n});
+        }
+    }
+    for (const auto& [tensor, name] :
+         {std::pair(&token_ids, "token_ids"), std::pair(&parents, "parents"), std::pair(&depths, "depths")}) {
+        check(*tensor, name, at::kInt, log_probs, {n, t});
+    }
+    if (positions) {
+        check(*positions, "positions", at::kInt, log_probs, {n, t});
+    }
+    if (log_weights) {
+        check(*log_weights, "log_weights", at::kDouble, log_probs, {n, t});
+    }
+    check(counts, "counts", at::kInt, log_probs, {n});
+    const OnDevice device(log_probs);
+    ddtree::TreeBuild call{};
+    call.log_probs = pointer<const float>(log_probs);
+    call.candidates = pointer<const int32_t>(candidates);
+    call.root_tokens = pointer<const int32_t>(root_tokens);
+    call.budgets = pointer<const int32_t>(budgets);
+    call.past_len = pointer<const int32_t>(past_len);
+    call.token_ids = pointer<int32_t>(token_ids);
+    call.parents = pointer<int32_t>(parents);
+    call.depths = pointer<int32_t>(depths);
+    call.positions = pointer<int32_t>(positions);
+    call.log_weights = pointer<double>(log_weights);
+    call.counts = pointer<int32_t>(counts);
+    call.sequences = size(log_probs, 0);
+    call.positions_l = size(log_probs, 1);
+    call.candidates_k = size(log_probs, 2);
+    call.tokens = size(token_ids, 1);
+    raise("build_tree", ddtree::device_build_tree(call, device.stream()));
+}
+
+void packed_mask(const Tensor& parents, const Tensor& mask) {
+    TORCH_CHECK(parents.dim() == 2 && mask.dim() == 3, "parents must be [N, T] and mask [N, T, W]");
+    check(parents, "parents", at::kInt, parents, {-1, -1});
+    check(mask, "mask", at::kInt, parents, {parents.size(0), parents.size(1), -1});
+    const OnDevice device(parents);
+    raise("packed_mask",
+          ddtree::device_packed_mask({pointer<const int32_t>(parents), pointer<int32_t>(mask), size(parents, 0),
+                                      size(parents, 1), size(mask, 2)},
+                                     device.stream()));
+}
+
+void walk(const Tensor& parents, const Tensor& token_ids, const Tensor& choices, const OptionalTensor& counts,
+          const OptionalTensor& past_len, const Tensor& path, const Tensor& lengths, const Tensor& next_tokens,
+          const OptionalTensor& next_past_len) {
+    TORCH_CHECK(parents.dim() == 2, "parents must be [N, T]");
+    const int64_t n = parents.size(0), t = parents.size(1);
+    for (const auto& [tensor, name] : {std::pair(&parents, "parents"), std::pair(&token_ids, "token_ids"),
+                                       std::pair(&choices, "choices"), std::pair(&path, "path")}) {
+        check(*tensor, name, at::kInt, parents, {n, t});
+    }
+    check(lengths, "lengths", at::kInt, parents, {n});
+    check(next_tokens, "next_tokens", at::kInt, parents, {n});
+    for (const auto& [tensor, name] : {std::pair(&counts, "counts"), std::pair(&past_len, "past_len"),
+                                       std::pair(&next_past_len, "next_past_len")}) {
+        if (*tensor) {
+            check(**tensor, name, at::kInt, parents, {n});
+        }
+    }
+    const OnDevice device(parents);
+    ddtree::TreeWalk call{};
+    call.parents = pointer<const int32_t>(parents);
+    call.token_ids = pointer<const int32_t>(token_ids);
+    call.choices = pointer<const int32_t>(choices);
+    call.counts = pointer<const int32_t>(counts);
+    call.past_len = pointer<const int32_t>(past_len);
+    call.path = pointer<int32_t>(path);
+    call.lengths = pointer<int32_t>(lengths);
+    call.next_tokens = pointer<int32_t>(next_tokens);
+    call.next_past_len = pointer<int32_t>(next_past_len);
+    call.sequences = size(parents, 0);
+    call.tokens = size(parents, 1);
+    raise("walk", ddtree::device_walk(call, device.stream()));
+}
+
+void compact(const Tensor& cache, const Tensor& slot_ids, const Tensor& past_len, const Tensor& keep,
+             const Tensor& keep_count) {
+    TORCH_CHECK(cache.dim() == 5 && keep.dim() == 2, "cache must be [planes, slots, Hkv, S, D] and keep [N, M]");
+    TORCH_CHECK(cache.is_contiguous(), "cache must be contiguous");
+    const int64_t n = keep.size(0);
+    check(slot_ids, "slot_ids", at::kInt, cache, {n});
+    check(past_len, "past_len", at::kInt, cache, {n});
+    check(keep, "keep", at::kInt, cache, {n, -1});
+    check(keep_count, "keep_count", at::kInt, cache, {n});
+    const OnDevice device(cache);
+    ddtree::KvCompact call{};
+    call.cache = pointer<void>(cache);
+    call.slot_ids = pointer<const int32_t>(slot_ids);
+    call.past_len = pointer<const int32_t>(past_len);
+    call.keep = pointer<const int32_t>(keep);
+    call.keep_count = pointer<const int32_t>(keep_count);
+    call.sequences = size(keep, 0);
+    call.planes = size(cache, 0);
+    call.slots = size(cache, 1);
+    call.kv_heads = size(cache, 2);
+    call.capacity = size(cache, 3);
+    call.max_keep = size(keep, 1);
+    call.row_bytes = static_cast<int32_t>(cache.size(4) * cache.element_size());
+    raise("compact", ddtree::device_compact(call, device.stream()));
+}
+
+}  // namespace
+
+TORCH_LIBRARY(ddtree, m) {
+    m.def("attention_workspace_bytes(Tensor q, Tensor cache_k, int mask_words, int mask_mode, float scale, "
+          "int splits=0) -> int");
+    m.def("tree_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) cache_k, Tensor(b!) cache_v, Tensor slot_ids, "
+          "Tensor past_len, Tensor? tree_mask, int mask_mode, float scale, Tensor(c!) out, Tensor(d!) workspace, "
+          "int splits=0) -> ()");
+    m.def("build_tree(Tensor log_probs, Tensor candidates, Tensor root_tokens, Tensor? budgets, Tensor? past_len, "
+          "Tensor(a!) token_ids, Tensor(b!) parents, Tensor(c!) depths, Tensor(d!)? positions, "
+          "Tensor(e!)? log_weights, Tensor(f!) counts) -> ()");
+    m.def("packed_mask(Tensor parents, Tensor(a!) mask) -> ()");
+    m.def("walk(Tensor parents, Tensor token_ids, Tensor choices, Tensor? counts, Tensor? past_len, Tensor(a!) path, "
+          "Tensor(b!) lengths, Tensor(c!) next_tokens, Tensor(d!)? next_past_len) -> ()");
+    m.def("compact(Tensor(a!) cache, Tensor slot_ids, Tensor past_len, Tensor keep, Tensor keep_count) -> ()");
+}
+
+#ifdef DDTREE_EMULATE
+TORCH_LIBRARY_IMPL(ddtree, CPU, m) {
+#else
+TORCH_LIBRARY_IMPL(ddtree, CUDA, m) {
+#endif
+    m.impl("attention_workspace_bytes", attention_workspace_bytes);
+    m.impl("tree_attention", tree_attention);
+    m.impl("build_tree", build_tree);
+    m.impl("packed_mask", packed_mask);
+    m.impl("walk", walk);
+    m.impl("compact", compact);
+}

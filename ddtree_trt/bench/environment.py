@@ -1,0 +1,99 @@
+"""Where and with what a run was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from ddtree_trt import __version__
+from ddtree_trt.artifact import DrafterDims, Manifest, installed_versions
+from ddtree_trt.doctor import diagnose
+from ddtree_trt.runtime.engine import Engine
+from ddtree_trt.runtime.profile import fingerprint, machine_name
+
+_PEER_PACKAGES = ("torch", "transformers", "tensorrt", "tensorrt_llm", "openai", "datasets")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The machine and the software."""
+
+    machine: str
+    cores: int  # usable by this process
+    cpu_features: tuple[str, ...]
+    gpus: tuple[str, ...]
+    platform: str
+    python: str
+    product_version: str
+    packages: dict[str, str]
+    load_1min: float  # runnable processes at the start
+    started: str  # UTC, ISO 8601
+
+    @property
+    def busy(self) -> bool:
+        """Whether others were using the machine, so that times are worth little."""
+        return self.load_1min > self.cores
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """The engine: what was built from which networks, and for which machine its profile was measured."""
+
+    name: str
+    backend: str
+    precision: str
+    target: str
+    target_sha256: str
+    drafter: str
+    drafter_sha256: str
+    block_size: int | None  # None for an autoregressive drafter
+    max_seq_len: int
+    max_tree_budget: int
+    digest: str  # of the manifest, hence of every file of the engine
+    fingerprint: str  # engine, machine, runtime and threads together
+    threads: int
+
+    @property
+    def networks(self) -> tuple[str, ...]:
+        """What two builds of the same pair have in common."""
+        return self.backend, self.precision, self.target_sha256, self.drafter_sha256
+
+
+def read_environment() -> Environment:
+    """This machine as it is now."""
+    diagnosis = diagnose()
+    gpus = tuple(f"{g.name}, {g.memory}, driver {g.driver}" for g in diagnosis.gpus)
+    return Environment(
+        machine=machine_name(),
+        cores=diagnosis.cpu.cores,
+        cpu_features=diagnosis.cpu.features,
+        gpus=gpus,
+        platform=diagnosis.platform,
+        python=diagnosis.python,
+        product_version=__version__,
+        packages={**diagnosis.packages, **installed_versions(*_PEER_PACKAGES)},
+        load_1min=round(os.getloadavg()[0], 2),
+        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def describe_engine(manifest: Manifest, engine: Engine) -> EngineInfo:
+    """What a reader of the figures must know of the engine."""
+    dims = manifest.drafter_dims
+    return EngineInfo(
+        name=manifest.name,
+        backend=manifest.backend,
+        precision=manifest.precision,
+        target=manifest.target.name,
+        target_sha256=manifest.target.sha256,
+        drafter=manifest.drafter.name,
+        drafter_sha256=manifest.drafter.sha256,
+        block_size=dims.block_size if isinstance(dims, DrafterDims) else None,
+        max_seq_len=manifest.limits.max_seq_len,
+        max_tree_budget=manifest.limits.max_tree_budget,
+        digest=json.loads(manifest.to_json())["digest"],
+        fingerprint=fingerprint(manifest, engine.threads),
+        threads=engine.threads,
+    )

@@ -1,0 +1,76 @@
+"""Other implementations on the same checkpoints, prompts and stop rules. Each is loaded only when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ddtree_trt.artifact import Manifest
+from ddtree_trt.bench.checkpoints import Checkpoints, find_checkpoints
+from ddtree_trt.bench.contender import Contender
+from ddtree_trt.bench.settings import BenchSettings
+from ddtree_trt.errors import UsageError
+
+HELP = "hf, ddtree-reference=PATH, tensorrt-llm or openai=URL"
+
+
+@dataclass(frozen=True)
+class PeerContext:
+    """What a peer is given: the engine it is compared with, and its checkpoints."""
+
+    settings: BenchSettings
+    manifest: Manifest
+    threads: int  # the engine's; a peer on the CPU uses as many
+    unusable_tokens: frozenset[int]  # no forced choice may be one of them
+
+    def checkpoints(self) -> Checkpoints:
+        return find_checkpoints(self.manifest, self.settings)
+
+
+def _hf(context: PeerContext, value: str) -> Contender:
+    from ddtree_trt.bench.peers.hf import HuggingFacePeer
+
+    return HuggingFacePeer(context)
+
+
+def _reference(context: PeerContext, value: str) -> Contender:
+    from ddtree_trt.bench.peers.reference import ReferencePeer
+
+    return ReferencePeer(context, value)
+
+
+def _tensorrt_llm(context: PeerContext, value: str) -> Contender:
+    from ddtree_trt.bench.peers.tensorrt_llm import TensorRTLLMPeer
+
+    return TensorRTLLMPeer(context)
+
+
+def _openai(context: PeerContext, value: str) -> Contender:
+    from ddtree_trt.bench.peers.openai import OpenAIPeer
+
+    return OpenAIPeer(context, value)
+
+
+_PEERS: dict[str, tuple[str, Callable[[PeerContext, str], Contender]]] = {
+    "hf": ("", _hf),
+    "ddtree-reference": ("PATH", _reference),
+    "tensorrt-llm": ("", _tensorrt_llm),
+    "openai": ("URL", _openai),
+}
+
+
+def check_peer(spec: str) -> tuple[str, str]:
+    """A peer's name and value. Raises UsageError for an unknown one, or a value that is missing or has no place."""
+    name, _, value = spec.partition("=")
+    if name not in _PEERS:
+        raise UsageError(f"unknown peer {spec!r}; known are {HELP}")
+    wanted = _PEERS[name][0]
+    if bool(wanted) != bool(value):
+        raise UsageError(f"--peer {name} takes {f'{name}={wanted}' if wanted else 'no value'}, not {spec!r}")
+    return name, value
+
+
+def open_peer(spec: str, context: PeerContext) -> Contender:
+    """Load a peer. Raises UsageError, or MissingDependency that says what to install."""
+    name, value = check_peer(spec)
+    return _PEERS[name][1](context, value)

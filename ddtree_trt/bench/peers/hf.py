@@ -1,0 +1,109 @@
+"""Hugging Face transformers: `generate`, prompt lookup, and assisted generation where there is an assistant."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ddtree_trt.bench.contender import Outcome, Request, TokenClock
+from ddtree_trt.bench.peers import PeerContext
+from ddtree_trt.bench.settings import Case
+from ddtree_trt.errors import MissingDependency
+
+PEER = "hf"
+LOOKUP_TOKENS = 10  # what the transformers documentation uses
+
+
+class _Streamer:
+    """transformers' streamer interface over a TokenClock: the first call brings the prompt."""
+
+    def __init__(self) -> None:
+        self.clock = TokenClock()
+        self.tokens: list[int] = []
+        self._prompt_seen = False
+
+    def put(self, value: Any) -> None:
+        if self._prompt_seen:
+            ids = value.flatten().tolist()
+            self.clock.arrived(len(ids))
+            self.tokens += ids
+        self._prompt_seen = True
+
+    def end(self) -> None:
+        pass
+
+
+class HuggingFacePeer:
+    """The target under transformers, in the engine's precision and with PyTorch SDPA attention."""
+
+    def __init__(self, context: PeerContext) -> None:
+        try:
+            import torch
+            import transformers
+        except ImportError as error:
+            raise MissingDependency(
+                f"--peer hf needs PyTorch and transformers ({error}); run: pip install 'ddtree-trt[torch]'"
+            ) from error
+        self._torch, self._transformers = torch, transformers
+        transformers.utils.logging.disable_progress_bar()
+        torch.set_num_threads(context.threads)
+        self._device = device_for(context)
+        self._options = {"dtype": dtype_for(context), "attn_implementation": "sdpa"}
+        directories = context.checkpoints()
+        self._target = self._load(directories.target)
+        self._assistant = self._load(directories.assistant) if directories.assistant else None
+        methods = ["generate", "prompt-lookup"] + (["assisted"] if self._assistant is not None else [])
+        self.cases = tuple(Case(m, peer=PEER) for m in methods)
+
+    def _load(self, directory: Any) -> Any:
+        model = self._transformers.AutoModelForCausalLM.from_pretrained(str(directory), **self._options)
+        return model.eval().to(self._device)
+
+    def describe(self) -> dict[str, str]:
+        return {
+            "transformers": self._transformers.__version__,
+            "torch": self._torch.__version__,
+            "device": self._device,
+            "dtype": str(self._options["dtype"]),
+            "threads": str(self._torch.get_num_threads()),
+        }
+
+    def run(self, case: Case, prompt_ids: Sequence[int], request: Request) -> Outcome:
+        torch = self._torch
+        torch.manual_seed(request.seed)
+        ids = torch.tensor([list(prompt_ids)], device=self._device)
+        stops = list(request.stop_token_ids) or None
+        sampling = {"do_sample": True, "temperature": request.temperature, "top_k": 0, "top_p": 1.0}
+        extra: dict[str, Any] = {}
+        if case.method == "prompt-lookup":
+            extra["prompt_lookup_num_tokens"] = LOOKUP_TOKENS
+        elif case.method == "assisted":
+            extra["assistant_model"] = self._assistant
+        config = self._transformers.GenerationConfig(
+            max_new_tokens=request.max_tokens,
+            eos_token_id=stops,
+            pad_token_id=stops[0] if stops else 0,
+            **(sampling if request.temperature > 0 else {"do_sample": False}),
+        )
+        streamer = _Streamer()
+        self._target.generate(
+            ids, attention_mask=torch.ones_like(ids), generation_config=config, streamer=streamer, **extra
+        )
+        return streamer.clock.outcome(streamer.tokens)
+
+    def close(self) -> None:
+        self._target = self._assistant = None
+
+
+def device_for(context: PeerContext) -> str:
+    """Where a PyTorch peer runs: where the engine runs."""
+    import torch
+
+    return "cuda" if context.manifest.backend != "onnxruntime" and torch.cuda.is_available() else "cpu"
+
+
+def dtype_for(context: PeerContext) -> Any:
+    """The engine's precision as a PyTorch type."""
+    import torch
+
+    return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[context.manifest.precision]

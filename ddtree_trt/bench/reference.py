@@ -1,0 +1,132 @@
+"""The published DDTree code, run from a local checkout of its repository on any device.
+
+Nothing of it is kept here: it is imported from that checkout and runs unchanged. Around it stands only what it takes
+for granted: a CUDA device to synchronise with, two packages that it imports and does not need for decoding, and a cache
+that can be cropped to a length.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from ddtree_trt.errors import MissingDependency, UsageError
+
+REPOSITORY = "https://github.com/liranringel/ddtree"
+_FILES = ("ddtree.py", "dflash.py", "model/dflash.py")
+_MODULES = ("ddtree", "dflash", "model")
+_STAND_INS: dict[str, dict[str, Any]] = {
+    "loguru": {"logger": logging.getLogger(__name__)},
+    "datasets": dict.fromkeys(("load_dataset", "Features", "Sequence", "Value")),
+}
+
+
+@dataclass(frozen=True)
+class Published:
+    """The checkout's modules."""
+
+    ddtree: ModuleType
+    dflash: ModuleType
+    path: Path
+
+
+def import_published(path: Path) -> Published:
+    """Import the modules `ddtree` and `dflash` of a checkout.
+
+    Raises UsageError when there is none, MissingDependency without PyTorch.
+    """
+    if missing := [name for name in _FILES if not (path / name).is_file()]:
+        raise UsageError(
+            f"expected a checkout of {REPOSITORY} at {path}, but it has no {missing[0]}; "
+            f"get one with: git clone {REPOSITORY}"
+        )
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency("the published DDTree code needs PyTorch; run: pip install 'ddtree-trt[torch]'")
+    absent = [name for name in _STAND_INS if name not in sys.modules and importlib.util.find_spec(name) is None]
+    for name in absent:
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(_STAND_INS[name])
+    sys.path.insert(0, str(path))
+    try:
+        modules = [importlib.import_module(name) for name in _MODULES]
+        if "loguru" not in absent:
+            sys.modules["loguru"].logger.disable("ddtree")  # it reports what `cpp_compact` of the peer says too
+    finally:
+        sys.path.remove(str(path))
+        for name in absent:  # or transformers would meet a `datasets` that is not one
+            del sys.modules[name]
+    for module in modules:
+        if not Path(str(module.__file__)).resolve().is_relative_to(path.resolve()):
+            raise UsageError(f"a module called {module.__name__!r} was loaded from {module.__file__}, not from {path}")
+    return Published(modules[0], modules[1], path)
+
+
+def commit_of(path: Path) -> str:
+    """The checkout's commit, which says nothing about edited files: they are refused. Raises UsageError."""
+    git = ["git", "-C", str(path)]
+    try:
+        changed = subprocess.check_output([*git, "status", "--porcelain", "--untracked-files=no"], text=True)
+        commit = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise UsageError(f"expected a git checkout of {REPOSITORY} at {path}: {error}") from error
+    if changed:
+        raise UsageError(f"expected an unmodified checkout of {REPOSITORY} at {path}, found changes:\n{changed}")
+    return commit
+
+
+@contextmanager
+def surroundings() -> Iterator[None]:
+    """What the published code expects of its libraries, for as long as it runs."""
+    import torch
+    from transformers import DynamicCache
+
+    native_crop = DynamicCache.crop
+
+    def crop(cache: Any, length: int) -> None:
+        """Keep the first `length` tokens, as it meant before transformers 5, which takes only a number to remove."""
+        if (excess := cache.get_seq_length() - length) > 0:
+            native_crop(cache, -excess)
+
+    with _replaced(DynamicCache, "crop", crop):
+        if torch.cuda.is_available():
+            yield
+        else:
+            with _replaced(torch.cuda, "synchronize", lambda *_: None):
+                yield
+
+
+@contextmanager
+def forced_acceptance(published: Published, acceptance_length: int, banned: frozenset[int]) -> Iterator[None]:
+    """Make the published walk accept what `ForcedEngine` accepts in the same tree."""
+    from ddtree_trt.bench.forced import forced_path, unmatched_token
+
+    def follow(child_maps: list[dict[int, int]], posterior: Any) -> tuple[list[int], int]:
+        parents, depths = [-1] * len(child_maps), [0] * len(child_maps)
+        for node, children in enumerate(child_maps):
+            for child in children.values():
+                parents[child], depths[child] = node, depths[node] + 1
+        path = forced_path(parents, depths, acceptance_length - 1)
+        choice = int(posterior[0, path[-1]])
+        return path, unmatched_token(set(child_maps[path[-1]]), choice, banned)
+
+    with _replaced(published.ddtree, "follow_verified_tree", follow):
+        yield
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)

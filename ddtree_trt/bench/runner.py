@@ -1,0 +1,196 @@
+"""The measurement: every case on every prompt, interleaved.
+
+All cases of a prompt run right after one another, and who begins rotates, so that a slow moment of the machine, a warm
+cache or a hot processor falls on all of them alike. Every request starts from an empty cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ddtree_trt.artifact import Progress, no_progress
+from ddtree_trt.bench.contender import Contender, Outcome, Request
+from ddtree_trt.bench.environment import describe_engine, read_environment
+from ddtree_trt.bench.peers import PeerContext, check_peer, open_peer
+from ddtree_trt.bench.prompts import BenchPrompt, digest, load_prompts, select
+from ddtree_trt.bench.random_pair import random_engine
+from ddtree_trt.bench.result import BenchResult, Part, Sample, output_digest
+from ddtree_trt.bench.session import EngineContender, Session
+from ddtree_trt.bench.settings import BenchSettings, Case, Shard
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.text import Prompt
+
+WHOLE = Shard()
+SETTLE_S = 0.02  # between two requests: the threads of the one before stop spinning
+RANDOM_PROMPTS = 3
+
+
+@dataclass(frozen=True)
+class _Entry:
+    contender: Contender
+    case: Case
+
+
+def run_bench(
+    settings: BenchSettings,
+    shard: Shard = WHOLE,
+    progress: Progress = no_progress,
+    *,
+    expected_prompts: str | None = None,
+) -> BenchResult:
+    """Run a benchmark, or one shard of it.
+
+    Raises UsageError for settings the engine or a peer cannot honour, and for prompts whose digest is not the expected
+    one, before anything is measured; MissingDependency for a peer that is not installed; whatever a contender raises
+    ends the run.
+    """
+    for spec in settings.peers:
+        check_peer(spec)
+    with ExitStack() as stack:
+        directory, checkpoint, drafter = Path(settings.engine), settings.checkpoint, settings.drafter
+        if settings.random_weights:
+            pair = stack.enter_context(random_engine(settings, progress))
+            directory, checkpoint, drafter = pair / "engine", str(pair / "target"), str(pair / "drafter")
+        session = stack.enter_context(closing(Session(directory, threads=settings.threads)))
+        prompts = _prompts(settings, session)
+        if expected_prompts is not None and digest(prompts) != expected_prompts:
+            raise UsageError(f"prompts {', '.join(settings.prompts)} are not what they were: their content has changed")
+        own = EngineContender(session, settings)
+        context = PeerContext(
+            dataclasses.replace(settings, checkpoint=checkpoint, drafter=drafter),
+            session.manifest,
+            session.engine.threads,
+            session.unusable_tokens,
+        )
+        contenders: dict[str, Contender] = {"": own}
+        for spec in settings.peers:
+            progress(f"load {spec}", 0, 1)
+            contenders[spec] = stack.enter_context(closing(open_peer(spec, context)))
+            progress(f"load {spec}", 1, 1)
+        environment = read_environment()
+        run = Measurement(settings, session, list(contenders.values()), progress)
+        run.warm_up(prompts[0])
+        run.measure(prompts, shard)
+        described = {name: contender.describe() for name, contender in contenders.items()}
+        return BenchResult(
+            settings=settings,
+            engine=describe_engine(session.manifest, session.engine),
+            prompts_digest=digest(prompts),
+            prompt_count=len(prompts),
+            parts=(Part(shard, environment, described, tuple(run.skipped)),),
+            samples=tuple(run.samples),
+        )
+
+
+def _prompts(settings: BenchSettings, session: Session) -> list[BenchPrompt]:
+    if not settings.random_weights:
+        return load_prompts(settings.prompts, settings.limit)
+    rng = np.random.default_rng(settings.seed)
+    banned = session.unusable_tokens
+    usable = np.array([t for t in range(session.manifest.target_dims.vocab_size) if t not in banned])
+    count = settings.limit or RANDOM_PROMPTS
+    draws = [rng.choice(usable, settings.prompt_tokens).tolist() for _ in range(count)]
+    return [BenchPrompt(f"random/{i}", "random", ids) for i, ids in enumerate(draws)]
+
+
+class Measurement:
+    """One pass over the prompts; what it measured is in `samples`."""
+
+    def __init__(
+        self, settings: BenchSettings, session: Session, contenders: Sequence[Contender], progress: Progress
+    ) -> None:
+        self.samples: list[Sample] = []
+        self.skipped: list[str] = []
+        self._settings, self._session, self._progress = settings, session, progress
+        self._entries = [_Entry(c, case) for c in contenders for case in c.cases]
+        self._turns = 0  # measured so far; decides who begins
+
+    def warm_up(self, prompt: BenchPrompt) -> None:
+        """Every case once, with nothing counted: kernels chosen, memory touched, code compiled."""
+        settings = self._settings
+        if settings.warmup_tokens == 0:
+            return
+        room = self._session.manifest.limits.max_seq_len - settings.warmup_tokens
+        ids = self._session.codec.encode(prompt.opening)[-max(room, 1) :]
+        request = self._request(settings.temperatures[0], settings.seed, settings.warmup_tokens)
+        for i, entry in enumerate(self._entries):
+            self._progress("warm up", i, len(self._entries))
+            entry.contender.run(entry.case, ids, request)
+        self._progress("warm up", len(self._entries), len(self._entries))
+
+    def measure(self, prompts: Sequence[BenchPrompt], shard: Shard) -> None:
+        settings, numbers = self._settings, {p.id: i for i, p in enumerate(prompts)}
+        chosen = select(prompts, shard)
+        total = len(chosen) * len(settings.temperatures)
+        for done, (prompt, temperature) in enumerate((p, t) for p in chosen for t in settings.temperatures):
+            self._progress("measure", done, total)
+            self._conversation(prompt, temperature, settings.seed + numbers[prompt.id] * settings.repeats)
+        self._progress("measure", total, total)
+        if not self.samples:
+            limit = self._session.manifest.limits.max_seq_len
+            raise UsageError(
+                f"no prompt of this run fits: with {settings.max_tokens} new tokens each is longer than the engine's "
+                f"max_seq_len {limit}; lower --max-tokens or rebuild with a larger --max-seq-len"
+            )
+
+    def _conversation(self, prompt: BenchPrompt, temperature: float, seed: int) -> None:
+        """All turns of a prompt. The answers that later turns follow are those of `ar`, the same for every case."""
+        history: Prompt = prompt.opening
+        for turn, following in enumerate((*prompt.follow_ups, None)):
+            ids = self._session.codec.encode(history)
+            name = f"{prompt.id}#{turn}" if prompt.follow_ups else prompt.id
+            if len(ids) + self._settings.max_tokens > self._session.manifest.limits.max_seq_len:
+                self.skipped.append(name)
+                return
+            answer = self._turn(prompt.source, name, ids, temperature, seed)
+            if following is not None:
+                said = [{"role": "assistant", "content": answer}, {"role": "user", "content": following}]
+                history = [*history, *said]
+
+    def _turn(self, source: str, name: str, ids: list[int], temperature: float, seed: int) -> str:
+        answer = ""
+        for repeat in range(self._settings.repeats):
+            first = self._turns % len(self._entries)
+            self._turns += 1
+            for order, entry in enumerate(self._entries[first:] + self._entries[:first]):
+                time.sleep(SETTLE_S)
+                request = self._request(temperature, seed + repeat, self._settings.max_tokens)
+                outcome = entry.contender.run(entry.case, ids, request)
+                if entry.case == Case("ar") and repeat == 0:
+                    answer = outcome.text or ""
+                self.samples.append(_sample(entry.case, outcome, source, name, temperature, repeat, order, len(ids)))
+        return answer
+
+    def _request(self, temperature: float, seed: int, max_tokens: int) -> Request:
+        forced = self._settings.forced_acceptance is not None
+        stops = () if forced else self._session.manifest.stop_token_ids
+        return Request(max_tokens, temperature, seed, stops)
+
+
+def _sample(
+    case: Case, o: Outcome, source: str, name: str, temperature: float, repeat: int, order: int, prompt_tokens: int
+) -> Sample:
+    return Sample(
+        case=case.label,
+        temperature=temperature,
+        source=source,
+        prompt=name,
+        repeat=repeat,
+        order=order,
+        prompt_tokens=prompt_tokens,
+        output_tokens=o.output_tokens,
+        decoded_tokens=max(o.output_tokens - o.first_tokens, 0),
+        first_token_s=o.first_token_s,
+        decode_s=o.decode_s,
+        acceptance_lengths=o.acceptance_lengths,
+        mean_budget=o.mean_budget,
+        stage_s=dict(o.stage_s),
+        output_digest=output_digest(o),
+    )

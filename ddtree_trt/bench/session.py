@@ -1,0 +1,103 @@
+"""This engine as a contender: single requests, each from a cold cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ddtree_trt.artifact import DrafterDims
+from ddtree_trt.bench.contender import Outcome, Request
+from ddtree_trt.bench.forced import ForcedEngine
+from ddtree_trt.bench.settings import BenchSettings, Case
+from ddtree_trt.runtime.engine import Engine
+from ddtree_trt.runtime.load import open_engine
+from ddtree_trt.runtime.methods import check_method
+from ddtree_trt.runtime.outputs import RequestOutput
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.requests import RequestMaker
+from ddtree_trt.runtime.scheduler import Scheduler
+from ddtree_trt.runtime.text import Prompt, TextCodec
+
+
+class Session:
+    """An engine for one request at a time. What automatic budgets learn is kept between requests, caches are not."""
+
+    def __init__(self, directory: Path, *, threads: int = 0) -> None:
+        self.engine = open_engine(directory, threads=threads)
+        self.manifest = self.engine.manifest
+        self.codec = TextCodec(directory, self.manifest.chat_template_args)
+        self._maker = RequestMaker(directory, self.engine, self.codec)
+
+    def generate(
+        self, prompt: Prompt, params: SamplingParams, *, engine: Engine | None = None
+    ) -> tuple[RequestOutput, float]:
+        """Complete one prompt from an empty cache, on slot 0; the output, and when the work was done.
+
+        `engine` stands in for the session's own. Raises as LLM.generate does.
+        """
+        request = self._maker.make(prompt, params)
+        scheduler = Scheduler(engine or self.engine)
+        for slot in range(self.manifest.limits.max_batch):
+            self.engine.truncate(slot, 0)
+        for sequence in request.sequences:
+            scheduler.add(sequence)
+        while not request.finished:
+            scheduler.step()
+        ended_s = time.perf_counter()
+        request.raise_error()
+        return request.output(), ended_s
+
+    @property
+    def unusable_tokens(self) -> frozenset[int]:
+        """Tokens that no forced choice may be: those that end a request, and the drafter's mask."""
+        dims = self.manifest.drafter_dims
+        mask = {dims.mask_token_id} if isinstance(dims, DrafterDims) else set()
+        return frozenset(mask.union(self.manifest.stop_token_ids))
+
+    def close(self) -> None:
+        self.engine.close()
+
+
+class EngineContender:
+    """The session's engine, for every method it can do."""
+
+    def __init__(self, session: Session, settings: BenchSettings) -> None:
+        self._session = session
+        kind = session.manifest.drafter_kind
+        self.cases = settings.cases(dflash=kind == "dflash")
+        for case in self.cases:
+            check_method(case.method, kind)
+        self._engine: Engine = session.engine
+        if settings.forced_acceptance is not None:
+            self._engine = ForcedEngine(session.engine, settings.forced_acceptance, session.unusable_tokens)
+
+    def describe(self) -> dict[str, str]:
+        return {"threads": str(self._session.engine.threads)}
+
+    def run(self, case: Case, prompt_ids: Sequence[int], request: Request) -> Outcome:
+        params = SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            seed=request.seed,
+            ignore_eos=not request.stop_token_ids,
+            method=case.method,
+            tree_budget="auto" if case.budget is None else case.budget,
+        )
+        started_s = time.perf_counter()
+        output, ended_s = self._session.generate(list(prompt_ids), params, engine=self._engine)
+        metrics = output.metrics
+        assert metrics.first_token_s is not None, "a finished request has emitted a token"
+        return Outcome(
+            output_tokens=metrics.output_tokens,
+            first_token_s=metrics.first_token_s - started_s,
+            decode_s=ended_s - metrics.first_token_s,
+            token_ids=tuple(output.outputs[0].token_ids),
+            text=output.outputs[0].text,
+            acceptance_lengths=tuple(metrics.acceptance_lengths),
+            mean_budget=metrics.mean_budget,
+            stage_s=dict(metrics.stage_s),
+        )
+
+    def close(self) -> None:
+        self._session.close()

@@ -1,0 +1,344 @@
+"""Is an engine lossless, and is its drafter wired right? The checks behind `ddtree-trt check`.
+
+Greedy: every method gives the tokens of `ar`; where one differs, the target's logits of both tokens must be closer than
+the precision rounds. Distribution: every sampled token's place in the target's own distribution is uniform. Golden τ:
+the mean acceptance length lies where the pair's does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.artifact import Manifest, Progress, no_progress
+from ddtree_trt.bench.datasets import PAPER_SETS
+from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
+from ddtree_trt.bench.session import Session
+from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
+from ddtree_trt.bench.uniformity import FALSE_ALARM, UniformityTest, place_in_distribution, uniformity
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.methods import check_method
+from ddtree_trt.runtime.params import METHODS, SamplingParams
+from ddtree_trt.runtime.text import TextCodec
+
+GREEDY_BUDGETS: tuple[Budget, ...] = ("auto", 3, 16, 64)
+SAMPLED_BUDGETS: tuple[Budget, ...] = ("auto", 16)
+GOLDEN_BUDGET = 64  # what manifest.golden_tau of ddtree is for, or the engine's largest
+TEMPERATURES = (1.0, 2.0)  # of the distribution test: at 1 a good model leaves little to chance
+HINT_PROMPTS = 4
+
+# How far apart two roundings of the same logit may be, relative to the row's largest: an unfused fp32 network sums
+# thousands of products, 2^8 roundings of 2^-24; in half precisions sums are kept in fp32, and 2^3 roundings of what is
+# stored in between are what is seen.
+RELATIVE_ROUNDING = {"fp32": 2.0**-16, "fp16": 2.0**-8, "bf16": 2.0**-5}
+
+CAUSES = (
+    "wrong chat template: the drafter must see prompts as it was trained on them",
+    "thinking mode: published Qwen3 drafters are for non-thinking chat (chat_template_args enable_thinking: false)",
+    "wrong block slot: slot 0 of the draft block must hold the last committed token; otherwise τ is near 1.5",
+    "another drafter or other tapped layers than the pair was trained with",
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where a method's greedy output parts from that of `ar`."""
+
+    prompt: str
+    position: int  # output token, from 0
+    expected: int | None  # token of `ar`; None when it had ended
+    found: int | None
+    gap: float | None  # logits: the target's best minus the worse of the two; None when one output had ended
+    rounding: float  # what the precision may move a logit of this row by
+
+    @property
+    def explained(self) -> bool:
+        return self.gap is not None and self.gap <= self.rounding
+
+
+@dataclass(frozen=True)
+class GreedyFinding:
+    case: str
+    prompts: int
+    differences: tuple[Difference, ...]
+    tau: float  # mean over prompts of tokens committed per round
+    acceptance_by_depth: tuple[float, ...]
+
+    @property
+    def passed(self) -> bool:
+        return all(d.explained for d in self.differences)
+
+
+@dataclass(frozen=True)
+class DistributionFinding:
+    case: str
+    test: UniformityTest
+
+    @property
+    def passed(self) -> bool:
+        return self.test.passed
+
+
+@dataclass(frozen=True)
+class TauFinding:
+    """A method's mean acceptance length beside the range of the pair."""
+
+    case: str
+    tau: float
+    low: float
+    high: float
+    judged: bool  # whether the range is for these prompts
+    alternatives: dict[str, float]  # τ under other prompt formats, measured when τ is too low
+
+    @property
+    def passed(self) -> bool:
+        """A τ above the range is no fault: what was accepted was verified."""
+        return not self.judged or self.tau >= self.low
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    engine: str
+    precision: str
+    prompts: int
+    greedy: tuple[GreedyFinding, ...]
+    distribution: tuple[DistributionFinding, ...]
+    tau: tuple[TauFinding, ...]
+
+    @property
+    def passed(self) -> bool:
+        findings: tuple[GreedyFinding | DistributionFinding | TauFinding, ...] = (
+            *self.greedy,
+            *self.distribution,
+            *self.tau,
+        )
+        return all(f.passed for f in findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data with every verdict."""
+        body = dataclasses.asdict(self)
+        for name in ("greedy", "distribution", "tau"):
+            for row, finding in zip(body[name], getattr(self, name), strict=True):
+                row["passed"] = finding.passed
+        for row, finding in zip(body["greedy"], self.greedy, strict=True):
+            for item, difference in zip(row["differences"], finding.differences, strict=True):
+                item["explained"] = difference.explained
+        return {"passed": self.passed, "false_alarm": FALSE_ALARM, **body}
+
+
+def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> CheckReport:
+    """Run every check. Raises UsageError for prompts that do not fit, ArtifactError for an engine that cannot load."""
+    with closing(Session(Path(settings.engine), threads=settings.threads)) as session:
+        prompts = _encode(session, load_prompts(settings.prompts, settings.limit), settings)
+        greedy = _check_greedy(session, prompts, settings, progress)
+        distribution = _check_distribution(session, prompts, settings, progress) if settings.seeds else ()
+        tau = _check_tau(session, Path(settings.engine), greedy, settings)
+        return CheckReport(
+            engine=session.manifest.name,
+            precision=session.manifest.precision,
+            prompts=len(prompts),
+            greedy=greedy,
+            distribution=distribution,
+            tau=tau,
+        )
+
+
+def _encode(session: Session, prompts: Sequence[BenchPrompt], settings: CheckSettings) -> dict[str, list[int]]:
+    """Token ids by prompt id."""
+    encoded = {p.id: session.codec.encode(p.opening) for p in prompts}
+    room = session.manifest.limits.max_seq_len - settings.max_tokens
+    if long := [p for p, ids in encoded.items() if len(ids) > room]:
+        raise UsageError(
+            f"prompt {long[0]} has {len(encoded[long[0]])} tokens; with {settings.max_tokens} new ones it does not fit "
+            f"max_seq_len {session.manifest.limits.max_seq_len}; lower --max-tokens or leave the prompt out"
+        )
+    return encoded
+
+
+def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
+    """Every method the engine can do, `ddtree` at those of the budgets the engine takes."""
+    cases = []
+    for method in METHODS:
+        try:
+            check_method(method, manifest.drafter_kind)
+        except UsageError:
+            continue
+        allowed = [b for b in budgets if b == "auto" or b <= manifest.limits.max_tree_budget]
+        cases += [Case(method, b) for b in allowed] if method == "ddtree" else [Case(method)]
+    return sorted(cases, key=lambda case: case.method != "ar")
+
+
+def _params(case: Case, max_tokens: int, temperature: float, seed: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        method=case.method,
+        tree_budget="auto" if case.budget is None else case.budget,
+    )
+
+
+def _check_greedy(
+    session: Session, prompts: dict[str, list[int]], settings: CheckSettings, progress: Progress
+) -> tuple[GreedyFinding, ...]:
+    cases = engine_cases(session.manifest, _with_golden(GREEDY_BUDGETS, session.manifest))
+    expected: dict[str, list[int]] = {}
+    findings = []
+    for done, case in enumerate(cases):
+        progress("greedy equality", done, len(cases))
+        differences, taus, lengths = [], [], []
+        for name, ids in prompts.items():
+            output, _ = session.generate(ids, _params(case, settings.max_tokens, 0.0, 0))
+            tokens = output.outputs[0].token_ids
+            taus.append(output.metrics.mean_acceptance_length)
+            lengths += output.metrics.acceptance_lengths
+            if case.method == "ar":
+                expected[name] = tokens
+            elif tokens != expected[name]:
+                differences.append(_explain(session, name, ids, expected[name], tokens))
+        deepest = max(lengths, default=1)
+        depths = tuple(sum(n > d for n in lengths) / len(lengths) for d in range(1, deepest))
+        findings.append(GreedyFinding(case.label, len(prompts), tuple(differences), float(np.mean(taus)), depths))
+    progress("greedy equality", len(cases), len(cases))
+    return tuple(findings)
+
+
+def _with_golden(budgets: Sequence[Budget], manifest: Manifest) -> list[Budget]:
+    return list(dict.fromkeys([*budgets, _golden_budget(manifest)]))
+
+
+def _golden_budget(manifest: Manifest) -> int:
+    return min(GOLDEN_BUDGET, manifest.limits.max_tree_budget)
+
+
+def _explain(session: Session, name: str, prompt: list[int], expected: list[int], found: list[int]) -> Difference:
+    pairs = zip(expected, found, strict=False)
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
+    row = target_logits(session, prompt, expected[: position + 1] if position < len(expected) else found)[position]
+    rounding = RELATIVE_ROUNDING[session.manifest.precision] * float(np.abs(row).max())
+    if position >= min(len(expected), len(found)):
+        a = expected[position] if position < len(expected) else None
+        b = found[position] if position < len(found) else None
+        return Difference(name, position, a, b, None, rounding)
+    gap = float(row.max() - min(row[expected[position]], row[found[position]]))
+    return Difference(name, position, expected[position], found[position], gap, rounding)
+
+
+def target_logits(session: Session, prompt: list[int], output: Sequence[int]) -> NDArray[np.float32]:
+    """The target's own logits [len(output), V]: row i is what output token i was chosen from. Uses slot 0."""
+    engine, chunk = session.engine, session.manifest.limits.prefill_chunk
+    engine.truncate(0, 0)
+    head, tail = prompt[:-1], [prompt[-1], *output[:-1]]
+    for start in range(0, len(head), chunk):
+        engine.prefill(0, np.array(head[start : start + chunk], np.int64), rows="none", taps=False)
+    rows = []
+    for start in range(0, len(tail), chunk):
+        verdict = engine.prefill(0, np.array(tail[start : start + chunk], np.int64), rows="all", taps=False)
+        rows.append(verdict.logits.copy())
+    engine.truncate(0, 0)
+    return np.concatenate(rows)
+
+
+def _check_distribution(
+    session: Session, prompts: dict[str, list[int]], settings: CheckSettings, progress: Progress
+) -> tuple[DistributionFinding, ...]:
+    """Every case draws with seeds of its own, so that the cases are independent evidence, at each of TEMPERATURES."""
+    cases = engine_cases(session.manifest, SAMPLED_BUDGETS)
+    chosen = list(prompts.values())[: settings.sampled_prompts]
+    findings = []
+    for number, case in enumerate(cases):
+        progress("distribution", number, len(cases))
+        rng = np.random.default_rng([number, 1])
+        places: list[float] = []
+        for i in range(settings.seeds):
+            for j, ids in enumerate(chosen):
+                for temperature in TEMPERATURES:
+                    seed = (number * settings.seeds + i) * len(chosen) + j
+                    output, _ = session.generate(ids, _params(case, settings.sampled_tokens, temperature, seed))
+                    tokens = output.outputs[0].token_ids
+                    rows = target_logits(session, ids, tokens)
+                    found = [place_in_distribution(*pair, temperature, rng) for pair in zip(rows, tokens, strict=True)]
+                    places += [place for place in found if place is not None]
+        findings.append(DistributionFinding(case.label, uniformity(places)))
+    progress("distribution", len(cases), len(cases))
+    return tuple(findings)
+
+
+def _check_tau(
+    session: Session, directory: Path, greedy: Sequence[GreedyFinding], settings: CheckSettings
+) -> tuple[TauFinding, ...]:
+    known = {TINY, *PAPER_SETS}
+    judged = all(spec.partition("=")[0] in known for spec in settings.prompts)
+    findings = []
+    for method, (low, high) in session.manifest.golden_tau.items():
+        case = Case(method, _golden_budget(session.manifest) if method == "ddtree" else None)
+        tau = next(f.tau for f in greedy if f.case == case.label)
+        others = _alternatives(session, directory, case, settings) if judged and tau < low else {}
+        findings.append(TauFinding(case.label, tau, low, high, judged, others))
+    return tuple(findings)
+
+
+def _alternatives(session: Session, directory: Path, case: Case, settings: CheckSettings) -> dict[str, float]:
+    """τ of a few prompts with thinking switched on and off, and without the chat template: which one mends it?"""
+    prompts = load_prompts(settings.prompts, HINT_PROMPTS)
+    formats: dict[str, Any] = {
+        "thinking off": {"enable_thinking": False},
+        "thinking on": {"enable_thinking": True},
+        "no chat template": None,
+    }
+    found = {}
+    for name, arguments in formats.items():
+        codec = session.codec
+        if arguments is not None:
+            codec = TextCodec(directory, {**session.manifest.chat_template_args, **arguments})
+        taus = []
+        for prompt in prompts:
+            last = prompt.opening[-1]
+            plain = arguments is None and isinstance(last, dict)
+            ids = codec.encode(last["content"] if plain else prompt.opening)  # type: ignore[index]
+            output, _ = session.generate(ids, _params(case, settings.max_tokens, 0.0, 0))
+            taus.append(output.metrics.mean_acceptance_length)
+        found[name] = float(np.mean(taus))
+    return found
+
+
+def describe(report: CheckReport) -> list[str]:
+    """The report in lines."""
+    lines = [f"{report.engine}, {report.precision}, {report.prompts} prompts", "", "greedy, against ar"]
+    for g in report.greedy:
+        same = g.prompts - len(g.differences)
+        lines.append(f"  {_mark(g.passed)}  {g.case:<16} {same}/{g.prompts} identical, τ {g.tau:.2f}")
+        for d in g.differences:
+            gap = "one output ends earlier" if d.gap is None else f"logits {d.gap:.1e} apart"
+            why = "a tie within rounding" if d.explained else f"rounding moves them by at most {d.rounding:.1e}"
+            lines.append(f"        {d.prompt}, token {d.position}: {d.expected} became {d.found}; {gap}: {why}")
+    if report.distribution:
+        at = " and ".join(f"{t:g}" for t in TEMPERATURES)
+        lines += ["", f"distribution at temperature {at} (chi-square; false alarm {FALSE_ALARM:g} per method)"]
+    for s in report.distribution:
+        t = s.test
+        lines.append(
+            f"  {_mark(s.passed)}  {s.case:<16} {t.draws} tokens, χ² {t.chi_square:.1f} at {t.degrees} degrees, "
+            f"p = {t.p_value:.3g}"
+        )
+    if report.tau:
+        lines += ["", "golden τ (tokens per round)"]
+    for f in report.tau:
+        verdict = "" if f.judged else "; not judged, the range is for the shipped prompts"
+        lines.append(f"  {_mark(f.passed)}  {f.case:<16} {f.tau:.2f}, expected {f.low:g} to {f.high:g}{verdict}")
+        if not f.passed:
+            lines += [f"        usual cause: {cause}" for cause in CAUSES]
+            others = ", ".join(f"{name} {tau:.2f}" for name, tau in f.alternatives.items())
+            lines.append(f"        τ with other prompt formats: {others}")
+    return [*lines, "", "passed" if report.passed else "FAILED"]
+
+
+def _mark(passed: bool) -> str:
+    return "ok  " if passed else "FAIL"

@@ -1,0 +1,272 @@
+"""`ddtree-trt bench`: measure an engine and its peers; merge, show and replay results."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from ddtree_trt import terminal
+from ddtree_trt.artifact import newest_engine
+from ddtree_trt.bench.settings import BenchSettings, Shard
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.params import METHODS
+
+if TYPE_CHECKING:
+    from ddtree_trt.bench.result import BenchResult
+
+_DEFAULT = BenchSettings  # class attributes are the fields' defaults
+STDOUT = Path("-")
+
+Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result; - is stdout.")]
+Markdown = Annotated[
+    Path | None, typer.Option("--markdown", metavar="FILE", help="Write tables in Markdown; - is stdout.")
+]
+Latex = Annotated[Path | None, typer.Option("--latex", metavar="FILE", help="Write the paper's table; - is stdout.")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="DIR", help="Draw pictures into a directory.")]
+Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Results written with --json.")]
+
+
+class _MeasureByDefault(TyperGroup):
+    """`bench ENGINE_DIR …` measures; `bench merge …` and `bench report …` work on results."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = args and args[0] in self.commands
+        return super().parse_args(ctx, args if known else ["run", *args])
+
+
+app = typer.Typer(cls=_MeasureByDefault, help="Measure an engine, its methods and its peers.")
+
+
+def _listing(values: tuple[Any, ...]) -> str:
+    return ",".join(map(str, values))
+
+
+@app.command("run")
+def run(
+    engine_dir: Annotated[
+        Path | None, typer.Argument(metavar="ENGINE_DIR", help="Default: the newest engine under engines/.")
+    ] = None,
+    methods: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LIST", help=f"Of {', '.join(METHODS)}; ar and dflash always. Default: what the drafter is for."
+        ),
+    ] = None,
+    budgets: Annotated[
+        str | None, typer.Option(metavar="LIST", help=f"Trees of ddtree. Default {_listing(_DEFAULT.budgets)}.")
+    ] = None,
+    temperatures: Annotated[
+        str | None, typer.Option(metavar="LIST", help=f"Default {_listing(_DEFAULT.temperatures)}.")
+    ] = None,
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="SET",
+            help="A JSONL file, tiny, one of the paper's datasets (gsm8k, math500, aime24, "
+            "aime25, humaneval, mbpp, livecodebench, swe-bench, mt-bench, alpaca), or NAME=FILE for a local "
+            f"copy; repeatable. Default {_listing(_DEFAULT.prompts)}.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(metavar="N", help="Prompts per set. Default: all of a file, the paper's of a dataset.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help=f"New tokens of a request. Default {_DEFAULT.max_tokens}.")
+    ] = None,
+    repeats: Annotated[
+        int | None, typer.Option(metavar="N", help=f"Of every prompt; the median counts. Default {_DEFAULT.repeats}.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help=f"Default {_DEFAULT.seed}.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads, of peers too; 0 chooses.")] = None,
+    shard: Annotated[str | None, typer.Option(metavar="I/N", help="Measure one part of the prompts.")] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="PEER", help="Also measure hf, ddtree-reference=PATH, tensorrt-llm or openai=URL."),
+    ] = None,
+    checkpoint: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The target for peers. Default: the engine's preset's.")
+    ] = None,
+    drafter: Annotated[str | None, typer.Option(metavar="DIR", help="The drafter for peers.")] = None,
+    assistant: Annotated[
+        str | None, typer.Option(metavar="DIR", help="A small model for Hugging Face assisted generation.")
+    ] = None,
+    random_weights: Annotated[
+        str | None,
+        typer.Option(metavar="SHAPE", help="Build and measure a random pair: micro or qwen3-0.6b, -1.7b, -4b, -8b."),
+    ] = None,
+    prompt_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", help=f"Length of a random pair's prompts. Default {_DEFAULT.prompt_tokens}."),
+    ] = None,
+    forced_acceptance: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Commit N tokens every round, whatever they are: for round times of random "
+            "weights. The text means nothing.",
+        ),
+    ] = None,
+    replay: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Measure again what a result measured, and compare.")
+    ] = None,
+    json: Json = None,
+    markdown: Markdown = None,
+    latex: Latex = None,
+    plot: Plot = None,
+) -> None:
+    """Measure methods, budgets and peers on the same prompts, interleaved.
+
+    Results are shown here, and kept with --json. See also: ddtree-trt bench merge, ddtree-trt bench report.
+    """
+    given = {
+        "methods": _words(methods),
+        "budgets": _budgets(budgets),
+        "temperatures": _numbers(temperatures),
+        "prompts": tuple(prompts) if prompts else None,
+        "limit": limit,
+        "max_tokens": max_tokens,
+        "repeats": repeats,
+        "seed": seed,
+        "threads": threads,
+        "peers": tuple(peer) if peer else None,
+        "checkpoint": checkpoint,
+        "drafter": drafter,
+        "assistant": assistant,
+        "prompt_tokens": prompt_tokens,
+        "forced_acceptance": forced_acceptance,
+    }
+    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    outputs = _Outputs(json, markdown, latex, plot)
+    outputs.prepare()
+    if replay is not None:
+        if values or random_weights or shard:
+            what = ", ".join([*values, *(["random_weights"] if random_weights else []), *(["shard"] if shard else [])])
+            raise UsageError(f"--replay takes its settings from the file, so {what} cannot be given too")
+        _replay(replay, engine_dir, outputs)
+        return
+    if random_weights and engine_dir:
+        raise UsageError("--random-weights builds an engine of its own; give no ENGINE_DIR")
+    engine = random_weights or str(engine_dir or newest_engine())
+    settings = BenchSettings(engine=engine, random_weights=random_weights is not None, **values)
+    part = Shard.parse(shard) if shard else Shard()
+
+    from ddtree_trt.bench.runner import run_bench
+
+    with terminal.progress_bars() as progress:
+        result = run_bench(settings, part, progress)
+    outputs.write([result])
+
+
+def _replay(file: Path, engine_dir: Path | None, outputs: _Outputs) -> None:
+    from ddtree_trt.bench.replay import replay
+    from ddtree_trt.bench.result import read_result
+    from ddtree_trt.bench.terminal import print_replay
+
+    old = read_result(file)
+    with terminal.progress_bars() as progress:
+        new = replay(old, str(engine_dir) if engine_dir else None, progress)
+    outputs.write([new])
+    if not outputs.stdout_taken:
+        print_replay(old, new)
+
+
+@app.command()
+def merge(files: Files, json: Json = None, markdown: Markdown = None, latex: Latex = None, plot: Plot = None) -> None:
+    """Make one result of the shards of a run."""
+    from ddtree_trt.bench.result import merge as merge_results
+    from ddtree_trt.bench.result import read_result
+
+    outputs = _Outputs(json, markdown, latex, plot)
+    outputs.prepare()
+    outputs.write([merge_results([read_result(file) for file in files])])
+
+
+@app.command()
+def report(files: Files, markdown: Markdown = None, latex: Latex = None, plot: Plot = None) -> None:
+    """Show results again; several give one LaTeX table with a column group for each."""
+    from ddtree_trt.bench.result import read_result
+
+    outputs = _Outputs(None, markdown, latex, plot)
+    outputs.prepare()
+    outputs.write([read_result(file) for file in files])
+
+
+class _Outputs:
+    """Where results go. Everything that can be refused is refused before hours of measuring."""
+
+    def __init__(self, json: Path | None, markdown: Path | None, latex: Path | None, plot: Path | None) -> None:
+        self._json, self._markdown, self._latex, self._plot = json, markdown, latex, plot
+
+    @property
+    def stdout_taken(self) -> bool:
+        """Whether a file goes to stdout, where then nothing else belongs."""
+        return STDOUT in (self._json, self._markdown, self._latex)
+
+    def prepare(self) -> None:
+        if self._plot is not None:
+            from ddtree_trt.bench.plots import require_matplotlib
+
+            require_matplotlib()
+        folders = [f.parent for f in (self._json, self._markdown, self._latex) if f not in (None, STDOUT)]
+        for folder in [*folders, *([self._plot] if self._plot else [])]:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"cannot write into {folder}: {error.strerror}") from error
+            if not os.access(folder, os.W_OK | os.X_OK):
+                raise UsageError(f"cannot write into {folder}: it is not writable")
+
+    def write(self, results: list[BenchResult]) -> None:
+        from ddtree_trt.bench import latex, report
+        from ddtree_trt.bench.result import to_json
+        from ddtree_trt.bench.terminal import print_result
+
+        if self._json is not None:
+            _write(self._json, to_json(results[0]))
+        if self._markdown is not None:
+            _write(self._markdown, "\n".join(report.markdown(result) for result in results))
+        if self._latex is not None:
+            _write(self._latex, latex.latex(results))
+        if self._plot is not None:
+            from ddtree_trt.bench.plots import plot_all
+
+            for number, result in enumerate(results):
+                plot_all(result, self._plot if len(results) == 1 else self._plot / f"{number + 1}-{result.engine.name}")
+        if not self.stdout_taken:
+            for result in results:
+                print_result(result)
+
+
+def _write(path: Path, text: str) -> None:
+    if path == STDOUT:
+        print(text, end="" if text.endswith("\n") else "\n")
+    else:
+        path.write_text(text, encoding="utf-8")
+
+
+def _words(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _budgets(text: str | None) -> tuple[int | str, ...] | None:
+    words = _words(text)
+    if words is None:
+        return None
+    try:
+        return tuple(word if word == "auto" else int(word) for word in words)
+    except ValueError:
+        raise UsageError(f"--budgets must be numbers and auto, separated by commas, not {text!r}") from None
+
+
+def _numbers(text: str | None) -> tuple[float, ...] | None:
+    words = _words(text)
+    if words is None:
+        return None
+    try:
+        return tuple(float(word) for word in words)
+    except ValueError:
+        raise UsageError(f"--temperatures must be numbers separated by commas, not {text!r}") from None

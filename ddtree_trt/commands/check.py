@@ -1,0 +1,51 @@
+"""`ddtree-trt check`: is an engine lossless, and does its drafter do what the pair's should?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ddtree_trt import terminal
+from ddtree_trt.bench.settings import CheckSettings
+
+
+def check(
+    engine_dir: Annotated[Path, typer.Argument(metavar="ENGINE_DIR", help="An engine directory.")],
+    prompts: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SET", help="As in ddtree-trt bench; repeatable. Default: the shipped prompts."),
+    ] = None,
+    limit: Annotated[int, typer.Option(metavar="N", help="Prompts per set.")] = CheckSettings.limit,
+    max_tokens: Annotated[
+        int, typer.Option(metavar="N", help="New tokens of a greedy request.")
+    ] = CheckSettings.max_tokens,
+    seeds: Annotated[
+        int, typer.Option(metavar="N", help="Sampled requests per prompt, method and temperature; 0 skips them.")
+    ] = CheckSettings.seeds,
+    threads: Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")] = CheckSettings.threads,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check that every method gives what the target alone would, and that the drafter is wired right.
+
+    Ends with exit code 1 when something fails.
+    """
+    settings = CheckSettings(
+        engine=str(engine_dir),
+        prompts=tuple(prompts) if prompts else CheckSettings.prompts,
+        limit=limit,
+        max_tokens=max_tokens,
+        seeds=seeds,
+        threads=threads,
+    )
+    from ddtree_trt.check import check_engine, describe
+
+    with terminal.progress_bars() as progress:
+        report = check_engine(settings, progress)
+    if json:
+        terminal.print_json(report.to_dict())
+    else:
+        print("\n".join(describe(report)))
+    if not report.passed:
+        raise typer.Exit(1)

@@ -1,0 +1,41 @@
+"""`ddtree-trt profile`: measure what drafts and verifications cost on this machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ddtree_trt import terminal
+from ddtree_trt.artifact import Progress
+
+if TYPE_CHECKING:
+    from ddtree_trt.runtime.profile import LatencyProfile
+
+
+def profile(
+    engine_dir: Annotated[Path, typer.Argument(metavar="ENGINE_DIR", help="An engine directory.")],
+    threads: Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")] = 0,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure an engine's latencies on this machine again and store them with it."""
+    with terminal.progress_bars() as progress:
+        measured = measure_engine(engine_dir, progress, threads=threads)
+    if json:
+        terminal.print_json(dataclasses.asdict(measured))
+    else:
+        terminal.print_profile(measured)
+
+
+def measure_engine(engine_dir: Path, progress: Progress, *, threads: int = 0) -> LatencyProfile:
+    """Load the engine, measure it, store the profile beside it."""
+    from ddtree_trt.runtime.load import open_engine
+    from ddtree_trt.runtime.profile import measure_and_store
+
+    engine = open_engine(engine_dir, threads=threads)
+    try:
+        return measure_and_store(engine_dir, engine, progress)
+    finally:
+        engine.close()

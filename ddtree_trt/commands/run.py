@@ -1,0 +1,100 @@
+"""`ddtree-trt run`: generate from an engine, once or in a chat."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ddtree_trt.artifact import newest_engine
+from ddtree_trt.errors import UsageError
+
+
+def run(
+    engine_dir: Annotated[
+        Path | None, typer.Argument(metavar="[ENGINE_DIR]", help="Default: the newest engine under engines/.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to complete.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the prompt.")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message for the chat template.")] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt to the model without its chat template.")] = False,
+    method: Annotated[str | None, typer.Option(help="ddtree, dflash, ar, dflash-sample or draft-model.")] = None,
+    tree_budget: Annotated[
+        str | None, typer.Option(metavar="N|auto", help="Draft nodes per round; auto chooses every round.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(metavar="N", help="Most tokens to generate.")] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="T", help="0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="K", help="Sample among the K most probable.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="P", help="Sample within this mass.")] = None,
+    min_p: Annotated[float | None, typer.Option(metavar="P", help="Drop tokens below this share of the best.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Makes sampling repeatable.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeatable.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end.")] = False,
+    show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw each round's tree and accepted path.")] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also run ar and dflash; check the outputs agree.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    threads: Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")] = 0,
+) -> None:
+    """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
+    given = {
+        "method": method,
+        "tree_budget": None if tree_budget is None else _budget(tree_budget),
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": tuple(stop) if stop else None,
+        "ignore_eos": ignore_eos or None,
+    }
+    directory = newest_engine() if engine_dir is None else engine_dir
+    text = _prompt(prompt, prompt_file)
+    if text is None and (json or compare or show_tree):
+        raise UsageError("--json, --compare and --show-tree need a prompt: give --prompt, --prompt-file or stdin")
+    if compare and show_tree:
+        raise UsageError("--show-tree draws one run; give it without --compare")
+
+    from ddtree_trt import console
+    from ddtree_trt.runtime.llm import LLM
+    from ddtree_trt.runtime.params import SamplingParams
+
+    params = SamplingParams.from_mapping({k: v for k, v in given.items() if v is not None})
+    with LLM(directory, threads=threads) as llm:
+        if text is None:
+            console.chat(llm, params, system)
+            return
+        request: Any = text if raw or not llm.tokenizer.chat_template else console.messages(text, system)
+        if compare:
+            console.compare(llm, request, params, as_json=json)
+        elif json:
+            console.print_output_json(llm.generate(request, params)[0])
+        else:
+            console.stream(llm, request, params, show_tree=show_tree)
+
+
+def _budget(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise UsageError(f"--tree-budget must be a number or auto, not {text!r}") from None
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str | None:
+    """The prompt's text, or None to chat."""
+    if prompt is not None and file is not None:
+        raise UsageError("give --prompt or --prompt-file, not both")
+    if file is not None:
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"cannot read --prompt-file {file}: {error}") from error
+    if prompt is None and not sys.stdin.isatty():
+        return sys.stdin.read()
+    return prompt

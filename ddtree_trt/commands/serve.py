@@ -1,0 +1,75 @@
+"""`ddtree-trt serve`: an OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ddtree_trt.artifact import newest_engine
+from ddtree_trt.errors import MissingDependency
+from ddtree_trt.serve.options import ServeOptions
+
+_D = ServeOptions
+
+
+def serve(
+    engine_dir: Annotated[
+        Path | None, typer.Argument(metavar="[ENGINE_DIR]", help="Default: the newest engine under engines/.")
+    ] = None,
+    host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere.")] = _D.host,
+    port: Annotated[int, typer.Option(metavar="N", help="0 takes any free one and prints it.")] = _D.port,
+    served_model_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="What clients call the model. Default: the engine's name.")
+    ] = _D.model_name,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", envvar="DDTREE_API_KEY", help="What clients must send as a bearer token."),
+    ] = _D.api_key,
+    max_requests: Annotated[
+        int, typer.Option(metavar="N", help="HTTP requests under way; more are answered 429.")
+    ] = _D.max_requests,
+    max_waiting: Annotated[
+        int, typer.Option(metavar="N", help="Sequences waiting for a slot; more are answered 429.")
+    ] = _D.max_waiting,
+    max_body_bytes: Annotated[
+        int, typer.Option(metavar="N", help="Larger requests are answered 413.")
+    ] = _D.max_body_bytes,
+    request_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="A request that takes longer is ended; 0: none is.")
+    ] = _D.request_timeout_s,
+    stall_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="A client that reads nothing for this long is cut off.")
+    ] = _D.stall_timeout_s,
+    drain_timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="After SIGTERM, how long requests under way may still take.")
+    ] = _D.drain_timeout_s,
+    threads: Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")] = _D.threads,
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = _D.access_log,
+) -> None:
+    """Serve an engine over HTTP with OpenAI's API."""
+    options = ServeOptions(
+        host=host,
+        port=port,
+        model_name=served_model_name,
+        api_key=api_key,
+        max_requests=max_requests,
+        max_waiting=max_waiting,
+        max_body_bytes=max_body_bytes,
+        request_timeout_s=request_timeout,
+        stall_timeout_s=stall_timeout,
+        drain_timeout_s=drain_timeout,
+        threads=threads,
+        access_log=access_log,
+    )
+    directory = newest_engine() if engine_dir is None else engine_dir
+    try:
+        from ddtree_trt.serve.server import serve_engine
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("ddtree_trt"):
+            raise
+        raise MissingDependency(
+            f"the server needs the Python package {error.name}; install it with: pip install 'ddtree-trt[serve]'"
+        ) from error
+    serve_engine(directory, options)

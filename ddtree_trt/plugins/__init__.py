@@ -1,0 +1,77 @@
+"""What a TensorRT plugin node looks like from outside: names, tensor positions, attributes and the ABI, as data.
+
+The build side writes nodes with these, the runtime binds them, and `cpp_plugins/` implements them; the numbers are the
+same on both sides, and `ABI` says so. `reference.py` is the NumPy truth of what the kernels compute, `library.py` finds
+and loads the native libraries.
+
+N sequences, T new tokens, Hq/Hkv heads, D head size, S cache capacity of a slot, W = mask words, M kept rows at most.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+ABI = 1  # DDTREE_ABI in cpp_plugins/include/ddtree/abi.h
+VERSION = "1"
+NAMESPACE = "ddtree"
+
+ATTENTION = "DDTreeAttention"
+KV_COMPACT = "DDTreeKVCompact"
+
+
+class MaskMode(IntEnum):
+    """Which of the T new tokens a token sees; the committed past is always visible."""
+
+    TREE = 0  # ancestors and itself, by the packed mask
+    CAUSAL = 1  # earlier tokens and itself: prefill
+    NONE = 2  # every one of the T: the drafter's block
+
+
+class AttentionInput(IntEnum):
+    """Positions of DDTreeAttention's inputs. bf16 or fp16, all six of one type; control tensors are int32."""
+
+    Q = 0  # [N, T, Hq, D], after q-norm and RoPE
+    K = 1  # [N, T, Hkv, D], after k-norm and RoPE
+    V = 2  # [N, T, Hkv, D]
+    PAST_K = 3  # [slots, Hkv, S, D]
+    PAST_V = 4  # [slots, Hkv, S, D]
+    SLOT_IDS = 5  # int32 [N]
+    PAST_LEN = 6  # int32 [N]
+    TREE_MASK = 7  # int32 [N, T, W]; present in every mode, read in mode TREE
+
+
+class AttentionOutput(IntEnum):
+    """Positions of DDTreeAttention's outputs."""
+
+    ATTN = 0  # like q
+    PRESENT_K = 1  # at the address of past_k
+    PRESENT_V = 2  # at the address of past_v
+
+
+class KvCompactInput(IntEnum):
+    """Positions of DDTreeKVCompact's inputs. The cache may have any element of 2 bytes; the others are int32."""
+
+    CACHE = 0  # [planes, slots, Hkv, S, D]; a plane is the keys or the values of one layer
+    SLOT_IDS = 1  # [N]
+    PAST_LEN = 2  # [N]
+    KEEP = 3  # [N, M], strictly increasing, padded with −1
+    KEEP_COUNT = 4  # [N]
+
+
+class KvCompactOutput(IntEnum):
+    """Positions of DDTreeKVCompact's outputs."""
+
+    CACHE = 0  # at the address of the input
+
+
+# Attributes of a DDTreeAttention node. DDTreeKVCompact has none: everything it needs is in its tensors.
+NUM_Q_HEADS = "num_q_heads"  # int
+NUM_KV_HEADS = "num_kv_heads"  # int, divides num_q_heads
+HEAD_DIM = "head_dim"  # int, 64 or 128
+MAX_TREE = "max_tree"  # int, the largest T of any profile; W is at least ceil(max_tree / 32) in mode TREE
+SCALE = "scale"  # float, of q·k
+MASK_MODE = "mask_mode"  # int, a MaskMode
+ATTENTION_ATTRIBUTES = (NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_TREE, SCALE, MASK_MODE)
+
+HEAD_DIMS = (64, 128)
+MAX_DEVICE_BUDGET = 1024  # largest tree the device builds, root not counted

@@ -1,0 +1,154 @@
+"""What the CUDA kernels compute, in NumPy: written to be read, not to be fast.
+
+Letters as in `ddtree_trt.plugins`. Control values that lie on the device are clamped here exactly as the kernels clamp
+them, so that garbage has a defined result too.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.plugins import MaskMode
+
+Int32 = NDArray[np.int32]
+Float = NDArray[np.floating]
+
+
+def visible(mode: MaskMode, tokens: int, tree_mask: Int32 | None = None) -> NDArray[np.bool_]:
+    """bool [T, T]: whether token i sees new token j. In mode TREE any tree_mask [T, W] will do: j > i is hidden."""
+    if mode is MaskMode.NONE:
+        return np.ones((tokens, tokens), bool)
+    earlier = np.tri(tokens, dtype=bool)
+    if mode is MaskMode.CAUSAL:
+        return earlier
+    if tree_mask is None:
+        raise ValueError("mode TREE needs a tree_mask int32 [T, W]")
+    bits = np.unpackbits(np.ascontiguousarray(tree_mask).view(np.uint8), axis=1, bitorder="little")
+    return earlier & bits[:, :tokens].astype(bool)
+
+
+def attention(
+    q: Float,
+    k: Float,
+    v: Float,
+    past_k: Float,
+    past_v: Float,
+    slot_ids: Int32,
+    past_len: Int32,
+    tree_mask: Int32 | None,
+    mode: MaskMode,
+    scale: float,
+) -> tuple[NDArray[np.float64], Float, Float]:
+    """(attn [N, T, Hq, D] float64, present_k, present_v): the caches are copies with the T new rows appended.
+
+    A token that sees nothing (no past and an empty mask row) gets zeros.
+    """
+    sequences, tokens, q_heads, _ = q.shape
+    slots, kv_heads, capacity, _ = past_k.shape
+    group = q_heads // kv_heads
+    present_k, present_v = past_k.copy(), past_v.copy()
+    out = np.zeros(q.shape)
+    for n in range(sequences):
+        slot = int(np.clip(slot_ids[n], 0, slots - 1))
+        past = int(np.clip(past_len[n], 0, capacity - tokens))
+        seen = visible(mode, tokens, None if tree_mask is None else tree_mask[n])
+        seen = np.concatenate((np.ones((tokens, past), bool), seen), axis=1)
+        for head in range(kv_heads):
+            rows = slice(past, past + tokens)
+            present_k[slot, head, rows] = k[n, :, head]
+            present_v[slot, head, rows] = v[n, :, head]
+            keys = np.concatenate((past_k[slot, head, :past], k[n, :, head])).astype(np.float64)
+            values = np.concatenate((past_v[slot, head, :past], v[n, :, head])).astype(np.float64)
+            for query_head in range(head * group, (head + 1) * group):
+                scores = np.where(seen, q[n, :, query_head].astype(np.float64) @ keys.T * scale, -np.inf)
+                largest = scores.max(axis=1, keepdims=True)
+                weights = np.exp(scores - np.where(np.isfinite(largest), largest, 0.0))
+                total = weights.sum(axis=1, keepdims=True)
+                out[n, :, query_head] = np.divide(weights, total, where=total > 0, out=np.zeros_like(weights)) @ values
+    return out, present_k, present_v
+
+
+def compact(cache: NDArray[Any], slot_ids: Int32, past_len: Int32, keep: Int32, keep_count: Int32) -> NDArray[Any]:
+    """A copy of cache [planes, slots, Hkv, S, D] where row past_len + keep[j] became row past_len + j.
+
+    keep [N, M] must be strictly increasing and not negative; its first entry that is not, or that lies outside the
+    slot, ends the list.
+    """
+    result = cache.copy()
+    _, slots, _, capacity, _ = cache.shape
+    for n in range(len(slot_ids)):
+        slot = int(np.clip(slot_ids[n], 0, slots - 1))
+        start = int(np.clip(past_len[n], 0, capacity))
+        kept: list[int] = []
+        for row in keep[n, : np.clip(keep_count[n], 0, keep.shape[1])].tolist():
+            if row <= (kept[-1] if kept else -1) or row >= capacity - start:
+                break
+            kept.append(row)
+        result[:, slot, :, start : start + len(kept)] = cache[:, slot][:, :, [start + row for row in kept]]
+    return result
+
+
+def build_tree(log_probs: Float, budget: int) -> tuple[Int32, Int32, Int32, NDArray[np.float64]]:
+    """Algorithm 1 of arXiv 2604.12989 over log_probs [L, K] with falling rows: nodes in the order the heap pops them.
+
+    Returns (parents [n + 1], ranks [n], depths [n], log_weights [n]); the token of node i + 1 is
+    candidates[depths[i] − 1, ranks[i]]. Equal weights are ordered by rank tuple. NaN and −inf cannot happen.
+    """
+    length, width = log_probs.shape
+    weights: dict[tuple[int, ...], float] = {(): 0.0}
+    index: dict[tuple[int, ...], int] = {(): 0}
+    heap: list[tuple[float, tuple[int, ...]]] = []
+
+    def push(ranks: tuple[int, ...]) -> None:
+        if len(ranks) > length or ranks[-1] >= width:
+            return
+        weight = weights[ranks[:-1]] + float(log_probs[len(ranks) - 1, ranks[-1]])
+        if weight > -np.inf:
+            heapq.heappush(heap, (-weight, ranks))
+
+    push((0,))
+    popped: list[tuple[int, ...]] = []
+    while heap and len(popped) < budget:
+        weight, ranks = heapq.heappop(heap)
+        popped.append(ranks)
+        weights[ranks], index[ranks] = -weight, len(popped)
+        push((*ranks[:-1], ranks[-1] + 1))
+        push((*ranks, 0))
+    return (
+        np.array([-1] + [index[ranks[:-1]] for ranks in popped], np.int32),
+        np.array([ranks[-1] for ranks in popped], np.int32),
+        np.array([len(ranks) for ranks in popped], np.int32),
+        np.array([weights[ranks] for ranks in popped], np.float64),
+    )
+
+
+def packed_mask(parents: Int32, words: int | None = None) -> Int32:
+    """int32 [T, W]: bit j % 32 of word j / 32 of row i is set when j is i or an ancestor of i.
+
+    A parent that does not precede its child ends the climb.
+    """
+    tokens = len(parents)
+    columns = 32 * (words if words is not None else -(-tokens // 32))
+    seen = np.zeros((tokens, columns), np.uint8)
+    for row in range(tokens):
+        node = row
+        while node >= 0:
+            seen[row, node] = 1
+            node = int(parents[node]) if parents[node] < node else -1
+    return np.packbits(seen, axis=1, bitorder="little").view(np.int32)
+
+
+def walk(parents: Int32, token_ids: Int32, choices: Int32, count: int) -> list[int]:
+    """The accepted path, root first: at each node the first later child whose token is the target's choice there.
+
+    parents, token_ids (the root's included) and choices are [T]; nodes at and after `count` are padding.
+    """
+    path = [0]
+    for node in range(1, min(max(count, 1), len(parents))):
+        if parents[node] == path[-1] and token_ids[node] == choices[path[-1]]:
+            path.append(node)
+    return path

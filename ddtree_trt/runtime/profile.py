@@ -1,0 +1,244 @@
+"""The latency profile: what a draft and a verification cost on this machine, by tree tokens and context length.
+
+Stored beside the engine as `profile.json` with the machine's fingerprint. It is measured, not part of the build: a
+profile of another machine, engine or thread count is noticed and measured again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.artifact import PROFILE, Manifest, Progress, no_progress
+from ddtree_trt.runtime.engine import DraftRequest, Engine, VerifyRequest
+from ddtree_trt.runtime.sampling import DrawnFrom
+from ddtree_trt.runtime.tree import TokenTree, chain_parents
+
+PROFILE_VERSION = 1
+TREE_TOKENS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 513, 1025)
+CONTEXTS = (64, 512, 2048, 8192, 32768)
+COSTLY = 8.0  # trees are measured until one costs this many single-token passes: larger ones cannot pay
+REPETITIONS = (2, 10)  # of every size, at least and at most
+IN_A_ROW = 4  # rounds of one size in each repetition
+LONG_PASS_S = 0.02
+DRAFT_ROWS = 4  # new context rows of the measured drafter pass, about what a round commits
+
+
+@dataclass(frozen=True)
+class ContextCost:
+    """Costs at one context length."""
+
+    context: int  # tokens
+    draft_s: float
+    tree_tokens: tuple[int, ...]  # T, rising from 1
+    verify_s: tuple[float, ...]  # one per T
+
+    def verify_curve(self, largest: int) -> NDArray[np.float64]:
+        """Seconds to verify a tree of n = 0 … `largest` draft nodes, float64 [largest + 1].
+
+        Monotone, and convex from n = 1 on; a single token takes another kernel and is kept as measured. Past the last
+        measured size the last slope goes on.
+        """
+        sizes, costs = np.array(self.tree_tokens, float), np.array(self.verify_s)
+        wanted = np.arange(1, largest + 2, dtype=float)
+        if len(sizes) == 1:
+            return costs[0] * wanted
+        curve = convex_fit(sizes[1:], np.maximum(costs[1:], costs[0])) if len(sizes) > 2 else costs[1:]
+        slope = (curve[-1] - curve[-2]) / (sizes[-1] - sizes[-2]) if len(curve) > 1 else costs[-1] / sizes[-1]
+        result = np.interp(wanted, sizes[1:], curve) + np.maximum(wanted - sizes[-1], 0) * slope
+        result[0] = costs[0]
+        return result
+
+
+@dataclass(frozen=True)
+class LatencyProfile:
+    fingerprint: str
+    machine: str
+    contexts: tuple[ContextCost, ...]  # rising context length
+    version: int = PROFILE_VERSION
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> LatencyProfile:
+        """Raises ValueError, KeyError or TypeError for anything but a profile of this version."""
+        data = json.loads(text)
+        if data["version"] != PROFILE_VERSION:
+            raise ValueError(f"profile version {data['version']}")
+        contexts = tuple(
+            ContextCost(c["context"], float(c["draft_s"]), tuple(c["tree_tokens"]), tuple(c["verify_s"]))
+            for c in data["contexts"]
+        )
+        if not contexts or any(len(c.tree_tokens) != len(c.verify_s) or c.tree_tokens[0] != 1 for c in contexts):
+            raise ValueError("profile without costs")
+        return LatencyProfile(data["fingerprint"], data["machine"], contexts)
+
+
+def convex_fit(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The closest non-decreasing convex curve through points x [n] rising, y [n], found by pooling slopes that fall
+    (pool adjacent violators, each weighted by its width) and re-centring the result on the points."""
+    slopes = np.maximum(np.diff(y) / np.diff(x), 0)
+    pools: list[tuple[float, float, int]] = []  # slope, width, points
+    for slope, width in zip(slopes.tolist(), np.diff(x).tolist(), strict=True):
+        pool = (slope, width, 1)
+        while pools and pools[-1][0] > pool[0]:
+            last = pools.pop()
+            total = last[1] + pool[1]
+            pool = ((last[0] * last[1] + pool[0] * pool[1]) / total, total, last[2] + pool[2])
+        pools.append(pool)
+    fitted = np.repeat([p[0] for p in pools], [p[2] for p in pools])
+    curve = np.concatenate(([0.0], np.cumsum(fitted * np.diff(x))))
+    return np.asarray(curve + np.median(y - curve))
+
+
+def machine_name() -> str:
+    """The processor's name and how many cores this process may use."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
+    except OSError:
+        pass
+    return f"{name}, {len(os.sched_getaffinity(0))} cores"
+
+
+def fingerprint(manifest: Manifest, threads: int) -> str:
+    """What a profile is valid for: the machine, the engine's graphs, the runtime and its threads."""
+    graphs = {name: entry.sha256 for name, entry in manifest.files.items()}
+    parts = [machine_name(), manifest.backend, manifest.toolchain, graphs, threads]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_or_measure(directory: Path, engine: Engine) -> LatencyProfile:
+    """The engine's profile for this machine: the stored one if it fits, else a fresh one, stored when possible.
+
+    Measuring takes some seconds, uses slot 0 and empties it.
+    """
+    wanted = fingerprint(engine.manifest, engine.threads)
+    try:
+        stored = LatencyProfile.from_json((directory / PROFILE).read_text(encoding="utf-8"))
+        if stored.fingerprint == wanted:
+            return stored
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # none, or not one of ours: it is measured again and replaced
+    return measure_and_store(directory, engine)
+
+
+def measure_and_store(directory: Path, engine: Engine, progress: Progress = no_progress) -> LatencyProfile:
+    """A fresh profile, stored beside the engine when its directory is writable."""
+    profile = measure(engine, progress=progress)
+    _store(directory, profile)
+    return profile
+
+
+def _store(directory: Path, profile: LatencyProfile) -> None:
+    """Write beside the engine if the directory is writable; a read-only engine is measured by each process."""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".profile.", delete=False) as file:
+            file.write(profile.to_json())
+        os.replace(file.name, directory / PROFILE)
+    except OSError:
+        return
+
+
+def measure(engine: Engine, *, seconds: float = 6.0, progress: Progress = no_progress) -> LatencyProfile:
+    """Time drafts and verifications on slot 0, which must be free, for about `seconds`, shared by the contexts.
+
+    Sizes are interleaved, so that a slow moment of the machine touches all of them, and the fastest time is kept:
+    other work on the machine only ever adds to it. Every size is timed REPETITIONS[0] times however long
+    that takes.
+    """
+    limits = engine.manifest.limits
+    contexts = [c for c in CONTEXTS if c <= limits.max_seq_len // 2] or [max(1, limits.max_seq_len // 2)]
+    costs = []
+    try:
+        for i, context in enumerate(contexts):
+            progress("measuring latencies", i, len(contexts))
+            _fill(engine, context)
+            share = seconds / len(contexts)
+            costs.append(_measure_context(engine, context, share))
+    finally:
+        engine.truncate(0, 0)
+    return LatencyProfile(fingerprint(engine.manifest, engine.threads), machine_name(), tuple(costs))
+
+
+def _fill(engine: Engine, context: int) -> None:
+    limits, vocab = engine.manifest.limits, engine.manifest.target_dims.vocab_size
+    tokens = np.random.default_rng(0).integers(0, vocab, context)
+    while (start := engine.length(0)) < context:
+        engine.prefill(0, tokens[start : start + limits.prefill_chunk], rows="none", taps=True)
+
+
+def _measure_context(engine: Engine, context: int, seconds: float) -> ContextCost:
+    largest = 1 + engine.manifest.limits.max_tree_budget
+    deadline = time.perf_counter() + seconds
+    verify: dict[int, float] = {}
+    for t in (t for t in TREE_TOKENS if t <= largest):
+        verify[t] = _rounds(engine, context, t)[1]
+        if verify[t] > COSTLY * verify[1]:
+            break
+    draft = float("inf")  # the first draft after a prefill takes in the prompt's states: no round's cost
+    for repetition in range(REPETITIONS[1]):
+        for t in verify:
+            draft_s, verify_s = _rounds(engine, context, t)
+            draft, verify[t] = min(draft, draft_s), min(verify[t], verify_s)
+        if repetition + 1 >= REPETITIONS[0] and time.perf_counter() > deadline:
+            break
+    return ContextCost(context, draft, tuple(verify), tuple(verify.values()))
+
+
+def _rounds(engine: Engine, context: int, tokens: int) -> tuple[float, float]:
+    """The fastest draft and verify of a few rounds in a row: the first ones still find the processor's caches and
+    clock as another tree size left them. Long passes do not feel that and are timed once."""
+    draft_s, verify_s = _round(engine, context, tokens)
+    for _ in range(IN_A_ROW - 1):
+        if verify_s > LONG_PASS_S:
+            break
+        draft, verify = _round(engine, context, tokens)
+        draft_s, verify_s = min(draft_s, draft), min(verify_s, verify)
+    return draft_s, verify_s
+
+
+def _round(engine: Engine, context: int, tokens: int) -> tuple[float, float]:
+    """(draft, verify) seconds of one round as decoding would do it: what ran before decides what the processor's
+    caches hold. A single token follows a single token, a tree its draft."""
+    _verify(engine, tokens)
+    if tokens == 1:
+        return float("inf"), _timed(_verify, engine, 1)
+    rows = min(DRAFT_ROWS, tokens)
+    engine.commit(0, np.arange(rows, dtype=np.int32), taps=True)
+    draft_s = _timed(_draft, engine)
+    verify_s = _timed(_verify, engine, tokens)
+    engine.truncate(0, context)
+    return draft_s, verify_s
+
+
+def _verify(engine: Engine, tokens: int) -> None:
+    depths = np.arange(tokens, dtype=np.int32)
+    tree = TokenTree(np.ones(tokens, np.int64), chain_parents(tokens), np.minimum(depths, 16))
+    engine.verify([VerifyRequest(0, tree)])
+
+
+def _draft(engine: Engine) -> None:
+    def most_probable(log_probs: NDArray[np.float32], token_ids: NDArray[np.int32]) -> DrawnFrom:
+        return DrawnFrom(int(token_ids[0]), token_ids[:1], np.ones(1))
+
+    engine.draft([DraftRequest(0, 1, 16, 16, most_probable)])
+
+
+def _timed(work: Callable[..., None], *args: object) -> float:
+    start = time.perf_counter()
+    work(*args)
+    return time.perf_counter() - start

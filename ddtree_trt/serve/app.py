@@ -1,0 +1,72 @@
+"""The application: routes, errors, and the engine's life."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response
+
+from ddtree_trt import __version__
+from ddtree_trt.runtime.async_llm import AsyncLLM
+from ddtree_trt.serve import errors
+from ddtree_trt.serve.chat import chat
+from ddtree_trt.serve.completions import complete
+from ddtree_trt.serve.errors import ApiError
+from ddtree_trt.serve.limits import Gate
+from ddtree_trt.serve.metrics import Metrics
+from ddtree_trt.serve.options import ServeOptions
+from ddtree_trt.serve.protocol import ChatRequest, CompletionRequest
+from ddtree_trt.serve.responses import ChatCompletion, Completion, ModelCard, ModelList
+from ddtree_trt.serve.service import Service
+
+
+def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions) -> Gate:
+    """The ASGI application over an engine, which it shuts down at the end of its life."""
+    service = Service(llm, metrics, options.model_name)
+
+    @asynccontextmanager
+    async def life(_: FastAPI) -> AsyncIterator[None]:
+        metrics.watch(llm)
+        yield
+        await asyncio.to_thread(service.close)
+
+    app = FastAPI(title="ddtree-trt", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
+    gate = Gate(app, options, metrics)
+    errors.install(app, lambda: metrics.retry_after_s)
+
+    @app.post("/v1/chat/completions", response_model=ChatCompletion)
+    async def chat_completions(request: Request, body: ChatRequest) -> Response:
+        return await chat(service, request, body)
+
+    @app.post("/v1/completions", response_model=Completion)
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        return await complete(service, request, body)
+
+    card = ModelCard(id=service.model_name, created=service.created, max_model_len=service.max_seq_len)
+
+    @app.get("/v1/models")
+    async def models() -> ModelList:
+        return ModelList(data=[card])
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> ModelCard:
+        service.check_model(name)
+        return card
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        if llm.failure is not None:
+            raise ApiError(503, str(llm.failure), kind=errors.SERVER, code="engine_error")
+        if gate.draining:
+            raise errors.shutting_down()
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def prometheus(request: Request) -> Response:
+        page, content_type = metrics.page(request.headers.get("accept", ""))
+        return Response(page, headers={"Content-Type": content_type})
+
+    return gate

@@ -1,0 +1,106 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import Request
+from starlette.responses import Response
+
+from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
+from ddtree_trt.runtime.sampling import TokenLogprob
+from ddtree_trt.serve.errors import ApiError
+from ddtree_trt.serve.protocol import CompletionRequest
+from ddtree_trt.serve.responses import Answer, Completion, CompletionChoice, CompletionLogprobs, json_response
+from ddtree_trt.serve.service import Service, check_stream_options, finish_reason, new_id
+from ddtree_trt.serve.streaming import stream
+from ddtree_trt.serve.tokens import TextOffsets, TokenTexts, json_logprob
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
+
+
+async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
+    service.check_model(body.model)
+    with_usage = check_stream_options(body)
+    _check_total(service, len(body.prompt) * max(body.n or 1, 1))
+    prompts = [await service.encode(p, len(p) if isinstance(p, str) else 0, "prompt") for p in body.prompt]
+    calls = []
+    for ids in prompts:
+        room = service.max_seq_len - len(ids)
+        wanted = min(DEFAULT_MAX_TOKENS, room) if body.max_tokens is None else body.max_tokens
+        others = {"echo": bool(body.echo), "logprobs": body.logprobs}
+        others |= {"prompt_logprobs": body.logprobs if body.echo else None}
+        calls.append((ids, service.params(body, room, wanted, {}, **others)))
+    request_id = new_id("cmpl")
+    # No await between the first and the last: the queue takes all of them or, on QueueFull, none for long.
+    submissions = [service.submit(request, ids, p, f"{request_id}-{i}", "prompt") for i, (ids, p) in enumerate(calls)]
+    head: dict[str, Any] = {"id": request_id, "created": int(time.time()), "model": service.model_name}
+    n, skip = calls[0][1].n, calls[0][1].skip_special_tokens
+    choices = _Choices(service.texts, n, echo=bool(body.echo), skip_special_tokens=skip)
+    if body.stream:
+
+        def chunks(place: int, part: RequestOutput, output: CompletionOutput) -> list[Answer]:
+            choice = choices.choice(place, part, output)
+            empty = (
+                not choice.text and choice.finish_reason is None and not (choice.logprobs and choice.logprobs.tokens)
+            )
+            return [] if empty else [Completion(**head, choices=[choice])]
+
+        last = Completion(**head, choices=[]) if with_usage else None
+        return stream(service, submissions, chunks, last, request_id)
+    outputs = [await submission.result() for submission in submissions]
+    completion = Completion(
+        **head,
+        choices=[choices.choice(place, whole, o) for place, whole in enumerate(outputs) for o in whole.outputs],
+        usage=service.usage(outputs),
+        metrics=service.acceptance(outputs),
+    )
+    return json_response(completion)
+
+
+def _check_total(service: Service, sequences: int) -> None:
+    llm = service.llm
+    if llm.max_waiting is not None and sequences > llm.slots + llm.max_waiting:
+        message = f"{sequences} completions in one request; at most {llm.slots + llm.max_waiting} may run or wait here"
+        raise ApiError(400, message, param="prompt", code="invalid_value")
+
+
+class _Choices:
+    """Outputs as choices, numbered prompt by prompt; keeps each choice's place in its text from part to part."""
+
+    def __init__(self, texts: TokenTexts, n: int, *, echo: bool, skip_special_tokens: bool) -> None:
+        self._texts, self._n, self._echo, self._skip = texts, n, echo, skip_special_tokens
+        self._offsets: dict[int, TextOffsets] = {}
+
+    def choice(self, place: int, part: RequestOutput, output: CompletionOutput) -> CompletionChoice:
+        index = place * self._n + output.index
+        return CompletionChoice(
+            index=index,
+            text=output.text,
+            logprobs=self._logprobs(index, part, output),
+            finish_reason=finish_reason(output.finish_reason),
+        )
+
+    def _logprobs(self, index: int, part: RequestOutput, output: CompletionOutput) -> CompletionLogprobs | None:
+        if output.logprobs is None:
+            return None
+        tokens: list[tuple[int, TokenLogprob | None]] = []
+        if index not in self._offsets:
+            self._offsets[index] = TextOffsets(self._texts, skip_special_tokens=self._skip)
+            if self._echo:
+                tokens += zip(part.prompt_token_ids, part.prompt_logprobs or [], strict=True)
+        tokens += zip(output.token_ids, output.logprobs, strict=True)
+        return CompletionLogprobs(
+            tokens=[self._texts.of(token)[0] for token, _ in tokens],
+            token_logprobs=[None if t is None else json_logprob(t.logprob) for _, t in tokens],
+            top_logprobs=[None if t is None else self._top(t) for _, t in tokens],
+            text_offset=[self._offsets[index].next(token) for token, _ in tokens],
+        )
+
+    def _top(self, token: TokenLogprob) -> dict[str, float]:
+        """The best alternatives and the token itself. Of two tokens with one text the more probable one stays."""
+        top: dict[str, float] = {}
+        for token_id, logprob in (*token.top, (token.token_id, token.logprob)):
+            top.setdefault(self._texts.of(token_id)[0], json_logprob(logprob))
+        return top

@@ -1,0 +1,176 @@
+"""The gate in front of the API: who may come in, how much may be sent, how long an answer may take, and what happens
+when the client goes away.
+
+An ASGI middleware rather than a framework's hooks, because it must see the connection while the answer is being made:
+a client that disconnects ends its request at once, streaming or not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+from contextlib import ExitStack
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ddtree_trt.serve.errors import CLOSE, ApiError, error_event, overloaded, shutting_down, timed_out
+from ddtree_trt.serve.metrics import Metrics
+from ddtree_trt.serve.options import ServeOptions
+
+GUARDED = "/v1/"  # health and metrics stay open to whoever watches the server
+_LAST_WORD_S = 1.0  # for telling a client that its request was ended; a stalled one does not hear it
+
+
+class Gate:
+    """Counts and bounds the requests under way."""
+
+    def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
+        self._app, self._options, self._metrics = app, options, metrics
+        self._key = None if options.api_key is None else f"Bearer {options.api_key}".encode()
+        self._exchanges: set[_Exchange] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.draining = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or not scope["path"].startswith(GUARDED):
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refusal(scope)
+        answer = _Answer(send, self._metrics)
+        if refusal is not None:
+            await refusal.response()(scope, receive, answer.send)
+            return
+        exchange = _Exchange(self._app, scope, receive, answer, self._options)
+        self._exchanges.add(exchange)
+        self._idle.clear()
+        try:
+            await exchange.run()
+        finally:
+            self._exchanges.discard(exchange)
+            if not self._exchanges:
+                self._idle.set()
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        headers = dict(scope["headers"])
+        if self._key is not None and not hmac.compare_digest(headers.get(b"authorization", b""), self._key):
+            message = "missing or wrong API key; send it as: Authorization: Bearer KEY"
+            return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer", **CLOSE})
+        if self.draining:
+            return shutting_down()
+        if len(self._exchanges) >= self._options.max_requests:
+            message = f"{len(self._exchanges)} requests are under way, as many as this server takes; try again later"
+            refusal = overloaded(message, self._metrics.retry_after_s)
+            refusal.headers.update(CLOSE)  # the body is still on its way and will not be read
+            return refusal
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self._options.max_body_bytes:
+            return _body_too_large(self._options.max_body_bytes)
+        return None
+
+    async def drained(self) -> None:
+        """Wait until no request is under way."""
+        await self._idle.wait()
+
+    def end_all(self) -> None:
+        """End what is under way, telling each client."""
+        for exchange in list(self._exchanges):
+            exchange.end(shutting_down())
+
+
+class _Answer:
+    """Watches what has been sent."""
+
+    def __init__(self, send: Send, metrics: Metrics) -> None:
+        self._send, self._metrics = send, metrics
+        self.started = self.complete = self.streams = False
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.started = True
+            self.streams = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+            if message["status"] >= 400:
+                self._metrics.refused(message["status"])
+        await self._send(message)
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.complete = True
+
+
+class _Exchange:
+    """One request with its answer. It ends when the answer is complete, the client is gone, or it is told to end;
+    whatever the endpoint hung on `scope["state"]["cleanup"]` is closed then."""
+
+    def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, answer: _Answer, options: ServeOptions) -> None:
+        self._app, self._scope, self._receive, self._answer = app, scope, receive, answer
+        self._options = options
+        loop = asyncio.get_running_loop()
+        self._body: asyncio.Future[bytes] = loop.create_future()
+        self._told: asyncio.Future[ApiError] = loop.create_future()
+        self._replayed = False
+
+    def end(self, reason: ApiError) -> None:
+        if not self._told.done():
+            self._told.set_result(reason)
+
+    async def run(self) -> None:
+        limit = self._options.request_timeout_s
+        timer = asyncio.get_running_loop().call_later(limit, self.end, timed_out(limit)) if limit else None
+        with ExitStack() as cleanup:
+            if timer is not None:
+                cleanup.callback(timer.cancel)
+            scope = {**self._scope, "state": {**self._scope.get("state", {}), "cleanup": cleanup}}
+            work = asyncio.ensure_future(self._app(scope, self._replay, self._answer.send))
+            client = asyncio.ensure_future(self._read())
+            ends: set[asyncio.Future[Any]] = {work, client, self._told}
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (work, client):
+                    task.cancel()
+                await asyncio.wait({work, client})
+        error = next((t.exception() for t in (work, client) if not t.cancelled() and t.exception()), None)
+        if self._told.done():
+            await self._tell(self._told.result())
+        elif error is not None and not self._answer.complete:
+            raise error  # the server closes the connection; an answer that is complete has told the client already
+
+    async def _read(self) -> None:
+        """Collect the body, then wait until the client is gone."""
+        body = bytearray()
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            if len(body) > self._options.max_body_bytes:
+                self.end(_body_too_large(self._options.max_body_bytes))
+                return
+            if not message.get("more_body", False) and not self._body.done():
+                self._body.set_result(bytes(body))
+
+    async def _replay(self) -> Message:
+        """The whole body at once; then nothing, since watching the connection is the gate's."""
+        if self._replayed:
+            await asyncio.get_running_loop().create_future()
+        self._replayed = True
+        return {"type": "http.request", "body": await self._body, "more_body": False}
+
+    async def _tell(self, reason: ApiError) -> None:
+        """Say why the answer ends here: as the answer itself, or as a stream's last event. A client that does not
+        read hears nothing: its connection is closed for the answer being incomplete."""
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._say(reason), _LAST_WORD_S)
+
+    async def _say(self, reason: ApiError) -> None:
+        if not self._answer.started:
+            await reason.response()(self._scope, self._receive, self._answer.send)
+        elif self._answer.streams and not self._answer.complete:
+            body = error_event(reason).encode()
+            await self._answer.send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def _body_too_large(limit: int) -> ApiError:
+    message = f"the body is larger than the {limit} bytes this server takes"
+    return ApiError(413, message, code="body_too_large", headers=CLOSE)

@@ -1,0 +1,49 @@
+"""What the server can be told. Imports nothing heavy: the command line reads its defaults here."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ddtree_trt.errors import UsageError
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How to serve an engine. Raises UsageError for a value out of range."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000  # 0: any free one, named in the line printed when the server is ready
+    model_name: str | None = None  # what clients call the model; None: the engine's name
+    api_key: str | None = None  # what clients must send as a bearer token; None: anyone may call
+    max_requests: int = 512  # HTTP requests under way, those with slow readers included; more are answered 429
+    max_waiting: int = 256  # sequences waiting for a slot; more are answered 429
+    max_body_bytes: int = 4 << 20
+    request_timeout_s: float = 600.0  # from the request's first byte to the answer's last; 0: none
+    stall_timeout_s: float = 30.0  # a reader that takes nothing for this long is cut off
+    drain_timeout_s: float = 30.0  # after SIGTERM, before what still runs is ended
+    threads: int = 0  # CPU threads of the engine; 0 chooses
+    access_log: bool = False
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if not math.isfinite(value) or not low <= value <= high:
+                bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+                raise UsageError(f"{name} must be {bounds}, not {value}")
+        if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
+            raise UsageError("the API key must be printable ASCII text that is not empty")
+        if self.model_name == "":
+            raise UsageError("model_name must not be empty; leave it out for the engine's own name")
+
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("port", 0, 65535),
+    ("max_requests", 1, math.inf),
+    ("max_waiting", 0, math.inf),
+    ("max_body_bytes", 1024, 1 << 30),
+    ("request_timeout_s", 0, 86400),
+    ("stall_timeout_s", 1, 3600),
+    ("drain_timeout_s", 0, 86400),
+    ("threads", 0, 1024),
+)

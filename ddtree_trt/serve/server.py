@@ -1,0 +1,124 @@
+"""The server process: its socket, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import uvicorn
+
+from ddtree_trt.artifact import load_manifest
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.async_llm import AsyncLLM
+from ddtree_trt.serve.app import create_app
+from ddtree_trt.serve.limits import Gate
+from ddtree_trt.serve.metrics import Metrics
+from ddtree_trt.serve.options import ServeOptions
+
+_BACKLOG = 2048
+_SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: it would grow to megabytes for a reader that is slow
+_LAST_WORDS_S = 3.0  # for answers to be sent after everything was told to end
+_FLUSH_S = 5  # for connections to take what was written
+
+
+def serve_engine(engine_dir: Path, options: ServeOptions) -> None:
+    """Serve an engine until SIGTERM or SIGINT has been obeyed. Prints one line when it is ready.
+
+    Raises ArtifactError when the engine cannot be used, UsageError when the address cannot.
+    """
+    with listen(options) as listener:
+        make_server(engine_dir, options, listener).run(sockets=[listener])
+
+
+def make_server(engine_dir: Path, options: ServeOptions, listener: socket.socket) -> Server:
+    """Load the engine and put a server in front of it. Raises ArtifactError when the directory cannot be used."""
+    metrics = Metrics(load_manifest(engine_dir))
+    llm = AsyncLLM(engine_dir, threads=options.threads, max_waiting=options.max_waiting, on_finished=metrics.finished)
+    gate = create_app(llm, metrics, options)
+    config = uvicorn.Config(
+        gate,
+        log_level="info" if options.access_log else "warning",
+        access_log=options.access_log,
+        server_header=False,
+        timeout_graceful_shutdown=_FLUSH_S,
+        backlog=_BACKLOG,
+        ws="none",
+    )
+    host, port = listener.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    ready = f"serving {options.model_name or llm.engine.manifest.name} ({llm.slots} slots) on {address}"
+    return Server(config, llm, gate, options.drain_timeout_s, ready)
+
+
+def listen(options: ServeOptions) -> socket.socket:
+    """A bound socket; what is set on it holds for every connection it accepts."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, socket.SOCK_STREAM)
+    except OSError as error:
+        raise UsageError(f"cannot listen on {options.host}: {error.strerror}") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        # The kernel ends a connection whose peer takes nothing, or does not acknowledge, for this long.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * options.stall_timeout_s))
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise UsageError(
+            f"cannot listen on {options.host} port {options.port}: {error.strerror}; choose another with --port"
+        ) from error
+    return listener
+
+
+class Server(uvicorn.Server):
+    """uvicorn, but a signal drains first: new requests are answered 503, those under way finish, then it ends. A second
+    signal ends them at once."""
+
+    def __init__(self, config: uvicorn.Config, llm: AsyncLLM, gate: Gate, drain_timeout_s: float, ready: str) -> None:
+        super().__init__(config)
+        self.llm = llm
+        self._gate, self._drain_timeout_s, self._ready = gate, drain_timeout_s, ready
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._hurry = asyncio.Event()
+        self._draining: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets=sockets)
+        print(self._ready, flush=True)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """uvicorn's signal handler."""
+        self.drain()
+
+    def drain(self) -> None:
+        """Begin to end, or hurry if that has begun. From any thread, and between any two bytecodes of this one:
+        nothing is done here but to wake the loop."""
+        if self._loop is None:
+            self.should_exit = True
+        elif not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._begin_or_hurry)
+
+    def _begin_or_hurry(self) -> None:
+        if self._draining is None:
+            self._gate.draining = True
+            self._draining = asyncio.ensure_future(self._drain_and_exit())
+        else:
+            self._hurry.set()
+
+    async def _drain_and_exit(self) -> None:
+        await _first_of(self._gate.drained(), self._hurry.wait(), timeout=self._drain_timeout_s)
+        self._gate.end_all()
+        await _first_of(self._gate.drained(), timeout=_LAST_WORDS_S)
+        self.should_exit = True
+
+
+async def _first_of(*waits: Any, timeout: float) -> None:
+    tasks = [asyncio.ensure_future(w) for w in waits]
+    await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()

@@ -1,0 +1,162 @@
+"""What both endpoints share: from a request's fields to a running submission, and from outputs to figures."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fastapi import Request
+
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.async_llm import AsyncLLM, Submission
+from ddtree_trt.runtime.outputs import RequestOutput
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.stats import merge
+from ddtree_trt.runtime.text import Prompt
+from ddtree_trt.serve.errors import INVALID, SERVER, ApiError
+from ddtree_trt.serve.metrics import Metrics
+from ddtree_trt.serve.protocol import ChatRequest, CompletionRequest
+from ddtree_trt.serve.responses import AcceptanceMetrics, PromptTokensDetails, UsageInfo
+from ddtree_trt.serve.tokens import TokenTexts
+
+# Fields that are `SamplingParams`' own, under the same name. `logprobs` and the token limits differ by endpoint.
+_SAMPLING = (
+    *("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop"),
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("include_stop_str_in_output", "skip_special_tokens", "method", "tree_budget"),
+)
+# A text cannot have fewer tokens than its length over the longest token's. The factor allows for normalisation, which
+# may turn several characters into one.
+_NORMALISATION = 4
+
+
+class Service:
+    """One engine under one name."""
+
+    def __init__(self, llm: AsyncLLM, metrics: Metrics, model_name: str | None) -> None:
+        self.llm, self.metrics = llm, metrics
+        self.model_name = model_name or llm.engine.manifest.name
+        self.created = int(time.time())
+        self.texts = TokenTexts(llm.codec)
+        self.max_seq_len = llm.engine.manifest.limits.max_seq_len
+        # One thread: a tokenizer is not for several at a time, and a long prompt must not hold up the event loop.
+        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="ddtree-tokenizer")
+        longest = max((len(token) for token in llm.tokenizer.get_vocab()), default=1)
+        self._max_characters = self.max_seq_len * longest * _NORMALISATION
+
+    def close(self) -> None:
+        self._encoder.shutdown(cancel_futures=True)
+        self.llm.shutdown()
+
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.model_name:
+            message = f"the model '{name}' does not exist here; this server serves '{self.model_name}'"
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def encode(self, prompt: Prompt, characters: int, param: str) -> list[int]:
+        """Token ids of a prompt that has this many characters in all; ApiError names `param` when it cannot be used."""
+        if characters > self._max_characters:
+            raise self.too_long(f"{characters} characters", param)
+        try:
+            loop = asyncio.get_running_loop()
+            ids = await loop.run_in_executor(self._encoder, self.llm.codec.encode, prompt)
+        except UsageError as error:
+            raise ApiError(400, str(error), param=param, code="invalid_value") from error
+        if len(ids) >= self.max_seq_len:
+            raise self.too_long(f"{len(ids)} tokens", param)
+        if not ids:
+            message = f"'{param}' is empty: the prompt has no tokens; give at least one"
+            raise ApiError(400, message, param=param, code="invalid_value")
+        return ids
+
+    def too_long(self, size: str, param: str) -> ApiError:
+        message = (
+            f"the prompt has {size}; this model takes at most {self.max_seq_len - 1} prompt tokens, "
+            f"{self.max_seq_len} with the completion"
+        )
+        return ApiError(400, message, param=param, code="context_length_exceeded")
+
+    def params(
+        self,
+        body: ChatRequest | CompletionRequest,
+        room: int,
+        max_tokens: int | None,
+        renamed: dict[str, str],
+        **others: Any,
+    ) -> SamplingParams:
+        """SamplingParams of a request whose completion has `room` tokens. `renamed` maps SamplingParams' names to those
+        the client knows."""
+        limit = renamed.get("max_tokens", "max_tokens")
+        given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
+        if max_tokens is not None and max_tokens > room:
+            message = (
+                f"{limit} {max_tokens} does not fit: the prompt leaves {room} of this model's {self.max_seq_len} "
+                "tokens; shorten the prompt or lower it"
+            )
+            raise ApiError(400, message, param=limit, code="context_length_exceeded")
+        try:
+            return SamplingParams.from_mapping(
+                {**given, **others, "max_tokens": room if max_tokens is None else max_tokens}
+            )
+        except UsageError as error:
+            raise _named(error, renamed, None) from error
+
+    def submit(
+        self, request: Request, ids: list[int], params: SamplingParams, request_id: str, prompt_param: str
+    ) -> Submission:
+        """Start generating. However the exchange with the client ends, the submission ends with it."""
+        try:
+            submission = self.llm.submit(ids, params, request_id)
+        except UsageError as error:
+            raise _named(error, {}, prompt_param) from error
+        request.state.cleanup.enter_context(submission)
+        return submission
+
+    def usage(self, outputs: Sequence[RequestOutput]) -> UsageInfo:
+        prompt = sum(o.usage.prompt_tokens for o in outputs)
+        completion = sum(o.usage.completion_tokens for o in outputs)
+        return UsageInfo(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(o.usage.cached_tokens for o in outputs)),
+        )
+
+    def acceptance(self, outputs: Sequence[RequestOutput]) -> AcceptanceMetrics:
+        return AcceptanceMetrics.of(merge(o.metrics for o in outputs))
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def finish_reason(reason: str | None) -> Any:
+    """The reason as clients know it. A sequence is only ever aborted with its client gone or the server ending."""
+    if reason == "abort":
+        raise ApiError(503, "the request was ended by the server", kind=SERVER, code="aborted")
+    return reason
+
+
+def _named(error: UsageError, renamed: dict[str, str], other: str | None) -> ApiError:
+    """Our texts begin with the parameter at fault; where one does not, it is `other`."""
+    text = str(error)
+    match = re.match(r"\w+", text)
+    name = match.group() if match else ""
+    if name in SamplingParams.__dataclass_fields__:
+        param = renamed.get(name, name)
+        return ApiError(400, param + text[len(name) :], kind=INVALID, param=param, code="invalid_value")
+    return ApiError(400, text, kind=INVALID, param=other, code="invalid_value")
+
+
+def check_stream_options(body: ChatRequest | CompletionRequest) -> bool:
+    """Whether the stream's usage is wanted."""
+    if body.stream_options is None:
+        return False
+    if not body.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options", code="invalid_value")
+    return bool(body.stream_options.include_usage)

@@ -1,0 +1,51 @@
+"""Server-sent events, the same way for both endpoints."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from starlette.responses import StreamingResponse
+
+from ddtree_trt.runtime.async_llm import Submission, as_they_come
+from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
+from ddtree_trt.serve.errors import as_api_error, error_event
+from ddtree_trt.serve.responses import DONE, Answer, event
+from ddtree_trt.serve.service import Service
+
+# (prompt's place, its part, one completion's share of it) → what to send, in order
+Chunks = Callable[[int, RequestOutput, CompletionOutput], list[Answer]]
+
+
+def stream(
+    service: Service, submissions: Sequence[Submission], chunks: Chunks, last: Answer | None, request_id: str
+) -> StreamingResponse:
+    """Stream the submissions' parts. `last`, when given, follows them with the usage."""
+    return StreamingResponse(
+        _events(service, submissions, chunks, last),
+        media_type="text/event-stream",
+        # Proxies that buffer would turn the stream into one late answer.
+        headers={"X-Request-Id": request_id, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
+    )
+
+
+async def _events(
+    service: Service, submissions: Sequence[Submission], chunks: Chunks, last: Answer | None
+) -> AsyncIterator[str]:
+    latest: dict[int, RequestOutput] = {}
+    try:
+        async for place, part in as_they_come(submissions):
+            latest[place] = part
+            answers = [a for output in part.outputs for a in chunks(place, part, output)]
+            if last is not None:
+                for a in answers:
+                    a.usage = None  # sent as null, as OpenAI does
+            if all(s.finished for s in submissions):
+                answers[-1].metrics = service.acceptance(list(latest.values()))
+            if answers:
+                yield "".join(event(a.to_json()) for a in answers)
+        if last is not None:
+            last.usage = service.usage(list(latest.values()))
+            yield event(last.to_json())
+        yield DONE
+    except Exception as error:  # the status has been sent: an event has to say it
+        yield error_event(as_api_error(error))

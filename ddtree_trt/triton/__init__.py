@@ -1,0 +1,12 @@
+"""What the exported Triton model does beyond parsing and forwarding: see `triton_repo/model.py`, which uses it.
+
+Nothing here imports Triton: the server's modules exist only inside the server, so the model hands in what is needed.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+LayoutName = Literal["trtllm", "vllm"]
+LAYOUT_NAMES: tuple[str, ...] = get_args(LayoutName)
+ENGINE_FOLDER = "engine"  # inside the model's version directory

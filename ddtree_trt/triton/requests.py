@@ -1,0 +1,263 @@
+"""From the tensors of an inference request to a prompt and `SamplingParams`.
+
+Every input the configurations declare is either honoured or refused here with a sentence; nothing is dropped. An
+unsupported input is accepted only with a value that asks for nothing, since many clients always send the whole list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.triton.settings import Layout
+
+Inputs = Mapping[str, NDArray[Any]]
+
+# Input → field of SamplingParams. Two names for one field may not be given together.
+FIELDS = {
+    "max_tokens": "max_tokens",
+    "min_tokens": "min_tokens",
+    "min_length": "min_tokens",
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "seed": "seed",
+    "stop_words": "stop",
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "num_return_sequences": "n",
+    "num_draft_tokens": "tree_budget",
+}
+# Inputs that `parse` reads by name. pad_id is read and has no effect: nothing is padded here.
+OTHERS = {
+    *("text_input", "stream", "exclude_input_in_output", "sampling_parameters", "end_id", "pad_id"),
+    *("return_log_probs", "return_logprobs", "return_cumulative_logprob", "return_finish_reason"),
+    *("return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics"),
+}
+_TEXT_ONLY = "the model reads text only"
+_NO_LORA = "LoRA adapters are not supported; build an engine from the merged checkpoint"
+_NO_GUIDE = "guided decoding is not supported"
+_NO_TUNING = "prompt tuning is not supported"
+_NO_BEAMS = "beam search is not supported; a tree of drafts is verified for one sequence at a time"
+_NO_LOGITS = "logits stay in the engine; ask for log-probabilities with return_log_probs"
+_NO_BIAS = "biased words are not supported; bias single tokens with logit_bias in sampling_parameters"
+# Unsupported input → why, and the values that ask for nothing.
+REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "bad_words": ("banned words are not supported; ban single tokens with logit_bias in sampling_parameters", ("",)),
+    "beam_width": (_NO_BEAMS, (1,)),
+    "length_penalty": (_NO_BEAMS, (0.0, 1.0)),
+    "return_context_logits": (_NO_LOGITS, (False,)),
+    "return_generation_logits": (_NO_LOGITS, (False,)),
+    "use_draft_logits": ("the drafter runs inside the engine and takes no logits from outside", (False,)),
+    "decoder_text_input": ("the model has a decoder only; put the whole prompt into text_input", ()),
+    "image_input": (_TEXT_ONLY, ()),
+    "image_bytes_input": (_TEXT_ONLY, ()),
+    "image_url_input": (_TEXT_ONLY, ()),
+    "video_bytes_input": (_TEXT_ONLY, ()),
+    "image": (_TEXT_ONLY, ()),
+    "embedding_request": ("the model generates text, it makes no embeddings", ()),
+    "prompt_embedding_table": (_NO_TUNING, ()),
+    "prompt_vocab_size": (_NO_TUNING, ()),
+    "prompt_table_extra_id": (_NO_TUNING, ()),
+    "embedding_bias_words": (_NO_BIAS, ("",)),
+    "embedding_bias_weights": (_NO_BIAS, ()),
+    "lora_task_id": (_NO_LORA, ()),
+    "lora_weights": (_NO_LORA, ()),
+    "lora_config": (_NO_LORA, ()),
+    "guided_decoding_guide_type": (_NO_GUIDE, ("",)),
+    "guided_decoding_guide": (_NO_GUIDE, ("",)),
+}
+# Request parameters that are the server's or the client's own, not the model's.
+_RESERVED = {"id", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
+# vLLM parameters without a counterpart here → the value that changes nothing.
+_NEUTRAL = {
+    "best_of": 1,
+    "use_beam_search": False,
+    "length_penalty": 1.0,
+    "early_stopping": False,
+    "detokenize": True,
+    "spaces_between_special_tokens": True,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A checked request."""
+
+    prompt: str
+    params: SamplingParams
+    stream: bool
+    echo: bool  # put the prompt in front of the text
+    timeout_s: float | None
+    outputs: frozenset[str]  # the outputs to send
+
+
+def parse(
+    inputs: Inputs,
+    layout: Layout,
+    *,
+    parameters: Mapping[str, Any],
+    timeout_us: int,
+    requested: frozenset[str],
+    declared: frozenset[str],
+) -> Call:
+    """Check a request. Raises UsageError with a sentence that names the input at fault.
+
+    Args:
+        inputs: the tensors given, by name.
+        parameters: the request's parameters, taken as sampling parameters like the input `sampling_parameters`.
+        timeout_us: the request's timeout in microseconds; 0 is none. `generate` passes it as a parameter instead.
+        requested: outputs the client listed, or all `declared` ones when it listed none.
+    """
+    _refuse(inputs)
+    if "text_input" not in inputs:
+        raise UsageError("text_input is missing; give the prompt as one string")
+    stream = bool(_scalar(inputs, "stream", False))
+    echo = not _scalar(inputs, "exclude_input_in_output", stream or not layout.echo)
+    if echo and stream:
+        raise UsageError("exclude_input_in_output=false needs stream=false: a stream holds the completion only")
+    given = {k: v for k, v in parameters.items() if k not in _RESERVED and not k.startswith("triton_")}
+    timeout_us = _microseconds(given.pop("timeout", timeout_us))
+    wants_log_probs = any(
+        _scalar(inputs, n, False) for n in ("return_log_probs", "return_logprobs", "return_cumulative_logprob")
+    )
+    return Call(
+        prompt=_scalar(inputs, "text_input", ""),
+        params=_sampling_params(inputs, given, wants_log_probs),
+        stream=stream,
+        echo=echo,
+        timeout_s=timeout_us / 1e6 if timeout_us else None,
+        outputs=_outputs(inputs, layout, requested, declared, wants_log_probs),
+    )
+
+
+def _refuse(inputs: Inputs) -> None:
+    for name, array in inputs.items():
+        if name in REFUSED:
+            reason, harmless = REFUSED[name]
+            if not array.size or not all(value in harmless for value in _values(name, array)):
+                raise UsageError(f"{name}: {reason}")
+        elif name not in FIELDS and name not in OTHERS:
+            raise UsageError(f"input {name!r} is unknown; remove it from the request and from config.pbtxt")
+
+
+def _sampling_params(inputs: Inputs, parameters: Mapping[str, Any], wants_log_probs: bool) -> SamplingParams:
+    sources: list[tuple[str, Any, str]] = []  # field, value, where it was given
+    for name, field in FIELDS.items():
+        if name in inputs:
+            value = _words(inputs, name) if name == "stop_words" else _scalar(inputs, name, None)
+            sources.append((field, value, name))
+    if "end_id" in inputs:
+        sources += [("stop_token_ids", [_scalar(inputs, "end_id", None)], "end_id"), ("ignore_eos", True, "end_id")]
+    for where, mapping in (("sampling_parameters", _json(inputs)), ("the request's parameters", parameters)):
+        sources += [(field, value, where) for field, value in _normalised(mapping).items()]
+    fields: dict[str, Any] = {}
+    for field, value, where in sources:
+        if field in fields:
+            raise UsageError(f"{field} is given twice, the second time by {where}; give it once")
+        fields[field] = value
+    if wants_log_probs:
+        fields.setdefault("logprobs", 0)
+    return SamplingParams.from_mapping(fields)
+
+
+def _normalised(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Sampling parameters as `SamplingParams` wants them: vLLM's clients send numbers as text, JSON has text keys."""
+    numbers = {f.name for f in dataclasses.fields(SamplingParams)} - {"stop", "method"}
+    result = {}
+    for name, value in mapping.items():
+        if isinstance(value, str) and (name in numbers or name in _NEUTRAL):
+            value = _number(value)
+        if (name in _NEUTRAL and value == _NEUTRAL[name]) or value is None:
+            continue
+        if name == "logprobs" and isinstance(value, bool):
+            if not value:
+                continue
+            value = 0
+        if name == "top_k" and value == -1:  # vLLM's way to say all
+            value = 0
+        if name == "logit_bias" and isinstance(value, dict):
+            value = {int(k) if k.isdecimal() else k: v for k, v in value.items()}
+        result[name] = value
+    return result
+
+
+def _number(text: str) -> Any:
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text
+
+
+def _json(inputs: Inputs) -> dict[str, Any]:
+    text = _scalar(inputs, "sampling_parameters", "")
+    if not text:
+        return {}
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"sampling_parameters is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"sampling_parameters must be a JSON object, not {data!r}")
+    return data
+
+
+def _microseconds(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise UsageError(f"timeout must be microseconds, a whole number from 0, not {value!r}")
+    return value
+
+
+def _outputs(
+    inputs: Inputs, layout: Layout, requested: frozenset[str], declared: frozenset[str], wants_log_probs: bool
+) -> frozenset[str]:
+    """The requested outputs, without the optional ones that were neither listed nor asked for by their switch."""
+    if requested != declared:
+        return requested
+    switches = {
+        "num_input_tokens": _scalar(inputs, "return_num_input_tokens", False),
+        "num_output_tokens": _scalar(inputs, "return_num_output_tokens", False),
+        layout.cum_log_probs: wants_log_probs,
+        layout.log_probs: wants_log_probs,
+        **dict.fromkeys(TIMES, _scalar(inputs, "return_perf_metrics", False)),
+    }
+    return frozenset(name for name in requested if switches.get(name, True))
+
+
+TIMES = ("arrival_time_ns", "first_token_time_ns", "last_token_time_ns")
+
+
+def _scalar(inputs: Inputs, name: str, default: Any) -> Any:
+    if name not in inputs:
+        return default
+    values = _values(name, inputs[name])
+    if len(values) != 1:
+        raise UsageError(f"{name} must hold one value, not {len(values)}")
+    return values[0]
+
+
+def _words(inputs: Inputs, name: str) -> list[str]:
+    return [word for word in _values(name, inputs[name]) if word]
+
+
+def _values(name: str, array: NDArray[Any]) -> list[Any]:
+    """The tensor's elements as Python values, whatever its shape. A float32 becomes the shortest decimal that names it,
+    which is what the client wrote: 0.7, not 0.699999988."""
+    flat = array.reshape(-1)
+    if array.dtype == object:
+        try:
+            return [item.decode() if isinstance(item, bytes) else str(item) for item in flat]
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{name} is not valid UTF-8: {error}") from error
+    if array.dtype == np.float32:
+        return [float(str(item)) for item in flat]
+    return list(flat.tolist())

@@ -1,0 +1,88 @@
+"""What the exported `config.pbtxt` tells the model, and the two conventions it may follow."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ddtree_trt import __version__
+from ddtree_trt.errors import ArtifactError
+from ddtree_trt.triton import LAYOUT_NAMES
+
+_MINE = ("ddtree_trt_version", "layout", "max_queue", "threads")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the two conventions differ. `n` below is the number of sequences of a request."""
+
+    name: str
+    batched: bool  # scalars are [1, 1] and per-sequence numbers [1, n], instead of [1] and [n]
+    count_dtype: type  # of token counts
+    counts_per_sequence: bool  # num_output_tokens is [n], not a sum
+    echo: bool  # whether an unstreamed text begins with the prompt when nothing is said
+    unfinished: str  # finish_reason of a sequence that goes on
+    cum_log_probs: str  # name of the output
+    log_probs: str  # name of the output; the vLLM one is JSON text
+
+
+TRTLLM = Layout("trtllm", True, np.int32, False, False, "", "cum_log_probs", "output_log_probs")
+VLLM = Layout("vllm", False, np.uint32, True, True, "None", "cumulative_logprob", "logprobs")
+_LAYOUTS = {layout.name: layout for layout in (TRTLLM, VLLM)}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The exported model's settings."""
+
+    layout: Layout
+    max_queue: int  # sequences that may wait for a slot
+    threads: int  # CPU threads of the engine; 0 chooses
+    outputs: frozenset[str]  # names the model declares
+
+    @classmethod
+    def read(cls, model_config: Mapping[str, Any]) -> Settings:
+        """Read the `model_config` the server passes to `initialize`.
+
+        Raises ArtifactError for a parameter that is missing or wrong, and when the installed ddtree-trt is not the
+        version that exported the model.
+        """
+        name = model_config["name"]
+        given = {key: value["string_value"] for key, value in model_config.get("parameters", {}).items()}
+        if missing := [key for key in _MINE if key not in given]:
+            raise ArtifactError(f"config.pbtxt of {name!r} lacks the parameters {missing}; export the model again")
+        if given["ddtree_trt_version"] != __version__:
+            raise ArtifactError(
+                f"model {name!r} was exported by ddtree-trt {given['ddtree_trt_version']}, the server's Python "
+                f"({sys.prefix}) has {__version__}; install the former there, or export the model again with the latter"
+            )
+        if given["layout"] not in _LAYOUTS:
+            raise ArtifactError(f"config.pbtxt of {name!r}: layout must be one of {', '.join(LAYOUT_NAMES)}")
+        return cls(
+            layout=_LAYOUTS[given["layout"]],
+            max_queue=_count(name, "max_queue", given["max_queue"]),
+            threads=_count(name, "threads", given["threads"]),
+            outputs=frozenset(output["name"] for output in model_config["output"]),
+        )
+
+
+def _count(model: str, key: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ArtifactError(f"config.pbtxt of {model!r}: {key} must be a whole number, not {text!r}")
+    return int(text)
+
+
+def select_device(kind: str, device_id: str, environment: MutableMapping[str, str] = os.environ) -> None:
+    """Make the instance's GPU the only one its process sees. Call before anything loads CUDA.
+
+    Triton numbers the GPUs it sees itself: under a CUDA_VISIBLE_DEVICES of its own the number is a place in that list.
+    """
+    if kind != "GPU":
+        return
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    environment["CUDA_VISIBLE_DEVICES"] = visible.split(",")[int(device_id)] if visible else device_id

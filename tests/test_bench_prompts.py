@@ -1,0 +1,192 @@
+"""Prompt files, the shipped set, and the paper's datasets from local copies."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ddtree_trt.bench.datasets import PAPER_SETS, load_turns, title
+from ddtree_trt.bench.prompts import digest, load_prompts, select
+from ddtree_trt.bench.settings import Shard
+from ddtree_trt.errors import MissingDependency, UsageError
+
+REASONING = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+# One row of each dataset, with its columns as they are on the hub, and the user messages the paper made of it.
+ROWS: dict[str, tuple[dict[str, object], list[str]]] = {
+    "gsm8k": ({"question": "2 {x}?", "answer": "4"}, ["2 {x}?" + REASONING]),
+    "math500": ({"problem": "$1+1$", "solution": "2"}, ["$1+1$" + REASONING]),
+    "aime24": ({"id": 1, "problem": "Find m."}, ["Find m." + REASONING]),
+    "aime25": ({"problem_idx": 1, "problem": "Find n."}, ["Find n." + REASONING]),
+    "humaneval": (
+        {"prompt": "def f():\n", "test": "…"},
+        [
+            "Write a solution to the following problem and make sure that it passes the tests:\n"
+            "```python\ndef f():\n\n```"
+        ],
+    ),
+    "mbpp": ({"prompt": "Write a sum.", "code": "…"}, ["Write a sum."]),
+    "swe-bench": (
+        {"problem_statement": "It breaks."},
+        ["Problem Statement:\nIt breaks.\nPlease fix the issue described above."],
+    ),
+    "mt-bench": ({"prompt": ["First?", "And then?"], "category": "writing"}, ["First?", "And then?"]),
+    "alpaca": ({"instruction": "Sort.", "input": "3 1", "output": "1 3"}, ["Sort.\n\nInput:\n3 1"]),
+}
+
+
+def write(path: Path, rows: list[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_every_kind_of_prompt_is_read(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
+    rows = [
+        {"prompt": "Hello", "domain": "ignored"},
+        {"turns": ["One", "Two", "Three"]},
+        {"messages": chat},
+        {"text": "Once upon"},
+        {"token_ids": [5, 6]},
+    ]
+    prompts = load_prompts([str(write(tmp_path / "mine.jsonl", rows))])
+    assert [p.id for p in prompts] == [f"mine/{i}" for i in range(5)]
+    assert [p.opening for p in prompts] == [
+        [{"role": "user", "content": "Hello"}],
+        [{"role": "user", "content": "One"}],
+        chat,
+        "Once upon",
+        [5, 6],
+    ]
+    assert [p.follow_ups for p in prompts] == [(), ("Two", "Three"), (), (), ()]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"prompt": "a", "text": "b"}',
+        '{"prompt": 3}',
+        '{"prompt": ""}',
+        '{"turns": []}',
+        '{"turns": ["a", 1]}',
+        '{"messages": [{"role": "user"}]}',
+        '{"token_ids": [true]}',
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "fine"}\n\n' + line + "\n")
+    with pytest.raises(UsageError, match=r"bad.jsonl, line 3"):
+        load_prompts([str(path)])
+
+
+def test_files_without_prompts_and_unknown_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no prompts"):
+        load_prompts([str(write(tmp_path / "empty.jsonl", []))])
+    with pytest.raises(UsageError, match=r"neither a file nor one of tiny, gsm8k, .*alpaca"):
+        load_prompts(["gsm9k"])
+
+
+def test_a_limit_takes_prompts_evenly() -> None:
+    everything, some = load_prompts(["tiny"]), load_prompts(["tiny"], 6)
+    step = len(everything) // 6
+    assert [p.opening for p in some] == [p.opening for p in everything[::step]][:6]
+    assert load_prompts(["tiny"], 10_000) == everything
+
+
+def test_two_sets_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    files = [str(write(tmp_path / d / "same.jsonl", [{"text": d}])) for d in "ab"]
+    with pytest.raises(UsageError, match="two prompt sets are called 'same'"):
+        load_prompts(files)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_papers_prompts_are_made_of_a_row(tmp_path: Path, name: str) -> None:
+    row, turns = ROWS[name]
+    copy = write(tmp_path / "copy.jsonl", [row])
+    assert load_turns(name, copy) == [turns]
+    (prompt,) = load_prompts([f"{name}={copy}"])
+    assert prompt.opening == [{"role": "user", "content": turns[0]}]
+    assert prompt.follow_ups == tuple(turns[1:])
+
+
+def test_an_instruction_without_input_stands_alone(tmp_path: Path) -> None:
+    copy = write(tmp_path / "copy.jsonl", [{"instruction": "Sing.", "input": ""}])
+    assert load_turns("alpaca", copy) == [["Sing."]]
+
+
+@pytest.mark.parametrize("starter", ["", "class Solution:\n    pass"])
+def test_livecodebench_asks_for_the_starter_code_or_for_any(tmp_path: Path, starter: str) -> None:
+    copy = write(tmp_path / "copy.jsonl", [{"question_content": "Add.", "starter_code": starter}])
+    ((text,),) = load_turns("livecodebench", copy)
+    assert text.startswith("You are an expert Python programmer.")
+    assert "\n\n### Question:\nAdd.\n\n### Format: " in text
+    assert f"```python\n{starter or '# YOUR CODE HERE'}\n```\n\n### Answer: " in text
+
+
+def test_every_dataset_of_the_paper_is_known() -> None:
+    assert set(PAPER_SETS) == {*ROWS, "livecodebench"}
+    assert {s.samples for s in PAPER_SETS.values()} == {30, 80, 128, 164}
+    assert title("swe-bench") == "SWE-bench Lite"
+    assert title("mine") == "mine"
+
+
+def test_samples_are_chosen_as_the_published_experiments_do(tmp_path: Path) -> None:
+    rows = [{"problem": str(i)} for i in range(40)]
+    copy = write(tmp_path / "copy.jsonl", rows)
+    chosen = [turns[0].removesuffix(REASONING) for turns in load_turns("aime24", copy)]
+    expected = [str(i) for i in np.random.default_rng(0).permutation(40)[:30]]
+    assert chosen == expected
+
+
+def test_our_shuffle_is_that_of_the_datasets_library() -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"i": list(range(50))}).shuffle(seed=0).select(range(10))["i"]
+    assert list(rows) == np.random.default_rng(0).permutation(50)[:10].tolist()
+
+
+def test_a_parquet_copy_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    path = tmp_path / "copy.parquet"
+    datasets.Dataset.from_dict({"question": ["One?", "Two?"]}).to_parquet(str(path))
+    assert load_turns("gsm8k", path) == [["One?" + REASONING], ["Two?" + REASONING]]
+
+
+def test_a_copy_of_something_else_is_refused(tmp_path: Path) -> None:
+    copy = write(tmp_path / "copy.jsonl", [{"text": "?"}])
+    with pytest.raises(UsageError, match="is not GSM8K: it has no column 'question'"):
+        load_turns("gsm8k", copy)
+    copy.write_text("{")
+    with pytest.raises(UsageError, match="cannot read"):
+        load_turns("gsm8k", copy)
+    with pytest.raises(UsageError, match="no dataset file"):
+        load_turns("gsm8k", tmp_path / "absent.jsonl")
+
+
+def test_without_the_datasets_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingDependency, match=r"ddtree-trt\[bench\].*NAME=FILE"):
+        load_prompts(["gsm8k"])
+
+
+def test_shards_deal_the_prompts_out() -> None:
+    prompts = load_prompts(["tiny"], 11)
+    parts = [select(prompts, Shard(i, 3)) for i in (1, 2, 3)]
+    assert sorted(p.id for part in parts for p in part) == sorted(p.id for p in prompts)
+    assert {len(part) for part in parts} == {3, 4}
+
+
+def test_a_digest_tells_other_prompts(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.jsonl", [{"text": "a"}])
+    before = digest(load_prompts([str(path)]))
+    assert before == digest(load_prompts([str(path)]))
+    write(path, [{"text": "b"}])
+    assert before != digest(load_prompts([str(path)]))

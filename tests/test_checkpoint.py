@@ -1,0 +1,352 @@
+"""Reading checkpoints: every storage form gives the same numbers; what cannot work is refused by name."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import (
+    TARGET_DIMS,
+    edit_json,
+    make_drafter,
+    make_pair,
+    make_target,
+    random_weights,
+    write_safetensors,
+)
+
+from ddtree_trt.artifact import DrafterDims
+from ddtree_trt.build.checkpoint import EMBEDDING, Checkpoint, check_pair, load_checkpoint, target_shapes
+from ddtree_trt.build.config import default_tap_layers
+from ddtree_trt.errors import CheckpointError
+
+
+def refusal(path: Path) -> str:
+    """The message with which loading a checkpoint is refused, one line."""
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+# What is read
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_every_storage_form_gives_the_stored_values(tmp_path: Path, dtype: str, shards: int) -> None:
+    checkpoint = load_checkpoint(make_target(tmp_path, dtype=dtype, shards=shards, tied=False))
+    expected = random_weights(target_shapes(TARGET_DIMS, tied=False), seed=0)
+    tolerance = {"fp32": 0.0, "fp16": 2**-11, "bf16": 2**-8}[dtype]
+    assert checkpoint.dims == TARGET_DIMS
+    assert set(expected) == set(checkpoint.tensors)
+    for name, values in expected.items():
+        got = checkpoint.tensor(name)
+        assert type(got) is np.ndarray and got.dtype == np.float32 and got.flags.writeable
+        np.testing.assert_allclose(got, values, rtol=tolerance, atol=1e-7 if dtype == "fp16" else 0)
+
+
+def test_bf16_is_widened_exactly(tmp_path: Path) -> None:
+    """Every finite bfloat16, subnormals and both zeros included, is the float32 whose upper half it is."""
+    bits = np.arange(1 << 16, dtype=np.uint32)
+    finite = bits[(bits >> 7) & 0xFF != 0xFF] << 16
+    values = finite.astype(np.uint32).view(np.float32)
+    make_target(tmp_path, vocab_size=len(values) // 32, hidden_size=32)
+    weights = random_weights(target_shapes(load_checkpoint(tmp_path).dims, tied=True), seed=0)
+    weights[EMBEDDING] = values.reshape(-1, 32)
+    write_safetensors(tmp_path / "model.safetensors", weights, "bf16")
+    got = load_checkpoint(tmp_path).tensor(EMBEDDING)
+    np.testing.assert_array_equal(got.view(np.uint32).reshape(-1), finite)
+
+
+def test_drafter_and_its_dims(tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(make_drafter(tmp_path, dtype="bf16", shards=2))
+    dims = checkpoint.dims
+    assert isinstance(dims, DrafterDims) and checkpoint.is_dflash
+    assert (dims.block_size, dims.mask_token_id, dims.tap_layers, dims.num_target_layers) == (4, 95, (0, 2), 3)
+    assert checkpoint.tensor("fc.weight").shape == (32, 64)
+    assert not checkpoint.has("lm_head.weight")
+    with pytest.raises(CheckpointError, match=r"no tensor lm_head\.weight"):
+        checkpoint.tensor("lm_head.weight")
+
+
+def test_a_plain_checkpoint_is_an_autoregressive_drafter(tmp_path: Path) -> None:
+    target, drafter = make_target(tmp_path / "t"), make_target(tmp_path / "d", hidden_size=16, num_layers=1)
+    loaded = load_checkpoint(drafter)
+    assert not loaded.is_dflash
+    check_pair(load_checkpoint(target), loaded)
+
+
+@pytest.mark.parametrize(
+    ("target_layers", "draft_layers", "expected"),
+    [(36, 5, (1, 9, 17, 25, 33)), (36, 1, (18,)), (28, 5, (1, 7, 13, 19, 25)), (48, 8, (1, 7, 14, 20, 26, 32, 39, 45))],
+)
+def test_default_tap_layers(target_layers: int, draft_layers: int, expected: tuple[int, ...]) -> None:
+    assert default_tap_layers(target_layers, draft_layers) == expected
+
+
+def test_tap_layers_default_when_the_config_names_none(tmp_path: Path) -> None:
+    make_drafter(tmp_path, tap_layers=(1, 4), num_target_layers=7, config={"dflash_config": {"mask_token_id": 3}})
+    dims = load_checkpoint(tmp_path).dims
+    assert isinstance(dims, DrafterDims) and dims.tap_layers == (1, 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "theta"),
+    [
+        ({"rope_theta": 1e6}, 1e6),
+        ({"rope_theta": 1000000, "rope_scaling": None}, 1e6),
+        ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, 5e5),
+        ({"rope_theta": 2e4, "rope_scaling": {"type": "default"}}, 2e4),
+        ({"rope_theta": None}, 1e4),
+    ],
+)
+def test_rope_theta_in_either_form(tmp_path: Path, config: dict[str, Any], theta: float) -> None:
+    assert load_checkpoint(make_target(tmp_path, config=config)).dims.rope_theta == theta
+
+
+def test_sliding_window_that_is_not_in_use_is_accepted(tmp_path: Path) -> None:
+    make_target(tmp_path, config={"sliding_window": 64, "use_sliding_window": False, "max_window_layers": 0})
+    load_checkpoint(tmp_path)
+    edit_json(tmp_path / "config.json", use_sliding_window=True, max_window_layers=3)
+    load_checkpoint(tmp_path)
+
+
+def test_null_kv_heads_means_one_per_query_head(tmp_path: Path) -> None:
+    make_target(tmp_path, num_kv_heads=4)
+    edit_json(tmp_path / "config.json", num_key_value_heads=None)
+    assert load_checkpoint(tmp_path).dims.num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "expected"),
+    [
+        (None, 5, (5,)),
+        ({"eos_token_id": [7, 5, 7]}, 5, (7, 5)),
+        ({"eos_token_id": None}, [3], (3,)),
+        ({}, None, ()),
+    ],
+)
+def test_stop_tokens(tmp_path: Path, generation: Any, config: Any, expected: tuple[int, ...]) -> None:
+    make_target(tmp_path, config={"eos_token_id": config})
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    assert load_checkpoint(tmp_path).stop_token_ids == expected
+
+
+def test_identity_covers_the_configuration_and_every_weight_file(tmp_path: Path) -> None:
+    make_target(tmp_path, shards=2)
+    calls: list[tuple[str, int, int]] = []
+    checkpoint = load_checkpoint(tmp_path, name="me", revision="abc")
+    identity = checkpoint.identify(lambda *call: calls.append(call))
+    files = [tmp_path / "config.json", *sorted(tmp_path.glob("*.safetensors"))]
+    assert identity.sha256 == hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
+    assert (identity.name, identity.revision) == ("me", "abc")
+    assert calls[-1][1] == calls[-1][2] == sum(f.stat().st_size for f in files)
+    assert checkpoint.identity is identity
+
+
+def test_tied_weights_stored_twice_and_buffers_are_no_mismatch(tmp_path: Path) -> None:
+    make_target(tmp_path)
+    weights = random_weights(target_shapes(TARGET_DIMS, tied=False), seed=0)
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+    write_safetensors(tmp_path / "model.safetensors", weights, "fp32")
+    assert not load_checkpoint(tmp_path).has("lm_head.weight")
+
+
+# What is refused: configuration
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"model_type": "qwen3_moe"}, "mixture-of-experts"),
+        ({"num_experts": 8}, "mixture-of-experts"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding_attention"),
+        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding_attention"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4}}, "rope_type is 'yarn'"),
+        ({"rope_scaling": {"type": "linear", "factor": 4}}, "rope_type is 'linear'"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4}}, "rope_type is 'llama3'"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_theta": 5e5}}, "which is it"),
+        ({"rope_parameters": "default"}, "rope_parameters must be an object"),
+        ({"rope_theta": -1}, "rope_theta must be a positive number"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number"),
+        ({"num_key_value_heads": 3}, "not a multiple"),
+        ({"head_dim": 24}, "head_dim is 24, which is not supported; it must be a multiple of 16"),
+        ({"hidden_size": 32.0}, "hidden_size must be an integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer of at least 1"),
+        ({"vocab_size": None}, "has no vocab_size"),
+        ({"num_key_value_heads": None}, "has no num_key_value_heads"),
+        ({"eos_token_id": 96}, "eos_token_id 96"),
+        ({"eos_token_id": "</s>"}, "eos_token_id '</s>'"),
+    ],
+)
+def test_unsupported_configuration(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    assert message in refusal(make_target(tmp_path, config=config))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"block_size": 1}, "block_size must be an integer of at least 2"),
+        ({"block_size": None}, "has no block_size"),
+        ({"num_target_layers": None}, "has no num_target_layers"),
+        ({"dflash_config": {"target_layer_ids": [0, 2]}}, "has no mask_token_id"),
+        ({"dflash_config": {"target_layer_ids": [], "mask_token_id": 1}}, "target_layer_ids must be a list"),
+        ({"dflash_config": {"target_layer_ids": ["0"], "mask_token_id": 1}}, "target_layer_ids must be a list"),
+        ({"dflash_config": [1]}, "dflash_config must be an object"),
+        ({"dflash_config": {"target_layer_ids": [0, 1, 2], "mask_token_id": 1}}, "fc.weight has shape [32, 64]"),
+    ],
+)
+def test_unusable_drafter_configuration(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    assert message in refusal(make_drafter(tmp_path, config=config))
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    assert "no such directory" in refusal(tmp_path / "nowhere")
+    assert "no config.json" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    assert "cannot be read" in refusal(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    assert "not a JSON object" in refusal(tmp_path)
+
+
+# What is refused: weight files
+
+
+def test_no_weights(tmp_path: Path) -> None:
+    make_target(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    assert "has no model.safetensors" in refusal(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    assert "found pytorch_model.bin: convert it" in refusal(tmp_path)
+
+
+def test_shapes_and_names_are_checked_before_any_tensor_is_read(tmp_path: Path) -> None:
+    make_target(tmp_path)
+    edit_json(tmp_path / "config.json", intermediate_size=64)
+    message = refusal(tmp_path)
+    assert "model.layers.0.mlp.gate_proj.weight has shape [48, 32]" in message and "calls for [64, 32]" in message
+    edit_json(tmp_path / "config.json", intermediate_size=48, num_hidden_layers=4)
+    assert "lacks model.layers.3.input_layernorm.weight" in refusal(tmp_path)
+    assert "and 8 more" in refusal(tmp_path)
+    edit_json(tmp_path / "config.json", num_hidden_layers=2)
+    assert "holds model.layers.2.input_layernorm.weight" in refusal(tmp_path)
+    edit_json(tmp_path / "config.json", num_hidden_layers=3, tie_word_embeddings=False)
+    assert "lacks lm_head.weight" in refusal(tmp_path)
+
+
+def edit_header(file: Path, change: Any) -> None:
+    """Rewrite a safetensors header through `change(header)`, leaving the data as it is."""
+    raw = file.read_bytes()
+    length = struct.unpack("<Q", raw[:8])[0]
+    header = json.loads(raw[8 : 8 + length])
+    change(header)
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+
+def test_damaged_weight_files(tmp_path: Path) -> None:
+    file = make_target(tmp_path) / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-4])
+    assert "cut short: model.norm.weight" in refusal(tmp_path)
+    for cut in (0, 4, 100):
+        file.write_bytes(whole[:cut])
+        assert "damaged or cut short" in refusal(tmp_path)
+    file.write_bytes(whole[:8] + b"\xff" + whole[9:])
+    assert "header cannot be read" in refusal(tmp_path)
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
+    assert "git lfs pull" in refusal(tmp_path)
+    file.write_bytes(whole)
+    edit_header(file, lambda h: h["model.norm.weight"].update(data_offsets=[0, 4]))
+    assert "model.norm.weight [32] F32 has 4 bytes" in refusal(tmp_path)
+    file.write_bytes(whole)
+    edit_header(file, lambda h: h["model.norm.weight"].pop("shape"))
+    assert "header cannot be read" in refusal(tmp_path)
+    file.write_bytes(whole)
+    edit_header(file, lambda h: h["model.norm.weight"].update(dtype="F8_E4M3"))
+    assert "model.norm.weight is stored as F8_E4M3" in refusal(tmp_path)
+
+
+def test_incomplete_shards(tmp_path: Path) -> None:
+    make_target(tmp_path, shards=3)
+    index = tmp_path / "model.safetensors.index.json"
+    whole = index.read_text()
+    edit_json(index, weight_map={"model.norm.weight": "../elsewhere.safetensors"})
+    assert "must name files beside it" in refusal(tmp_path)
+    index.write_text("{}")
+    assert "cannot be read" in refusal(tmp_path)
+    index.write_text(whole)
+    placed = json.loads(whole)["weight_map"]
+    swapped = "model-00001-of-00003.safetensors"
+    assert placed["model.norm.weight"] != swapped
+    edit_json(index, weight_map={**placed, "model.norm.weight": swapped})
+    assert f"puts model.norm.weight in {swapped}" in refusal(tmp_path)
+    index.write_text(whole)
+    (tmp_path / swapped).unlink()
+    assert "is missing, but model.safetensors.index.json names it" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_weights_that_are_not_finite(tmp_path: Path, bad: float, dtype: str) -> None:
+    make_target(tmp_path)
+    weights = random_weights(target_shapes(TARGET_DIMS, tied=True), seed=0)
+    weights["model.layers.1.self_attn.k_proj.weight"][5, 7] = bad
+    write_safetensors(tmp_path / "model.safetensors", weights, dtype)
+    checkpoint = load_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight\[5, 7\] is (nan|-?inf)"):
+        checkpoint.tensor("model.layers.1.self_attn.k_proj.weight")
+
+
+def test_a_file_that_shrinks_after_loading(tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(make_target(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="changed while it was read"):
+        checkpoint.tensor("model.norm.weight")
+    shutil.rmtree(tmp_path)
+    with pytest.raises(CheckpointError):
+        checkpoint.identify()
+
+
+# Pairs
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": 97}, "vocab_size is 97, the target's 96"),
+        ({"hidden_size": 16}, "hidden_size is 16, the target's 32"),
+        ({"num_target_layers": 4}, "num_target_layers is 4, the target's layers 3"),
+        ({"tap_layers": (0, 3)}, "target_layer_ids [3]"),
+        ({"tap_layers": (-1, 2)}, "target_layer_ids [-1]"),
+        ({"mask_token_id": 96}, "mask_token_id 96"),
+    ],
+)
+def test_drafter_of_another_target(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    target = load_checkpoint(make_target(tmp_path / "target"))
+    drafter = load_checkpoint(make_drafter(tmp_path / "drafter", **change))
+    with pytest.raises(CheckpointError) as caught:
+        check_pair(target, drafter)
+    assert message in str(caught.value) and "use the drafter trained for this target" in str(caught.value)
+
+
+def test_pairs_that_fit_and_swapped_roles(tmp_path: Path) -> None:
+    pair: list[Checkpoint] = [load_checkpoint(d) for d in make_pair(tmp_path)]
+    check_pair(*pair)
+    with pytest.raises(CheckpointError, match="is a DFlash drafter, not a target"):
+        check_pair(pair[1], pair[0])

@@ -1,0 +1,73 @@
+"""Acceptance lengths on the packaged pair against those of the published DDTree code, round by round.
+
+`tools/golden_traces.py` writes the file and says how its rounds are counted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ddtree_trt
+from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.params import SamplingParams
+
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "ddtree_reference.json").read_text(encoding="utf-8"))
+PAIR = Path(ddtree_trt.__file__).parent / "assets" / "tiny"
+REGENERATE = "\n  ".join(GOLDEN["regenerate"])
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_engine: Path) -> Iterator[LLM]:
+    with LLM(tiny_engine) as llm:
+        yield llm
+
+
+@pytest.fixture(autouse=True)
+def same_pair() -> None:
+    found = {name: hashlib.sha256((PAIR / name).read_bytes()).hexdigest() for name in GOLDEN["sha256"]}
+    if found != GOLDEN["sha256"]:
+        pytest.fail(
+            f"the traces are of another pair than the packaged one; make them anew with:\n  {REGENERATE}", pytrace=False
+        )
+
+
+def test_the_file() -> None:
+    assert GOLDEN["schema_version"] == 1
+    assert len(GOLDEN["prompts"]) >= 10
+    assert {(t["method"], t["budget"]) for t in GOLDEN["traces"]} >= {("ddtree", b) for b in (7, 16, 64)}
+    stable = sum(t["stable"] for t in GOLDEN["traces"])
+    assert stable >= 0.9 * len(GOLDEN["traces"]), "near ties decide too many traces; choose other prompts"
+
+
+def test_prompts_are_encoded_alike(llm: LLM) -> None:
+    for row in GOLDEN["prompts"]:
+        (output,) = llm.generate(
+            [[{"role": "user", "content": row["prompt"]}]], SamplingParams(method="ar", max_tokens=1)
+        )
+        assert list(output.prompt_token_ids) == row["prompt_ids"]
+
+
+def lengths_within(trace: dict[str, Any]) -> list[int]:
+    """The trace's acceptance lengths without the tokens past the end, nor a round of nothing else."""
+    *rounds, last = trace["acceptance_lengths"]
+    last -= trace["surplus"]
+    return [*rounds, last] if last else rounds
+
+
+@pytest.mark.parametrize(
+    ("method", "budget"), sorted({(t["method"], t["budget"]) for t in GOLDEN["traces"]}), ids=lambda v: str(v)
+)
+def test_every_round(llm: LLM, method: str, budget: int) -> None:
+    traces = [t for t in GOLDEN["traces"] if (t["method"], t["budget"], t["stable"]) == (method, budget, True)]
+    params = SamplingParams(method=method, tree_budget=budget, max_tokens=GOLDEN["settings"]["max_new_tokens"])
+    outputs = llm.generate([GOLDEN["prompts"][t["prompt"]]["prompt_ids"] for t in traces], params)
+    for trace, output in zip(traces, outputs, strict=True):
+        prompt = GOLDEN["prompts"][trace["prompt"]]["prompt"]
+        assert list(output.outputs[0].token_ids) == trace["output_ids"], prompt
+        assert list(output.metrics.acceptance_lengths) == lengths_within(trace), prompt

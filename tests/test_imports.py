@@ -1,0 +1,104 @@
+"""The import law: who may import whom, and that the light entry points stay light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ddtree_trt
+
+PACKAGE = Path(ddtree_trt.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+HEAVY = {"onnx", "onnxruntime", "torch", "tensorrt", "transformers"}
+
+# The only files that may import a runtime, at any depth.
+OWNERS = {
+    "onnxruntime": {"runtime/ort_network.py"},
+    "torch": {"runtime/torch.py", "bench/reference.py", "bench/peers/hf.py", "bench/peers/reference.py"},
+    "tensorrt": {"runtime/trt.py", "build/tensorrt.py"},
+}
+# The files that may import onnx when they are loaded; others in build/ may inside a function.
+ONNX_FILES = {"build/graph.py", "build/ops.py", "build/weights.py", "build/tensorrt.py"}
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Absolute names of every module imported below `tree`, `from x import y` as x and x.y."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide what is imported"
+            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def loaded_imports(tree: ast.Module) -> set[str]:
+    """Imports that run when the module is loaded: not those inside functions or under TYPE_CHECKING."""
+    found: set[str] = set()
+    todo: list[ast.AST] = list(tree.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= imports(node)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            todo += node.orelse
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            todo += ast.iter_child_nodes(node)
+    return found
+
+
+def within(names: set[str], module: str) -> set[str]:
+    return {name for name in names if name == module or name.startswith(f"{module}.")}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_import_law(path: Path) -> None:
+    place = path.relative_to(PACKAGE).as_posix()
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = imports(tree)
+    ours = within(names, "ddtree_trt") - {"ddtree_trt", "ddtree_trt.errors"}
+    if place in ("artifact.py", "errors.py", "plugins/__init__.py"):
+        assert not {name for name in ours if not name.startswith("ddtree_trt.errors.")}
+    if place.startswith("build/"):
+        assert not within(names, "ddtree_trt.runtime")
+    if place.startswith("runtime/"):
+        assert not within(names, "ddtree_trt.build")
+    for module, owners in OWNERS.items():
+        assert place in owners or not within(names, module)
+    if within(loaded_imports(tree), "onnx"):
+        assert place in ONNX_FILES
+    if not place.startswith("build/"):
+        assert not within(names, "onnx")
+
+
+def loaded_by(code: str) -> set[str]:
+    """Heavy packages in memory after a fresh interpreter ran `code`."""
+    script = f"import sys\ntry:\n    {code}\nexcept SystemExit as e:\n    assert not e.code, e.code\n"
+    script += "print('\\n' + ' '.join(m for m in sys.modules if '.' not in m))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return HEAVY & set(run.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import ddtree_trt",
+        "import ddtree_trt.cli",
+        "import ddtree_trt.build.compile, ddtree_trt.build.checkpoint",
+        "from ddtree_trt.cli import app; app(['--help'])",
+        "from ddtree_trt.cli import app; app(['build', '--help'])",
+        "from ddtree_trt.cli import app; app(['--version'])",
+        "from ddtree_trt.cli import app; app(['doctor'])",
+    ],
+)
+def test_light_entry_points_load_no_heavy_package(code: str) -> None:
+    assert loaded_by(code) == set()
+
+
+def test_loaded_by_sees_a_heavy_package() -> None:
+    assert "onnx" in loaded_by("import onnx")

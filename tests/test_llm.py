@@ -1,0 +1,226 @@
+"""LLM on the packaged pair: batches, streams, chat turns, log-probabilities."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.special import log_softmax
+
+import ddtree_trt
+from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.params import SamplingParams
+
+PROMPTS = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "prompts.jsonl"
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_engine: Path) -> Iterator[LLM]:
+    with LLM(tiny_engine) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def chats() -> list[Any]:
+    rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    return [[{"role": "user", "content": row["prompt"]}] for row in rows]
+
+
+MIXED: list[dict[str, Any]] = [
+    {"max_tokens": 40},
+    {"max_tokens": 25, "method": "ar"},
+    {"max_tokens": 30, "method": "dflash"},
+    {"max_tokens": 20, "tree_budget": 64},
+    {"max_tokens": 1},
+    {"max_tokens": 30, "frequency_penalty": 0.5, "tree_budget": 16},
+    {"max_tokens": 30, "stop": ["\n"], "ignore_eos": True},
+    {"max_tokens": 20, "method": "dflash-sample", "logprobs": 1},
+]
+
+
+def test_sixteen_mixed_requests_together_are_as_one_by_one(llm: LLM, chats: list[Any]) -> None:
+    asked = chats[:16]
+    params = [SamplingParams(**MIXED[i % len(MIXED)]) for i in range(16)]
+    together = llm.generate(asked, params)
+    for output, prompt, each in zip(together, asked, params, strict=True):
+        (single,) = llm.generate(prompt, each)
+        assert output.outputs[0].token_ids == single.outputs[0].token_ids
+        assert (output.outputs[0].text, output.outputs[0].finish_reason) == (
+            single.outputs[0].text,
+            single.outputs[0].finish_reason,
+        )
+
+
+def test_one_seed_gives_one_text_whatever_is_drafted(llm: LLM, chats: list[Any]) -> None:
+    options = {"temperature": 0.8, "seed": 5, "max_tokens": 40, "ignore_eos": True}
+    for prompt in chats[:4]:
+        outputs = [
+            llm.generate(prompt, SamplingParams(method=method, **options))[0].outputs[0].text
+            for method in ("ar", "dflash", "ddtree", "ar")
+        ]
+        assert len(set(outputs)) == 1
+
+
+def test_completions_of_one_prompt_differ_and_repeat(llm: LLM) -> None:
+    params = SamplingParams(n=4, temperature=1, seed=3, max_tokens=20, ignore_eos=True)
+    outputs = [llm.generate("Once", params)[0] for _ in range(2)]
+    assert [o.index for o in outputs[0].outputs] == [0, 1, 2, 3]
+    assert len({o.text for o in outputs[0].outputs}) == 4
+    assert [o.text for o in outputs[0].outputs] == [o.text for o in outputs[1].outputs]
+    assert outputs[0].usage.completion_tokens == 80
+    unseeded = SamplingParams(temperature=1, max_tokens=20, ignore_eos=True)
+    assert len({output.outputs[0].text for output in llm.generate(["Once"] * 5, unseeded)}) == 5
+
+
+def test_streams_side_by_side_say_what_generate_says(llm: LLM, chats: list[Any]) -> None:
+    params = [
+        SamplingParams(max_tokens=30),
+        SamplingParams(max_tokens=50, method="dflash"),
+        SamplingParams(max_tokens=9),
+    ]
+    expected = llm.generate(chats[:3], params)
+    streams = [llm.stream(prompt, each) for prompt, each in zip(chats[:3], params, strict=True)]
+    parts: list[list[Any]] = [[], [], []]
+    for row in zip_longest(*streams):
+        for place, part in enumerate(row):
+            if part is not None:
+                parts[place].append(part)
+    for found, whole in zip(parts, expected, strict=True):
+        assert "".join(p.outputs[0].text for p in found) == whole.outputs[0].text
+        assert [t for p in found for t in p.outputs[0].token_ids] == whole.outputs[0].token_ids
+        assert [p.finished for p in found] == [False] * (len(found) - 1) + [True]
+
+
+def test_closing_a_stream_frees_its_slot(llm: LLM, chats: list[Any]) -> None:
+    stream = llm.stream(chats[0], SamplingParams(max_tokens=500, ignore_eos=True))
+    next(stream)
+    assert llm._scheduler.free_slots == llm._scheduler.slots - 1
+    stream.close()  # type: ignore[attr-defined]
+    assert llm._scheduler.free_slots == llm._scheduler.slots
+
+
+def forget(llm: LLM) -> None:
+    for index, slot in enumerate(llm._scheduler._slots):
+        llm.engine.truncate(index, 0)
+        slot.tokens = []
+
+
+def test_chat_turns_start_from_what_is_cached_and_say_the_same(llm: LLM, tiny_engine: Path, chats: list[Any]) -> None:
+    methods = ["ddtree", "ar", "dflash", "ddtree", "ar", "ddtree"]
+    messages: list[dict[str, str]] = []
+    with LLM(tiny_engine) as fresh:
+        for turn, method in enumerate(methods):
+            messages = [*messages, *chats[turn]]
+            params = SamplingParams(max_tokens=25, method=method)
+            (output,) = llm.generate(messages, params)
+            forget(fresh)
+            (plain,) = fresh.generate(messages, params)
+            assert plain.usage.cached_tokens == 0
+            assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+            if turn and methods[turn - 1] != "ar":
+                assert output.usage.cached_tokens > 0
+            messages = [*messages, {"role": "assistant", "content": output.outputs[0].text}]
+
+
+@pytest.mark.parametrize("method", ["ar", "ddtree"])
+def test_logprobs_and_prompt_logprobs_are_the_targets_own(llm: LLM, method: str) -> None:
+    limits = llm.engine.manifest.limits
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(5, llm.engine.manifest.target_dims.vocab_size, limits.prefill_chunk + 20).tolist()
+    params = SamplingParams(
+        method=method, max_tokens=12, ignore_eos=True, logprobs=5, prompt_logprobs=1, temperature=0.5
+    )
+    (output,) = llm.generate(prompt, params)
+    whole = [*prompt, *output.outputs[0].token_ids]
+    rows = []
+    llm.engine.truncate(0, 0)
+    for start in range(0, len(whole), limits.prefill_chunk):
+        piece = np.array(whole[start : start + limits.prefill_chunk])
+        rows.append(llm.engine.prefill(0, piece, rows="all", taps=False).logits.astype(np.float64))
+    llm.engine.truncate(0, 0)
+    truth = log_softmax(np.concatenate(rows), axis=1)
+    assert output.prompt_logprobs is not None
+    assert output.outputs[0].logprobs is not None
+    for i, entry in enumerate([*output.prompt_logprobs, *output.outputs[0].logprobs]):
+        if i == 0:
+            assert entry is None
+            continue
+        assert entry.token_id == whole[i]
+        assert entry.logprob == pytest.approx(truth[i - 1, whole[i]], abs=1e-3)
+        assert [p for _, p in entry.top] == pytest.approx(
+            np.sort(truth[i - 1])[::-1][: len(entry.top)].tolist(), abs=1e-3
+        )
+    assert len(output.outputs[0].logprobs) == 12
+
+
+def test_an_engine_failure_is_raised_to_everyone_it_ended(llm: LLM, chats: list[Any], monkeypatch: Any) -> None:
+    streams = [llm.stream(chats[i], SamplingParams(max_tokens=60, ignore_eos=True)) for i in range(2)]
+    for stream in streams:
+        next(stream)
+
+    def fail(requests: object) -> None:
+        raise EngineError("the device went away")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "verify", fail)
+        with pytest.raises(EngineError, match="went away"):
+            next(streams[0])
+    with pytest.raises(EngineError, match="went away"):
+        next(streams[1])
+    assert llm._scheduler.free_slots == llm._scheduler.slots
+    assert llm.generate(chats[0], SamplingParams(max_tokens=5))[0].finished
+
+
+def test_nothing_runs_when_one_of_many_calls_is_wrong(llm: LLM) -> None:
+    limit = llm.engine.manifest.limits.max_seq_len
+    vocab = llm.engine.manifest.target_dims.vocab_size
+    for prompt, params, text in [
+        ("", {}, "the prompt has no tokens"),
+        ([], {}, "the prompt has no tokens"),
+        ([5] * limit, {}, f"the prompt has {limit} tokens, this engine takes at most {limit - 1}"),
+        ([vocab], {}, f"token id {vocab} in the prompt is outside the vocabulary of {vocab}"),
+        ([-1], {}, "token id -1 in the prompt is outside the vocabulary"),
+        ("hi", {"stop_token_ids": [vocab]}, f"stop_token_ids: token id {vocab} is outside the vocabulary"),
+        ("hi", {"logit_bias": {vocab: 1}}, f"logit_bias: token id {vocab} is outside the vocabulary"),
+        (
+            "hi",
+            {"method": "draft-model"},
+            "method 'draft-model' needs a drafter of kind autoregressive, this engine's is dflash",
+        ),
+        ("hi", {"tree_budget": 10**6}, "tree_budget 1000000 is above this engine's"),
+    ]:
+        with pytest.raises(UsageError, match=text):
+            llm.generate(["fine", prompt], [SamplingParams(max_tokens=1), SamplingParams(**params)])
+        assert not llm._scheduler.busy
+    with pytest.raises(UsageError, match="2 prompts but 1 sampling params"):
+        llm.generate(["a", "b"], [SamplingParams()])
+
+
+def test_the_longest_prompt_leaves_room_for_one_token(llm: LLM) -> None:
+    limit = llm.engine.manifest.limits.max_seq_len
+    (output,) = llm.generate([[7] * (limit - 1)], SamplingParams(max_tokens=50, ignore_eos=True))
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (1, "length")
+
+
+@pytest.mark.parametrize("method", ["ar", "dflash", "ddtree"])
+def test_generation_up_to_the_engines_last_token(llm: LLM, method: str) -> None:
+    limit = llm.engine.manifest.limits.max_seq_len
+    params = SamplingParams(max_tokens=500, ignore_eos=True, method=method)
+    (output,) = llm.generate([[7] * (limit - 9)], params)
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (9, "length")
+
+
+def test_echo_puts_the_prompt_in_front(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=8, stop="fib", ignore_eos=True)
+    (plain,) = llm.generate("def fib(n):", params)
+    echoing = SamplingParams(max_tokens=8, stop="fib", ignore_eos=True, echo=True)
+    (echoed,) = llm.generate("def fib(n):", echoing)
+    assert echoed.outputs[0].text == "def fib(n):" + plain.outputs[0].text
+    assert echoed.outputs[0].token_ids == plain.outputs[0].token_ids
+    assert "".join(part.outputs[0].text for part in llm.stream("def fib(n):", echoing)) == echoed.outputs[0].text

@@ -1,0 +1,202 @@
+"""The DFlash drafter against a plain statement of it in PyTorch, over rounds of uneven length."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import TARGET_DIMS, make_drafter, make_target
+from engine_builds import CAUSAL, INSTALLED, PACKAGED, build_engine
+from numerics import Array, Truth, assert_close, path_to, random_tree
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+from ddtree_trt.artifact import DrafterDims, Limits
+from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.engine import DraftRequest, VerifyRequest
+from ddtree_trt.runtime.ort import OrtEngine
+from ddtree_trt.runtime.sampling import DrawnFrom
+
+CHUNK = Limits.prefill_chunk
+TOP_K = 20
+SHAPES: dict[str, dict[str, Any]] = {
+    "block-4": {"block_size": 4, "tap_layers": (1,), "num_layers": 1},
+    "block-8": {"block_size": 8, "num_heads": 8, "num_kv_heads": 1, "intermediate_size": 40, "rope_theta": 1e6},
+    "block-16": {"block_size": 16, "tap_layers": (0, 1, 2), "num_layers": 3, "head_dim": 32, "rms_norm_eps": 1e-5},
+}
+
+
+class DFlash:
+    """DFlash in float32, all of it computed anew from the tapped states of every committed token.
+
+    The states pass through `fc` and a norm, and stand as context in every layer: keys and values come from context and
+    block, queries from the block [bonus, MASK × L], and nothing is masked. Embedding and head are the target's.
+    """
+
+    def __init__(self, directory: Path, dims: DrafterDims, truth: Truth) -> None:
+        self.dims = dims
+        self.w = {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items()}
+        self.embed, self.head = (m.weight.detach() for m in (truth.model.model.embed_tokens, truth.model.lm_head))
+
+    def __call__(self, states: Array, bonus: int) -> Array:
+        """Log-probabilities [L, V] from the states [C, M·H] of all C committed tokens."""
+        d, w = self.dims, self.w
+        context = self.norm(torch.tensor(states) @ w["fc.weight"].T, "hidden_norm")
+        x = self.embed[[bonus] + [d.mask_token_id] * (d.block_size - 1)]
+        for i in range(d.num_layers):
+            layer = f"layers.{i}"
+            x = x + self.attention(layer, context, self.norm(x, f"{layer}.input_layernorm"))
+            h = self.norm(x, f"{layer}.post_attention_layernorm")
+            gate, up, down = (w[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+            x = x + (functional.silu(h @ gate.T) * (h @ up.T)) @ down.T
+        logits = self.norm(x, "norm")[1:] @ self.head.T
+        return functional.log_softmax(logits, dim=-1).numpy()
+
+    def attention(self, layer: str, context: Tensor, block: Tensor) -> Tensor:
+        d = self.dims
+        both = torch.cat([context, block])
+        positions = torch.arange(len(both))
+        query = self.turn(self.heads(layer, "q", block), positions[len(context) :])
+        key = self.turn(self.heads(layer, "k", both), positions)
+        value = self.heads(layer, "v", both)
+        key, value = (t.repeat_interleave(d.num_heads // d.num_kv_heads, dim=1) for t in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(d.head_dim)
+        seen = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), value)
+        return seen.flatten(1) @ self.w[f"{layer}.self_attn.o_proj.weight"].T
+
+    def heads(self, layer: str, part: str, rows: Tensor) -> Tensor:
+        """Queries, keys or values [rows, heads, D], the first two normed per head."""
+        x = (rows @ self.w[f"{layer}.self_attn.{part}_proj.weight"].T).unflatten(-1, (-1, self.dims.head_dim))
+        return x if part == "v" else self.norm(x, f"{layer}.self_attn.{part}_norm")
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.dims.rms_norm_eps) * self.w[f"{name}.weight"]
+
+    def turn(self, x: Tensor, positions: Tensor) -> Tensor:
+        """Rotary embedding: halves (a, b) of each head, as complex a + ib, turned by position · θ^(−2j/D)."""
+        half = self.dims.head_dim // 2
+        speed = self.dims.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
+        angle = positions[:, None, None] * speed
+        turned = torch.complex(*x.double().split(half, dim=-1)) * torch.polar(torch.ones_like(angle), angle)
+        return torch.cat([turned.real, turned.imag], dim=-1).float()
+
+
+class Slot:
+    """One slot of an engine and the tokens committed to it; its drafts are compared, the target's word is taken."""
+
+    def __init__(self, engine: OrtEngine, slot: int, truth: Truth, dflash: DFlash) -> None:
+        self.engine, self.slot, self.truth, self.dflash = engine, slot, truth, dflash
+        self.tokens: list[int] = []
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        self.tokens += tokens
+        self.engine.prefill(self.slot, np.array(tokens, np.int64), rows="none", taps=True)
+
+    def commit(self, rng: np.random.Generator, *nodes: int) -> None:
+        """Commit a path of a random tree for each of `nodes`."""
+        for node in nodes:
+            tree = random_tree(rng, 12, TARGET_DIMS.vocab_size)
+            path = path_to(tree, node)
+            self.engine.verify([VerifyRequest(self.slot, tree)])
+            self.engine.commit(self.slot, path, taps=True)
+            self.tokens += tree.token_ids[path].tolist()
+
+    def truncate(self, length: int) -> None:
+        del self.tokens[length:]
+        self.engine.truncate(self.slot, length)
+
+    def draft(self, bonus: int = 3) -> None:
+        (draft,) = self.engine.draft([DraftRequest(self.slot, bonus, TOP_K, 1, refuse_to_draw)])
+        expected = self.dflash(self.truth(self.tokens)[1], bonus)
+        what = f"draft behind {len(self.tokens)}"
+        assert_close(draft.log_probs, -np.sort(-expected, axis=-1)[:, :TOP_K], what)
+        assert_close(draft.log_probs, np.take_along_axis(expected, draft.token_ids, axis=-1), f"{what}, by token")
+        assert all(len(set(row)) == TOP_K for row in draft.token_ids.tolist())
+
+
+def refuse_to_draw(*_: object) -> DrawnFrom:
+    raise AssertionError("a block drafter draws nothing")
+
+
+@pytest.fixture(scope="module", params=sorted({INSTALLED, CAUSAL}))
+def onnxruntime(request: pytest.FixtureRequest) -> str:
+    """The version whose attention kernel the graph is made for; the installed one runs it."""
+    return request.param
+
+
+@pytest.fixture(scope="module", params=["tiny", *SHAPES])
+def slots(request: pytest.FixtureRequest, onnxruntime: str, tmp_path_factory: pytest.TempPathFactory) -> list[Slot]:
+    path = tmp_path_factory.mktemp("drafter")
+    target, drafter = PACKAGED / "target", PACKAGED / "drafter"
+    if request.param != "tiny":
+        target = make_target(path / "target", tied=request.param != "block-8", max_positions=4 * CHUNK)
+        drafter = make_drafter(path / "drafter", max_positions=4 * CHUNK, **SHAPES[request.param])
+    engine = build_engine(target, drafter, path / "engine", onnxruntime=onnxruntime, max_batch=2)
+    dims = engine.manifest.dflash
+    truth = Truth(target, dims.tap_layers)
+    dflash = DFlash(drafter, dims, truth)
+    return [Slot(engine, slot, truth, dflash) for slot in range(2)]
+
+
+@pytest.fixture
+def slot(slots: list[Slot]) -> Slot:
+    slots[0].truncate(0)
+    return slots[0]
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(11)
+
+
+def some_tokens(rng: np.random.Generator, count: int) -> list[int]:
+    return rng.integers(0, TARGET_DIMS.vocab_size - 1, count).tolist()
+
+
+@pytest.mark.parametrize("prompt", [1, 5, CHUNK, CHUNK + 1, 2 * CHUNK + 30])
+def test_rounds(slot: Slot, rng: np.random.Generator, prompt: int) -> None:
+    """The first context is the prompt, in one pass of the drafter or in several; then rounds of uneven length, also
+    two without a draft between them."""
+    for start in range(0, prompt, CHUNK):
+        slot.prefill(some_tokens(rng, min(CHUNK, prompt - start)))
+    slot.draft()
+    for nodes in ((0,), (11,), (1, 6)):
+        slot.commit(rng, *nodes)
+        slot.draft(bonus=int(rng.integers(50)))
+
+
+def test_a_truncated_slot(slot: Slot, rng: np.random.Generator) -> None:
+    """Cut inside what the drafter's cache holds, then inside what it was told and has not taken in."""
+    slot.prefill(some_tokens(rng, 20))
+    slot.draft()
+    slot.truncate(12)
+    slot.prefill(some_tokens(rng, 9))
+    slot.truncate(14)
+    slot.draft()
+    slot.commit(rng, 11)
+    slot.draft()
+
+
+def test_a_draft_needs_new_states(slot: Slot, rng: np.random.Generator) -> None:
+    slot.prefill(some_tokens(rng, 4))
+    slot.draft()
+    with pytest.raises(EngineError, match="no new target states"):
+        slot.draft()
+    slot.commit(rng, 3)
+    slot.draft()
+
+
+def test_slots_are_independent(slots: list[Slot], rng: np.random.Generator) -> None:
+    for slot, length in zip(slots, (3, 31), strict=True):
+        slot.truncate(0)
+        slot.prefill(some_tokens(rng, length))
+    for nodes in ((0, 11), (7, 2)):
+        for slot, node in zip(slots, nodes, strict=True):
+            slot.draft()
+            slot.commit(rng, node)

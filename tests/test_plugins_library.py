@@ -1,0 +1,147 @@
+"""Finding and refusing native libraries, and that Python and C++ name the same things."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+
+import pytest
+from plugin_libraries import ROOT, emulated_kernels
+
+from ddtree_trt import plugins
+from ddtree_trt.errors import DDTreeError, EngineError, MissingDependency
+from ddtree_trt.plugins import library, reference
+
+SOURCES = ROOT / "cpp_plugins"
+
+
+def built(name: str):
+    path = library.FOLDER / name
+    if not path.is_file():
+        pytest.skip(f"skipped: {name} is not built (`make plugins`)")
+    return path
+
+
+def test_a_missing_library_names_the_command_that_builds_it(tmp_path):
+    for name in (library.KERNELS, library.PLUGINS, library.TORCH):
+        with pytest.raises(MissingDependency, match=f"{name} is not built.*make plugins"):
+            library.find(name, tmp_path)
+
+
+def test_a_stale_library_is_refused_before_it_is_loaded(tmp_path):
+    (tmp_path / library.KERNELS).write_bytes(b"\x7fELF no marker")
+    with pytest.raises(MissingDependency, match=r"ABI None, this version needs 1.*make plugins"):
+        library.find(library.KERNELS, tmp_path)
+    (tmp_path / library.KERNELS).write_bytes(b"\x7fELF ddtree-plugin-abi=7; and so on")
+    with pytest.raises(MissingDependency, match=r"ABI 7, this version needs 1.*make plugins"):
+        library.find(library.KERNELS, tmp_path)
+
+
+def test_a_library_that_cannot_be_loaded_is_reported(tmp_path, monkeypatch):
+    (tmp_path / library.KERNELS).write_bytes(b"\x7fELF ddtree-plugin-abi=%d;" % plugins.ABI)
+    monkeypatch.setattr(library, "FOLDER", tmp_path)
+    monkeypatch.setattr(library.find, "__defaults__", (tmp_path,))
+    library.kernels.cache_clear()
+    with pytest.raises(MissingDependency, match=r"cannot be loaded.*make plugins"):
+        library.kernels()
+    library.kernels.cache_clear()
+
+
+def test_the_abi_is_one_number(tmp_path):
+    header = (SOURCES / "include" / "ddtree" / "abi.h").read_text()
+    assert re.search(r"#define DDTREE_ABI (\d+)", header)[1] == str(plugins.ABI)
+    kernels = emulated_kernels()
+    assert kernels.abi == library.abi_of(kernels.path) == plugins.ABI
+    copy = tmp_path / library.KERNELS
+    shutil.copy(kernels.path, copy)
+    assert library.find(library.KERNELS, tmp_path) == copy
+
+
+def enum_names(source: str, kind: str) -> list[str]:
+    body = re.search(rf"enum {kind} {{([^}}]*)}}", (SOURCES / "trt" / source).read_text())[1]
+    return [name.strip() for name in body.split(",")]
+
+
+def camel(name: str) -> str:
+    return "k" + name.title().replace("_", "")
+
+
+def test_tensor_positions_are_those_of_the_plugins():
+    python = [camel(m.name) for m in plugins.AttentionInput]
+    assert [*python, "kInputs"] == enum_names("attention_plugin.h", "Input")
+    python = [camel(m.name) for m in plugins.AttentionOutput]
+    assert [*python, "kOutputs"] == enum_names("attention_plugin.h", "Output")
+    python = [camel(m.name) for m in plugins.KvCompactInput]
+    assert [*python, "kInputs"] == enum_names("compact_plugin.h", "Input")
+
+
+def test_names_and_attributes_are_those_of_the_plugins():
+    glue = (SOURCES / "trt" / "attention_plugin.cpp").read_text()
+    fields = re.findall(r'PluginField\("(\w+)"', glue)
+    assert tuple(fields) == plugins.ATTENTION_ATTRIBUTES
+    assert f'kName[] = "{plugins.ATTENTION}"' in (SOURCES / "trt" / "attention_plugin.h").read_text()
+    assert f'kName[] = "{plugins.KV_COMPACT}"' in (SOURCES / "trt" / "compact_plugin.h").read_text()
+    identity = (SOURCES / "trt" / "plugin.h").read_text()
+    assert f'kVersion[] = "{plugins.VERSION}"' in identity and f'kNamespace[] = "{plugins.NAMESPACE}"' in identity
+    header = (SOURCES / "include" / "ddtree" / "attention.h").read_text()
+    for mode in plugins.MaskMode:
+        assert re.search(rf"\b{mode.name.lower()} = {mode.value},", header)
+
+
+def test_every_status_has_words():
+    header = (SOURCES / "include" / "ddtree" / "launch.h").read_text()
+    assert [int(n) for n in re.findall(r"^    \w+ = (\d+),", header, re.M)] == list(range(len(library.STATUS)))
+
+
+def test_structures_name_the_fields_of_the_headers():
+    for call, header, struct in [
+        ("tree_attention", "attention.h", "TreeAttention"),
+        ("build_tree", "round.h", "TreeBuild"),
+        ("packed_mask", "round.h", "PackedMask"),
+        ("walk", "round.h", "TreeWalk"),
+        ("compact", "round.h", "KvCompact"),
+    ]:
+        text = (SOURCES / "include" / "ddtree" / header).read_text()
+        body = re.sub(r"//.*", "", re.search(rf"struct {struct} {{(.*?)\n}};", text, re.S)[1])
+        declared = [name for line in body.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
+        assert declared == [name for name, _ in library.CALLS[call]._fields_], struct
+
+
+def test_the_reference_refuses_a_tree_without_a_mask():
+    with pytest.raises(ValueError, match="tree_mask"):
+        reference.visible(plugins.MaskMode.TREE, 3)
+
+
+def test_errors_are_ours():
+    assert issubclass(MissingDependency, DDTreeError) and issubclass(EngineError, DDTreeError)
+
+
+def test_built_kernels_check_their_arguments_without_a_gpu():
+    built(library.KERNELS)
+    kernels = library.kernels()
+    assert kernels is library.kernels() and kernels.abi == plugins.ABI
+    with pytest.raises(EngineError, match="extent"):
+        kernels.launch("tree_attention", sequences=1, tokens=-1)
+    with pytest.raises(EngineError, match="pointer"):
+        kernels.launch("walk", sequences=1, tokens=3)
+    fields = dict(sequences=1, tokens=17, q_heads=32, kv_heads=8, head_dim=128, slots=1, capacity=4096, mask_words=1)
+    workspace = kernels.attention_workspace_bytes(scale=0.1, **fields)
+    assert workspace == emulated_kernels().attention_workspace_bytes(scale=0.1, **fields) > 0
+
+
+@pytest.mark.parametrize("name", [library.KERNELS, library.TORCH])
+def test_built_libraries_leak_no_symbols_and_need_no_cudart(name):
+    path = built(name)
+    if shutil.which("nm") is None:
+        pytest.skip("skipped: no nm")
+    symbols = subprocess.run(
+        ["nm", "-D", "--defined-only", str(path)], capture_output=True, text=True, check=True
+    ).stdout
+    names = {line.split()[-1] for line in symbols.splitlines()}
+    assert all(symbol.startswith("ddtree_") for symbol in names if symbol.startswith(("cuda", "ddtree")))
+    needed = subprocess.run(
+        ["nm", "-D", "--undefined-only", str(path)], capture_output=True, text=True, check=True
+    ).stdout
+    if name == library.KERNELS:
+        assert "cuda" not in needed

@@ -1,0 +1,289 @@
+"""Tree build, mask, walk and compaction: the CUDA source, run on the CPU, against the host part and the reference."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+
+import numpy as np
+import pytest
+from plugin_libraries import Guarded, address, aligned, emulated_kernels
+
+from ddtree_trt import _native
+from ddtree_trt.errors import EngineError
+from ddtree_trt.plugins import MAX_DEVICE_BUDGET, reference
+
+
+def falling(rng: np.random.Generator, shape: tuple[int, int, int], tied: bool) -> np.ndarray:
+    """log_probs [N, L, K] with falling rows; tied ones add without rounding, so that equal sums are exact."""
+    values = rng.choice([0.0, -0.25, -0.5, -1.0, -np.inf], shape) if tied else -rng.exponential(2.0, shape)
+    return -np.sort(-values.astype(np.float32), axis=2)
+
+
+def build(log_probs, candidates, tokens, budgets=None, past_len=None, place=lambda array: array):
+    n, length, width = log_probs.shape
+    roots = place(np.arange(1000, 1000 + n, dtype=np.int32))
+    out = {name: place(np.full((n, tokens), -7, np.int32)) for name in ("token_ids", "parents", "depths", "positions")}
+    out["log_weights"], out["counts"] = place(np.full((n, tokens), np.nan)), place(np.full(n, -7, np.int32))
+    log_probs, candidates = place(log_probs), place(candidates)
+    emulated_kernels().launch(
+        "build_tree", log_probs=address(log_probs), candidates=address(candidates), root_tokens=address(roots),
+        budgets=address(budgets), past_len=address(past_len), sequences=n, positions_l=length, candidates_k=width,
+        tokens=tokens, **{name: address(array) for name, array in out.items()},
+    )  # fmt: skip
+    return out
+
+
+def check_build(log_probs, tokens, budgets):
+    rng = np.random.default_rng(0)
+    n = len(log_probs)
+    candidates = rng.integers(0, 50_000, log_probs.shape).astype(np.int32)
+    past_len = rng.integers(0, 5000, n).astype(np.int32)
+    out = build(log_probs, candidates, tokens, budgets, past_len)
+    for i in range(n):
+        budget = tokens - 1 if budgets is None else int(np.clip(budgets[i], 0, tokens - 1))
+        ids, depths, parents, weights = _native.build_tree(log_probs[i], candidates[i], budget)
+        count = len(ids) + 1
+        assert out["counts"][i] == count
+        np.testing.assert_array_equal(out["token_ids"][i], np.r_[1000 + i, ids, [1000 + i] * (tokens - count)])
+        np.testing.assert_array_equal(out["parents"][i], np.r_[parents, [-1] * (tokens - count)])
+        np.testing.assert_array_equal(out["depths"][i], np.r_[0, depths, [0] * (tokens - count)])
+        np.testing.assert_array_equal(out["positions"][i], past_len[i] + out["depths"][i])
+        np.testing.assert_array_equal(out["log_weights"][i], np.r_[0, weights, [0] * (tokens - count)])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 8), (4, 1), (3, 2), (4, 6), (7, 8), (15, 16)])
+def test_tree_build_equals_the_host(tied, shape):
+    rng = np.random.default_rng(shape[0] * 100 + shape[1])
+    for tokens in (1, 2, 17, 33, 65):
+        check_build(falling(rng, (8, *shape), tied), tokens, rng.integers(-2, 70, 8).astype(np.int32))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_large_tree_build_equals_the_host(tied):
+    rng = np.random.default_rng(1)
+    log_probs = falling(rng, (1, 15, 64), tied)
+    log_probs[np.isneginf(log_probs)] = -3.0
+    check_build(log_probs, 1 + MAX_DEVICE_BUDGET, None)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_host_tree_build_equals_the_reference(tied):
+    rng = np.random.default_rng(2)
+    for _ in range(50):
+        length, width, budget = rng.integers(1, 8), rng.integers(1, 8), int(rng.integers(0, 60))
+        log_probs = falling(rng, (1, length, width), tied)[0]
+        candidates = rng.integers(0, 1000, log_probs.shape).astype(np.int32)
+        parents, ranks, depths, weights = reference.build_tree(log_probs, budget)
+        ids, host_depths, host_parents, host_weights = _native.build_tree(log_probs, candidates, budget)
+        np.testing.assert_array_equal(ids, candidates[depths - 1, ranks])
+        np.testing.assert_array_equal(host_depths, depths)
+        np.testing.assert_array_equal(host_parents, parents)
+        np.testing.assert_array_equal(host_weights, weights)
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 17, 32, 33, 65, 129, 513, 1025])
+def test_packed_mask_equals_the_host(tokens):
+    rng = np.random.default_rng(tokens)
+    parents = np.stack([[-1, *(rng.integers(0, i) for i in range(1, tokens))] for _ in range(2)]).astype(np.int32)
+    for words in (-(-tokens // 32), -(-tokens // 32) + 2):
+        mask = np.full((2, tokens, words), 0x55555555, np.int32)
+        emulated_kernels().launch(
+            "packed_mask", parents=address(parents), mask=address(mask), sequences=2, tokens=tokens, mask_words=words
+        )
+        for i in range(2):
+            host = _native.packed_mask(parents[i])
+            np.testing.assert_array_equal(mask[i, :, : host.shape[1]], host)
+            assert not mask[i, :, host.shape[1] :].any()
+            np.testing.assert_array_equal(mask[i], reference.packed_mask(parents[i], words))
+
+
+def walk(parents, token_ids, choices, counts=None, past_len=None, place=lambda array: array):
+    n, tokens = parents.shape
+    path = place(np.full((n, tokens), -7, np.int32))
+    lengths, bonus, past = (place(np.full(n, -7, np.int32)) for _ in range(3))
+    emulated_kernels().launch(
+        "walk", parents=address(parents), token_ids=address(token_ids), choices=address(choices),
+        counts=address(counts), past_len=address(past_len), path=address(path), lengths=address(lengths),
+        next_tokens=address(bonus), next_past_len=None if past_len is None else address(past), sequences=n,
+        tokens=tokens,
+    )  # fmt: skip
+    return path, lengths, bonus, past
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 17, 33, 65, 200])
+def test_walk_equals_the_host(tokens):
+    rng = np.random.default_rng(tokens)
+    n = 200
+    parents = np.stack([[-1, *(rng.integers(max(0, i - 9), i) for i in range(1, tokens))] for _ in range(n)])
+    parents = parents.astype(np.int32)
+    # Few distinct tokens, so that walks are long and siblings may even share one.
+    token_ids, choices = (rng.integers(0, 3, (n, tokens)).astype(np.int32) for _ in range(2))
+    counts = rng.integers(-1, tokens + 3, n).astype(np.int32)
+    past_len = rng.integers(0, 100, n).astype(np.int32)
+    path, lengths, bonus, past = walk(parents, token_ids, choices, counts, past_len)
+    for i in range(n):
+        t = int(np.clip(counts[i], 1, tokens))
+        host = _native.walk(parents[i, :t], token_ids[i, 1:t], choices[i, :t])
+        assert host.tolist() == reference.walk(parents[i], token_ids[i], choices[i], t)
+        np.testing.assert_array_equal(path[i], np.r_[host, [-1] * (tokens - len(host))])
+        assert (lengths[i], bonus[i], past[i]) == (len(host), choices[i, host[-1]], past_len[i] + len(host))
+
+
+def test_walk_never_goes_back():
+    # Not a tree: node 1 claims node 2 as its parent. Following it could go round for ever.
+    same = np.zeros((1, 3), np.int32)
+    path, lengths, _, _ = walk(np.array([[-1, 2, 0]], np.int32), same, same)
+    assert lengths[0] == 2 and path[0].tolist() == [0, 2, -1]
+
+
+def compact(cache, slot_ids, past_len, keep, keep_count, place=lambda array: array):
+    planes, slots, heads, capacity, _ = cache.shape
+    arrays = [place(np.asarray(a, np.int32)) for a in (slot_ids, past_len, keep, keep_count)]
+    emulated_kernels().launch(
+        "compact", cache=address(cache), slot_ids=address(arrays[0]), past_len=address(arrays[1]),
+        keep=address(arrays[2]), keep_count=address(arrays[3]), sequences=len(arrays[0]), planes=planes, slots=slots,
+        kv_heads=heads, capacity=capacity, max_keep=arrays[2].shape[1], row_bytes=cache.strides[3],
+    )  # fmt: skip
+
+
+def new_cache(shape, seed=0):
+    cache = aligned(shape, np.uint16)
+    cache[...] = np.random.default_rng(seed).integers(0, 2**16, shape)
+    return cache
+
+
+def test_compaction_of_every_kept_set_of_windows_up_to_8():
+    for window in range(9):
+        for size in range(window + 1):
+            for keep in itertools.combinations(range(window), size):
+                cache = new_cache((1, 1, 1, 12, 8), window)
+                padded = np.array([[*keep, *[-1] * (8 - size)]], np.int32)
+                expected = reference.compact(
+                    cache, np.zeros(1, np.int32), np.array([3], np.int32), padded, np.array([size])
+                )
+                compact(cache, [0], [3], padded, [size])
+                np.testing.assert_array_equal(cache, expected)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_compaction_of_random_sets_equals_reference_and_host(seed):
+    rng = np.random.default_rng(seed)
+    planes, slots, heads, capacity = 2, 3, 5, 80
+    width = int(rng.choice([8, 64, 128]))
+    cache = new_cache((planes, slots, heads, capacity, width), seed)
+    slot_ids = rng.permutation(slots)[:2].astype(np.int32)
+    past_len = rng.integers(0, capacity, 2).astype(np.int32)
+    keep = np.full((2, 40), -1, np.int32)
+    keep_count = np.zeros(2, np.int32)
+    for i in range(2):
+        kept = np.sort(rng.permutation(capacity - past_len[i])[: rng.integers(0, 40)])
+        keep[i, : len(kept)], keep_count[i] = kept, len(kept)
+    expected, host = reference.compact(cache, slot_ids, past_len, keep, keep_count), cache.copy()
+    for i, slot in enumerate(slot_ids):
+        _native.compact_rows(
+            bases=np.array([host[p, slot].ctypes.data for p in range(planes)], np.uint64), heads=heads,
+            head_stride_bytes=host.strides[2], row_bytes=host.strides[3], start=int(past_len[i]),
+            keep=keep[i, : keep_count[i]].copy(), rows=capacity,
+        )  # fmt: skip
+    compact(cache, slot_ids, past_len, keep, keep_count)
+    np.testing.assert_array_equal(cache, expected)
+    np.testing.assert_array_equal(host, expected)
+
+
+@pytest.mark.parametrize(
+    ("keep", "moved"),
+    [
+        ([1, 3, 2, 5], [1, 3]),
+        ([2, 2, 3], [2]),
+        ([-1, 4], []),
+        ([1, 2, 9], [1, 2]),
+        ([3, 2**31 - 1, 4], [3]),
+        ([0, -(2**31)], [0]),
+    ],
+)
+def test_compaction_stops_at_the_first_entry_that_does_not_rise(keep, moved):
+    cache = new_cache((1, 1, 2, 12, 8))
+    expected = cache.copy()
+    expected[:, :, :, 3 : 3 + len(moved)] = cache[:, :, :, [3 + row for row in moved]]
+    compact(cache, [0], [3], [keep], [len(keep)])
+    np.testing.assert_array_equal(cache, expected)
+
+
+def _run_garbage(at_end: bool) -> None:
+    rng = np.random.default_rng(3)
+    bad = [-(2**31), -1, 2**31 - 1, 10**6]
+    for _ in range(20):
+        guard = Guarded(at_end)
+
+        def garbage(*shape: int, guard=guard) -> np.ndarray:
+            values = np.where(rng.random(shape) < 0.5, rng.choice(bad, shape), rng.integers(0, 30, shape))
+            return guard(values.astype(np.int32))
+
+        cache = guard(new_cache((2, 2, 2, 24, 8)))
+        compact(cache, garbage(2), garbage(2), garbage(2, 9), garbage(2), guard)
+        walk(garbage(3, 33), garbage(3, 33), garbage(3, 33), garbage(3), garbage(3), guard)
+        parents, mask = garbage(2, 40), guard(np.zeros((2, 40, 2), np.int32))
+        emulated_kernels().launch(
+            "packed_mask", parents=address(parents), mask=address(mask), sequences=2, tokens=40, mask_words=2
+        )
+        log_probs = rng.choice([np.nan, np.inf, -np.inf, 0.0, -1.0, 3e38], (2, 4, 5)).astype(np.float32)
+        out = build(log_probs, garbage(2, 4, 5), 33, garbage(2), garbage(2), guard)
+        for parents, count in zip(out["parents"], out["counts"], strict=True):
+            assert 1 <= count <= 33
+            assert _native.packed_mask(parents[:count].copy()).shape[0] == count  # refuses what is not a tree
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+def test_garbage_stays_in_bounds_and_builds_trees(at_end):
+    emulated_kernels()
+    child = multiprocessing.get_context("fork").Process(target=_run_garbage, args=(at_end,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0, "a signal here (negative) is an access outside an array"
+
+
+@pytest.mark.parametrize(
+    ("call", "fields", "text"),
+    [
+        ("build_tree", {"sequences": 1, "tokens": 2 + MAX_DEVICE_BUDGET}, "extent"),
+        ("build_tree", {"sequences": 1, "tokens": 0}, "extent"),
+        ("build_tree", {"sequences": 1, "tokens": 5, "positions_l": 2, "candidates_k": 2}, "pointer"),
+        ("packed_mask", {"sequences": 1, "tokens": 33, "mask_words": 1}, "extent"),
+        ("packed_mask", {"sequences": 1, "tokens": 33, "mask_words": 2}, "pointer"),
+        ("walk", {"sequences": 1, "tokens": 0}, "extent"),
+        ("walk", {"sequences": 1, "tokens": 3}, "pointer"),
+        ("compact", {"sequences": 1, "planes": 1, "slots": 1, "kv_heads": 1, "capacity": 1, "row_bytes": 20}, "extent"),
+    ],
+)
+def test_launchers_refuse(call, fields, text):
+    with pytest.raises(EngineError, match=text):
+        emulated_kernels().launch(call, **fields)
+
+
+def test_a_whole_round_without_the_host():
+    """build → mask → walk → compaction, each fed by the one before, equals the host's round."""
+    rng = np.random.default_rng(9)
+    log_probs = falling(rng, (2, 7, 8), tied=False)
+    candidates = np.argsort(rng.random((2, 7, 50)), axis=2)[:, :, :8].astype(np.int32)
+    past_len = np.array([5, 11], np.int32)
+    tree = build(log_probs, candidates, 33, None, past_len)
+    # A target that always takes the draft's best token walks down the spine.
+    choices = np.zeros((2, 33), np.int32)
+    for n in range(2):
+        for node in range(33):
+            depth = tree["depths"][n, node]
+            choices[n, node] = candidates[n, depth, 0] if depth < 7 else 99
+    path, lengths, bonus, _ = walk(tree["parents"], tree["token_ids"], choices, tree["counts"], past_len)
+    cache = new_cache((4, 3, 2, 64, 8))
+    slot_ids = np.array([2, 0], np.int32)
+    expected = cache.copy()
+    for n in range(2):
+        ids, _, parents, _ = _native.build_tree(log_probs[n], candidates[n], 32)
+        host = _native.walk(parents, ids, choices[n])
+        assert path[n, : lengths[n]].tolist() == host.tolist() and bonus[n] == choices[n, host[-1]]
+        rows = [past_len[n] + node for node in host]
+        expected[:, slot_ids[n], :, past_len[n] : past_len[n] + len(host)] = cache[:, slot_ids[n]][:, :, rows]
+    compact(cache, slot_ids, past_len, path, lengths)
+    np.testing.assert_array_equal(cache, expected)

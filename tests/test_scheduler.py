@@ -1,0 +1,461 @@
+"""Continuous batching: what a sequence says never depends on who else is there, nor on what its slot held before."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.special import log_softmax
+from scripted import Good, MarkovTarget, ScriptedEngine, Useless, completion, finish, generate
+
+from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.scheduler import Scheduler
+from ddtree_trt.runtime.sequence import Sequence as Completion
+from ddtree_trt.runtime.tree import TokenTree
+
+TARGET = MarkovTarget(vocab_size=7, seed=1)
+CHUNK = 8
+
+
+def make(slots: int = 4, **options: Any) -> ScriptedEngine:
+    return ScriptedEngine(TARGET, Good(TARGET), max_batch=slots, prefill_chunk=CHUNK, **options)
+
+
+def prompt(seed: int, size: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, TARGET.vocab_size, size).tolist()
+
+
+# Sixteen requests that differ in everything; sampled ones are seeded, and drawn drafts use their own generator too.
+MIXED: list[tuple[list[int], SamplingParams]] = [
+    (prompt(1, 3), SamplingParams(max_tokens=9)),
+    (prompt(2, 1), SamplingParams(max_tokens=20, method="ar")),
+    (prompt(3, 20), SamplingParams(max_tokens=5, method="dflash")),
+    (prompt(4, 8), SamplingParams(max_tokens=1)),
+    (prompt(5, 9), SamplingParams(max_tokens=12, tree_budget=1)),
+    (prompt(6, 2), SamplingParams(max_tokens=12, tree_budget=40)),
+    (prompt(7, 4), SamplingParams(max_tokens=12, frequency_penalty=1, repetition_penalty=1.3)),
+    (prompt(8, 30), SamplingParams(max_tokens=3, method="dflash-sample")),
+    (prompt(9, 5), SamplingParams(max_tokens=15, temperature=1, seed=1)),
+    (prompt(10, 5), SamplingParams(max_tokens=15, temperature=0.7, top_k=3, seed=2, method="dflash-sample")),
+    (prompt(11, 16), SamplingParams(max_tokens=7, temperature=1, seed=3, method="ar", logprobs=2)),
+    (prompt(1, 3), SamplingParams(max_tokens=9, stop="ab")),
+    (prompt(12, 17), SamplingParams(max_tokens=8, stop_token_ids=(2,), prompt_logprobs=1)),
+    (prompt(13, 6), SamplingParams(max_tokens=10, logit_bias={3: 2.0}, method="dflash")),
+    (prompt(14, 7), SamplingParams(max_tokens=11, tree_budget=0)),
+    (prompt(15, 40), SamplingParams(max_tokens=60)),  # meets the engine's capacity
+]
+
+
+def said(c: Completion) -> tuple[Any, ...]:
+    return c.output, c.stream.text, c.finish_reason, c.stop_reason, c.logprobs, c.prompt_logprobs
+
+
+def alone(index: int) -> tuple[Any, ...]:
+    engine = make()
+    c = completion(engine, *MIXED[index])
+    finish(Scheduler(engine), [c])
+    return said(c)
+
+
+ALONE = [alone(i) for i in range(len(MIXED))]
+
+
+def test_sixteen_together_are_as_one_by_one() -> None:
+    engine = make()
+    completions = [completion(engine, *request) for request in MIXED]
+    scheduler = Scheduler(engine)
+    finish(scheduler, completions)
+    assert [said(c) for c in completions] == ALONE
+    assert scheduler.free_slots == 4
+    assert not scheduler.busy
+
+
+@given(
+    arrivals=st.lists(st.integers(0, 12), min_size=len(MIXED), max_size=len(MIXED)),
+    leaves=st.lists(st.one_of(st.none(), st.integers(0, 25)), min_size=len(MIXED), max_size=len(MIXED)),
+    slots=st.integers(1, 6),
+    order=st.permutations(range(len(MIXED))),
+)
+@settings(max_examples=60, deadline=None)
+def test_no_schedule_and_no_cancellation_changes_what_another_says(
+    arrivals: list[int], leaves: list[int | None], slots: int, order: list[int]
+) -> None:
+    engine = make(slots)
+    scheduler = Scheduler(engine)
+    completions = [completion(engine, *request) for request in MIXED]
+    for step in range(10_000):
+        for i in order:
+            if arrivals[i] == step:
+                scheduler.add(completions[i])
+            if leaves[i] == step:
+                scheduler.cancel(completions[i])
+        if step > 26 and not scheduler.busy:
+            break
+        scheduler.step()
+        holders = [c.slot for c in completions if c in scheduler.running or c in scheduler.prefilling]
+        assert len(set(holders)) == len(holders) == slots - scheduler.free_slots
+    for i, c in enumerate(completions):
+        assert c.error is None
+        if c.finish_reason == "abort":
+            assert leaves[i] is not None
+            assert c.output == ALONE[i][0][: len(c.output)]
+        elif arrivals[i] <= (leaves[i] if leaves[i] is not None else 99):
+            assert said(c) == ALONE[i]
+    assert scheduler.free_slots == slots
+
+
+def test_a_cancelled_slot_is_free_at_once() -> None:
+    engine = make(1)
+    scheduler = Scheduler(engine)
+    first, second, third = (completion(engine, prompt(i, 4), SamplingParams(max_tokens=50)) for i in range(3))
+    for c in (first, second, third):
+        scheduler.add(c)
+    scheduler.step()
+    assert (first.slot, second.slot, scheduler.free_slots) == (0, None, 0)
+    scheduler.cancel(second)
+    scheduler.cancel(first)
+    assert (first.finish_reason, second.finish_reason, scheduler.free_slots) == ("abort", "abort", 1)
+    scheduler.step()
+    assert third.slot == 0
+    assert second.output == []
+
+
+def test_seeds_repeat_and_unseeded_requests_are_independent() -> None:
+    params = {"temperature": 1.0, "max_tokens": 30}
+    seeded = [
+        generate(make(), [1, 2], SamplingParams(seed=7, method=m, **params), batch=3)
+        for m in ("ar", "dflash", "ddtree")
+    ]
+    assert seeded[0] == seeded[1] == seeded[2]
+    assert len({tuple(tokens) for tokens in seeded[0]}) == 3  # n completions of one seed differ
+    unseeded = [generate(make(), [1, 2], SamplingParams(**params))[0] for _ in range(10)]
+    assert len({tuple(tokens) for tokens in unseeded}) == 10
+
+
+# Prefix reuse
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@given(data=st.data())
+@settings(max_examples=40, deadline=None)
+def test_a_reused_prefix_says_what_a_fresh_slot_says(slots: int, data: st.DataObject) -> None:
+    """Chats of several turns, each turn by any method: `ar` keeps no states for the drafter, the others need them."""
+    engine = make(slots)
+    scheduler = Scheduler(engine)
+    chats = [prompt(seed, 5) for seed in (1, 2)]
+    for turn in range(6):
+        which = data.draw(st.integers(0, 1))
+        method = data.draw(st.sampled_from(["ar", "ddtree", "dflash", "dflash-sample"]))
+        params = SamplingParams(
+            max_tokens=data.draw(st.integers(1, 6)), method=method, stop=data.draw(st.sampled_from(["", "c"])) or ()
+        )
+        asked = chats[which]
+        c = completion(engine, asked, params)
+        finish(scheduler, [c])
+        fresh = completion(make(1), asked, params)
+        finish(Scheduler(make(1)), [fresh])
+        assert said(c) == said(fresh)
+        chats[which] = [*asked, *c.output, turn % 7]
+        if len(chats[which]) > 50:
+            break
+
+
+def test_a_chat_turn_starts_behind_what_its_slot_holds() -> None:
+    engine = make()
+    scheduler = Scheduler(engine)
+    first = completion(engine, prompt(1, 10), SamplingParams(max_tokens=8))
+    finish(scheduler, [first])
+    asked = [*first.prompt, *first.output, 3, 4]
+    second = completion(engine, asked, SamplingParams(max_tokens=4))
+    finish(scheduler, [second])
+    assert second.slot == first.slot
+    assert second.metrics.cached_tokens == len(first.prompt) + len(first.output) - 1
+
+
+def test_states_dropped_by_ar_are_made_again_for_a_drafter() -> None:
+    engine = make(1)
+    scheduler = Scheduler(engine)
+    drafted = completion(engine, prompt(1, 10), SamplingParams(max_tokens=4))
+    finish(scheduler, [drafted])
+    plain = completion(engine, [*drafted.prompt, *drafted.output, 1], SamplingParams(max_tokens=6, method="ar"))
+    finish(scheduler, [plain])
+    assert plain.metrics.cached_tokens == 13
+    third = completion(engine, [*plain.prompt, *plain.output, 2], SamplingParams(max_tokens=6))
+    finish(scheduler, [third])
+    assert third.metrics.cached_tokens == 13  # what `ar` added has no states
+
+
+def test_a_prompt_seen_before_needs_its_last_token_only() -> None:
+    engine = make()
+    scheduler = Scheduler(engine)
+    outputs = []
+    for _ in range(2):
+        c = completion(engine, prompt(1, 20), SamplingParams(max_tokens=4))
+        finish(scheduler, [c])
+        outputs.append(c.output)
+    assert c.metrics.cached_tokens == 19
+    assert outputs[0] == outputs[1]
+    wanted = completion(engine, prompt(1, 20), SamplingParams(max_tokens=4, prompt_logprobs=0))
+    finish(scheduler, [wanted])
+    assert wanted.metrics.cached_tokens == 0  # every row of the prompt is asked for
+
+
+def test_what_all_prompts_begin_with_costs_no_other_chat_its_cache() -> None:
+    engine = make(3)
+    scheduler = Scheduler(engine)
+    template = [6, 6, 6]
+
+    def ask(tokens: list[int]) -> Completion:
+        c = completion(engine, tokens, SamplingParams(max_tokens=2))
+        finish(scheduler, [c])
+        return c
+
+    chats = [[*template, *prompt(seed, 12)] for seed in (1, 2, 3)]
+    assert {ask(chat).slot for chat in chats} == {0, 1, 2}
+    for chat in reversed(chats):
+        assert ask([*chat, 1]).metrics.cached_tokens == len(chat)
+    slot = ask(chats[0]).slot
+    assert ask([*template, *prompt(4, 12)]).slot != slot, "the slot used last is not the one to give up"
+
+
+# Chunked prefill
+
+
+def test_a_long_prompt_delays_the_others_by_one_chunk_per_round() -> None:
+    engine = make()
+    scheduler = Scheduler(engine)
+    running = [completion(engine, prompt(i, 3), SamplingParams(max_tokens=40, method="ar")) for i in range(2)]
+    for c in running:
+        scheduler.add(c)
+    while len(scheduler.running) < 2:
+        scheduler.step()
+    engine.calls.clear()
+    late = [completion(engine, prompt(9 + i, size), SamplingParams(max_tokens=4)) for i, size in enumerate((30, 17))]
+    for c in late:
+        scheduler.add(c)
+    while any(not c.output for c in late):
+        before = [len(c.output) for c in running]
+        scheduler.step()
+        assert [len(c.output) for c in running] == [n + 1 for n in before]
+    passes = [call for call in engine.calls if call.verb in ("prefill", "verify")]
+    assert all(call.tokens <= CHUNK for call in passes if call.verb == "prefill")
+    assert all("verify" in (a.verb, b.verb) for a, b in pairwise(passes)), "two chunks without a round between them"
+    assert Counter(call.verb for call in passes)["prefill"] == 4 + 3
+
+
+# Failures
+
+
+def failing(engine: ScriptedEngine, verb: str, slot: int | None = None) -> None:
+    """Let the engine fail at its next `verb`, for calls that name the slot."""
+
+    def fail(called: str, slots: tuple[int, ...]) -> None:
+        if called == verb and (slot is None or slot in slots):
+            engine.fail = lambda verb, slots: None
+            raise EngineError(f"{verb} failed")
+
+    engine.fail = fail
+
+
+@pytest.mark.parametrize("verb", ["draft", "verify", "commit"])
+def test_a_failed_round_ends_those_in_it_and_no_others(verb: str) -> None:
+    engine = make(2)
+    scheduler = Scheduler(engine)
+    completions = [completion(engine, *MIXED[i]) for i in (0, 1, 2, 5)]
+    for c in completions:
+        scheduler.add(c)
+    while len(scheduler.running) < 2:
+        scheduler.step()
+    failing(engine, verb)
+    scheduler.step()
+    assert [c.finish_reason for c in completions] == ["abort", "abort", None, None]
+    assert [str(c.error) for c in completions[:2]] == [f"{verb} failed"] * 2
+    assert scheduler.free_slots == 2
+    while scheduler.busy:
+        scheduler.step()
+    assert [said(c) for c in completions[2:]] == [ALONE[2], ALONE[5]]
+    assert completions[2].metrics.cached_tokens == 0, "a slot in doubt starts empty"
+
+
+def test_a_failed_prefill_ends_its_sequence_only() -> None:
+    engine = make()
+    scheduler = Scheduler(engine)
+    completions = [completion(engine, *MIXED[i]) for i in (0, 2, 5)]
+    scheduler.add(completions[0])
+    scheduler.step()
+    failing(engine, "prefill")
+    for c in completions[1:]:
+        scheduler.add(c)
+    while scheduler.busy:
+        scheduler.step()
+    assert (completions[1].finish_reason, str(completions[1].error)) == ("abort", "prefill failed")
+    assert [said(completions[0]), said(completions[2])] == [ALONE[0], ALONE[5]]
+
+
+class Breaking(MarkovTarget):
+    """Says NaN behind one token."""
+
+    def __init__(self, bad: int) -> None:
+        super().__init__(vocab_size=7, seed=1)
+        self.bad = bad
+
+    def logits(self, committed: Sequence[int], tree: TokenTree) -> np.ndarray:
+        logits = super().logits(committed, tree)
+        logits[tree.token_ids == self.bad] = np.nan
+        return logits
+
+
+def test_logits_that_are_not_finite_end_their_sequence_only() -> None:
+    asked = ([1, 2], SamplingParams(max_tokens=6))
+    (expected,) = generate(make(), *asked)
+    bad = next(t for t in range(7) if t not in [1, 2, *expected])
+    target = Breaking(bad)
+    engine = ScriptedEngine(target, Useless(7))  # its trees do not come upon the bad token's row by themselves
+    sound = completion(engine, *asked)
+    biased = completion(engine, [1, 2], SamplingParams(max_tokens=20, logit_bias={bad: 100.0}))
+    prefilled = completion(engine, [1, bad], SamplingParams(max_tokens=20))
+    scheduler = Scheduler(engine)
+    for c in (sound, biased, prefilled):
+        scheduler.add(c)
+    while scheduler.busy:
+        scheduler.step()
+    assert sound.output == expected
+    for c in (biased, prefilled):
+        assert isinstance(c.error, EngineError)
+        assert "not finite" in str(c.error)
+
+
+def test_a_drafter_that_says_nan_ends_its_sequence_only() -> None:
+    class Broken(Good):
+        def block(self, context: Sequence[int], length: int) -> np.ndarray:
+            rows = super().block(context, length)
+            return rows * np.nan if context[0] == 5 else rows
+
+    engine = ScriptedEngine(TARGET, Broken(TARGET))
+    completions = [
+        completion(engine, [start, 1], SamplingParams(max_tokens=9, **options))
+        for start, options in [
+            (5, {}),
+            (5, {"method": "dflash-sample", "temperature": 1.0, "seed": 1}),
+            (4, {}),
+            (5, {"method": "dflash"}),
+        ]
+    ]
+    scheduler = Scheduler(engine)
+    for c in completions:
+        scheduler.add(c)
+    while scheduler.busy:
+        scheduler.step()
+    assert [type(c.error) for c in completions] == [EngineError, EngineError, type(None), type(None)]
+    (expected,) = generate(make(), [5, 1], SamplingParams(max_tokens=9, method="ar"))
+    assert completions[3].output == expected  # a chain of nonsense is merely rejected
+
+
+def test_a_watcher_that_fails_ends_its_sequence_only() -> None:
+    engine = make()
+    completions = [completion(engine, *MIXED[i]) for i in (0, 5)]
+
+    def watch(round_: Any) -> None:
+        raise RuntimeError("cannot draw this")
+
+    completions[0].on_round = watch
+    scheduler = Scheduler(engine)
+    for c in completions:
+        scheduler.add(c)
+    while scheduler.busy:
+        scheduler.step()
+    assert (completions[0].finish_reason, str(completions[0].error)) == ("abort", "cannot draw this")
+    assert said(completions[1]) == ALONE[5]
+
+
+def test_an_interrupted_round_is_not_taken_up_again() -> None:
+    engine = make(2)
+    scheduler = Scheduler(engine)
+    c = completion(engine, *MIXED[5])
+    scheduler.add(c)
+    scheduler.step()
+
+    def interrupt(verb: str, slots: tuple[int, ...]) -> None:
+        if verb == "commit":
+            raise KeyboardInterrupt
+
+    engine.fail = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.step()
+    engine.fail = lambda verb, slots: None
+    assert (c.finish_reason, c.error, scheduler.free_slots) == ("abort", None, 2)
+    again = completion(engine, *MIXED[5])
+    finish(scheduler, [again])
+    assert said(again) == ALONE[5]
+
+
+# Log-probabilities
+
+
+@pytest.mark.parametrize("method", ["ar", "dflash", "ddtree", "dflash-sample"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logprobs_are_the_targets_own(method: str, temperature: float) -> None:
+    """Before penalties and temperature, whatever they do to the choice; over chunks of the prompt."""
+    asked = prompt(3, 2 * CHUNK + 3)
+    params = SamplingParams(
+        method=method,
+        temperature=temperature,
+        seed=1,
+        max_tokens=15,
+        logprobs=3,
+        prompt_logprobs=2,
+        frequency_penalty=1.5,
+    )
+    c = completion(make(), asked, params)
+    finish(Scheduler(make()), [c])
+    whole = [*asked, *c.output]
+    assert len(c.prompt_logprobs) == len(asked)
+    assert len(c.logprobs) == len(c.output) == 15
+    assert c.prompt_logprobs[0] is None
+    for i, entry in enumerate([*c.prompt_logprobs, *c.logprobs][1:], 1):
+        assert entry is not None
+        row = log_softmax(TARGET.row(whole[:i]).astype(np.float64))
+        assert entry.token_id == whole[i]
+        assert entry.logprob == pytest.approx(row[whole[i]], abs=1e-6)
+        assert entry.rank == 1 + int((row > row[whole[i]]).sum())
+        best = np.argsort(-row)[: 2 if i < len(asked) else 3]
+        assert [t for t, _ in entry.top] == best.tolist()
+        assert [p for _, p in entry.top] == pytest.approx(row[best].tolist(), abs=1e-6)
+    output = c.output_so_far()
+    assert output.cumulative_logprob == pytest.approx(sum(e.logprob for e in c.logprobs))
+
+
+# Figures
+
+
+def test_stage_times_count_for_those_who_took_part() -> None:
+    engine = make()
+    short, long = (
+        completion(engine, [1], SamplingParams(max_tokens=1)),
+        completion(engine, [2], SamplingParams(max_tokens=9)),
+    )
+    finish(Scheduler(engine), [short, long])
+    assert short.metrics.stage_s["verify"] == 0 < short.metrics.stage_s["prefill"]
+    assert all(long.metrics.stage_s[stage] > 0 for stage in ("prefill", "draft", "tree_build", "verify", "commit"))
+
+
+def test_rounds_and_tokens_add_up() -> None:
+    for drafter in (Good(TARGET), Useless(TARGET.vocab_size)):
+        engine = ScriptedEngine(TARGET, drafter)
+        c = completion(engine, [1, 2], SamplingParams(max_tokens=30, tree_budget=10))
+        finish(Scheduler(engine), [c])
+        m = c.metrics
+        assert 1 + sum(m.acceptance_lengths) == m.output_tokens == 30
+        assert m.rounds == len(m.budgets) == Counter(call.verb for call in engine.calls)["verify"]
+        assert m.accepted_tokens == 30 - 1 - m.rounds
+        assert m.budgets == [10] * m.rounds
+        assert sum(m.acceptance_histogram.values()) == m.rounds
+        assert m.acceptance_by_depth == sorted(m.acceptance_by_depth, reverse=True)
+        assert m.time_to_first_token_s is not None and m.time_to_first_token_s > 0

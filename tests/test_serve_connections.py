@@ -1,0 +1,289 @@
+"""Clients that leave, stall, or come in crowds; engines that fail. Nobody's trouble becomes another's."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from serving import LONG, ThreadServer, thread_server, wait_for
+
+from ddtree_trt.errors import EngineError
+
+ROUND_S = 0.02
+
+
+@pytest.fixture(scope="module")
+def server(tiny_engine: Path) -> Iterator[ThreadServer]:
+    with thread_server(tiny_engine, round_s=ROUND_S, max_waiting=2) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(server: ThreadServer) -> Iterator[None]:
+    yield
+    wait_for(lambda: server.llm.running == 0 and server.llm.waiting == 0)
+    figures = server.figures()
+    assert figures["ddtree_requests_running"] == figures["ddtree_requests_waiting"] == 0
+    assert server.server._gate._idle.is_set()
+
+
+def long_chat(**fields: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "hello"}], **LONG, **fields}).encode()
+
+
+def hold(server: ThreadServer, requests: int, **fields: Any) -> list[socket.socket]:
+    """Connections with long streams under way."""
+    before = server.llm.running + server.llm.waiting
+    held = [server.raw(long_chat(stream=True, **fields)) for _ in range(requests)]
+    wait_for(lambda: server.llm.running + server.llm.waiting == before + requests)
+    return held
+
+
+def release(server: ThreadServer, held: list[socket.socket]) -> None:
+    for connection in held:
+        connection.close()
+
+
+def rounds(server: ThreadServer) -> int:
+    return int(server.llm._scheduler._steps)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_dropped_connection_frees_its_slot_within_a_round(server: ThreadServer, stream: bool) -> None:
+    connection = server.raw(long_chat(stream=stream))
+    wait_for(lambda: server.llm.running == 1)
+    if stream:
+        assert b"200 OK" in connection.recv(4096)
+    begun = rounds(server)
+    connection.close()
+    wait_for(lambda: server.llm.running == 0)
+    # The round under way when the close was seen, and the one its cancellation waited for.
+    assert rounds(server) - begun <= 3
+    wait_for(lambda: server.figures().get('ddtree_requests_finished_total{finish_reason="abort"}', 0) >= 1)
+
+
+def test_a_connection_dropped_while_waiting_or_sending_leaves_nothing(server: ThreadServer) -> None:
+    held = hold(server, server.llm.slots)
+    waiting = server.raw(long_chat())
+    wait_for(lambda: server.llm.waiting == 1)
+    waiting.close()
+    wait_for(lambda: server.llm.waiting == 0)
+    assert server.llm.running == server.llm.slots
+    release(server, held)
+    half = server.raw(b"")
+    half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+    time.sleep(0.1)
+    half.close()
+
+
+def test_a_client_that_leaves_a_stream_of_many_choices(server: ThreadServer) -> None:
+    with server.http.stream(
+        "POST", "/v1/completions", json={"prompt": ["a", "b"], "n": 2, "stream": True, **LONG}
+    ) as r:
+        next(r.iter_lines())
+        wait_for(lambda: server.llm.running == 4)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What still comes until the other side ends the connection, in whatever way."""
+    data = b""
+    connection.settimeout(10)
+    try:
+        while chunk := connection.recv(1 << 20):
+            data += chunk
+    except ConnectionResetError:
+        pass
+    connection.close()
+    return data
+
+
+# Wide answers fill the socket's buffers soon: about a megabyte, of which the client reads nothing at first.
+WIDE = {"stream": True, "n": 2, "max_tokens": 300, "temperature": 0.5, "seed": 1, "logprobs": True, "top_logprobs": 20}
+
+
+def test_a_slow_reader_stalls_nobody_and_gets_everything(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine) as server:
+        connection = server.raw(long_chat(**WIDE), receive_buffer=1 << 16)
+        wait_for(lambda: server.llm.running == 2)
+        wait_for(lambda: server.llm.running == 0, timeout=30)  # the engine does not wait for the reader
+        assert not server.server._gate._idle.is_set(), "its answer is still under way"
+        cycles = [c for c in server.server.server_state.connections if c.cycle and not c.cycle.response_complete]
+        assert cycles[0].transport.get_write_buffer_size() < 1 << 20, "what waits is bounded by the flow control"
+        assert server.chat(max_tokens=4).status_code == 200
+        connection.settimeout(10)
+        data = b""
+        while not data.endswith(b"0\r\n\r\n"):
+            data += connection.recv(1 << 16)
+        connection.close()
+        lines = [line for line in data.decode().splitlines() if line.startswith("data: {")]
+        choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        whole = server.chat(**{**LONG, **WIDE, "stream": False}).json()
+        for expected in whole["choices"]:
+            own = [c for c in choices if c["index"] == expected["index"]]
+            assert "".join(c["delta"].get("content", "") for c in own) == expected["message"]["content"]
+            assert sum(len(c["logprobs"]["content"]) for c in own if c["logprobs"]) == 300
+
+
+def test_a_reader_that_takes_nothing_is_cut_off(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine, stall_timeout_s=1.0) as server:
+        connection = server.raw(long_chat(**WIDE), receive_buffer=4096)
+        wait_for(lambda: server.llm.running == 2)
+        wait_for(server.server._gate._idle.is_set, timeout=30)
+        wait_for(lambda: server.llm.running == 0)
+        assert b"[DONE]" not in read_all(connection)
+
+
+def test_a_full_queue_answers_429_and_when_to_come_back(server: ThreadServer) -> None:
+    held = hold(server, server.llm.slots + 2)
+    for stream in (False, True):
+        response = server.chat(stream=stream)
+        assert response.status_code == 429
+        assert 1 <= int(response.headers["retry-after"]) <= 60
+        error = response.json()["error"]
+        assert error["code"] == "queue_full" and "at most 2 may" in error["message"]
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+    with client, pytest.raises(openai.RateLimitError):
+        client.completions.create(model="tiny", prompt="x")
+    # Of several prompts none stays behind when they do not all fit.
+    held.pop().close()
+    wait_for(lambda: server.llm.waiting == 1)
+    assert server.http.post("/v1/completions", json={"prompt": ["a", "b"]}).status_code == 429
+    wait_for(lambda: server.llm.waiting == 1)
+    release(server, held)
+    wait_for(lambda: server.llm.running == 0)
+    assert server.chat(max_tokens=2).status_code == 200
+
+
+def test_requests_under_way_are_bounded(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine, round_s=ROUND_S, max_requests=3) as small:
+        held = [small.raw(long_chat(stream=True)) for _ in range(3)]
+        wait_for(lambda: small.llm.running == 3)
+        response = small.chat()
+        assert response.status_code == 429 and "3 requests are under way" in response.json()["error"]["message"]
+        assert small.http.get("/health").status_code == 200
+        release(small, held)
+        wait_for(lambda: small.llm.running == 0)
+        wait_for(lambda: small.chat(max_tokens=2).status_code == 200)
+
+
+def test_a_request_that_takes_too_long_is_ended(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine, round_s=ROUND_S, request_timeout_s=0.4) as hasty:
+        response = hasty.chat(**LONG)
+        assert response.status_code == 504
+        assert response.json()["error"]["code"] == "timeout" and "0.4 s" in response.json()["error"]["message"]
+        with hasty.http.stream("POST", "/v1/completions", json={"prompt": "x", "stream": True, **LONG}) as stream:
+            lines = [line for line in stream.iter_lines() if line]
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "timeout"
+        assert json.loads(lines[0].removeprefix("data: "))["choices"]
+        client = openai.OpenAI(base_url=f"{hasty.url}/v1", api_key="x", max_retries=0)
+        with client, pytest.raises(openai.APIError, match="took longer"):
+            list(client.completions.create(model="tiny", prompt="x", stream=True, extra_body=LONG))
+        unsent = socket.create_connection(hasty.raw(b"").getpeername())
+        unsent.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        unsent.settimeout(5)
+        assert b"504" in unsent.recv(4096), "a body that does not come is timed, too"
+        unsent.close()
+        wait_for(lambda: hasty.llm.running == 0)
+        assert hasty.chat(max_tokens=2).status_code == 200
+
+
+def test_a_failing_pass_is_told_to_its_requests_only(server: ThreadServer) -> None:
+    verify = server.llm.engine.verify
+    calls = 0
+
+    def failing(requests: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise EngineError("scripted failure")
+        return verify(requests)
+
+    server.llm.engine.verify = failing  # type: ignore[method-assign]
+    try:
+        response = server.chat(max_tokens=100, ignore_eos=True)
+        assert response.status_code == 500
+        assert response.json()["error"]["message"] == "scripted failure"
+        assert response.json()["error"]["type"] == "server_error"
+        calls = 0
+        lines = [x for x in server.chat(max_tokens=100, ignore_eos=True, stream=True).text.splitlines() if x]
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "engine_error"
+    finally:
+        server.llm.engine.verify = verify  # type: ignore[method-assign]
+    assert server.chat(max_tokens=2).status_code == 200
+    assert server.figures()['ddtree_requests_finished_total{finish_reason="error"}'] == 2
+
+
+def test_a_dead_engine_shows_in_the_health(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine) as dying:
+        assert dying.http.get("/health").json() == {"status": "ok"}
+
+        def broken() -> None:
+            raise RuntimeError("scripted bug")
+
+        dying.llm._scheduler.step = broken  # type: ignore[method-assign, assignment]
+        assert dying.chat().status_code == 500
+        health = dying.http.get("/health")
+        assert health.status_code == 503 and "scripted bug" in health.json()["error"]["message"]
+        assert dying.chat().status_code == 500
+
+
+def test_metrics_add_up(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine) as fresh:
+        answers = [fresh.chat(f"What is {i} + 2?", max_tokens=20, tree_budget=8).json() for i in range(5)]
+        fresh.chat("What is 3 + 2?", max_tokens=20, stream=True, n=2, temperature=1, tree_budget=8)
+        assert fresh.chat(temperature=-1).status_code == 400
+        m = fresh.figures()
+        assert sum(v for k, v in m.items() if k.startswith("ddtree_requests_finished_total")) == 7
+        assert m['ddtree_requests_refused_total{status="400"}'] == 1
+        assert m["ddtree_prompt_tokens_total"] >= sum(a["usage"]["prompt_tokens"] for a in answers)
+        tokens = m["ddtree_generation_tokens_total"]
+        assert sum(a["usage"]["completion_tokens"] for a in answers) < tokens <= 140
+        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "time_per_output_token_seconds"):
+            assert m[f"ddtree_{name}_count"] == 7 and m[f"ddtree_{name}_sum"] > 0
+        # A round commits its accepted drafts and one token more; the first token comes from the prompt's pass.
+        assert m["ddtree_acceptance_length_count"] == m["ddtree_rounds_total"]
+        assert m["ddtree_acceptance_length_sum"] == m["ddtree_rounds_total"] + m["ddtree_draft_tokens_accepted_total"]
+        assert m["ddtree_acceptance_length_sum"] == tokens - 7
+        assert m["ddtree_draft_tokens_total"] == 8 * m["ddtree_rounds_total"]
+        assert m["ddtree_slots"] == fresh.llm.slots and m["process_resident_memory_bytes"] > 0
+        openmetrics = fresh.http.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+        assert openmetrics.text.endswith("# EOF\n") and "openmetrics" in openmetrics.headers["content-type"]
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine, round_s=ROUND_S, drain_timeout_s=20) as server, httpx.Client() as other:
+        expected = server.chat(max_tokens=24, ignore_eos=True).json()["choices"]
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            under_way = [pool.submit(server.chat, max_tokens=24, ignore_eos=True) for _ in range(12)]
+            wait_for(lambda: server.llm.running == server.llm.slots and server.llm.waiting == 4)
+            other.get(f"{server.url}/health")  # a connection that is already open
+            server.server.drain()
+            wait_for(lambda: server.server._gate.draining)
+            late = other.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+            assert late.status_code == 503 and late.headers["connection"] == "close" and late.headers["retry-after"]
+            assert late.json()["error"]["code"] == "shutting_down"
+            assert other.get(f"{server.url}/health").status_code == 503
+            answers = [f.result() for f in under_way]
+        assert [a.json()["choices"] for a in answers] == [expected] * 12
+        wait_for(lambda: not any(t.name == "ddtree-engine" for t in threading.enumerate() if t is server.llm._worker))
+
+
+def test_what_does_not_finish_in_the_drain_timeout_is_told(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine, round_s=ROUND_S, drain_timeout_s=0.3) as server:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            whole = pool.submit(server.chat, **LONG)
+            stream = pool.submit(server.chat, stream=True, **LONG)
+            wait_for(lambda: server.llm.running == 2)
+            server.server.drain()
+            assert whole.result().status_code == 503
+            lines = [line for line in stream.result().text.splitlines() if line]
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"

@@ -1,0 +1,142 @@
+"""`ddtree-trt serve` as a process: its start, its signals, its end, and a crowd."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from serving import LONG, ProcessServer, metrics, wait_for
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
+import load_test
+
+STREAM = {"prompt": "def fib(n):", "stream": True, **LONG}
+
+
+def events(client: httpx.Client, body: dict[str, object]) -> list[str]:
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        return [line for line in response.iter_lines() if line]
+
+
+def test_sigterm_under_load_finishes_what_runs_and_exits_0(tiny_engine: Path) -> None:
+    body = {**STREAM, "max_tokens": 150}
+    with ProcessServer(tiny_engine) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+        assert "8 slots" in server.ready
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            under_way = [pool.submit(events, client, body) for _ in range(16)]
+            wait_for(lambda: metrics(client)["ddtree_requests_waiting"] == 8)
+            server.terminate()
+            wait_for(lambda: client.get("/health").status_code == 503)
+            assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+            streams = [f.result() for f in under_way]
+        assert all(lines[-1] == "data: [DONE]" for lines in streams)
+        texts = {"".join(json.loads(x[6:])["choices"][0]["text"] for x in lines[:-1]) for lines in streams}
+        assert len(texts) == 1, "sixteen times the same greedy answer"
+        assert server.wait() == (0, "")
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(tiny_engine: Path, sig: signal.Signals) -> None:
+    with ProcessServer(tiny_engine, "--drain-timeout", "600") as server, httpx.Client(timeout=60) as client:
+        client.base_url = httpx.URL(server.url)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            stream = pool.submit(events, client, {**STREAM, "method": "ar"})
+            wait_for(lambda: metrics(client)["ddtree_requests_running"] == 1)
+            server.process.send_signal(sig)
+            wait_for(lambda: client.get("/health").status_code == 503)
+            server.process.send_signal(sig)
+            start = time.monotonic()
+            assert json.loads(stream.result()[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert server.wait()[0] == 0 and time.monotonic() - start < 10
+
+
+def test_the_api_key_comes_from_the_environment(tiny_engine: Path) -> None:
+    options = ("--served-model-name", "my/model")
+    with ProcessServer(tiny_engine, *options, env={"DDTREE_API_KEY": "secret"}) as server:
+        assert "serving my/model" in server.ready and "secret" not in server.ready
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        answer = httpx.get(f"{server.url}/v1/models/my/model", headers={"Authorization": "Bearer secret"})
+        assert answer.json()["id"] == "my/model"
+        server.terminate()
+        assert server.wait() == (0, "")
+
+
+def serve(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "ddtree_trt.cli", "serve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout == ""
+    return done.returncode, done.stderr
+
+
+def test_wrong_calls_are_explained_in_one_line(tiny_engine: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, error = serve(str(tiny_engine), "--port", port)
+    assert (code, error) == (
+        2,
+        f"error: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another with --port\n",
+    )
+    code, error = serve(str(tmp_path / "none"), "--port", "0")
+    assert code == 1 and error.startswith("error: no engine at ") and error.count("\n") == 1
+    code, error = serve(str(tiny_engine), "--max-requests", "0")
+    assert (code, error) == (2, "error: max_requests must be at least 1, not 0\n")
+    code, error = serve(str(tiny_engine), "--host", "no.such.host.invalid")
+    assert code == 2 and error.startswith("error: cannot listen on no.such.host.invalid: ")
+    code, error = serve(str(tiny_engine), "--api-key", "")
+    assert code == 2 and "API key" in error
+
+
+def test_help_loads_no_server() -> None:
+    script = (
+        "import sys\nfrom ddtree_trt.cli import app\n"
+        "try: app(['serve', '--help'])\nexcept SystemExit: pass\n"
+        "print({'fastapi', 'uvicorn', 'prometheus_client', 'transformers', 'onnxruntime'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_without_the_extra_the_command_names_it(tiny_engine: Path) -> None:
+    script = (
+        "import sys; sys.modules['uvicorn'] = None\nfrom ddtree_trt.cli import app\n"
+        f"app(['serve', {str(tiny_engine)!r}, '--port', '0'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert (
+        done.stderr
+        == "error: the server needs the Python package uvicorn; install it with: pip install 'ddtree-trt[serve]'\n"
+    )
+
+
+def test_a_crowd_of_clients(tiny_engine: Path) -> None:
+    report = load_test.run(tiny_engine, concurrency=48, seconds=4, prompts=8)
+    assert report.failures() == []
+    assert report.tokens > 0 and set(report.requests) == set(load_test.KINDS)
+    assert max(running for _, _, running, _ in report.samples) == 8
+
+
+def test_the_load_test_sees_what_goes_wrong() -> None:
+    def report(**fields: object) -> load_test.Report:
+        samples = [(float(i), 100e6, 0.0, 0.0) for i in range(20)]
+        good = load_test.Report(1, 1.0, samples=samples, exit_code=0)
+        good.requests["whole"] = 1
+        for name, value in fields.items():
+            setattr(good, name, value)
+        return good
+
+    assert report().failures() == []
+    assert "wrong answers" in report(errors=["x"]).failures()[0]
+    assert "not given back" in report(left_running=1).failures()[0]
+    assert "exit code 1" in report(exit_code=1).failures()[0]
+    growing = [(float(i), 100e6 + 2e6 * i, 0.0, 0.0) for i in range(20)]
+    assert "grew" in report(samples=growing).failures()[0]

@@ -1,0 +1,277 @@
+"""Wrong requests: each gets its status, the parameter at fault, and a text that says what to do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serving import ThreadServer, metrics, thread_server
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+USER = {"messages": [{"role": "user", "content": "x"}]}
+KEY = "correct horse"
+
+
+@pytest.fixture(scope="module")
+def server(tiny_engine: Path) -> Iterator[ThreadServer]:
+    with thread_server(tiny_engine, max_body_bytes=200_000, max_waiting=4) as server:
+        yield server
+
+
+def error_of(response: httpx.Response) -> dict[str, Any]:
+    """The error in OpenAI's shape."""
+    (error,) = response.json().values()
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"] and error["type"].endswith("_error")
+    return error  # type: ignore[no-any-return]
+
+
+def message(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "x", **fields}]}
+
+
+WRONG_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({}, "messages", "Missing required parameter: 'messages'"),
+    ({"messages": []}, "messages", "at least 1 item"),
+    ({"messages": "hello"}, "messages", "valid list, not 'hello'"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content", "Missing required parameter"),
+    (message(role="wizard"), "messages.0.role", "'system', 'developer', 'user' or 'assistant'"),
+    (message(content=5), "messages.0.content", "valid string, not 5"),
+    (message(content=None), "messages.0.content", "valid string"),
+    (message(content=[{"type": "image_url", "image_url": {}}]), "messages.0.content", "not 'image_url'"),
+    (message(content=[{"type": "text", "text": "a", "x": 1}]), "messages.0.content", "has no 'x'"),
+    (message(name="bob"), "messages.0.name", "Unsupported parameter: 'messages.0.name' (chat templates"),
+    (message(tool_calls=[{}]), "messages.0.tool_calls", "Unsupported parameter"),
+    (message(content="\ud800"), "messages.0.content", "half of a surrogate pair"),
+    ({**USER, "foo": 1}, "foo", "Unknown parameter: 'foo'"),
+    ({**USER, "foo": None}, "foo", "Unknown parameter: 'foo'"),
+    ({**USER, "echo": True}, "echo", "Unknown parameter: 'echo'"),
+    ({**USER, "tools": []}, "tools", "Unsupported parameter: 'tools' (this server does not call tools)"),
+    ({**USER, "tool_choice": "none"}, "tool_choice", "Unsupported parameter"),
+    ({**USER, "functions": []}, "functions", "Unsupported parameter"),
+    ({**USER, "reasoning_effort": "low"}, "reasoning_effort", "Unsupported parameter"),
+    ({**USER, "service_tier": "auto"}, "service_tier", "Unsupported parameter"),
+    ({**USER, "response_format": {"type": "json_object"}}, "response_format", "only {'type': 'text'}"),
+    ({**USER, "store": True}, "store", "should be False"),
+    ({**USER, "stream": "yes"}, "stream", "valid boolean, not 'yes'"),
+    ({**USER, "stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
+    ({**USER, "stream": True, "stream_options": {"x": 1}}, "stream_options.x", "Unknown parameter"),
+    ({**USER, "max_tokens": "5"}, "max_tokens", "valid integer, not '5'"),
+    ({**USER, "max_tokens": 5.5}, "max_tokens", "valid integer, not 5.5"),
+    ({**USER, "max_tokens": True}, "max_tokens", "valid integer, not True"),
+    ({**USER, "max_tokens": 0}, "max_tokens", "at least 1, not 0"),
+    ({**USER, "max_completion_tokens": -1}, "max_completion_tokens", "max_completion_tokens must be at least 1"),
+    ({**USER, "max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "differ; give one"),
+    ({**USER, "max_tokens": 1_000_000}, "max_tokens", "max_tokens 1000000 does not fit: the prompt leaves "),
+    ({**USER, "min_tokens": 9, "max_tokens": 5}, "min_tokens", "above max_tokens (5)"),
+    ({**USER, "n": 0}, "n", "from 1 to 64, not 0"),
+    ({**USER, "n": 64}, "n", "lower it"),
+    ({**USER, "temperature": -0.1}, "temperature", "from 0 to 100, not -0.1"),
+    ({**USER, "temperature": float("nan")}, "temperature", "not nan"),
+    ({**USER, "temperature": "hot"}, "temperature", "valid number, not 'hot'"),
+    ({**USER, "top_p": 0}, "top_p", "above 0"),
+    ({**USER, "top_p": 1.5}, "top_p", "from 0 to 1, not 1.5"),
+    ({**USER, "top_k": -1}, "top_k", "at least 0, not -1"),
+    ({**USER, "min_p": 2}, "min_p", "from 0 to 1"),
+    ({**USER, "presence_penalty": 3}, "presence_penalty", "from -2 to 2, not 3"),
+    ({**USER, "frequency_penalty": -3}, "frequency_penalty", "from -2 to 2"),
+    ({**USER, "repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    ({**USER, "logit_bias": {"word": 1}}, "logit_bias", "'word' is not a token id"),
+    ({**USER, "logit_bias": {"5": 101}}, "logit_bias", "logit_bias[5] must be from -100 to 100"),
+    ({**USER, "logit_bias": {"999999": 1}}, "logit_bias", "outside the vocabulary"),
+    ({**USER, "logit_bias": [1]}, "logit_bias", "valid dictionary, not [1]"),
+    ({**USER, "seed": -1}, "seed", "from 0 to 18446744073709551615, not -1"),
+    ({**USER, "seed": 2**64}, "seed", "from 0 to"),
+    ({**USER, "stop": ""}, "stop", "not empty"),
+    ({**USER, "stop": ["a", 5]}, "stop.1", "valid string"),
+    ({**USER, "stop": ["x"] * 17}, "stop", "at most 16"),
+    ({**USER, "stop": "x" * 257}, "stop.0", "at most 256"),
+    ({**USER, "stop_token_ids": [5] * 65}, "stop_token_ids", "at most 64"),
+    ({"messages": USER["messages"] * 2100}, "messages", "2100 messages"),
+    ({**USER, "stop_token_ids": ["a"]}, "stop_token_ids.0", "valid integer"),
+    ({**USER, "stop_token_ids": [999_999]}, "stop_token_ids", "outside the vocabulary"),
+    ({**USER, "logprobs": 3}, "logprobs", "valid boolean"),
+    ({**USER, "top_logprobs": 3}, "top_logprobs", "needs logprobs: true"),
+    ({**USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20, not 21"),
+    ({**USER, "method": "magic"}, "method", "must be one of"),
+    ({**USER, "method": "draft-model"}, "method", "drafter"),
+    ({**USER, "method": "ar", "tree_budget": 4}, "method", "drafts nothing"),
+    ({**USER, "tree_budget": "large"}, "tree_budget", "an integer or 'auto'"),
+    ({**USER, "tree_budget": 10**6}, "tree_budget", "above this engine's"),
+]  # fmt: skip
+
+WRONG_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({}, "prompt", "Missing required parameter: 'prompt'"),
+    ({"prompt": ""}, "prompt", "has no tokens"),
+    ({"prompt": []}, "prompt", "has no tokens"),
+    ({"prompt": [[]]}, "prompt", "has no tokens"),
+    ({"prompt": 5}, "prompt", "a list of token ids"),
+    ({"prompt": ["a", [1]]}, "prompt", "all texts or all lists"),
+    ({"prompt": [1, "a"]}, "prompt", "a list of token ids"),
+    ({"prompt": [1, True]}, "prompt", "a list of token ids"),
+    ({"prompt": [999_999]}, "prompt", "outside the vocabulary"),
+    ({"prompt": [-1]}, "prompt", "outside the vocabulary"),
+    ({"prompt": "\udfff"}, "prompt", "half of a surrogate pair"),
+    ({"prompt": "x", "suffix": "y"}, "suffix", "does not fill in the middle"),
+    ({"prompt": "x", "best_of": 2}, "best_of", "Unsupported parameter"),
+    ({"prompt": "x", "logprobs": True}, "logprobs", "valid integer"),
+    ({"prompt": "x", "logprobs": 21}, "logprobs", "from 0 to 20"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens", "at least 1"),
+    ({"prompt": "x", "messages": []}, "messages", "Unknown parameter"),
+    ({"prompt": ["x"] * 20}, "prompt", "20 completions in one request; at most 12"),
+    ({"prompt": ["x"] * 5, "n": 3}, "prompt", "15 completions in one request; at most 12"),
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "text"),
+    [(CHAT, *row) for row in WRONG_CHATS] + [(COMPLETIONS, *row) for row in WRONG_COMPLETIONS],
+    ids=lambda value: repr(value)[:50] if isinstance(value, dict) else "",
+)
+def test_wrong_parameters_are_refused_by_name(
+    server: ThreadServer, path: str, body: dict[str, Any], param: str | None, text: str
+) -> None:
+    # Python's own JSON, which has NaN and lone surrogates, as a careless client might send it.
+    content = json.dumps(body)
+    response = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400, response.text
+    error = error_of(response)
+    assert error["param"] == param and text in error["message"], error
+    assert error["type"] == "invalid_request_error" and error["code"]
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        (b"", None),
+        (b"{", "invalid_json"),
+        (b'{"messages": [}', "invalid_json"),
+        (b"\xff\xfe", None),
+        (b"[1, 2]", None),
+        (b'"text"', None),
+        (b"null", None),
+        (b'{"\\ud800": 1}', None),
+        (b"[" * 100_000, None),
+        (b'{"max_tokens": ' + b"9" * 5000 + b"}", None),
+    ],
+)
+def test_bodies_that_are_not_requests(server: ThreadServer, content: bytes, code: str | None) -> None:
+    for path in (CHAT, COMPLETIONS):
+        response = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
+        assert response.status_code == 400, response.text
+        error = error_of(response)
+        assert error["type"] == "invalid_request_error"
+        assert code is None or error["code"] == code
+
+
+def test_a_forgotten_content_type_is_explained(server: ThreadServer) -> None:
+    response = server.http.post(CHAT, content=json.dumps(USER), headers={"Content-Type": "text/plain"})
+    assert response.status_code == 400
+    assert "Content-Type: application/json" in error_of(response)["message"]
+
+
+def test_wrong_paths_methods_and_models(server: ThreadServer) -> None:
+    for response, status in (
+        (server.http.get("/v1/nothing"), 404),
+        (server.http.get("/nothing"), 404),
+        (server.http.get(CHAT), 405),
+        (server.http.delete("/health"), 405),
+        (server.chat(model="gpt-4o"), 404),
+        (server.chat(model="\ud800"[:0] + "ü/ö"), 404),
+    ):
+        assert response.status_code == status
+        assert error_of(response)["type"] == "invalid_request_error"
+    assert error_of(server.chat(model="gpt-4o")) == {
+        "message": "the model 'gpt-4o' does not exist here; this server serves 'tiny'",
+        "type": "invalid_request_error",
+        "param": "model",
+        "code": "model_not_found",
+    }
+
+
+def test_prompts_that_are_too_long_are_refused_with_numbers(server: ThreadServer) -> None:
+    limit = server.llm.engine.manifest.limits.max_seq_len
+    for response, param in (
+        (server.http.post(COMPLETIONS, json={"prompt": [5] * limit}), "prompt"),
+        (server.http.post(COMPLETIONS, json={"prompt": ["fine", "a " * limit]}), "prompt"),
+        (server.chat("a " * limit), "messages"),
+        (server.chat("a" * 150_000), "messages"),  # refused by its length alone, before it is tokenised
+    ):
+        error = error_of(response)
+        assert response.status_code == 400 and error["code"] == "context_length_exceeded"
+        assert error["param"] == param and f"at most {limit - 1} prompt tokens" in error["message"]
+    fits = server.http.post(COMPLETIONS, json={"prompt": [5] * (limit - 1), "max_tokens": 1})
+    assert fits.status_code == 200 and fits.json()["usage"]["total_tokens"] == limit
+
+
+def test_bodies_that_are_too_large_are_refused(server: ThreadServer) -> None:
+    large = json.dumps({"prompt": "x" * 300_000}).encode()
+    for content in (large, iter([large[:150_000], large[150_000:]])):  # told beforehand, and found out on the way
+        response = server.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+        assert response.status_code == 413
+        assert "200000 bytes" in error_of(response)["message"]
+    assert server.chat(max_tokens=2).status_code == 200
+
+
+def test_refusals_reach_the_official_client_as_its_exceptions(server: ThreadServer) -> None:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], temperature=-1)
+        assert error.value.param == "temperature" and error.value.code == "invalid_value"
+        with pytest.raises(openai.BadRequestError, match="tools"):
+            client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "x"}], tools=[])
+        with pytest.raises(openai.BadRequestError, match="top_k"):  # a stream is refused before it begins
+            client.completions.create(model="tiny", prompt="x", stream=True, extra_body={"top_k": -1})
+
+
+def test_the_api_key_is_asked_for(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine, api_key=KEY) as server:
+        assert server.chat(max_tokens=2).status_code == 200
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": "Bearer ü"}):
+            raw = {k: v.encode() for k, v in headers.items()}
+            for method, path in (("POST", CHAT), ("GET", "/v1/models")):
+                with httpx.Client(base_url=server.url) as stranger:
+                    response = stranger.request(method, path, headers=raw)
+                assert response.status_code == 401
+                assert error_of(response)["code"] == "invalid_api_key" and KEY not in response.text
+        with httpx.Client(base_url=server.url) as stranger:
+            assert stranger.get("/health").status_code == 200
+            assert metrics(stranger)['ddtree_requests_refused_total{status="401"}'] == 8
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
+        with client, pytest.raises(openai.AuthenticationError):
+            client.models.list()
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = (
+    "messages prompt n max_tokens temperature top_p stop seed logprobs top_logprobs logit_bias stream stream_options "
+    "tools method tree_budget echo stop_token_ids response_format min_tokens user metadata whatever"
+).split()
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    path=st.sampled_from([CHAT, COMPLETIONS]),
+    fields=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=3),
+    plausible=st.booleans(),
+)
+def test_no_json_makes_the_server_stumble(
+    server: ThreadServer, path: str, fields: dict[str, Any], plausible: bool
+) -> None:
+    start = {"max_tokens": 2, **({"prompt": "x"} if path == COMPLETIONS else USER)} if plausible else {}
+    content = json.dumps({**start, **fields})
+    response = server.http.post(path, content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code in (200, 400), response.text
+    if response.status_code == 400:
+        assert error_of(response)["type"] == "invalid_request_error"

@@ -1,0 +1,163 @@
+"""The contract of runtime.tree. That the heap builds the right tree is tested in test_native_tree."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddtree_trt.runtime.tree import (
+    EMPTY,
+    DraftTree,
+    build_tree,
+    chain,
+    chain_parents,
+    compile_tree,
+    descend,
+    walk,
+)
+
+LOG_PROBS = np.log([[0.6, 0.32, 0.08], [0.5, 0.4, 0.1]])
+TOKEN_IDS = [[7, 8, 9], [7, 5, 6]]
+
+
+@st.composite
+def trees(draw: st.DrawFn, max_nodes: int = 12, vocab: int = 4) -> DraftTree:
+    """Any tree whose siblings have different tokens, in any order that puts parents first."""
+    children: list[set[int]] = [set()]
+    tokens, parents, depths = [], [-1], [0]
+    for _ in range(draw(st.integers(0, max_nodes))):
+        parent = draw(st.sampled_from([i for i, taken in enumerate(children) if len(taken) < vocab]))
+        token = draw(st.sampled_from(sorted(set(range(vocab)) - children[parent])))
+        children[parent].add(token)
+        children.append(set())
+        tokens.append(token)
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+    arrays = [np.array(part, np.int32) for part in (tokens, depths[1:], parents)]
+    return DraftTree(*arrays, log_weights=-np.arange(len(tokens), dtype=np.float64))
+
+
+def follow(tree: DraftTree, choices: list[int]) -> list[int]:
+    """The walk, by looking at every node."""
+    path = [0]
+    while True:
+        matching = [
+            node
+            for node in range(1, len(tree) + 1)
+            if tree.parents[node] == path[-1] and tree.token_ids[node - 1] == choices[path[-1]]
+        ]
+        if not matching:
+            return path
+        path += matching
+
+
+CHOICES = st.lists(st.integers(0, 3), min_size=13, max_size=13)
+
+
+def test_build_tree_keeps_its_contract() -> None:
+    tree = build_tree(LOG_PROBS.tolist(), TOKEN_IDS, 4)
+    assert tree.token_ids.tolist() == [7, 8, 7, 5]
+    assert tree.depths.tolist() == [1, 1, 2, 2]
+    assert tree.parents.tolist() == [-1, 0, 0, 1, 1]
+    assert np.allclose(np.exp(tree.log_weights), [0.6, 0.32, 0.3, 0.24], atol=1e-6)
+    assert [a.dtype for a in (tree.token_ids, tree.depths, tree.parents)] == [np.int32] * 3
+    assert tree.log_weights.dtype == np.float64
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("ids", [np.int32, np.int64])
+def test_build_tree_takes_any_layout(dtype: type, ids: type) -> None:
+    expected = build_tree(LOG_PROBS, TOKEN_IDS, 9)
+    columns = np.asfortranarray(LOG_PROBS.astype(dtype)), np.asfortranarray(np.array(TOKEN_IDS, ids))
+    found = build_tree(*columns, 9)
+    assert found.token_ids.tolist() == expected.token_ids.tolist()
+    assert found.parents.tolist() == expected.parents.tolist()
+
+
+@pytest.mark.parametrize(
+    ("log_probs", "token_ids", "budget"),
+    [
+        (LOG_PROBS, TOKEN_IDS, -1),
+        (LOG_PROBS, [[7, 8], [7, 5]], 3),
+        (LOG_PROBS[0], TOKEN_IDS[0], 3),
+        ([[np.nan]], [[1]], 3),
+    ],
+)
+def test_build_tree_refuses_what_is_no_draft(log_probs: object, token_ids: object, budget: int) -> None:
+    with pytest.raises(ValueError):
+        build_tree(log_probs, token_ids, budget)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("budget", "size"), [(0, 0), (1, 1), (12, 12), (13, 12), (1000, 12)])
+def test_budget_is_never_exceeded_and_all_prefixes_are_enough(budget: int, size: int) -> None:
+    assert len(build_tree(LOG_PROBS, TOKEN_IDS, budget)) == size  # 3 + 3 · 3 prefixes
+
+
+@given(budget=st.integers(0, 12), smaller=st.integers(-1, 14))
+def test_cut_is_the_best_tree_of_that_size(budget: int, smaller: int) -> None:
+    cut = build_tree(LOG_PROBS, TOKEN_IDS, budget).cut(smaller)
+    best = build_tree(LOG_PROBS, TOKEN_IDS, max(0, min(smaller, budget)))
+    for part in ("token_ids", "depths", "parents", "log_weights"):
+        assert getattr(cut, part).tolist() == getattr(best, part).tolist()
+
+
+def test_chain_is_a_tree_of_one_branch() -> None:
+    tree = chain([4, 4, 2], [-0.5, -0.25, -1.0])
+    assert tree.token_ids.tolist() == [4, 4, 2]
+    assert tree.depths.tolist() == [1, 2, 3]
+    assert tree.parents.tolist() == chain_parents(4).tolist() == [-1, 0, 1, 2]
+    assert tree.log_weights.tolist() == [-0.5, -0.75, -1.75]
+    assert chain([4, 4]).log_weights.tolist() == [0, 0]
+
+
+def test_empty_tree_is_the_root_alone() -> None:
+    assert len(EMPTY) == 0
+    compiled = compile_tree(9, EMPTY)
+    assert (compiled.token_ids.tolist(), compiled.parents.tolist(), compiled.depths.tolist()) == ([9], [-1], [0])
+    assert walk(EMPTY, np.array([3])).tolist() == [0]
+    assert descend(EMPTY, lambda node: 3).tolist() == [0]
+
+
+@given(tree=trees(), root=st.integers(0, 200_000))
+def test_compiled_tree_has_the_root_on_top_and_sees_ancestors_only(tree: DraftTree, root: int) -> None:
+    compiled = compile_tree(root, tree)
+    size = 1 + len(tree)
+    assert len(compiled) == size
+    assert compiled.token_ids.tolist() == [root, *tree.token_ids.tolist()]
+    assert compiled.token_ids.dtype == np.int64
+    assert compiled.depths.tolist() == [0, *tree.depths.tolist()]
+    visible = np.zeros((size, size), bool)
+    for node in range(size):
+        ancestor = node
+        while ancestor >= 0:
+            visible[node, ancestor] = True
+            ancestor = int(tree.parents[ancestor])
+    words = compiled.packed_mask.view(np.uint32)
+    bits = (words[:, :, None] >> np.arange(32, dtype=np.uint32)) & 1
+    assert (bits.reshape(size, -1)[:, :size] == visible).all()
+
+
+@given(tree=trees(), choices=CHOICES)
+@settings(max_examples=300)
+def test_walk_and_descend_follow_the_choices(tree: DraftTree, choices: list[int]) -> None:
+    expected = follow(tree, choices)
+    assert walk(tree, np.array(choices[: len(tree) + 1])).tolist() == expected
+    asked: list[int] = []
+
+    def choose(node: int) -> int:
+        asked.append(node)
+        return choices[node]
+
+    assert descend(tree, choose).tolist() == expected
+    assert asked == expected
+
+
+@given(tree=trees(), choices=CHOICES, stop=st.integers(0, 5))
+def test_descend_ends_where_the_choice_is_none(tree: DraftTree, choices: list[int], stop: int) -> None:
+    expected = follow(tree, choices)
+    visits = iter(range(100))
+    path = descend(tree, lambda node: None if next(visits) == stop else choices[node])
+    assert path.tolist() == expected[: stop + 1]
+    assert path.dtype == np.int32

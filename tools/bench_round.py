@@ -1,0 +1,206 @@
+"""What a round costs outside the engine: the loop's and the scheduler's own time, over an engine that takes none.
+
+    python tools/bench_round.py [--rounds N]
+
+The drafter's answer is fixed, and the target agrees with three of its tokens: four tokens per slot and round, pushed
+through the packaged tokenizer. Time spent inside the engine's verbs is taken off; what is left is compared with the
+project's limits: 200 µs for the round of one slot at 32 draft nodes, and for what the scheduler adds to the rounds
+100 µs + 20 µs per slot. The whole step is shown too: it draws, walks and detokenises for every slot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+import ddtree_trt
+from ddtree_trt.artifact import CheckpointIdentity, DrafterDims, Limits, Manifest, TransformerDims
+from ddtree_trt.runtime import scheduler as scheduling
+from ddtree_trt.runtime.budget import FixedBudget
+from ddtree_trt.runtime.decode import decode_round
+from ddtree_trt.runtime.engine import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.sampling import Sampler
+from ddtree_trt.runtime.scheduler import Scheduler
+from ddtree_trt.runtime.sequence import Sequence as Completion
+from ddtree_trt.runtime.stats import StageClock
+from ddtree_trt.runtime.text import TextCodec, TextStream
+
+TOKENIZER = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "tokenizer"
+NODES = 32  # B
+LENGTH, VOCAB = 15, 2048  # L, V
+ACCEPTED = 3
+ROUND_LIMIT_US, STEP_LIMIT_US, SLOT_LIMIT_US = 200, 100, 20
+
+
+class IdleEngine:
+    """Answers at once. `spent_s` is the time its verbs took all the same."""
+
+    threads = 1
+
+    def __init__(self, slots: int) -> None:
+        self.manifest = manifest(slots)
+        self.spent_s = 0.0
+        self._lengths = [0] * slots
+        rng = np.random.default_rng(0)
+        # Ever less sure along the block: the tree is deep and has branches.
+        log_probs = -0.1 - 0.05 * np.arange(LENGTH)[:, None] - 0.7 * np.arange(NODES)
+        ids = np.stack([rng.permutation(np.arange(100, VOCAB))[:NODES] for _ in range(LENGTH)])
+        self._draft = Draft(log_probs.astype(np.float32), ids.astype(np.int32))
+        self._logits = rng.normal(0, 1, (1 + NODES, VOCAB)).astype(np.float32)
+        self._verdict: Verdict | None = None  # the tree is the same every round
+
+    def length(self, slot: int) -> int:
+        return self._lengths[slot]
+
+    draftable_length = length
+
+    def truncate(self, slot: int, length: int) -> None:
+        self._lengths[slot] = length
+
+    def prefill(self, slot: int, token_ids: Any, *, rows: LogitRows, taps: bool) -> Verdict:
+        self._lengths[slot] += len(token_ids)
+        return Verdict(np.full(1, 99), self._logits[:1])
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        start = time.perf_counter()
+        drafts = [self._draft] * len(requests)
+        self.spent_s += time.perf_counter() - start
+        return drafts
+
+    def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
+        start = time.perf_counter()
+        self._verdict = self._verdict or self._agree(requests[0])
+        verdicts = [self._verdict] * len(requests)
+        self.spent_s += time.perf_counter() - start
+        return verdicts
+
+    def _agree(self, request: VerifyRequest) -> Verdict:
+        """Say the drafter's first choice down to depth ACCEPTED, in the choices and in the logits."""
+        tree = request.tree
+        choices = np.full(len(tree), 99)
+        shallow = tree.depths < ACCEPTED
+        choices[shallow] = self._draft.token_ids[tree.depths[shallow], 0]
+        logits = self._logits[: len(tree)]
+        logits[np.arange(len(tree)), choices] = 30
+        return Verdict(choices, logits)
+
+    def commit(self, slot: int, path: Any, *, taps: bool) -> None:
+        self._lengths[slot] += len(path)
+
+    def close(self) -> None:
+        pass
+
+
+def manifest(slots: int) -> Manifest:
+    identity = CheckpointIdentity("idle", "local", "")
+    shape = (VOCAB, 8, 1, 1, 1, 8, 8, 1e-6, 1e4, 1 << 20)
+    return Manifest(
+        schema_version=1,
+        product_version=ddtree_trt.__version__,
+        backend="onnxruntime",
+        precision="fp32",
+        name="idle",
+        target=identity,
+        drafter=identity,
+        drafter_kind="dflash",
+        target_dims=TransformerDims(*shape),
+        drafter_dims=DrafterDims(*shape, block_size=LENGTH + 1, mask_token_id=0, tap_layers=(), num_target_layers=1),
+        limits=Limits(max_seq_len=1 << 20, max_batch=slots),
+        stop_token_ids=(),
+        chat_template_args={},
+        toolchain={},
+        tensors={},
+        files={},
+        build_seconds=0.0,
+    )
+
+
+def completion(engine: IdleEngine, codec: TextCodec, params: SamplingParams) -> Completion:
+    return Completion(
+        index=0,
+        prompt=[5, 6, 7],
+        params=params,
+        eos_ids=frozenset(),
+        capacity=1 << 20,
+        sampler=Sampler(params, VOCAB, [5, 6, 7], frozenset()),
+        stream=TextStream(codec, params.stop),
+        budget=FixedBudget(NODES),
+    )
+
+
+def started(slots: int, codec: TextCodec, **options: Any) -> tuple[IdleEngine, Scheduler]:
+    """A scheduler whose slots are all past their prompt."""
+    engine = IdleEngine(slots)
+    scheduler = Scheduler(engine)
+    for _ in range(slots):
+        scheduler.add(completion(engine, codec, SamplingParams(max_tokens=1 << 20, tree_budget=NODES, **options)))
+    while scheduler.prefilling or scheduler.waiting:
+        scheduler.step()
+    return engine, scheduler
+
+
+def overhead_us(engine: IdleEngine, work: Callable[[], object], rounds: int) -> float:
+    """Median microseconds of `work` outside the engine."""
+    times = []
+    gc.collect()
+    for _ in range(rounds):
+        engine.spent_s = 0.0
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start - engine.spent_s)
+    return median(times) * 1e6
+
+
+def step_overheads_us(engine: IdleEngine, scheduler: Scheduler, rounds: int) -> tuple[float, float]:
+    """Median microseconds of a step outside the engine, and of that outside the decode loop."""
+    inside: list[float] = []
+
+    def timed(*args: Any) -> None:
+        start, spent = time.perf_counter(), engine.spent_s
+        decode_round(*args)
+        inside.append(time.perf_counter() - start - (engine.spent_s - spent))
+
+    scheduling.decode_round = timed
+    try:
+        whole = overhead_us(engine, scheduler.step, rounds)
+    finally:
+        scheduling.decode_round = decode_round
+    return whole, whole - median(inside) * 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=300)
+    rounds = parser.parse_args().rounds
+    codec = TextCodec(TOKENIZER, {})
+    kinds: dict[str, dict[str, Any]] = {
+        "greedy": {},
+        "greedy, stop string": {"stop": "no such text"},
+        "temperature 1": {"temperature": 1.0, "seed": 1},
+        "temperature 1, top-p 0.9": {"temperature": 1.0, "top_p": 0.9, "seed": 1},
+        "temperature 1, penalties": {"temperature": 1.0, "frequency_penalty": 0.1, "seed": 1},
+        "dflash-sample, temperature 1": {"method": "dflash-sample", "temperature": 1.0, "seed": 1},
+    }
+    print(f"one round of one slot, B = {NODES}, {1 + ACCEPTED} tokens (limit {ROUND_LIMIT_US} µs)")
+    for name, options in kinds.items():
+        engine, scheduler = started(1, codec, **options)
+        clock, running = StageClock(), scheduler.running
+        spent = overhead_us(engine, lambda e=engine, r=running, c=clock: decode_round(e, r, c), rounds)
+        print(f"  {name:30} {spent:7.0f} µs")
+    print("one step, greedy          whole   scheduler's   limit")
+    for slots in (1, 2, 4, 8, 16, 32):
+        engine, scheduler = started(slots, codec)
+        whole, own = step_overheads_us(engine, scheduler, rounds)
+        print(f"  {slots:2} slots {whole:18.0f} µs {own:10.0f} µs {STEP_LIMIT_US + SLOT_LIMIT_US * slots:5} µs")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Load a server with concurrent requests of every kind and check that none goes wrong.
+
+    python tools/load_test.py ENGINE_DIR --concurrency 200 --seconds 120
+
+Starts `ddtree-trt serve` on a free loopback port, asks every prompt once alone, then keeps `concurrency` requests under
+way: whole and streamed, greedy and sampled, clients that leave in the middle, and wrong calls. Fails when an answer is
+an error, a greedy one is not the text the prompt got alone, a slot or a waiting place is not given back, the resident
+memory grows, or the server does not end with exit code 0 on SIGTERM. Prints the figures as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import json
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+import ddtree_trt
+
+PROMPTS_FILE = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "prompts.jsonl"
+MAX_CONCURRENCY, MAX_SECONDS, MAX_REQUESTS = 512, 600, 200_000
+MAX_TOKENS = 48
+GROWTH_BYTES = 16 << 20  # of resident memory, from the second quarter of the run to the last: the allocator's noise
+KINDS = ("whole", "whole", "streamed", "streamed", "streamed", "sampled", "leaving", "wrong")
+
+
+@dataclass
+class Report:
+    concurrency: int
+    seconds: float
+    requests: Counter[str] = field(default_factory=Counter)  # finished, by kind
+    errors: list[str] = field(default_factory=list)
+    latency_s: list[float] = field(default_factory=list)  # of whole and streamed answers
+    first_token_s: list[float] = field(default_factory=list)  # of streamed answers
+    samples: list[tuple[float, float, float, float]] = field(default_factory=list)  # time, RSS bytes, running, waiting
+    tokens: float = 0  # generated under load
+    rounds: float = 0
+    left_running: float = 0
+    left_waiting: float = 0
+    exit_code: int | None = None
+
+    def memory(self) -> tuple[float, float]:
+        """Median resident bytes of the run's second and last quarters."""
+        rss = [s[1] for s in self.samples]
+        quarter = max(1, len(rss) // 4)
+        return statistics.median(rss[quarter : 2 * quarter] or rss), statistics.median(rss[-quarter:])
+
+    def failures(self) -> list[str]:
+        """What went wrong, in words; empty when nothing did."""
+        found = [f"{len(self.errors)} wrong answers, the first: {self.errors[0]}"] if self.errors else []
+        if self.left_running or self.left_waiting:
+            found.append(f"{self.left_running:g} slots and {self.left_waiting:g} waiting places were not given back")
+        before, after = self.memory()
+        if after - before > GROWTH_BYTES:
+            found.append(f"resident memory grew from {before:.0f} to {after:.0f} bytes")
+        if self.exit_code != 0:
+            found.append(f"the server ended with exit code {self.exit_code}")
+        if not sum(self.requests.values()):
+            found.append("no request finished")
+        return found
+
+    def summary(self) -> dict[str, Any]:
+        before, after = self.memory()
+        return {
+            "concurrency": self.concurrency,
+            "seconds": round(self.seconds, 1),
+            "requests": sum(self.requests.values()),
+            "requests_by_kind": dict(sorted(self.requests.items())),
+            "requests_per_s": round(sum(self.requests.values()) / self.seconds, 1),
+            "tokens_per_s": round(self.tokens / self.seconds, 1),
+            "tokens_per_round": round(self.tokens / max(self.rounds, 1), 2),
+            "latency_s": _percentiles(self.latency_s),
+            "time_to_first_token_s": _percentiles(self.first_token_s),
+            "most_running": max(s[2] for s in self.samples),
+            "most_waiting": max(s[3] for s in self.samples),
+            "rss_mib_second_quarter": round(before / 2**20, 1),
+            "rss_mib_last_quarter": round(after / 2**20, 1),
+            "rss_mib_most": round(max(s[1] for s in self.samples) / 2**20, 1),
+            "slots_not_given_back": self.left_running,
+            "wrong_answers": len(self.errors),
+            "exit_code": self.exit_code,
+            "failures": self.failures(),
+        }
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    ordered = sorted(values)
+    return {f"p{p}": round(ordered[min(len(ordered) - 1, len(ordered) * p // 100)], 3) for p in (50, 90, 99)}
+
+
+class Load:
+    def __init__(self, client: httpx.AsyncClient, report: Report, texts: dict[str, str], end: float, seed: int) -> None:
+        self._client, self._report, self._texts, self._end = client, report, texts, end
+        self._prompts, self._seed = sorted(texts), seed
+
+    async def worker(self, number: int) -> None:
+        """Ask one thing after another until the time is over."""
+        rng = random.Random(self._seed * 1000 + number)
+        while time.monotonic() < self._end and sum(self._report.requests.values()) < MAX_REQUESTS:
+            kind, prompt = rng.choice(KINDS), rng.choice(self._prompts)
+            try:
+                await getattr(self, f"_{kind}")(prompt)
+            except (httpx.HTTPError, AssertionError, KeyError, ValueError) as error:
+                self._report.errors.append(f"{kind}: {type(error).__name__}: {error}"[:300])
+            self._report.requests[kind] += 1
+
+    async def _whole(self, prompt: str) -> None:
+        start = time.monotonic()
+        answer = await ask(self._client, prompt)
+        self._report.latency_s.append(time.monotonic() - start)
+        assert answer == self._texts[prompt], f"another text for {prompt!r}: {answer!r}"
+
+    async def _streamed(self, prompt: str) -> None:
+        text = await self._stream(prompt)
+        assert text == self._texts[prompt], f"another text for {prompt!r}: {text!r}"
+
+    async def _sampled(self, prompt: str) -> None:
+        await self._stream(prompt, temperature=0.8, top_p=0.9)
+
+    async def _stream(self, prompt: str, **fields: Any) -> str:
+        start, text, complete = time.monotonic(), "", False
+        async with self._client.stream("POST", "/v1/chat/completions", json=body(prompt, stream=True, **fields)) as r:
+            assert r.status_code == 200, f"status {r.status_code}: {await r.aread()!r}"
+            async for line in r.aiter_lines():
+                if line == "data: [DONE]":
+                    complete = True
+                elif line:
+                    if not text:
+                        self._report.first_token_s.append(time.monotonic() - start)
+                    delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
+                    text += delta.get("content", "")
+        assert complete, "the stream ended early"
+        self._report.latency_s.append(time.monotonic() - start)
+        return text
+
+    async def _leaving(self, prompt: str) -> None:
+        fields = {"stream": True, "max_tokens": 500, "ignore_eos": True}
+        async with self._client.stream("POST", "/v1/chat/completions", json=body(prompt, **fields)) as r:
+            assert r.status_code == 200, f"status {r.status_code}"
+            await anext(r.aiter_lines())
+
+    async def _wrong(self, prompt: str) -> None:
+        r = await self._client.post("/v1/chat/completions", json=body(prompt, temperature=-1))
+        assert r.status_code == 400 and r.json()["error"]["param"] == "temperature", r.text
+
+
+def body(prompt: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": prompt}], "max_tokens": MAX_TOKENS, **fields}
+
+
+async def ask(client: httpx.AsyncClient, prompt: str) -> str:
+    r = await client.post("/v1/chat/completions", json=body(prompt))
+    assert r.status_code == 200, f"status {r.status_code}: {r.text}"
+    return str(r.json()["choices"][0]["message"]["content"])
+
+
+async def figures(client: httpx.AsyncClient) -> dict[str, float]:
+    page = (await client.get("/metrics")).text
+    return {k: float(v) for k, _, v in (x.rpartition(" ") for x in page.splitlines() if not x.startswith("#"))}
+
+
+async def watch(client: httpx.AsyncClient, report: Report, every_s: float) -> None:
+    start = time.monotonic()
+    while True:
+        m = await figures(client)
+        running, waiting = m["ddtree_requests_running"], m["ddtree_requests_waiting"]
+        report.samples.append((time.monotonic() - start, m["process_resident_memory_bytes"], running, waiting))
+        await asyncio.sleep(every_s)
+
+
+async def load(url: str, concurrency: int, seconds: float, prompts: list[str], seed: int) -> Report:
+    """Load the server at `url` and measure; everything but its exit code."""
+    limits = httpx.Limits(max_connections=concurrency + 1, max_keepalive_connections=concurrency + 1)
+    async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
+        texts = {prompt: await ask(client, prompt) for prompt in prompts}
+        report, before, start = Report(concurrency, seconds), await figures(client), time.monotonic()
+        watcher = asyncio.create_task(watch(client, report, min(1.0, seconds / 20)))
+        under_load = Load(client, report, texts, start + seconds, seed)
+        await asyncio.gather(*(under_load.worker(i) for i in range(concurrency)))
+        report.seconds = time.monotonic() - start
+        watcher.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await watcher
+        for _ in range(100):
+            after = await figures(client)
+            report.left_running, report.left_waiting = (
+                after["ddtree_requests_running"],
+                after["ddtree_requests_waiting"],
+            )
+            if not (report.left_running or report.left_waiting):
+                break
+            await asyncio.sleep(0.1)
+        for name, key in (("tokens", "ddtree_generation_tokens_total"), ("rounds", "ddtree_rounds_total")):
+            setattr(report, name, after[key] - before[key])
+    return report
+
+
+def run(engine_dir: Path, concurrency: int, seconds: float, *, prompts: int = 24, seed: int = 0) -> Report:
+    """Start a server, load it, end it."""
+    lines = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()
+    chosen = [json.loads(line)["prompt"] for line in lines][:prompts]
+    command = [sys.executable, "-m", "ddtree_trt.cli", "serve", str(engine_dir), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            if not (ready := server.stdout.readline()):
+                raise SystemExit("the server did not start")
+            report = asyncio.run(load(ready.split()[-1], concurrency, seconds, chosen, seed))
+            server.send_signal(signal.SIGTERM)
+            report.exit_code = server.wait(60)
+        finally:
+            if server.poll() is None:
+                server.kill()
+    return report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine_dir", type=Path)
+    parser.add_argument("--concurrency", type=int, default=200, help=f"1 to {MAX_CONCURRENCY}")
+    parser.add_argument("--seconds", type=float, default=120, help=f"up to {MAX_SECONDS}")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--samples", action="store_true", help="also print memory and queue, second by second")
+    options = parser.parse_args()
+    if not (1 <= options.concurrency <= MAX_CONCURRENCY and 0 < options.seconds <= MAX_SECONDS):
+        parser.error(f"--concurrency is 1 to {MAX_CONCURRENCY}, --seconds up to {MAX_SECONDS}")
+    report = run(options.engine_dir, options.concurrency, options.seconds, seed=options.seed)
+    summary = report.summary()
+    if options.samples:
+        summary["samples"] = dataclasses.asdict(report)["samples"]
+    print(json.dumps(summary, indent=1))
+    sys.exit(1 if report.failures() else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Command line: `python -m tools.train_tiny STAGE --work DIR --out DIR`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from .pipeline import STAGES, Run, run_stages
+from .settings import Settings
+
+
+def main() -> None:
+    defaults = Settings()
+    parser = argparse.ArgumentParser(prog="tools.train_tiny", description="Make a tiny target and its DFlash drafter.")
+    parser.add_argument("stage", choices=["all", *STAGES])
+    parser.add_argument("--work", type=Path, required=True, help="folder of intermediate files")
+    parser.add_argument(
+        "--out", type=Path, required=True, help="folder of target, drafter, tokenizer, prompts, results"
+    )
+    parser.add_argument("--init", type=Path, help="target folder to start from (same shape; its tokenizer next to it)")
+    parser.add_argument("--init-drafter", type=Path, help="drafter folder to start from (same shape)")
+    parser.add_argument("--conversations", type=int, default=defaults.corpus.conversations)
+    parser.add_argument("--target-seconds", type=float, default=defaults.target.seconds)
+    parser.add_argument("--data-seconds", type=float, default=defaults.draft_data.seconds)
+    parser.add_argument("--drafter-seconds", type=float, default=defaults.drafter.seconds)
+    parser.add_argument("--block", type=int, default=defaults.drafter.block)
+    parser.add_argument("--workers", type=int, default=defaults.workers, help="one-thread training processes")
+    args = parser.parse_args()
+    settings = replace(
+        defaults,
+        corpus=replace(defaults.corpus, conversations=args.conversations),
+        target=replace(defaults.target, seconds=args.target_seconds),
+        draft_data=replace(defaults.draft_data, seconds=args.data_seconds),
+        drafter=replace(defaults.drafter, seconds=args.drafter_seconds, block=args.block),
+        workers=args.workers,
+    )
+    run = Run(settings, args.work, args.out, args.init, args.init_drafter)
+    run_stages(run, list(STAGES) if args.stage == "all" else [args.stage])
+
+
+if __name__ == "__main__":
+    main()

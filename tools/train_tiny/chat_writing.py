@@ -1,0 +1,115 @@
+"""Chat families that rewrite: invitations, stories in the past tense, lists, and how many."""
+
+from __future__ import annotations
+
+from . import words
+from .chat_tasks import Answer, about, facts, series
+from .writer import Family, Writer
+
+ACTIONS = [
+    ("walks", "walked", "to the market"), ("opens", "opened", "the window"), ("cleans", "cleaned", "the kitchen"),
+    ("paints", "painted", "the fence"), ("visits", "visited", "the museum"), ("cooks", "cooked", "some soup"),
+    ("plays", "played", "in the garden"), ("calls", "called", "the office"), ("washes", "washed", "the car"),
+    ("carries", "carried", "the bags"), ("helps", "helped", "the neighbour"), ("waits", "waited", "at the station"),
+    ("looks", "looked", "at the map"), ("fixes", "fixed", "the old bike"), ("closes", "closed", "the shop"),
+    ("buys", "bought", "some bread"), ("writes", "wrote", "a long letter"), ("reads", "read", "the paper"),
+    ("takes", "took", "the bus"), ("sings", "sang", "a song"), ("drinks", "drank", "a cup of tea"),
+    ("finds", "found", "an old coin"), ("makes", "made", "a paper boat"), ("goes", "went", "to the river"),
+]  # fmt: skip
+EVENTS = "birthday party|garden party|small concert|chess evening|family dinner|book club|film night|picnic".split("|")
+BRINGS = "some cake|a salad|warm clothes|a good book|some music|your family|a bottle of juice|a chair".split("|")
+
+
+def story(w: Writer) -> Answer:
+    """Present to past, several sentences about one or two people."""
+    people, here = [w.name() for _ in range(w.ask(1, 2))], w.town()
+    actions = w.rng.sample(ACTIONS, w.ask(2, 4, 6, 8))
+    present, past = [], []
+    for i, (now, then, rest) in enumerate(actions):
+        who = people[i % len(people)] if i < len(people) or w.chance(0.4) else words.pronoun(people[-1])
+        tail = f" in {here}" if i == 0 else f" on {w.rng.choice(words.DAYS)}" if w.chance(0.25) else ""
+        present.append(f"{who} {now} {rest}{tail}.")
+        past.append(f"{who} {then} {rest}{tail}.")
+    w.note((actions[0][0], people[0]))
+    request = w.ask("Put this text in the past tense:", "Rewrite in the past tense:", "Change to past tense:")
+    text = " ".join(past)
+    return [(f"{request} {' '.join(present)}", text)], {"expected": "=" + text}
+
+
+def invitation(w: Writer) -> Answer:
+    """Notes to a short letter whose wording is free."""
+    host, guest, town = w.name(), w.name(), w.town()
+    event, bring, day, clock = w.one(EVENTS), w.one(BRINGS), w.one(words.DAYS), w.clock()
+    listed = f"From: {host}\nTo: {guest}\nEvent: {event}\nDay: {day}\nTime: {clock}\nPlace: {town}\nBring: {bring}"
+    told = f"{host} invites {guest} to a {event} on {day} at {clock} in {town}. {guest} should bring {bring}."
+    request = w.ask("Write an invitation with these notes:", "Write a short letter:", "Write an invitation:")
+    lines = [
+        w.say(f"Dear {guest},", f"Hello {guest},"),
+        w.say(
+            f"I would like to invite you to a {event}.", f"please come to my {event}.", f"you are invited to a {event}."
+        ).capitalize(),
+        w.say(f"It is on {day} at {clock} in {town}.", f"We meet on {day} at {clock} in {town}."),
+        w.say(f"Please bring {bring}.", f"It would be nice if you bring {bring}."),
+        w.say("I hope to see you there.", "I look forward to it.", "Let me know if you can come."),
+        w.say(f"Best wishes,\n{host}", f"Yours,\n{host}"),
+    ]
+    return [(f"{request}\n{w.ask(listed, told)}", "\n".join(lines))], facts(
+        [guest, event, day, clock, town, bring, host]
+    )
+
+
+def bullets(w: Writer) -> Answer:
+    """A list out of a sentence."""
+    name, goods = w.name(), [w.one(words.THINGS + words.GOODS) for _ in range(w.ask(3, 4, 5, 6))]
+    w.note(tuple(goods))
+    sentence = w.ask(
+        f"{name} bought {series(goods)}.", f"{name} needs {series(goods)}.", f"On the table there are {series(goods)}."
+    )
+    text = "\n".join(f"- {thing}" for thing in goods)
+    request = w.ask(
+        "List the things in this sentence:", "Make a list from this sentence:", "Turn this into a bullet list:"
+    )
+    return [(f"{request} {sentence}", text)], {"expected": "=" + text}
+
+
+def table(w: Writer) -> Answer:
+    """Several people, each with a thing to bring: the list of people, of things, or of one person."""
+    people = [w.name() for _ in range(w.ask(3, 4, 5))]
+    goods = [w.one(words.THINGS + words.GOODS) for _ in people]
+    counts = [w.number(2, 40) for _ in people]
+    passage = " ".join(f"{p} brings {n} {g}." for p, n, g in zip(people, counts, goods, strict=True))
+    kind = w.ask("all", "all", "what", "who")
+    if kind == "all":
+        said = [
+            w.say(f"{n} {g} come from {p}.", f"{p} brings {n} {g}.")
+            for p, n, g in zip(people, counts, goods, strict=True)
+        ]
+        text = "\n".join(f"- {line}" for line in said)
+        found = [f" {n} {g}" for n, g in zip(counts, goods, strict=True)]
+        check = {"expected": str(counts[0]), "facts": found, "also": people}
+        return [(about(w, passage, "Who brings what? Make a list."), text)], check
+    i = w.rng.randrange(len(people))
+    if kind == "what":
+        answer = f"{people[i]} brings {counts[i]} {goods[i]}."
+        return [(about(w, passage, f"What does {people[i]} bring?"), answer)], facts([f" {counts[i]} {goods[i]}"])
+    answer = f"{people[i]} brings the {goods[i]}."
+    return [(about(w, passage, f"Who brings the {goods[i]}?"), answer)], facts([people[i]])
+
+
+def headcount(w: Writer) -> Answer:
+    """How many people, who, and where."""
+    people, town = [w.name() for _ in range(w.ask(2, 3, 4, 5))], w.town()
+    w.note((len(people), town))
+    passage = w.ask(f"{series(people)} went to {town}.", f"{series(people)} live in {town}.")
+    count = words.SMALL_NUMBERS[len(people)]
+    if w.ask(True, True, False):
+        answer = w.say(
+            f"There are {count} people: {series(people)}.", f"The text names {count} people: {series(people)}."
+        )
+        return [(about(w, passage, w.ask("How many people are named?", "Who is named here?")), answer)], facts(
+            [count, *people]
+        )
+    return [(about(w, passage, w.ask("Which town is named?", "Where is it?")), f"The town is {town}.")], facts([town])
+
+
+FAMILIES: list[Family] = [story, invitation, bullets, table, headcount]

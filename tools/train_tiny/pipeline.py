@@ -1,0 +1,127 @@
+"""The stages in order, each skipped when its result exists."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from . import corpus, draft_data, drafter, evaluate, target, tokenizer
+from .settings import Settings
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a run keeps its intermediate files (work) and its results (out)."""
+
+    settings: Settings
+    work: Path
+    out: Path
+    init: Path | None = None
+    init_drafter: Path | None = None
+
+    @property
+    def corpus_path(self) -> Path:
+        return self.work / "corpus.jsonl"
+
+    @property
+    def arrays(self) -> dict[str, Path]:
+        return {part: self.work / f"{part}.npz" for part in ("train", "hold")}
+
+    @property
+    def prompts(self) -> Path:
+        return self.out / "prompts.jsonl"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.out / "tokenizer"
+
+    @property
+    def target(self) -> Path:
+        return self.out / "target"
+
+    @property
+    def drafter(self) -> Path:
+        return self.out / "drafter"
+
+
+def make_corpus(run: Run) -> None:
+    if run.corpus_path.exists():
+        return
+    print(json.dumps(corpus.build(run.settings.corpus, run.prompts, run.corpus_path)))
+
+
+def make_tokenizer(run: Run) -> None:
+    if run.arrays["hold"].exists():
+        return
+    sizes = run.settings.target.vocabulary
+    print(json.dumps(tokenizer.build(run.corpus_path, sizes, run.tokenizer, list(corpus.DOMAINS), run.arrays)))
+
+
+def make_target(run: Run) -> None:
+    if (run.target / "model.safetensors").exists():
+        return
+    files = {
+        "train": run.arrays["train"],
+        "tokenizer": run.tokenizer,
+        "prompts": run.prompts,
+        "log": run.work / "target_log.jsonl",
+        "partial": run.work / "target.partial",
+        "out": run.target,
+    }
+    target.train(run.settings.target, run.settings.workers, files, run.init)
+
+
+def make_draft_data(run: Run) -> None:
+    if all(draft_data.stem_of(run.work, rank).with_suffix(".npz").exists() for rank in range(run.settings.workers)):
+        return
+    files = {"target": run.target, "train": run.arrays["train"], "out": run.work}
+    draft_data.build(files, run.settings.workers, run.settings.draft_data, run.settings.drafter.target_layer_ids)
+
+
+def make_drafter(run: Run) -> None:
+    if (run.drafter / "model.safetensors").exists():
+        return
+    files = {
+        "target": run.target,
+        "data": run.work,
+        "log": run.work / "drafter_log.jsonl",
+        "partial": run.work / "drafter.partial",
+        "out": run.drafter,
+    }
+    drafter.train(run.settings.drafter, run.settings.target, run.settings.workers, files, run.init_drafter)
+
+
+def make_evaluation(run: Run) -> None:
+    """At temperature 0 and 1, and briefly at half the drafter's block; writes evaluation.json and evaluation.md."""
+    full, half = run.settings.drafter.block, run.settings.drafter.block // 2
+    budgets = run.settings.evaluation.budgets
+    reports = []
+    for temperature, block, used in ((0.0, full, budgets), (0.0, half, (16,)), (1.0, full, budgets)):
+        settings = replace(run.settings.evaluation, temperature=temperature, budgets=used)
+        report, answers = evaluate.evaluate(run.out, settings, block)
+        reports.append(report)
+        print(evaluate.markdown(report), flush=True)
+        if temperature == 0 and block == full:
+            (run.work / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
+    (run.out / "evaluation.json").write_text(json.dumps(reports, indent=1) + "\n")
+    (run.out / "evaluation.md").write_text("\n".join(map(evaluate.markdown, reports)))
+
+
+STAGES: dict[str, Callable[[Run], None]] = {
+    "corpus": make_corpus,
+    "tokenizer": make_tokenizer,
+    "target": make_target,
+    "draft-data": make_draft_data,
+    "drafter": make_drafter,
+    "evaluate": make_evaluation,
+}
+
+
+def run_stages(run: Run, names: list[str]) -> None:
+    for name in names:
+        began = time.time()
+        STAGES[name](run)
+        print(f"{name}: {time.time() - began:.0f} s", flush=True)

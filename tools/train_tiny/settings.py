@@ -1,0 +1,88 @@
+"""Every default of the recipe, in one place; the command line reads them from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|mask|>")
+IM_START, EOS, PAD, MASK = 1, 2, 3, 4
+
+
+@dataclass(frozen=True)
+class CorpusSettings:
+    conversations: int = 150_000
+    prompts_per_domain: int = 20
+    held_out_per_domain: int = 100
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class TargetSettings:
+    """Shape and training of the target. Rates are the peak; they fall linearly to zero after the plateau."""
+
+    vocabulary: int = 2048
+    hidden: int = 192
+    inner: int = 512
+    layers: int = 6
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    seconds: float = 3000.0
+    adam_rate: float = 3e-3
+    muon_rate: float = 0.02
+    weight_decay: float = 0.05
+    warmup_steps: int = 40
+    plateau: float = 0.35
+    tokens_per_micro: int = 700
+    micro_batches: int = 6
+    checkpoint_s: float = 540.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class DraftDataSettings:
+    """Sequences on which the drafter learns. One in `sampled_one_in` continuations is at temperature 1."""
+
+    seconds: float = 300.0
+    batch: int = 96
+    sampled_one_in: int = 4
+    corpus_share: float = 0.25
+    max_tokens: int = 420
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    block: int = 16
+    layers: int = 2
+    target_layer_ids: tuple[int, ...] = (1, 3, 4)
+    seconds: float = 1800.0
+    adam_rate: float = 2e-3
+    muon_rate: float = 0.01
+    weight_decay: float = 0.05
+    warmup_steps: int = 30
+    plateau: float = 0.35
+    sequences_per_micro: int = 3
+    anchors: int = 16
+    micro_batches: int = 4
+    position_decay: float = 7.0
+    checkpoint_s: float = 300.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class EvaluationSettings:
+    budgets: tuple[int, ...] = (8, 16, 32, 64)
+    max_new_tokens: int = 320
+    temperature: float = 0.0
+    seeds: int = 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    corpus: CorpusSettings = field(default_factory=CorpusSettings)
+    target: TargetSettings = field(default_factory=TargetSettings)
+    draft_data: DraftDataSettings = field(default_factory=DraftDataSettings)
+    drafter: DrafterSettings = field(default_factory=DrafterSettings)
+    evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    workers: int = 2

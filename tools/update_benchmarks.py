@@ -1,0 +1,164 @@
+"""Measures everything docs/benchmarks.md shows and writes its tables and pictures.
+
+    python tools/update_benchmarks.py                              what needs nothing but this package
+    python tools/update_benchmarks.py --reference ../ddtree        also beside the published code
+    python tools/update_benchmarks.py --only tiny check            some sections
+    python tools/update_benchmarks.py --render                     from the results kept in docs/benchmarks, unmeasured
+
+A section is the text between `<!-- begin NAME -->` and `<!-- end NAME -->`. Its result is kept in docs/benchmarks as
+NAME.json and can be measured again with `ddtree-trt bench --replay`. A busy machine is refused: its figures are worth
+little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddtree_trt.bench.plots import plot_all
+from ddtree_trt.bench.report import markdown
+from ddtree_trt.bench.result import BenchResult, read_result, to_json
+from ddtree_trt.bench.runner import run_bench
+from ddtree_trt.bench.settings import BenchSettings, CheckSettings
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.check import check_engine, describe
+from ddtree_trt.commands.profile import measure_engine
+from ddtree_trt.errors import DDTreeError
+from ddtree_trt.terminal import progress_bars
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCUMENT = ROOT / "docs/benchmarks.md"
+RESULTS = ROOT / "docs/benchmarks"
+PICTURES = ROOT / "docs/images/benchmarks"
+BUSY_LOAD = 0.5  # runnable processes per core above which nothing is measured
+
+CAPTIONS = {
+    "speedup": "Speedup over autoregressive decoding, by method",
+    "budget": "Tokens per round and speedup against the tree budget",
+    "stages": "Where a round's time goes, by stage",
+    "acceptance": "How deep rounds accept, by budget",
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A benchmark of the document, and the pictures it shows of it."""
+
+    settings: Callable[[Path, str | None], BenchSettings]  # of the tiny engine and the published code's checkout
+    pictures: tuple[str, ...]
+    needs_reference: bool = False
+
+
+SECTIONS = {
+    "tiny": Section(
+        lambda engine, _: BenchSettings(
+            str(engine), budgets=("auto", 1, 2, 4, 8, 16, 32, 64), temperatures=(0.0, 1.0), repeats=3
+        ),
+        ("speedup", "budget", "stages", "acceptance"),
+    ),
+    "peers": Section(
+        lambda engine, reference: BenchSettings(
+            str(engine), limit=20, repeats=3, peers=("hf", f"ddtree-reference={reference}")
+        ),
+        ("speedup", "stages"),
+        needs_reference=True,
+    ),
+    "round-times": Section(
+        lambda _, reference: BenchSettings(
+            "qwen3-0.6b",
+            random_weights=True,
+            forced_acceptance=6,
+            budgets=(16, 32, 64, 128),
+            max_tokens=49,
+            limit=2,
+            peers=(f"ddtree-reference={reference}",),
+        ),
+        ("stages",),
+        needs_reference=True,
+    ),
+}
+CHECK = "check"
+
+
+def replace_section(text: str, name: str, content: str) -> str:
+    """The document with what stands between a section's markers replaced. Raises ValueError without the markers."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    if len(pattern.findall(text)) != 1:
+        raise ValueError(f"{DOCUMENT.name} must have one section between {begin} and {end}")
+    return pattern.sub(lambda _: f"{begin}\n\n{content.strip()}\n\n{end}", text)
+
+
+def render(name: str, result: BenchResult) -> str:
+    """A section's pictures, drawn anew, and its tables."""
+    folder = PICTURES / name
+    lines = []
+    drawn = {path.stem: path for path in plot_all(result, folder)}
+    for picture, path in drawn.items():
+        if picture not in SECTIONS[name].pictures:
+            path.unlink()
+            continue
+        lines += [f"![{CAPTIONS[picture]}]({os.path.relpath(path, DOCUMENT.parent)})", ""]
+    return "\n".join([*lines, markdown(result)])
+
+
+def write_section(name: str, content: str) -> None:
+    DOCUMENT.write_text(replace_section(DOCUMENT.read_text(encoding="utf-8"), name, content), encoding="utf-8")
+    print(f"wrote section {name} of {DOCUMENT.relative_to(ROOT)}")
+
+
+def measure(names: list[str], reference: str | None) -> None:
+    os.chdir(ROOT)  # so that results name the engine and the checkout as a reader of the repository would
+    engine, checkout = Path("engines/tiny"), os.path.relpath(reference) if reference else None
+    with progress_bars() as progress:
+        compile_engine(BuildRequest(target="tiny", output=engine, force=True), progress)
+        measure_engine(engine, progress)
+        for name in names:
+            if name == CHECK:
+                lines = describe(check_engine(CheckSettings(str(engine), limit=60), progress))
+                write_section(name, "\n".join(["```text", *lines, "```"]))
+                continue
+            result = run_bench(SECTIONS[name].settings(engine, checkout), progress=progress)
+            RESULTS.mkdir(parents=True, exist_ok=True)
+            (RESULTS / f"{name}.json").write_text(to_json(result), encoding="utf-8")
+            write_section(name, render(name, result))
+
+
+def refuse_if_busy(anyway: bool) -> None:
+    load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    if load > BUSY_LOAD * cores and not anyway:
+        raise SystemExit(
+            f"the machine is busy: load {load:.1f} on {cores} cores, at most {BUSY_LOAD * cores:g} is wanted; wait "
+            "until it is quiet, or give --anyway for figures nobody should publish"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reference", help="a checkout of https://github.com/liranringel/ddtree")
+    parser.add_argument("--only", nargs="+", choices=[*SECTIONS, CHECK], help="these sections")
+    parser.add_argument("--render", action="store_true", help="draw and write from kept results; measure nothing")
+    parser.add_argument("--anyway", action="store_true", help="measure on a busy machine too")
+    args = parser.parse_args()
+    here = args.render or args.reference
+    wanted = args.only or [n for n in [*SECTIONS, CHECK] if here or n == CHECK or not SECTIONS[n].needs_reference]
+    try:
+        if args.render:
+            for name in wanted:
+                if (path := RESULTS / f"{name}.json").is_file():
+                    write_section(name, render(name, read_result(path)))
+            return
+        if lacking := [n for n in wanted if n in SECTIONS and SECTIONS[n].needs_reference and not args.reference]:
+            parser.error(f"section {lacking[0]} needs --reference PATH")
+        refuse_if_busy(args.anyway)
+        measure(wanted, str(Path(args.reference).resolve()) if args.reference else None)
+    except DDTreeError as error:
+        raise SystemExit(str(error)) from error
+
+
+if __name__ == "__main__":
+    main()
