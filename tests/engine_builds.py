@@ -22,7 +22,7 @@ def build_engine(
 ) -> OrtEngine:
     """Build an engine in the directory `engine`, for that version of onnxruntime, and load it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ddtree_trt.build.compile.installed_versions", lambda *_: {"onnxruntime": onnxruntime})
+        patch.setattr("ddtree_trt.build.onnxruntime.installed_versions", lambda *_: {"onnxruntime": onnxruntime})
         compile_engine(BuildRequest(target="pair", checkpoint=target, drafter=drafter, output=engine, **options))
     manifest = load_manifest(engine)
     assert manifest.toolchain["onnxruntime"] == onnxruntime

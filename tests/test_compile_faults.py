@@ -22,6 +22,7 @@ from ddtree_trt.artifact import MANIFEST, load_manifest, verify_files
 from ddtree_trt.build import compile as compiler
 from ddtree_trt.build.checkpoint import target_shapes
 from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.onnxruntime import OnnxRuntimeBuild
 from ddtree_trt.build.weights import WeightFile
 from ddtree_trt.cli import app
 from ddtree_trt.errors import UsageError
@@ -216,7 +217,7 @@ def test_a_block_longer_than_a_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, onnxruntime: str, rows: int
 ) -> None:
     """An attention kernel that is always causal takes the block's rows twice."""
-    monkeypatch.setattr("ddtree_trt.build.compile.installed_versions", lambda *_: {"onnxruntime": onnxruntime})
+    monkeypatch.setattr("ddtree_trt.build.onnxruntime.installed_versions", lambda *_: {"onnxruntime": onnxruntime})
     pair = make_target(tmp_path / "t"), make_drafter(tmp_path / "d", block_size=300)
     request = BuildRequest(target="mine", checkpoint=pair[0], drafter=pair[1], output=tmp_path / "e")
     with pytest.raises(UsageError, match=rf"block of 300 tokens .* give --max-tree-budget {rows}"):
@@ -290,7 +291,7 @@ def test_too_little_space_is_seen_before_any_work(
 ) -> None:
     usage = compiler.shutil.disk_usage(old.path)
     monkeypatch.setattr(compiler.shutil, "disk_usage", lambda path: usage._replace(free=1000))
-    monkeypatch.setattr(compiler, "_write_graphs", lambda *args: pytest.fail("work was done"))
+    monkeypatch.setattr(OnnxRuntimeBuild, "write", lambda *args: pytest.fail("work was done"))
     assert_refused(cli(*build_args(pair, old.path, "--force")), 1, "MB free", "--output DIR on another disk")
     old.assert_untouched()
 
@@ -298,7 +299,7 @@ def test_too_little_space_is_seen_before_any_work(
 def test_an_unexpected_error_is_one_line_too(
     cli: Cli, pair: tuple[Path, Path], old: OldEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiler, "_write_graphs", lambda *args: 1 / 0)
+    monkeypatch.setattr(OnnxRuntimeBuild, "write", lambda *args: 1 / 0)
     args = build_args(pair, old.path, "--force")
     assert_refused(cli(*args), 1, "unexpected ZeroDivisionError", "--debug")
     status, _, err = cli("--debug", *args)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import re
 import shutil
 import time
@@ -17,24 +16,20 @@ from ddtree_trt.artifact import (
     Limits,
     Manifest,
     Progress,
-    always_causal,
-    installed_versions,
     no_progress,
 )
+from ddtree_trt.build.backend import BackendBuild, BackendName, PrecisionName, backend_build, resolve_precision
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.build.presets import PRESETS, PackagedSource, Preset, Source, find_preset
 from ddtree_trt.build.tokenizer import copy_tokenizer, find_tokenizer
 from ddtree_trt.errors import BuildError, UsageError
 
 if TYPE_CHECKING:
-    from onnx import ModelProto
-
     from ddtree_trt.build.checkpoint import Checkpoint
 
-Backend = Literal["auto", "onnxruntime", "torch", "tensorrt"]
-Precision = Literal["auto", "fp32", "fp16", "bf16"]
+Backend = Literal["auto", BackendName]
+Precision = Literal["auto", PrecisionName]
 
-_TOOLCHAIN = ("numpy", "onnx", "onnxruntime")
 _MAX_TREE_BUDGET, _MAX_BATCH = 4096, 1024  # far above any use: what is larger is a slip of the finger
 
 
@@ -79,26 +74,25 @@ def compile_engine(request: BuildRequest, progress: Progress = no_progress) -> M
     from ddtree_trt.build.checkpoint import check_pair
 
     started = time.monotonic()
-    backend, precision = _backend(request)
+    backend = backend_build(request.backend)
+    precision = resolve_precision(backend, request.precision)
     preset = _preset(request)
     _check_numbers(request)
     destination = prepare_destination(request.destination, force=request.force)
     target = _open(preset.target if preset else None, request.checkpoint, "--checkpoint")
     drafter = _open(preset.drafter if preset else None, request.drafter, "--drafter")
     check_pair(target, drafter)
-    toolchain = {"python": platform.python_version(), **installed_versions(*_TOOLCHAIN)}
-    causal = always_causal(toolchain)
-    limits = _limits(request, preset.limits if preset else Limits(), target, drafter, causal)
+    limits = _limits(request, preset.limits if preset else Limits(), target, drafter, backend)
     tokenizer = find_tokenizer(target.directory, target.dims.vocab_size)
-    _check_space(destination, target, drafter)
+    _check_space(destination, backend.bytes_on_disk(target, drafter, precision))
 
     with atomic_directory(destination, force=request.force) as directory:
-        graphs = _write_graphs(directory, target, drafter, limits, causal, progress)
+        written = backend.write(directory, target, drafter, limits, precision, progress)
         copy_tokenizer(tokenizer, target.directory, target.stop_token_ids, directory)
         manifest = Manifest(
             schema_version=artifact.SCHEMA_VERSION,
             product_version=__version__,
-            backend=backend,
+            backend=backend.name,
             precision=precision,
             name=request.name,
             target=target.identify(progress),
@@ -109,26 +103,15 @@ def compile_engine(request: BuildRequest, progress: Progress = no_progress) -> M
             limits=limits,
             stop_token_ids=target.stop_token_ids,
             chat_template_args=dict(preset.chat_template_args) if preset else {},
-            toolchain=toolchain,
-            tensors=graphs,
+            toolchain=backend.toolchain,
+            tensors=written.tensors,
+            plugin=written.plugin,
             files=describe_files(directory, progress),
             build_seconds=round(time.monotonic() - started, 3),
             golden_tau=dict(preset.golden_tau) if preset else {},
         )
         (directory / artifact.MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     return manifest
-
-
-def _backend(request: BuildRequest) -> tuple[Literal["onnxruntime"], Literal["fp32"]]:
-    """Resolve `auto`; one backend can be built so far."""
-    if request.backend not in ("auto", "onnxruntime"):
-        raise UsageError(f"backend {request.backend!r} cannot be built by this version; use --backend onnxruntime")
-    if request.precision not in ("auto", "fp32"):
-        raise UsageError(
-            f"precision {request.precision!r} is not available: the onnxruntime backend computes in fp32; "
-            "use --precision fp32"
-        )
-    return "onnxruntime", "fp32"
 
 
 def _preset(request: BuildRequest) -> Preset | None:
@@ -170,11 +153,10 @@ def _check_numbers(request: BuildRequest) -> None:
             raise UsageError(f"{option} must be {bounds}, not {value}")
 
 
-def _limits(request: BuildRequest, defaults: Limits, target: Checkpoint, drafter: Checkpoint, causal: bool) -> Limits:
-    """The request's limits over the preset's. A default longer than the models' positions is cut, a request refused.
-
-    `causal` is `always_causal` of the toolchain: the drafter's block then takes its cache rows twice.
-    """
+def _limits(
+    request: BuildRequest, defaults: Limits, target: Checkpoint, drafter: Checkpoint, backend: BackendBuild
+) -> Limits:
+    """The request's limits over the preset's. A default longer than the models' positions is cut, a request refused."""
     positions, model = min((c.dims.max_positions, c.name) for c in (target, drafter))
     wanted = request.max_seq_len
     if wanted is not None and wanted > positions:
@@ -186,7 +168,7 @@ def _limits(request: BuildRequest, defaults: Limits, target: Checkpoint, drafter
         prefill_chunk=defaults.prefill_chunk,
     )
     block = drafter.dims.block_size if isinstance(drafter.dims, DrafterDims) else 1
-    rows = 2 * block if causal else block
+    rows = backend.drafter_rows(block)
     if rows > limits.max_tokens_per_pass:
         raise UsageError(
             f"the drafter's block of {block} tokens takes {rows} rows, more than one pass of "
@@ -195,58 +177,10 @@ def _limits(request: BuildRequest, defaults: Limits, target: Checkpoint, drafter
     return limits
 
 
-def _check_space(destination: Path, target: Checkpoint, drafter: Checkpoint) -> None:
-    needed = _weight_bytes(target, drafter)
+def _check_space(destination: Path, needed: int) -> None:
     usage = shutil.disk_usage(destination.parent)
     if usage.total and usage.free < needed:  # some network file systems report no size at all
         raise BuildError(
             f"cannot write {destination}: it needs {needed / 1e6:,.0f} MB and {destination.parent} has "
             f"{usage.free / 1e6:,.0f} MB free; free some space or give --output DIR on another disk"
         )
-
-
-def _weight_bytes(target: Checkpoint, drafter: Checkpoint) -> int:
-    """Bytes both networks' weights take in float32."""
-    return 4 * (target.num_values + drafter.num_values)
-
-
-def _write_graphs(
-    directory: Path, target: Checkpoint, drafter: Checkpoint, limits: Limits, causal: bool, progress: Progress
-) -> dict[str, dict[str, list[str]]]:
-    """Write both graphs and the weights they share; returns the graphs' input and output names.
-
-    `causal` is `always_causal` of the toolchain.
-    """
-    from ddtree_trt.build.graph import build_drafter_graph, build_target_graph
-    from ddtree_trt.build.weights import WeightFile
-
-    expected = _weight_bytes(target, drafter)
-    dims = drafter.dims
-    taps = dims.tap_layers if isinstance(dims, DrafterDims) else ()
-    names = {}
-    with WeightFile(directory / artifact.WEIGHTS, expected_bytes=expected, progress=progress) as sink:
-        tied = target.tie_word_embeddings
-        graph = build_target_graph(target.dims, target.tensor, sink, tap_layers=taps, limits=limits, tied=tied)
-        names["target"] = _write_graph(directory / artifact.TARGET_GRAPH, graph)
-        if isinstance(dims, DrafterDims):
-            graph = build_drafter_graph(
-                dims,
-                drafter.tensor,
-                sink,
-                target_weights=target.tensor,
-                target_tied=tied,
-                limits=limits,
-                always_causal=causal,
-            )
-        else:
-            tied = drafter.tie_word_embeddings
-            graph = build_target_graph(
-                dims, drafter.tensor, sink, tap_layers=(), limits=limits, tied=tied, prefix="drafter."
-            )
-        names["drafter"] = _write_graph(directory / artifact.DRAFTER_GRAPH, graph)
-    return names
-
-
-def _write_graph(path: Path, graph: ModelProto) -> dict[str, list[str]]:
-    path.write_bytes(graph.SerializeToString())
-    return {"inputs": [i.name for i in graph.graph.input], "outputs": [o.name for o in graph.graph.output]}

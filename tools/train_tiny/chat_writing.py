@@ -23,7 +23,7 @@ BRINGS = "some cake|a salad|warm clothes|a good book|some music|your family|a bo
 def story(w: Writer) -> Answer:
     """Present to past, several sentences about one or two people."""
     people, here = [w.name() for _ in range(w.ask(1, 2))], w.town()
-    actions = w.rng.sample(ACTIONS, w.ask(2, 4, 6, 8))
+    actions = w.rng.sample(ACTIONS, w.ask(4, 6, 8, 10))
     present, past = [], []
     for i, (now, then, rest) in enumerate(actions):
         who = people[i % len(people)] if i < len(people) or w.chance(0.4) else words.pronoun(people[-1])
@@ -60,7 +60,7 @@ def invitation(w: Writer) -> Answer:
 
 def bullets(w: Writer) -> Answer:
     """A list out of a sentence."""
-    name, goods = w.name(), [w.one(words.THINGS + words.GOODS) for _ in range(w.ask(3, 4, 5, 6))]
+    name, goods = w.name(), [w.one(words.THINGS + words.GOODS) for _ in range(w.ask(4, 5, 6, 7, 8))]
     w.note(tuple(goods))
     sentence = w.ask(
         f"{name} bought {series(goods)}.", f"{name} needs {series(goods)}.", f"On the table there are {series(goods)}."
@@ -74,7 +74,7 @@ def bullets(w: Writer) -> Answer:
 
 def table(w: Writer) -> Answer:
     """Several people, each with a thing to bring: the list of people, of things, or of one person."""
-    people = [w.name() for _ in range(w.ask(3, 4, 5))]
+    people = [w.name() for _ in range(w.ask(3, 4, 5, 6))]
     goods = [w.one(words.THINGS + words.GOODS) for _ in people]
     counts = [w.number(2, 40) for _ in people]
     passage = " ".join(f"{p} brings {n} {g}." for p, n, g in zip(people, counts, goods, strict=True))
@@ -102,14 +102,35 @@ def headcount(w: Writer) -> Answer:
     w.note((len(people), town))
     passage = w.ask(f"{series(people)} went to {town}.", f"{series(people)} live in {town}.")
     count = words.SMALL_NUMBERS[len(people)]
-    if w.ask(True, True, False):
-        answer = w.say(
-            f"There are {count} people: {series(people)}.", f"The text names {count} people: {series(people)}."
-        )
-        return [(about(w, passage, w.ask("How many people are named?", "Who is named here?")), answer)], facts(
-            [count, *people]
-        )
-    return [(about(w, passage, w.ask("Which town is named?", "Where is it?")), f"The town is {town}.")], facts([town])
+    answer = w.say(f"There are {count} people: {series(people)}.", f"The text names {count} people: {series(people)}.")
+    question = w.ask("How many people are named, and where is it?", "Who is named here, and which town?")
+    return [(about(w, passage, question), f"{answer} The town is {town}.")], facts([count, *people, town])
 
 
-FAMILIES: list[Family] = [story, invitation, bullets, table, headcount]
+def week(w: Writer) -> Answer:
+    """A diary's lines to sentences."""
+    name, count = w.name(), w.ask(3, 4, 5, 6)
+    begin = w.rng.randrange(7)
+    days = [words.DAYS[(begin + i) % 7] for i in range(count)]
+    rows = [(day, w.one(words.HOBBIES), w.town(), w.clock()) for day in days]
+    w.note(tuple(days))
+    form = w.ask("{d}: {h} in {t} at {c}", "{d}, {c}: {h}, {t}", "{d} - {h} - {t} - {c}")
+    diary = "\n".join(form.format(d=d, h=h, t=t, c=c) for d, h, t, c in rows)
+    request = w.ask(
+        f"Write this diary of {name} as sentences:",
+        f"What does {name} do this week?",
+        f"Turn the plans of {name} into sentences:",
+    )
+    said = "\n".join(
+        w.say(f"On {d} {name} goes to {t} for {h} at {c}.", f"On {d} at {c} {name} goes to {t} for {h}.")
+        for d, h, t, c in rows
+    )
+    check = {
+        "expected": rows[0][2],
+        "facts": [d for d, _, _, _ in rows],
+        "also": [x for _, *rest in rows for x in rest],
+    }
+    return [(f"{request}\n{diary}", said)], check
+
+
+FAMILIES: list[Family] = [story, invitation, bullets, table, headcount, week]

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 from . import words
 
 Item = TypeVar("Item")
+USUAL = 0.75
+"""How often an answer takes its usual wording."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +35,9 @@ class Writer:
     """Random choices of one conversation.
 
     `ask` chooses the wording of a request and `number` its figures: both are recorded, since held-out prompts use
-    recorded combinations that training text avoids. `say` chooses the wording of an answer, which stays free: that
-    is the genuine ambiguity a tree of drafts can cover and a chain cannot.
+    recorded combinations that training text avoids. `say` chooses the wording of an answer, which stays free within
+    limits: the genuine ambiguity that a tree of drafts covers and a chain does not, beside a usual wording that keeps
+    greedy answers steady.
     """
 
     def __init__(self, rng: random.Random, held_out: bool) -> None:
@@ -51,7 +54,8 @@ class Writer:
         return options[index]
 
     def say(self, *options: Item) -> Item:
-        return self.rng.choice(options)
+        """The first, usual wording three times in four."""
+        return options[0] if self.chance(USUAL) else self.rng.choice(options[1:])
 
     def chance(self, probability: float) -> bool:
         return self.rng.random() < probability
