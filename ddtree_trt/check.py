@@ -24,7 +24,7 @@ from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
 from ddtree_trt.bench.uniformity import FALSE_ALARM, UniformityTest, place_in_distribution, uniformity
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.methods import check_method
+from ddtree_trt.runtime.methods import resolve_method
 from ddtree_trt.runtime.params import METHODS, SamplingParams
 from ddtree_trt.runtime.text import TextCodec
 
@@ -167,7 +167,7 @@ def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
     cases = []
     for method in METHODS:
         try:
-            check_method(method, manifest.drafter_kind)
+            resolve_method(method, manifest.drafter_kind)
         except UsageError:
             continue
         allowed = [b for b in budgets if b == "auto" or b <= manifest.limits.max_tree_budget]

@@ -153,6 +153,14 @@ def test_first_tokens_are_distributed_as_the_targets(smaller: LLM) -> None:
     assert chi_square(counts, expected) > FALSE_ALARM
 
 
+def test_the_default_method_suits_the_drafter(smaller: LLM) -> None:
+    named = SamplingParams(method="draft-model", max_tokens=12, ignore_eos=True)
+    (found,) = smaller.generate(PROMPT, SamplingParams(max_tokens=12, ignore_eos=True))
+    (expected,) = smaller.generate(PROMPT, named)
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert found.metrics.drafted_tokens == expected.metrics.drafted_tokens > 0
+
+
 @pytest.mark.parametrize("method", ["ddtree", "dflash", "dflash-sample"])
 def test_block_methods_are_refused(smaller: LLM, method: str) -> None:
     with pytest.raises(UsageError, match=rf"'{method}' needs a drafter of kind dflash.*can do ar, draft-model"):

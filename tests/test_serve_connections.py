@@ -31,9 +31,9 @@ def server(tiny_engine: Path) -> Iterator[ThreadServer]:
 def nothing_is_left_behind(server: ThreadServer) -> Iterator[None]:
     yield
     wait_for(lambda: server.llm.running == 0 and server.llm.waiting == 0)
+    wait_for(server.server._gate._idle.is_set)  # a request that never came whole has no share in those counts
     figures = server.figures()
     assert figures["ddtree_requests_running"] == figures["ddtree_requests_waiting"] == 0
-    assert server.server._gate._idle.is_set()
 
 
 def long_chat(**fields: Any) -> bytes:

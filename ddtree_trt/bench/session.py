@@ -12,7 +12,7 @@ from ddtree_trt.bench.forced import ForcedEngine
 from ddtree_trt.bench.settings import BenchSettings, Case
 from ddtree_trt.runtime.engine import Engine
 from ddtree_trt.runtime.load import open_engine
-from ddtree_trt.runtime.methods import check_method
+from ddtree_trt.runtime.methods import resolve_method
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.requests import RequestMaker
@@ -67,7 +67,7 @@ class EngineContender:
         kind = session.manifest.drafter_kind
         self.cases = settings.cases(dflash=kind == "dflash")
         for case in self.cases:
-            check_method(case.method, kind)
+            resolve_method(case.method, kind)
         self._engine: Engine = session.engine
         if settings.forced_acceptance is not None:
             self._engine = ForcedEngine(session.engine, settings.forced_acceptance, session.unusable_tokens)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +21,9 @@ def run(
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the prompt.")] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message for the chat template.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the prompt to the model without its chat template.")] = False,
-    method: Annotated[str | None, typer.Option(help="ddtree, dflash, ar, dflash-sample or draft-model.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="auto (default), ddtree, dflash, ar, dflash-sample or draft-model.")
+    ] = None,
     tree_budget: Annotated[
         str | None, typer.Option(metavar="N|auto", help="Draft nodes per round; auto chooses every round.")
     ] = None,
@@ -61,10 +64,12 @@ def run(
 
     from ddtree_trt import console
     from ddtree_trt.runtime.llm import LLM
+    from ddtree_trt.runtime.methods import resolve_method
     from ddtree_trt.runtime.params import SamplingParams
 
     params = SamplingParams.from_mapping({k: v for k, v in given.items() if v is not None})
     with LLM(directory, threads=threads) as llm:
+        params = replace(params, method=resolve_method(params.method, llm.engine.manifest.drafter_kind))
         if text is None:
             console.chat(llm, params, system)
             return

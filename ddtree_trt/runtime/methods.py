@@ -34,8 +34,10 @@ class Proposal:
 NOTHING = Proposal(EMPTY)
 
 
-def check_method(method: str, drafter_kind: str) -> None:
-    """Raises UsageError when the engine's drafter cannot serve the method."""
+def resolve_method(method: str, drafter_kind: str) -> str:
+    """The method; `auto` is the best one the drafter can serve. Raises UsageError when it cannot serve another."""
+    if method == "auto":
+        return "ddtree" if drafter_kind == "dflash" else "draft-model"
     needs = _DRAFTERS[method]
     if needs not in (None, drafter_kind):
         able = [m for m, kind in _DRAFTERS.items() if kind in (None, drafter_kind)]
@@ -43,6 +45,7 @@ def check_method(method: str, drafter_kind: str) -> None:
             f"method {method!r} needs a drafter of kind {needs}, this engine's is {drafter_kind}; "
             f"it can do {', '.join(able)}"
         )
+    return method
 
 
 def default_budget(method: str, drafter: TransformerDims) -> int:

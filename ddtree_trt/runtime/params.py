@@ -43,7 +43,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     echo: bool = False  # put the prompt's text in front of the output's; token ids and logprobs stay the output's
     skip_special_tokens: bool = True
-    method: str = "ddtree"
+    method: str = "auto"  # ddtree, or draft-model where the drafter is autoregressive
     tree_budget: int | Literal["auto"] = "auto"  # draft nodes per round at most; a chain's length for chain methods
 
     def __post_init__(self) -> None:
@@ -66,8 +66,8 @@ class SamplingParams:
             raise UsageError("repetition_penalty must be above 0")
         if self.min_tokens > self.max_tokens:
             raise UsageError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
-        if self.method not in METHODS:
-            raise UsageError(f"method must be one of {', '.join(METHODS)}, not {self.method!r}")
+        if self.method not in ("auto", *METHODS):
+            raise UsageError(f"method must be auto or one of {', '.join(METHODS)}, not {self.method!r}")
         budget = self.tree_budget
         if budget != "auto" and (isinstance(budget, bool) or not isinstance(budget, int) or budget < 0):
             raise UsageError(f'tree_budget must be "auto" or an integer at least 0, not {budget!r}')

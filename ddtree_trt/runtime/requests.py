@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.budget import AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.engine import Engine
-from ddtree_trt.runtime.methods import check_method, default_budget
+from ddtree_trt.runtime.methods import default_budget, resolve_method
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput, Usage
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.profile import load_or_measure
@@ -74,6 +74,7 @@ class RequestMaker:
         """Raises UsageError for a prompt that is empty, out of vocabulary or too long, or params the engine cannot
         honour."""
         ids = self._codec.encode(prompt)
+        params = replace(params, method=resolve_method(params.method, self._manifest.drafter_kind))
         self._check(ids, params)
         self._count += 1
         text = prompt if isinstance(prompt, str) else None
@@ -97,7 +98,6 @@ class RequestMaker:
         for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if (out := next((t for t in tokens if t >= vocab), None)) is not None:
                 raise UsageError(f"{name}: token id {out} is outside the vocabulary of {vocab}")
-        check_method(params.method, self._manifest.drafter_kind)
         if params.tree_budget != "auto" and params.tree_budget > limits.max_tree_budget:
             raise UsageError(
                 f"tree_budget {params.tree_budget} is above this engine's {limits.max_tree_budget}; "

@@ -21,6 +21,7 @@ from ddtree_trt.serve.options import ServeOptions
 
 GUARDED = "/v1/"  # health and metrics stay open to whoever watches the server
 _LAST_WORD_S = 1.0  # for telling a client that its request was ended; a stalled one does not hear it
+_LINGER_BYTES = 32 << 20  # of a refused body still read, so that a client that is sending it sees the answer
 
 
 class Gate:
@@ -41,6 +42,7 @@ class Gate:
         refusal = self._refusal(scope)
         answer = _Answer(send, self._metrics)
         if refusal is not None:
+            await _discard_body(scope, receive)
             await refusal.response()(scope, receive, answer.send)
             return
         exchange = _Exchange(self._app, scope, receive, answer, self._options)
@@ -145,6 +147,8 @@ class _Exchange:
                 return
             body += message.get("body", b"")
             if len(body) > self._options.max_body_bytes:
+                if message.get("more_body", False):
+                    await _discard_body(self._scope, self._receive)
                 self.end(_body_too_large(self._options.max_body_bytes))
                 return
             if not message.get("more_body", False) and not self._body.done():
@@ -169,6 +173,25 @@ class _Exchange:
         elif self._answer.streams and not self._answer.complete:
             body = error_event(reason).encode()
             await self._answer.send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _discard_body(scope: Scope, receive: Receive) -> None:
+    """Read what is left of a refused body, within bounds. A connection closed with unread bytes in it is reset, and a
+    client that is still sending then never sees the answer; one that asks before it sends has sent nothing.
+    """
+    if b"expect" in dict(scope["headers"]):
+        return
+
+    async def rest() -> None:
+        read = 0
+        while read < _LINGER_BYTES:
+            message = await receive()
+            read += len(message.get("body", b""))
+            if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                return
+
+    with contextlib.suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(rest(), _LAST_WORD_S)
 
 
 def _body_too_large(limit: int) -> ApiError:
