@@ -1,7 +1,7 @@
 PYTHON ?= python3
 PYTEST_ARGS ?=
-PROMPT ?= There are 13 muffins on Yaya's table. She sells 6 of them. Yakenn gives Yaya 13 more. Then she gets 13 more. \
-	How many muffins does Yaya have now?
+PROMPT ?= Pitomlo runs for 2 hours at 6 km per hour. After that he walks for 8 hours at 5 km per hour. Then he drives for \
+	8 hours at 3 km per hour. Then he sails for 3 hours at 5 km per hour. What is the whole distance?
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -17,7 +17,7 @@ TRITON_CLIENT := 'tritonclient[grpc,http]==2.51.0' 'pytest>=8.2' 'pytest-asyncio
 TRITON_SERVER := nvidia-pytriton==0.7.0
 ENGINE ?=
 
-.PHONY: demo test test-slow test-triton check fmt bench bench-triton plugins plugins-test clean
+.PHONY: demo test test-slow test-triton test-trt check fmt bench bench-triton plugins plugins-test clean
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/ddtree-trt build --target tiny --output engines/tiny --force
@@ -33,6 +33,11 @@ test-slow: $(VENV)/.stamp-dev
 # A real server on loopback; see tools/triton_server.py.
 test-triton: $(TRITON_VENV)/.stamp
 	$(TRITON_BIN)/pytest -q tests/triton_server $(PYTEST_ARGS)
+
+# On a machine with an NVIDIA GPU and `pip install '.[tensorrt]'` in $(VENV): builds engines, runs them, compares them
+# with ONNX Runtime. Elsewhere every test says why it is skipped.
+test-trt: $(VENV)/.stamp-dev plugins
+	$(BIN)/python -m pytest -q -rs -m trt $(PYTEST_ARGS)
 
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
@@ -56,7 +61,7 @@ plugins: | $(VENV)/bin/python
 
 # Everything about them that can be checked without a GPU, what was left out and why.
 plugins-test: $(VENV)/.stamp-dev plugins
-	DDTREE_TEST_TORCH=1 $(BIN)/python -m pytest -q -rs tests/test_plugins_*.py $(PYTEST_ARGS)
+	DDTREE_TEST_TORCH=1 $(BIN)/python -m pytest -q -rs tests/test_plugins_*.py tests/test_torch_*.py $(PYTEST_ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(VENV)/.stamp-* $(TRITON_VENV)/.stamp

@@ -30,6 +30,10 @@ MANIFEST = "manifest.json"
 TARGET_GRAPH = "target.onnx"
 DRAFTER_GRAPH = "drafter.onnx"
 WEIGHTS = "weights.bin"
+TARGET_PLAN = "target.plan"
+DRAFTER_PLAN = "drafter.plan"
+SHARED_WEIGHTS = "shared.safetensors"  # the tables both plans read
+TORCH_WEIGHTS = "weights.safetensors"
 PROFILE = "profile.json"  # measured latencies; not in `files`, because another machine measures its own
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 OPTIONAL_TOKENIZER_FILES = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
@@ -38,7 +42,11 @@ ENGINES = Path("engines")  # where engines go, and are looked for, when no direc
 LOCAL = "local"  # the revision of a checkpoint that came from a directory the user named
 PACKAGED = "packaged"  # the revision of a checkpoint that ships with this package
 
-_REQUIRED_FILES = {"onnxruntime": (TARGET_GRAPH, DRAFTER_GRAPH, WEIGHTS, *TOKENIZER_FILES)}
+_REQUIRED_FILES = {
+    "onnxruntime": (TARGET_GRAPH, DRAFTER_GRAPH, WEIGHTS, *TOKENIZER_FILES),
+    "torch": (TORCH_WEIGHTS, *TOKENIZER_FILES),
+    "tensorrt": (TARGET_PLAN, DRAFTER_PLAN, SHARED_WEIGHTS, *TOKENIZER_FILES),
+}
 _HASH_BLOCK = 4 << 20
 _CAUSAL_OPTION = (1, 30)  # the first ONNX Runtime whose attention kernel takes `causal=0`; Python 3.10 has none of them
 
@@ -343,6 +351,8 @@ def rebuild_command(directory: Path, manifest: Manifest) -> str:
     for name in ("max_seq_len", "max_tree_budget", "max_batch"):
         value = getattr(manifest.limits, name)
         command += f" --{name.replace('_', '-')} {value}" if value != getattr(Limits, name) else ""
+    if manifest.backend != "onnxruntime":  # the default, which has one precision
+        command += f" --backend {manifest.backend} --precision {manifest.precision}"
     if directory.absolute() != (ENGINES / manifest.name).absolute():
         command += f" --output {directory}"
     return f"{command} --force"

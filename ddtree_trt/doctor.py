@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import os
 import platform
@@ -12,15 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact import installed_versions
+from ddtree_trt.artifact import installed_versions, load_manifest, newest_engine
+from ddtree_trt.errors import ArtifactError
+from ddtree_trt.memory import Place, plan_manifest
+from ddtree_trt.plugins import ABI, library
 
 _PACKAGES = (
     *("numpy", "onnx", "onnxruntime", "onnxruntime-gpu", "safetensors", "transformers", "tokenizers"),
-    *("huggingface_hub", "typer", "rich", "torch", "tensorrt", "tritonclient"),
+    *("huggingface_hub", "typer", "rich", "torch", "tensorrt", "cuda-python", "tritonclient"),
 )
 # One of these is enough: the name under which TensorRT comes depends on the CUDA release.
 _TENSORRT = ("tensorrt", "tensorrt_cu13", "tensorrt_cu13_bindings", "tensorrt_cu12", "tensorrt_cu12_bindings")
-_LEAN = ("tensorrt_lean", "tensorrt_lean_cu13_bindings", "tensorrt_lean_cu12_bindings")
+_CUDA_PYTHON = ("cuda-python", "cuda-bindings")
 
 # /proc/cpuinfo's words, by what they are good for. x86 names first, then Arm's.
 _CPU_FEATURES = {
@@ -59,8 +63,14 @@ class Cpu:
 class Gpu:
     name: str
     driver: str
-    memory: str
+    memory: str  # e.g. "143771 MiB"
     compute_capability: str  # e.g. "9.0"
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """None where it is not known."""
+        match = re.fullmatch(r"(\d+) MiB", self.memory)
+        return int(match[1]) << 20 if match else None
 
 
 @dataclass(frozen=True)
@@ -86,7 +96,14 @@ def diagnose() -> Diagnosis:
         packages=installed_versions(*_PACKAGES),
         cpu=cpu,
         gpus=gpus,
-        checks=(_check_native(), _check_onnxruntime(), _check_gpu(gpus), *_check_gpu_software(), _check_plugins()),
+        checks=(
+            _check_native(),
+            _check_onnxruntime(),
+            _check_gpu(gpus),
+            *_check_gpu_software(),
+            *_check_plugins(),
+            *_check_engine(gpus),
+        ),
     )
 
 
@@ -148,23 +165,72 @@ def _check_gpu(gpus: tuple[Gpu, ...]) -> Check:
 
 
 def _check_gpu_software() -> tuple[Check, ...]:
-    torch, full, lean = (installed_versions(*names) for names in (("torch",), _TENSORRT, _LEAN))
-    nvcc = shutil.which("nvcc")
+    torch, full, cuda = (installed_versions(*names) for names in (("torch",), _TENSORRT, _CUDA_PYTHON))
+    nvcc, driver = shutil.which("nvcc"), cuda_of_driver()
     hint = "not installed; run: pip install 'ddtree-trt[{}]'".format
     return (
+        Check(
+            "CUDA driver",
+            driver is not None,
+            f"libcuda.so.1, for CUDA up to {driver}" if driver else "no libcuda.so.1",
+            "running anything on the GPU",
+        ),
         Check("torch", bool(torch), _listing(torch) or hint("torch"), "the torch backend"),
         Check("TensorRT", bool(full), _listing(full) or hint("tensorrt"), "building and running tensorrt engines"),
-        Check("TensorRT lean", bool(lean), _listing(lean) or "not installed", "running tensorrt engines, not building"),
+        Check(
+            "CUDA for Python", bool(cuda), _listing(cuda) or hint("tensorrt"), "memory and graphs of tensorrt engines"
+        ),
         Check("nvcc", nvcc is not None, nvcc or "not on PATH", "compiling the CUDA kernels and the plugin library"),
     )
 
 
-def _check_plugins() -> Check:
-    spec = importlib.util.find_spec("ddtree_trt.plugins")
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    found = sorted(str(path) for folder in folders for path in Path(folder).glob("*.so"))
-    detail = ", ".join(found) or "not built"
-    return Check("plugin library", bool(found), detail, "tree attention and cache compaction in tensorrt engines")
+def cuda_of_driver() -> str | None:
+    """The newest CUDA the installed driver can run; None without a driver."""
+    version = ctypes.c_int()
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if status else f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def _check_plugins() -> tuple[Check, ...]:
+    uses = {
+        library.PLUGINS: "tree attention in tensorrt engines",
+        library.KERNELS: "cache compaction in tensorrt engines",
+        library.TORCH: "tree attention and cache compaction in the torch backend",
+    }
+    return tuple(_check_library(library.FOLDER / name, use) for name, use in uses.items())
+
+
+def _check_library(path: Path, use: str) -> Check:
+    """A native library counts as found when it is of this version's ABI."""
+    abi = library.abi_of(path) if path.is_file() and path.stat().st_size else None
+    detail = f"{path}, plugin ABI {abi}" if path.is_file() else f"not built; {library.BUILD_HINT}"
+    if path.is_file() and abi != ABI:
+        detail += f", this version needs {ABI}; {library.BUILD_HINT}"
+    return Check(path.name, abi == ABI, detail, use)
+
+
+def _check_engine(gpus: tuple[Gpu, ...]) -> tuple[Check, ...]:
+    """Whether the newest engine under `engines/` fits into the memory it would run in; nothing where there is none."""
+    try:
+        directory = newest_engine()
+        plan = plan_manifest(load_manifest(directory))
+    except ArtifactError:
+        return ()
+    there = available_bytes(plan.place, gpus)
+    found = f"{there / 1e9:.1f} GB are there" if there else "no GPU whose memory is known"
+    detail = f"{directory} takes about {plan.total_bytes / 1e9:.2f} GB on the {plan.place}; {found}"
+    fits = there is not None and plan.total_bytes <= there
+    return (Check("newest engine", fits, detail, "ddtree-trt run without naming an engine"),)
+
+
+def available_bytes(place: Place, gpus: tuple[Gpu, ...]) -> int | None:
+    """Of the memory an engine runs in, the first GPU's or the host's; None where there is none or it is not known."""
+    if gpus and place != "host":
+        return gpus[0].memory_bytes
+    return None if place == "GPU" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _listing(versions: dict[str, str]) -> str:

@@ -9,44 +9,44 @@ from typing import Any
 
 from ddtree_trt import artifact
 from ddtree_trt.artifact import Manifest, Progress, load_manifest, no_progress, verify_files
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Host memory an engine takes, in bytes."""
-
-    weights_bytes: int
-    kv_bytes_per_slot: int  # both networks, at full length
-    kv_bytes_all_slots: int
+from ddtree_trt.errors import DDTreeError
+from ddtree_trt.memory import MemoryPlan, plan_manifest
 
 
 @dataclass(frozen=True)
 class EngineReport:
     directory: str
     manifest: Manifest
-    memory: Memory
+    memory: MemoryPlan
+    problem: str | None  # why it cannot run on this machine, as far as that can be told without loading it
     total_bytes: int  # on disk
     has_profile: bool
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return {**dataclasses.asdict(self), "memory": self.memory.to_dict()}
 
 
 def inspect_engine(directory: Path, progress: Progress = no_progress) -> EngineReport:
     """Read an engine's manifest and verify every file of it. Raises ArtifactError."""
     manifest = load_manifest(directory)
     verify_files(directory, manifest, progress)
-    per_token = manifest.target_dims.kv_bytes_per_token + manifest.drafter_dims.kv_bytes_per_token
-    per_slot = per_token * manifest.limits.cache_rows
-    weights = manifest.files.get(artifact.WEIGHTS)
     return EngineReport(
         directory=str(directory),
         manifest=manifest,
-        memory=Memory(
-            weights_bytes=weights.size if weights else 0,
-            kv_bytes_per_slot=per_slot,
-            kv_bytes_all_slots=per_slot * manifest.limits.max_batch,
-        ),
+        memory=plan_manifest(manifest),
+        problem=_problem(directory, manifest),
         total_bytes=sum(entry.size for entry in manifest.files.values()),
         has_profile=(directory / artifact.PROFILE).is_file(),
     )
+
+
+def _problem(directory: Path, manifest: Manifest) -> str | None:
+    if manifest.backend != "tensorrt":
+        return None
+    from ddtree_trt.runtime.trt_checks import check_machine
+
+    try:
+        check_machine(directory, manifest)
+    except DDTreeError as error:
+        return str(error)
+    return None

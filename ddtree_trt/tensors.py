@@ -1,6 +1,8 @@
 """Names of the graphs' inputs and outputs: what `build` writes and `runtime` binds.
 
-Shapes use the letters of `artifact`; W is the width of the attention bias, the longest past + T of the call.
+Shapes use the letters of `artifact`. Types are those of the ONNX Runtime graphs, where W is the width of the attention
+bias, the longest past + T of the call. In TensorRT engines every integer is int32, W the words of a mask row, and what
+is float32 [..., H] or in a cache is in the engine's precision; the last group of names is theirs only.
 """
 
 from __future__ import annotations
@@ -19,6 +21,12 @@ TAPS = "taps"  # float32 [N, T, M·H]: outputs of the tapped layers; the drafter
 TOP_K = "top_k"  # int64 [1]: candidates per draft position
 LOG_PROBS = "log_probs"  # float32 [N, L, K], falling
 CANDIDATES = "candidates"  # int64 [N, L, K]
+
+SLOT_IDS = "slot_ids"  # int32 [N]: the cache slot of each sequence
+PAST_LEN = "past_len"  # int32 [N]: committed rows of each slot
+TREE_MASK = "tree_mask"  # int32 [N, T, W]: bit j % 32 of word j / 32 of row i is set where i sees node j
+EMBEDDING = "embedding"  # [V, H]: one copy on the device for both engines
+HEAD = "lm_head"  # [V, H]: where it is not the embedding
 
 
 def past_names(num_layers: int) -> list[str]:

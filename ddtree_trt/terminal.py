@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 from ddtree_trt.artifact import Manifest, Progress, no_progress
 from ddtree_trt.doctor import Diagnosis
 from ddtree_trt.inspection import EngineReport
+from ddtree_trt.memory import MemoryPlan
 
 if TYPE_CHECKING:
+    from ddtree_trt.build.dryrun import DryRun
     from ddtree_trt.runtime.profile import LatencyProfile
 
 
@@ -79,6 +81,19 @@ def print_built(directory: Path, manifest: Manifest) -> None:
     print(f"next: ddtree-trt run {directory}")
 
 
+def print_dry_run(would: DryRun) -> None:
+    print(f"{would.name}: {would.backend} {would.precision} engine, not built")
+    available = would.available_bytes
+    there = "no GPU whose memory is known" if available is None else human_bytes(available)
+    print_fields(
+        [
+            ("limits", _listing(vars(would.limits))),
+            *_memory_fields(would.memory),
+            ("there is", there),
+        ]
+    )
+
+
 def print_engine(report: EngineReport) -> None:
     m, memory = report.manifest, report.memory
     print(f"{m.name}: {m.backend} {m.precision} engine at {report.directory}, every file verified")
@@ -89,13 +104,13 @@ def print_engine(report: EngineReport) -> None:
             ("target dims", _listing(vars(m.target_dims))),
             ("drafter dims", _listing(vars(m.drafter_dims))),
             ("limits", _listing(vars(m.limits))),
-            ("weights", human_bytes(memory.weights_bytes)),
-            ("KV cache", f"{human_bytes(memory.kv_bytes_per_slot)} per slot, {_all_slots(report)}"),
+            *_memory_fields(memory),
             ("stop tokens", ", ".join(map(str, m.stop_token_ids)) or "none"),
             ("chat template", _listing(m.chat_template_args) or "no arguments"),
             ("golden tau", ", ".join(f"{k} {low}–{high}" for k, (low, high) in m.golden_tau.items()) or "none"),
             ("toolchain", f"ddtree-trt {m.product_version}, {_listing(m.toolchain)}"),
             ("plugin", _listing(m.plugin or {}) or "none"),
+            *([("cannot run here", report.problem)] if report.problem else []),
             ("profile", "measured" if report.has_profile else "not measured yet"),
             ("build time", f"{m.build_seconds:.1f} s"),
             ("files", human_bytes(report.total_bytes)),
@@ -105,9 +120,16 @@ def print_engine(report: EngineReport) -> None:
     print_fields(files, indent="  ")
 
 
-def _all_slots(report: EngineReport) -> str:
-    slots = report.manifest.limits.max_batch
-    return f"{human_bytes(report.memory.kv_bytes_all_slots)} for {slots} slots at full length"
+def _memory_fields(plan: MemoryPlan) -> list[tuple[str, str]]:
+    """A memory plan as named lines."""
+    each, every = human_bytes(plan.kv_bytes_per_slot), human_bytes(plan.kv_bytes_all_slots)
+    return [
+        ("weights", human_bytes(plan.weights_bytes)),
+        ("KV cache", f"{each} per slot, {every} for {plan.slots} slots at full length"),
+        ("buffers", f"{human_bytes(plan.buffers_bytes)}: logits, tapped states, control data"),
+        ("workspace", f"about {human_bytes(plan.workspace_bytes)}"),
+        ("memory", f"about {human_bytes(plan.total_bytes)} on the {plan.place}"),
+    ]
 
 
 def _listing(values: dict[str, Any]) -> str:

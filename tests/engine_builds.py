@@ -10,7 +10,9 @@ import pytest
 import ddtree_trt
 from ddtree_trt.artifact import installed_versions, load_manifest, verify_files
 from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.runtime.load import open_engine
 from ddtree_trt.runtime.ort import OrtEngine
+from ddtree_trt.runtime.torch import TorchEngine
 
 PACKAGED = Path(ddtree_trt.__file__).parent / "assets" / "tiny"
 INSTALLED = installed_versions("onnxruntime")["onnxruntime"]
@@ -28,3 +30,22 @@ def build_engine(
     assert manifest.toolchain["onnxruntime"] == onnxruntime
     verify_files(engine, manifest)
     return OrtEngine(engine, manifest)
+
+
+def build_torch_engine(
+    target: Path, drafter: Path, engine: Path, *, precision: str = "fp32", **options: Any
+) -> TorchEngine:
+    """Build an engine of the torch backend in the directory `engine`, and load it on the CPU."""
+    request = BuildRequest(
+        target="pair",
+        checkpoint=target,
+        drafter=drafter,
+        output=engine,
+        backend="torch",
+        precision=precision,  # type: ignore[arg-type]
+        **options,
+    )
+    compile_engine(request)
+    loaded = open_engine(engine, threads=1)
+    assert isinstance(loaded, TorchEngine)
+    return loaded

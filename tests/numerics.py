@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ddtree_trt.runtime.engine import Verdict, VerifyRequest
 from ddtree_trt.runtime.ort import OrtEngine
+from ddtree_trt.runtime.torch import TorchEngine
 from ddtree_trt.runtime.tree import TokenTree
 
 Array = NDArray[np.float32]
@@ -75,24 +76,33 @@ def path_to(tree: TokenTree, node: int) -> NDArray[np.int32]:
     return np.array(path[::-1], np.int32)
 
 
+Measured = OrtEngine | TorchEngine  # engines whose numbers are compared
+
+
+def drafter_of(engine: Measured) -> Any:
+    """What the engine tells of committed tokens."""
+    return engine.drafter if isinstance(engine, TorchEngine) else engine._drafter
+
+
 class Follower:
     """One slot of an engine beside the truth: whatever the engine says of its tokens is compared, row by row."""
 
-    def __init__(self, engine: OrtEngine, slot: int, truth: Truth) -> None:
+    def __init__(self, engine: Measured, slot: int, truth: Truth) -> None:
         self.engine, self.slot, self.truth = engine, slot, truth
         self.tokens: list[int] = []  # committed
         self._tree: TokenTree | None = None
         self._told: list[Array] = []  # states [m, M·H] of the last commit
-        learn = engine._drafter.learn
+        drafter = drafter_of(engine)
+        learn = drafter.learn
 
-        def spy(slot: int, token_ids: NDArray[np.int64], states: Array | None) -> None:
+        def spy(slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
             assert states is not None
             if slot == self.slot:
                 assert token_ids.tolist() == self.tokens[-len(token_ids) :]
-                self._told.append(states)
+                self._told.append(np.asarray(states).astype(np.float32))
             learn(slot, token_ids, states)
 
-        engine._drafter.learn = spy  # type: ignore[method-assign]
+        drafter.learn = spy
 
     def prefill(self, token_ids: Sequence[int], *, taps: bool = True) -> None:
         self.tokens += [int(t) for t in token_ids]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -17,7 +17,7 @@ import numpy as np
 from ddtree_trt.artifact import CheckpointIdentity, DrafterDims, Limits, Manifest, TransformerDims
 from ddtree_trt.runtime.budget import FixedBudget
 from ddtree_trt.runtime.engine import Draft, DraftRequest, Engine, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.methods import default_budget
+from ddtree_trt.runtime.methods import default_budget, resolve_method
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.sampling import Sampler
 from ddtree_trt.runtime.scheduler import Scheduler
@@ -340,6 +340,7 @@ def completion(
 ) -> Completion:
     """A sequence as `requests` makes it, with a fixed budget."""
     manifest, stops = engine.manifest, frozenset(() if params.ignore_eos else eos)
+    params = replace(params, method=resolve_method(params.method, manifest.drafter_kind))
     budget = params.tree_budget
     if budget == "auto":
         budget = default_budget(params.method, manifest.drafter_dims)

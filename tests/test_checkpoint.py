@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from checkpoints import (
     TARGET_DIMS,
     edit_json,
@@ -20,6 +21,7 @@ from checkpoints import (
     random_weights,
     write_safetensors,
 )
+from quantized import INPUT_RANGE, quantize
 
 from ddtree_trt.artifact import DrafterDims
 from ddtree_trt.build.checkpoint import EMBEDDING, Checkpoint, check_pair, load_checkpoint, target_shapes
@@ -215,6 +217,54 @@ def test_unusable_drafter_configuration(tmp_path: Path, config: dict[str, Any], 
     assert message in refusal(make_drafter(tmp_path, config=config))
 
 
+@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A16_AWQ", "W8A8_SQ_PER_CHANNEL", "FP8_PB_WO"])
+def test_other_quantisations_of_modelopt(tmp_path: Path, algorithm: str) -> None:
+    make_target(tmp_path / "a")
+    (tmp_path / "a" / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
+    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm}}
+    for path in (tmp_path / "a", make_target(tmp_path / "b", config=config)):
+        message = refusal(path)
+        assert f"quantised by {algorithm}, which cannot be read; use FP8" in message
+
+
+def test_a_damaged_modelopt_configuration(tmp_path: Path) -> None:
+    make_target(tmp_path)
+    (tmp_path / "hf_quant_config.json").write_text("[]")
+    assert "hf_quant_config.json cannot be read" in refusal(tmp_path)
+
+
+def test_fp8_stands_for_its_values_times_the_scale(tmp_path: Path) -> None:
+    plain = load_checkpoint(make_target(tmp_path / "plain", tied=False))
+    checkpoint = load_checkpoint(quantize(make_target(tmp_path / "fp8", tied=False)))
+    assert checkpoint.is_quantized and not plain.is_quantized
+    for name in plain.tensors:
+        found, exact = checkpoint.tensor(name), plain.tensor(name)
+        scales = checkpoint.scales(name)
+        if scales is None:
+            np.testing.assert_array_equal(found, exact)
+            continue
+        assert name.endswith("_proj.weight") and scales.input == pytest.approx(INPUT_RANGE / 448)
+        stored = torch.from_numpy(checkpoint.stored(name)).view(torch.float8_e4m3fn).float().numpy()
+        np.testing.assert_array_equal(found, stored * np.float32(scales.weight))
+        assert np.abs(found - exact).max() <= np.abs(exact).max() / 16  # half a step of 3 bits, at the largest value
+
+
+def test_fp8_without_its_scales(tmp_path: Path) -> None:
+    for fault, words in (
+        ({"o_proj.weight_scale": None}, "o_proj.weight_scale must be one number, and it is missing"),
+        ({"down_proj.input_scale": np.ones(3, np.float32)}, "input_scale must be one number, and it has shape [3]"),
+    ):
+        assert words in refusal(quantize(make_target(tmp_path / next(iter(fault))), replace=fault))
+    zero = quantize(make_target(tmp_path / "zero"), replace={"o_proj.weight_scale": np.zeros((), np.float32)})
+    with pytest.raises(CheckpointError, match=r"o_proj\.weight_scale is 0, a scale must be positive"):
+        load_checkpoint(zero).tensor("model.layers.0.self_attn.o_proj.weight")
+
+
+def test_only_projections_may_be_fp8(tmp_path: Path) -> None:
+    message = refusal(quantize(make_target(tmp_path), weights="model.norm.weight"))
+    assert "model.norm.weight is stored as F8_E4M3; only projections" in message
+
+
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
     assert "no such directory" in refusal(tmp_path / "nowhere")
     assert "no config.json" in refusal(tmp_path)
@@ -278,8 +328,8 @@ def test_damaged_weight_files(tmp_path: Path) -> None:
     edit_header(file, lambda h: h["model.norm.weight"].pop("shape"))
     assert "header cannot be read" in refusal(tmp_path)
     file.write_bytes(whole)
-    edit_header(file, lambda h: h["model.norm.weight"].update(dtype="F8_E4M3"))
-    assert "model.norm.weight is stored as F8_E4M3" in refusal(tmp_path)
+    edit_header(file, lambda h: h["model.norm.weight"].update(dtype="F8_E5M2"))
+    assert "model.norm.weight is stored as F8_E5M2" in refusal(tmp_path)
 
 
 def test_incomplete_shards(tmp_path: Path) -> None:

@@ -100,7 +100,7 @@ def test_doctor() -> None:
     report = json.loads(run("doctor", "--json").stdout)
     names = [check["name"] for check in report["checks"]]
     assert names[:3] == ["native module", "onnxruntime", "NVIDIA GPU"]
-    assert {"torch", "TensorRT", "plugin library"} <= set(names)
+    assert {"torch", "TensorRT", "CUDA driver", "libddtree_plugins.so"} <= set(names)
     assert all(check["detail"] and check["enables"] for check in report["checks"])
     assert report["packages"]["onnx"] and report["cpu"]["cores"] >= 1
     assert all(name in shown.stdout for name in names)

@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+import torch
 from checkpoints import STOP_TOKEN, TARGET_DIMS, make_drafter, make_pair, make_target, make_tokenizer, random_weights
 
 from ddtree_trt import __version__, artifact
@@ -19,6 +20,7 @@ from ddtree_trt.build.checkpoint import EMBEDDING, load_checkpoint, target_shape
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.presets import PRESETS
 from ddtree_trt.build.weights import ALIGNMENT, WeightFile
+from ddtree_trt.errors import BuildError
 
 
 def build(pair: tuple[Path, Path], engine: Path, **options: Any) -> Manifest:
@@ -185,7 +187,6 @@ def test_weight_file(tmp_path: Path) -> None:
         "transposed": np.arange(6, dtype=np.float32).reshape(2, 3).T,
         "scalar": np.float32(3).reshape(()),
         "empty": np.zeros((0, 4), np.float32),
-        "ids": np.array([1, 2], np.int64),
     }
     with WeightFile(tmp_path / "weights.bin") as sink:
         tensors = {name: sink.add(name, make(name, array)) for name, array in arrays.items()}
@@ -199,6 +200,19 @@ def test_weight_file(tmp_path: Path) -> None:
         assert got.dtype == arrays[name].dtype and got.shape == arrays[name].shape
     with pytest.raises(FileExistsError):
         WeightFile(tmp_path / "weights.bin")
+
+
+def test_weights_in_half_precision(tmp_path: Path) -> None:
+    """Rounded to the nearest, ties to even; what fp16 cannot hold is refused by name."""
+    array = np.array([[1.0, -2.5], [1 + 2**-8, 1 + 3 * 2**-8], [3.4e4, 1e-7]], np.float32)
+    with WeightFile(tmp_path / "weights.bin") as sink:
+        tensors = {dtype: sink.add(dtype, lambda: array, dtype) for dtype in ("bfloat16", "float16")}
+        with pytest.raises(BuildError, match=r"big has weights up to 70000, which fp16 cannot hold; use .* bf16"):
+            sink.add("big", lambda: np.float32([7e4]), "float16")
+    for dtype, tensor in tensors.items():
+        got = onnx.numpy_helper.to_array(tensor, base_dir=str(tmp_path)).astype(np.float32)
+        expected = torch.tensor(array).to(getattr(torch, dtype)).float().numpy()
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_large_arrays_are_written_in_blocks(tmp_path: Path) -> None:

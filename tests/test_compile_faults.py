@@ -191,8 +191,11 @@ def _no_network(*args: Any, **kwargs: Any) -> str:
         (["--target", "llama"], ["unknown target 'llama'", "--checkpoint DIR and --drafter DIR"]),
         (["--target", "../up"], ["cannot name an engine"]),
         (["--checkpoint", "somewhere"], ["--checkpoint without --target needs --drafter DIR too"]),
-        (["--target", "tiny", "--backend", "torch"], ["backend 'torch' cannot be built by this version"]),
-        (["--target", "tiny", "--backend", "tensorrt"], ["backend 'tensorrt' cannot be built by this version"]),
+        (
+            ["--target", "tiny", "--builder-inspect"],
+            ["--builder-inspect is for --backend tensorrt, not for onnxruntime"],
+        ),
+        (["--target", "tiny", "--builder-optimization-level", "high"], ["--builder-optimization-level", "integer"]),
         (["--target", "tiny", "--backend", "abacus"], ["--backend", "abacus"]),
         (["--target", "tiny", "--precision", "fp16"], ["precision 'fp16' is not available"]),
         (["--target", "tiny", "--max-seq-len", "1000000"], ["--max-seq-len 1000000", "positions"]),
@@ -210,6 +213,13 @@ def test_wrong_call(
     monkeypatch.chdir(tmp_path)
     assert_refused(cli("build", *args), 2, *words)
     assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_a_backend_that_is_not_installed(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    result = cli("build", "--target", "tiny", "--backend", "tensorrt", "--output", tmp_path / "e")
+    assert_refused(result, 1, "cannot import tensorrt", "pip install 'ddtree-trt[tensorrt]'")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("onnxruntime", "rows"), [("1.31.1", 300), ("1.23.2", 600)])

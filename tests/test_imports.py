@@ -18,11 +18,14 @@ HEAVY = {"onnx", "onnxruntime", "torch", "tensorrt", "transformers"}
 # The only files that may import a runtime, at any depth.
 OWNERS = {
     "onnxruntime": {"runtime/ort_network.py"},
-    "torch": {"runtime/torch.py", "bench/reference.py", "bench/peers/hf.py", "bench/peers/reference.py"},
-    "tensorrt": {"runtime/trt.py", "build/tensorrt.py"},
+    "torch": {
+        *(f"runtime/{path.name}" for path in (PACKAGE / "runtime").glob("torch*.py")),
+        *("bench/random_torch.py", "bench/reference.py", "bench/peers/hf.py", "bench/peers/reference.py"),
+    },
+    "tensorrt": {"build/tensorrt_engine.py"},  # the runtime asks for it by name, in runtime/trt_checks.py
 }
 # The files that may import onnx when they are loaded; others in build/ may inside a function.
-ONNX_FILES = {"build/graph.py", "build/ops.py", "build/weights.py", "build/tensorrt.py"}
+ONNX_FILES = {f"build/{name}.py" for name in ("graph", "ops", "ops_onnxruntime", "ops_tensorrt", "weights")}
 
 
 def imports(tree: ast.AST) -> set[str]:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import make_pair
-from engine_builds import PACKAGED, build_engine
+from engine_builds import PACKAGED, build_engine, build_torch_engine
 from numerics import Follower, Truth, path_to, random_tree
 
 from ddtree_trt.artifact import Limits
@@ -26,14 +26,22 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+BUILDS = {"onnxruntime": build_engine, "torch": build_torch_engine}
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def build(request: pytest.FixtureRequest) -> Any:
+    return BUILDS[request.param]
+
+
 @pytest.fixture(scope="module", params=["tiny", *SHAPES])
-def followers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Follower]:
+def followers(request: pytest.FixtureRequest, build: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Follower]:
     """Both slots of an engine, for the packaged pair and for random checkpoints of every kind of shape."""
     path = tmp_path_factory.mktemp("target")
     target, drafter = PACKAGED / "target", PACKAGED / "drafter"
     if request.param != "tiny":
         target, drafter = make_pair(path, max_positions=2 * CHUNK, **SHAPES[request.param])
-    engine = build_engine(target, drafter, path / "engine", max_batch=2)
+    engine = build(target, drafter, path / "engine", max_batch=2)
     truth = Truth(target, engine.manifest.dflash.tap_layers)
     return [Follower(engine, slot, truth) for slot in range(2)]
 

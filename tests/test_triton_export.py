@@ -16,7 +16,17 @@ from google.protobuf import json_format
 from typer.testing import CliRunner
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact import MANIFEST, load_manifest, verify_files
+from ddtree_trt.artifact import (
+    DRAFTER_GRAPH,
+    DRAFTER_PLAN,
+    MANIFEST,
+    SHARED_WEIGHTS,
+    TARGET_GRAPH,
+    TARGET_PLAN,
+    WEIGHTS,
+    load_manifest,
+    verify_files,
+)
 from ddtree_trt.build import triton
 from ddtree_trt.build.triton import MARKER, ExportRequest
 from ddtree_trt.cli import app
@@ -39,7 +49,12 @@ def engine(tiny_engine: Path, tmp_path: Path) -> Path:
 @pytest.fixture
 def gpu_engine(engine: Path) -> Path:
     """The same, said to be for a backend that runs on GPUs: exporting never opens it."""
-    manifest = dataclasses.replace(load_manifest(engine), backend="tensorrt")
+    manifest = load_manifest(engine)
+    names = dict(zip((TARGET_GRAPH, DRAFTER_GRAPH, WEIGHTS), (TARGET_PLAN, DRAFTER_PLAN, SHARED_WEIGHTS), strict=True))
+    for graph, plan in names.items():
+        (engine / graph).rename(engine / plan)
+    files = {names.get(name, name): entry for name, entry in manifest.files.items()}
+    manifest = dataclasses.replace(manifest, backend="tensorrt", files=files)
     (engine / MANIFEST).write_text(manifest.to_json())
     return engine
 

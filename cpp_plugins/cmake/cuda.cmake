@@ -8,7 +8,8 @@ set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 enable_language(CUDA)
 
-add_library(ddtree_cuda STATIC kernels/kv_compact.cu kernels/tree_attention.cu kernels/tree_build.cu kernels/tree_walk.cu)
+add_library(ddtree_cuda STATIC
+    kernels/kv_compact.cu kernels/pointwise.cu kernels/tree_attention.cu kernels/tree_build.cu kernels/tree_walk.cu)
 target_include_directories(ddtree_cuda PUBLIC include PRIVATE kernels)
 target_compile_options(ddtree_cuda PRIVATE -Xcompiler=-Wall,-Wextra)
 

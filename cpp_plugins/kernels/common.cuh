@@ -6,6 +6,7 @@
 namespace ddtree {
 
 constexpr int kWarp = 32;
+constexpr float kLog2E = 1.4426950408889634f;
 
 struct alignas(16) Bytes16 {
     uint32_t word[4];

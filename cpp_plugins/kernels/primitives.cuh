@@ -102,6 +102,18 @@ __device__ inline void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint3
     }
 }
 
+// The 16-bit element in the lower half, as float32; the upper half is 0.
+template <ElementType kType>
+__device__ inline float widened(uint32_t bits) {
+    float value;
+    if constexpr (kType == ElementType::bf16) {
+        value = __uint_as_float(bits << 16);
+    } else {
+        asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(static_cast<uint16_t>(bits)));
+    }
+    return value;
+}
+
 // Two rounded 16-bit elements, `low` in the lower half.
 template <ElementType kType>
 __device__ inline uint32_t pack(float low, float high) {

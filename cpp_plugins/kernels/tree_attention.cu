@@ -9,8 +9,6 @@ namespace ddtree {
 
 namespace {
 
-constexpr float kLog2E = 1.4426950408889634f;
-
 Plan make_plan(const TreeAttention& call) {
     Plan plan{};
     plan.rows = call.tokens * (call.q_heads / call.kv_heads);

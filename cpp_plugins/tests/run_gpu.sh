@@ -14,8 +14,7 @@ python=${PYTHON:-python3}
 headers=${DDTREE_TRT_INCLUDE_DIR:-build/tensorrt/include}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-nvcc=$(command -v nvcc || ls -d /usr/local/cuda*/bin/nvcc 2>/dev/null | sort -V | tail -1)
-src=cpp_plugins
+. cpp_plugins/tests/gpu_build.sh
 began=$SECONDS
 failed=0
 declare -A verdict
@@ -29,7 +28,7 @@ step() { # name seconds command...: runs a program, or a function of this script
   local name=$1 limit=$2 status=0
   shift 2
   if [ "$(type -t "$1")" = function ]; then
-    set -- bash -euo pipefail -c "$(declare -f "$1"); $1"
+    set -- bash -euo pipefail -c "$(declare -f "$1" build_kernels build_host_tree); $1"
   fi
   timeout "$limit" "$@" >"$out/$name.log" 2>&1 || status=$?
   if [ "$status" = 0 ]; then note "$name" ok; return 0; fi
@@ -47,40 +46,23 @@ finish() {
   exit "$failed"
 }
 
-if [ -z "$nvcc" ] || ! command -v nvidia-smi >/dev/null; then
+if ! gpu_toolchain; then
   note build "failed (needs nvcc and an NVIDIA GPU)"
   finish
 fi
-# nvcc on PATH may be a wrapper far from its toolkit: the compiler itself says where that is.
-cuda=$(realpath "$("$nvcc" --dryrun -c none.cu 2>&1 | sed -n 's/^#\$ TOP=//p')")
-arch=sm_$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -1 | tr -d .)
 nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader >"$out/gpu.txt"
 "$nvcc" --version | tail -2 >>"$out/gpu.txt"
 
-export python headers work nvcc cuda arch src
+export headers
 
 build() {
-  local pids=() pid
-  for file in kv_compact tree_attention tree_build tree_walk; do
-    "$nvcc" -std=c++17 -O3 -arch="$arch" -lineinfo -Xptxas -v -Xcompiler -fPIC,-fvisibility=hidden \
-      -I$src/include -I$src/kernels -c $src/kernels/$file.cu -o "$work/$file.o" &
-    pids+=($!)
-  done
-  for pid in "${pids[@]}"; do wait "$pid"; done
+  build_kernels
   "$nvcc" -std=c++17 -O2 -Xcompiler -fPIC -I$src/include -shared -cudart static \
     $src/kernels/c_api.cpp "$work"/*.o -o "$work/libddtree_kernels.so"
-  g++ -std=c++17 -O2 -fPIC -shared -I$src/include $src/tests/host_tree.cpp $src/host/tree.cpp -o "$work/libhost_tree.so"
+  build_host_tree
 }
 step build 240 build || finish
 
-build_torch() {
-  local root
-  root=$("$python" -c "import os, torch; print(os.path.dirname(torch.__file__))")
-  g++ -std=c++20 -O2 -fPIC -shared -fvisibility=hidden -I$src/include -isystem "$root/include" \
-    -isystem "$root/include/torch/csrc/api/include" -isystem "$cuda/include" $src/torch/ops.cpp "$work"/*.o \
-    -L"$root/lib" -ltorch_cpu -lc10 -lc10_cuda -L"$cuda/lib64" -lcudart_static -lpthread -ldl -lrt \
-    -Wl,--exclude-libs,ALL -o "$work/libddtree_torch.so"
-}
 build_harness() {
   local with_trt=()
   if [ -f "$headers/NvInferRuntime.h" ]; then

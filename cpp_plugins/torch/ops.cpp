@@ -15,6 +15,7 @@
 
 #include "ddtree/abi.h"
 #include "ddtree/attention.h"
+#include "ddtree/pointwise.h"
 #include "ddtree/round.h"
 
 namespace {
@@ -241,6 +242,83 @@ void compact(const Tensor& cache, const Tensor& slot_ids, const Tensor& past_len
     raise("compact", ddtree::device_compact(call, device.stream()));
 }
 
+ddtree::ElementType element_type(const Tensor& tensor, const char* name) {
+    const auto type = tensor.scalar_type();
+    TORCH_CHECK(type == at::kBFloat16 || type == at::kHalf, name, " must be bfloat16 or float16, found ", type);
+    return type == at::kBFloat16 ? ddtree::ElementType::bf16 : ddtree::ElementType::fp16;
+}
+
+void add_rms_norm(const Tensor& x, const OptionalTensor& update, const Tensor& weight, double epsilon,
+                  const OptionalTensor& sum, const Tensor& normed) {
+    TORCH_CHECK(x.dim() == 2, "x must be [rows, width]");
+    const auto type = x.scalar_type();
+    const int64_t rows = x.size(0), width = x.size(1);
+    check(x, "x", type, x, {rows, width});
+    check(weight, "weight", type, x, {width});
+    check(normed, "normed", type, x, {rows, width});
+    for (const auto& [tensor, name] : {std::pair(&update, "update"), std::pair(&sum, "sum")}) {
+        if (*tensor) {
+            check(**tensor, name, type, x, {rows, width});
+        }
+    }
+    const OnDevice device(x);
+    ddtree::AddNorm call{};
+    call.x = pointer<const void>(x);
+    call.update = pointer<const void>(update);
+    call.weight = pointer<const void>(weight);
+    call.sum = pointer<void>(sum);
+    call.normed = pointer<void>(normed);
+    call.rows = size(x, 0);
+    call.width = size(x, 1);
+    call.type = element_type(x, "x");
+    call.epsilon = static_cast<float>(epsilon);
+    raise("add_rms_norm", ddtree::add_rms_norm(call, device.stream()));
+}
+
+void split_qkv(const Tensor& qkv, const Tensor& q_norm, const Tensor& k_norm, const Tensor& tables,
+               const Tensor& positions, double epsilon, const Tensor& q, const Tensor& k, const Tensor& v) {
+    TORCH_CHECK(q.dim() == 3 && k.dim() == 3, "q must be [rows, Hq, D] and k [rows, Hkv, D]");
+    const auto type = qkv.scalar_type();
+    const int64_t rows = q.size(0), hq = q.size(1), hkv = k.size(1), d = q.size(2);
+    check(qkv, "qkv", type, qkv, {rows, hq + 2 * hkv, d});
+    check(q, "q", type, qkv, {rows, hq, d});
+    check(k, "k", type, qkv, {rows, hkv, d});
+    check(v, "v", type, qkv, {rows, hkv, d});
+    check(q_norm, "q_norm", type, qkv, {d});
+    check(k_norm, "k_norm", type, qkv, {d});
+    check(tables, "tables", at::kFloat, qkv, {2, -1, d});
+    check(positions, "positions", at::kInt, qkv, {rows});
+    const OnDevice device(qkv);
+    ddtree::SplitQkv call{};
+    call.qkv = pointer<const void>(qkv);
+    call.q_norm = pointer<const void>(q_norm);
+    call.k_norm = pointer<const void>(k_norm);
+    call.tables = pointer<const float>(tables);
+    call.positions = pointer<const int32_t>(positions);
+    call.q = pointer<void>(q);
+    call.k = pointer<void>(k);
+    call.v = pointer<void>(v);
+    call.rows = size(q, 0);
+    call.q_heads = size(q, 1);
+    call.kv_heads = size(k, 1);
+    call.head_dim = size(q, 2);
+    call.table_rows = size(tables, 1);
+    call.type = element_type(qkv, "qkv");
+    call.epsilon = static_cast<float>(epsilon);
+    raise("split_qkv", ddtree::split_qkv(call, device.stream()));
+}
+
+void swiglu(const Tensor& gate_up, const Tensor& out) {
+    TORCH_CHECK(out.dim() == 2, "out must be [rows, inner]");
+    const auto type = out.scalar_type();
+    check(gate_up, "gate_up", type, out, {out.size(0), 2 * out.size(1)});
+    check(out, "out", type, out, {-1, -1});
+    const OnDevice device(out);
+    raise("swiglu", ddtree::swiglu({pointer<const void>(gate_up), pointer<void>(out), size(out, 0), size(out, 1),
+                                    element_type(out, "out")},
+                                   device.stream()));
+}
+
 }  // namespace
 
 TORCH_LIBRARY(ddtree, m) {
@@ -256,6 +334,11 @@ TORCH_LIBRARY(ddtree, m) {
     m.def("walk(Tensor parents, Tensor token_ids, Tensor choices, Tensor? counts, Tensor? past_len, Tensor(a!) path, "
           "Tensor(b!) lengths, Tensor(c!) next_tokens, Tensor(d!)? next_past_len) -> ()");
     m.def("compact(Tensor(a!) cache, Tensor slot_ids, Tensor past_len, Tensor keep, Tensor keep_count) -> ()");
+    m.def("add_rms_norm(Tensor x, Tensor? update, Tensor weight, float epsilon, Tensor(a!)? sum, Tensor(b!) normed) "
+          "-> ()");
+    m.def("split_qkv(Tensor qkv, Tensor q_norm, Tensor k_norm, Tensor tables, Tensor positions, float epsilon, "
+          "Tensor(a!) q, Tensor(b!) k, Tensor(c!) v) -> ()");
+    m.def("swiglu(Tensor gate_up, Tensor(a!) out) -> ()");
 }
 
 #ifdef DDTREE_EMULATE
@@ -269,4 +352,7 @@ TORCH_LIBRARY_IMPL(ddtree, CUDA, m) {
     m.impl("packed_mask", packed_mask);
     m.impl("walk", walk);
     m.impl("compact", compact);
+    m.impl("add_rms_norm", add_rms_norm);
+    m.impl("split_qkv", split_qkv);
+    m.impl("swiglu", swiglu);
 }

@@ -110,16 +110,7 @@ def random_engine(settings: BenchSettings, progress: Progress) -> Iterator[Path]
 def write_pair(folder: Path, shape: PairShape, seed: int, progress: Progress) -> Path:
     """Write `target` and `drafter` below a folder, in Hugging Face format and float32; returns the folder."""
     dims, drafter = shape.target, shape.drafter
-    common = {"tie_word_embeddings": shape.tied, "eos_token_id": _STOP_TOKEN}
-    target_config = {**_config(dims), **common, "architectures": ["Qwen3ForCausalLM"]}
-    drafter_config = {
-        **_config(drafter),
-        **common,
-        "architectures": ["DFlashDraftModel"],
-        "block_size": drafter.block_size,
-        "num_target_layers": drafter.num_target_layers,
-        "dflash_config": {"mask_token_id": drafter.mask_token_id, "target_layer_ids": list(drafter.tap_layers)},
-    }
+    target_config, drafter_config = hugging_face_configs(shape)
     parts = (
         ("target", target_config, target_shapes(dims, tied=shape.tied)),
         ("drafter", drafter_config, drafter_shapes(drafter)),
@@ -131,6 +122,20 @@ def write_pair(folder: Path, shape: PairShape, seed: int, progress: Progress) ->
         _write_weights(directory, shapes, np.random.default_rng([seed, len(name)]), f"write random {name}", progress)
     _write_tokenizer(folder / "target")
     return folder
+
+
+def hugging_face_configs(shape: PairShape) -> tuple[dict[str, object], dict[str, object]]:
+    """What `config.json` of the target and of the drafter say."""
+    drafter = shape.drafter
+    common: dict[str, object] = {"tie_word_embeddings": shape.tied, "eos_token_id": _STOP_TOKEN}
+    return {**_config(shape.target), **common, "architectures": ["Qwen3ForCausalLM"]}, {
+        **_config(drafter),
+        **common,
+        "architectures": ["DFlashDraftModel"],
+        "block_size": drafter.block_size,
+        "num_target_layers": drafter.num_target_layers,
+        "dflash_config": {"mask_token_id": drafter.mask_token_id, "target_layer_ids": list(drafter.tap_layers)},
+    }
 
 
 def _config(dims: TransformerDims) -> dict[str, object]:

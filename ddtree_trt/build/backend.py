@@ -17,6 +17,30 @@ PrecisionName = Literal["fp32", "fp16", "bf16"]
 
 
 @dataclass(frozen=True)
+class BuilderOptions:
+    """How TensorRT's builder works, which no other backend has; None leaves a value to TensorRT."""
+
+    optimization_level: int | None = None  # 0 to 5: how long it searches for fast kernels
+    workspace_mib: int | None = None  # most scratch memory a layer may use
+    inspect: bool = False  # keep layer details in the engine, and write them beside it as JSON
+
+    def check(self, backend: BackendName) -> None:
+        """Raises UsageError for values out of range, and for any value where `backend` has no use for it."""
+        given = {
+            "--builder-optimization-level": self.optimization_level,
+            "--builder-workspace-mib": self.workspace_mib,
+            "--builder-inspect": self.inspect or None,
+        }
+        for option, value in given.items():
+            if value is not None and backend != "tensorrt":
+                raise UsageError(f"{option} is for --backend tensorrt, not for {backend}; leave it out")
+        if self.optimization_level is not None and not 0 <= self.optimization_level <= 5:
+            raise UsageError(f"--builder-optimization-level must be 0 to 5, not {self.optimization_level}")
+        if self.workspace_mib is not None and self.workspace_mib < 1:
+            raise UsageError(f"--builder-workspace-mib must be at least 1, not {self.workspace_mib}")
+
+
+@dataclass(frozen=True)
 class Written:
     """What a backend put into the engine directory, for the manifest."""
 
@@ -25,11 +49,14 @@ class Written:
 
 
 class BackendBuild(Protocol):
-    """A backend's half of the build. Made before any work, so that its constructor can refuse the machine."""
+    """A backend's half of the build. `backend_build` makes it before any work, and refuses the machine if need be."""
 
     name: BackendName
     precisions: tuple[PrecisionName, ...]  # the first is what `auto` means
-    toolchain: dict[str, str]  # versions of what compiles the engine
+
+    @property
+    def toolchain(self) -> dict[str, str]:
+        """Versions of what compiles the engine."""
 
     def drafter_rows(self, block: int) -> int:
         """Cache rows that a block drafter's block of `block` tokens takes."""
@@ -49,16 +76,29 @@ class BackendBuild(Protocol):
         """Write the backend's files into `directory`. Raises BuildError, or OSError when the disk is full."""
 
 
-def backend_build(name: Literal["auto", BackendName]) -> BackendBuild:
-    """The named backend; `auto` is ONNX Runtime, which runs everywhere.
+def backend_build(
+    name: Literal["auto", BackendName], options: BuilderOptions, *, dry_run: bool = False
+) -> BackendBuild:
+    """The named backend; `auto` is ONNX Runtime, which runs everywhere. For a dry run any machine will do.
 
-    Raises MissingDependency where its packages are not installed, and UsageError where it cannot be built.
+    Raises MissingDependency where its packages are not installed, BuildError where this machine cannot build it, and
+    UsageError for options it has no use for.
     """
+    options.check("onnxruntime" if name == "auto" else name)
     if name in ("auto", "onnxruntime"):
         from ddtree_trt.build.onnxruntime import OnnxRuntimeBuild
 
         return OnnxRuntimeBuild()
-    raise UsageError(f"backend {name!r} cannot be built by this version; use --backend onnxruntime")
+    if name == "torch":
+        from ddtree_trt.build.torch import TorchBuild
+
+        return TorchBuild()
+    from ddtree_trt.build.tensorrt import TensorRtBuild
+
+    build = TensorRtBuild(options)
+    if not dry_run:
+        _ = build.machine  # refuses one that cannot build, before any work
+    return build
 
 
 def resolve_precision(backend: BackendBuild, wanted: Literal["auto", PrecisionName]) -> PrecisionName:

@@ -22,7 +22,16 @@ from ddtree_trt.artifact import (
     sha256_file,
 )
 from ddtree_trt.build.config import CONFIG, read_config
-from ddtree_trt.build.tensorfile import StoredTensor, check_dtype, open_tensors, read_float32, weight_files
+from ddtree_trt.build.quantization import CACHE_SCALES, INPUT_SCALE, WEIGHT_SCALE, Scales
+from ddtree_trt.build.tensorfile import (
+    FLOAT8,
+    StoredTensor,
+    check_dtype,
+    open_tensors,
+    read_bytes,
+    read_float32,
+    weight_files,
+)
 from ddtree_trt.errors import CheckpointError
 
 Shapes = dict[str, tuple[int, ...]]
@@ -30,7 +39,7 @@ Shapes = dict[str, tuple[int, ...]]
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # What some files hold beside the weights in use: a copy of tied weights, buffers, a drafter's unused embedding.
 _IGNORED = (HEAD, EMBEDDING, "embed_tokens.weight")
-_IGNORED_SUFFIX = "rotary_emb.inv_freq"
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", *CACHE_SCALES)
 _SHOWN = 3  # names in one complaint
 
 
@@ -45,6 +54,7 @@ class Checkpoint:
     name: str
     revision: str
     tensors: dict[str, StoredTensor] = field(repr=False)  # the tensors in use, by Hugging Face name
+    quantizers: dict[str, StoredTensor] = field(repr=False)  # the scales of those that are quantised
     _identity: CheckpointIdentity | None = field(default=None, repr=False)
 
     @property
@@ -77,11 +87,35 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
+    @property
+    def is_quantized(self) -> bool:
+        return bool(self.quantizers)
+
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """A float32 copy of one tensor. Raises CheckpointError for an unknown name, NaN or Inf."""
+        """A float32 copy of one tensor, of a quantised one what it stands for. Raises CheckpointError for an unknown
+        name, NaN or Inf."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.directory} has no tensor {name}")
-        return read_float32(name, self.tensors[name])
+        values, scales = read_float32(name, self.tensors[name]), self.scales(name)
+        return values if scales is None else values * np.float32(scales.weight)
+
+    def scales(self, name: str) -> Scales | None:
+        """The scales of a quantised projection; None for any other tensor. Raises CheckpointError for one of 0 or
+        less."""
+        if self.tensors[name].dtype != FLOAT8:
+            return None
+        values = [self._scale(_beside(name, kind)) for kind in (WEIGHT_SCALE, INPUT_SCALE)]
+        return Scales(*values)
+
+    def stored(self, name: str) -> NDArray[np.uint8]:
+        """The FP8 values of a quantised projection, as bytes. Raises CheckpointError."""
+        return read_bytes(name, self.tensors[name])
+
+    def _scale(self, name: str) -> float:
+        value = float(read_float32(name, self.quantizers[name]).reshape(()))
+        if value <= 0:
+            raise CheckpointError(f"{self.directory}: {name} is {value:g}, a scale must be positive; fetch it again")
+        return value
 
 
 def load_checkpoint(directory: Path, *, name: str | None = None, revision: str = LOCAL) -> Checkpoint:
@@ -94,7 +128,8 @@ def load_checkpoint(directory: Path, *, name: str | None = None, revision: str =
     stored = open_tensors(directory)
     dims = config.dims
     expected = drafter_shapes(dims) if isinstance(dims, DrafterDims) else target_shapes(dims, tied=config.tied)
-    _check_tensors(directory, stored, expected)
+    quantizers = _quantizers(directory, stored, expected)
+    _check_tensors(directory, stored, expected, quantizers)
     return Checkpoint(
         directory=directory,
         dims=dims,
@@ -103,6 +138,7 @@ def load_checkpoint(directory: Path, *, name: str | None = None, revision: str =
         name=name or directory.resolve().name,
         revision=revision,
         tensors={name: stored[name] for name in expected},
+        quantizers=quantizers,
     )
 
 
@@ -142,7 +178,32 @@ def drafter_shapes(dims: DrafterDims) -> Shapes:
     return fc | _layer_shapes(dims, "")
 
 
-def _check_tensors(directory: Path, stored: dict[str, StoredTensor], expected: Shapes) -> None:
+def _beside(weight: str, kind: str) -> str:
+    """The name of a projection's scale."""
+    return f"{weight.removesuffix('weight')}{kind}"
+
+
+def _quantizers(directory: Path, stored: dict[str, StoredTensor], expected: Shapes) -> dict[str, StoredTensor]:
+    """The scales of every quantised weight. Raises CheckpointError where one is missing, or is not one number."""
+    found = {}
+    for weight in (name for name in expected if name in stored and stored[name].dtype == FLOAT8):
+        if not weight.endswith("_proj.weight"):
+            raise CheckpointError(f"{directory}: {weight} is stored as {FLOAT8}; only projections of a layer may be")
+        for name in (_beside(weight, kind) for kind in (WEIGHT_SCALE, INPUT_SCALE)):
+            if name not in stored or stored[name].size != 1:
+                what = f"has shape {list(stored[name].shape)}" if name in stored else "is missing"
+                raise CheckpointError(
+                    f"{directory}: {weight} is stored as {FLOAT8}, for which {name} must be one number, and it {what}; "
+                    "quantise with one static scale per tensor, or use the checkpoint before quantisation"
+                )
+            check_dtype(name, stored[name])
+            found[name] = stored[name]
+    return found
+
+
+def _check_tensors(
+    directory: Path, stored: dict[str, StoredTensor], expected: Shapes, quantizers: dict[str, StoredTensor]
+) -> None:
     missing = [name for name in expected if name not in stored]
     if missing:
         raise CheckpointError(
@@ -156,7 +217,8 @@ def _check_tensors(directory: Path, stored: dict[str, StoredTensor], expected: S
                 f"use the {CONFIG} that belongs to these weights"
             )
         check_dtype(name, stored[name])
-    unused = [n for n in stored if n not in expected and n not in _IGNORED and not n.endswith(_IGNORED_SUFFIX)]
+    known = {*expected, *_IGNORED, *quantizers}
+    unused = [name for name in stored if name not in known and not name.endswith(_IGNORED_SUFFIXES)]
     if unused:
         raise CheckpointError(
             f"{directory} holds {_some(unused)}, which its {CONFIG} has no place for; "

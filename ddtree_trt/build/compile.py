@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from ddtree_trt import __version__, artifact
 from ddtree_trt.artifact import (
@@ -16,9 +16,17 @@ from ddtree_trt.artifact import (
     Limits,
     Manifest,
     Progress,
+    TransformerDims,
     no_progress,
 )
-from ddtree_trt.build.backend import BackendBuild, BackendName, PrecisionName, backend_build, resolve_precision
+from ddtree_trt.build.backend import (
+    BackendBuild,
+    BackendName,
+    BuilderOptions,
+    PrecisionName,
+    backend_build,
+    resolve_precision,
+)
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.build.presets import PRESETS, PackagedSource, Preset, Source, find_preset
 from ddtree_trt.build.tokenizer import copy_tokenizer, find_tokenizer
@@ -47,6 +55,7 @@ class BuildRequest:
     max_batch: int | None = None
     output: Path | None = None  # None is engines/NAME
     force: bool = False  # replace an existing engine
+    builder: BuilderOptions = field(default_factory=BuilderOptions)
 
     @property
     def name(self) -> str:
@@ -74,15 +83,15 @@ def compile_engine(request: BuildRequest, progress: Progress = no_progress) -> M
     from ddtree_trt.build.checkpoint import check_pair
 
     started = time.monotonic()
-    backend = backend_build(request.backend)
+    backend = backend_build(request.backend, request.builder)
     precision = resolve_precision(backend, request.precision)
-    preset = _preset(request)
-    _check_numbers(request)
+    preset = resolve_preset(request)
+    check_numbers(request)
     destination = prepare_destination(request.destination, force=request.force)
     target = _open(preset.target if preset else None, request.checkpoint, "--checkpoint")
     drafter = _open(preset.drafter if preset else None, request.drafter, "--drafter")
     check_pair(target, drafter)
-    limits = _limits(request, preset.limits if preset else Limits(), target, drafter, backend)
+    limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend)
     tokenizer = find_tokenizer(target.directory, target.dims.vocab_size)
     _check_space(destination, backend.bytes_on_disk(target, drafter, precision))
 
@@ -114,7 +123,17 @@ def compile_engine(request: BuildRequest, progress: Progress = no_progress) -> M
     return manifest
 
 
-def _preset(request: BuildRequest) -> Preset | None:
+class Described(Protocol):
+    """A network by its configuration."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dims(self) -> TransformerDims: ...
+
+
+def resolve_preset(request: BuildRequest) -> Preset | None:
     """The preset, or None when the request names both networks and its own name for them."""
     name = request.name
     if name in PRESETS and request.target is not None:
@@ -141,7 +160,7 @@ def _open(source: Source | None, directory: Path | None, option: str) -> Checkpo
     return load_checkpoint(snapshot, name=source.repository, revision=snapshot.name)
 
 
-def _check_numbers(request: BuildRequest) -> None:
+def check_numbers(request: BuildRequest) -> None:
     """Refuse limits no model can have."""
     for option, value, lowest, highest in (
         ("--max-seq-len", request.max_seq_len, 2, None),
@@ -153,8 +172,8 @@ def _check_numbers(request: BuildRequest) -> None:
             raise UsageError(f"{option} must be {bounds}, not {value}")
 
 
-def _limits(
-    request: BuildRequest, defaults: Limits, target: Checkpoint, drafter: Checkpoint, backend: BackendBuild
+def resolve_limits(
+    request: BuildRequest, defaults: Limits, target: Described, drafter: Described, backend: BackendBuild
 ) -> Limits:
     """The request's limits over the preset's. A default longer than the models' positions is cut, a request refused."""
     positions, model = min((c.dims.max_positions, c.name) for c in (target, drafter))

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact import DrafterDims, TransformerDims
+from ddtree_trt.build.quantization import check_quantization
 from ddtree_trt.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -73,6 +74,7 @@ def read_config(directory: Path) -> ModelConfig:
     fields = _Fields(_read_json(directory / CONFIG), str(directory / CONFIG))
     is_dflash = "dflash_config" in fields.data or "DFlashDraftModel" in (fields.data.get("architectures") or [])
     _refuse_unsupported(fields)
+    check_quantization(directory, fields.data)
     dims = _transformer_dims(fields)
     if is_dflash:
         dims = _drafter_dims(fields, dims)
@@ -102,8 +104,6 @@ def _refuse_unsupported(fields: _Fields) -> None:
         raise fields.refuse("model_type", model_type, "mixture-of-experts models are not; use a dense Qwen3 model")
     if model_type != "qwen3":
         raise fields.refuse("model_type", model_type, "use a dense Qwen3 model ('qwen3')")
-    if data.get("quantization_config"):
-        raise CheckpointError(f"{fields.where}: quantization_config is set; use the checkpoint before quantisation")
     if data.get("attention_bias"):
         raise fields.refuse("attention_bias", data["attention_bias"], "projections must have no bias")
     if data.get("hidden_act", "silu") != "silu":

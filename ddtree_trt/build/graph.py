@@ -1,7 +1,7 @@
 """The two networks, built by hand as ONNX graphs: the target and the DFlash drafter.
 
-Both are written once, in the verbs of `ops.Graph`. Weights are asked for by their Hugging Face names and go to the
-sink one by one, so that building needs little more memory than the largest tensor.
+Both are written once, in the verbs of `ops.Graph`, for every runtime. Weights are asked for by their Hugging Face names
+and go to the graph's sink one by one, so that building needs little more memory than the largest tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from onnx import ModelProto
 
 from ddtree_trt import tensors as names
 from ddtree_trt.artifact import DrafterDims, Limits, TransformerDims
-from ddtree_trt.build.ops import Attention, Graph, Sink
+from ddtree_trt.build.ops import FLOAT8, Attention, Graph
+from ddtree_trt.build.quantization import QuantizedWeights
 
 Weights = Callable[[str], np.ndarray]  # Hugging Face tensor name → float32 array
 
@@ -28,43 +29,67 @@ def rotary_tables(dims: TransformerDims, rows: int) -> tuple[np.ndarray, np.ndar
 class _Network:
     """What the target and the drafter have in common: their layers, their caches, their rotary tables."""
 
-    def __init__(self, graph: Graph, dims: TransformerDims, weights: Weights, limits: Limits, prefix: str) -> None:
-        self.g, self.dims, self.weights, self.prefix = graph, dims, weights, prefix
+    def __init__(
+        self,
+        graph: Graph,
+        dims: TransformerDims,
+        weights: Weights,
+        limits: Limits,
+        prefix: str,
+        quantized: QuantizedWeights | None = None,
+    ) -> None:
+        self.g, self.dims, self.weights, self.prefix, self.quantized = graph, dims, weights, prefix, quantized
         rows, half = limits.cache_rows, dims.head_dim // 2
         key = f"{prefix}rotary.{half}.{dims.rope_theta:g}"
-        cos = graph.weight(f"{key}.cos", lambda: rotary_tables(dims, rows)[0])
-        sin = graph.weight(f"{key}.sin", lambda: rotary_tables(dims, rows)[1])
+        cos = graph.weight(f"{key}.cos", lambda: rotary_tables(dims, rows)[0], "float32")
+        sin = graph.weight(f"{key}.sin", lambda: rotary_tables(dims, rows)[1], "float32")
         self.rotary = (cos, sin)
-        shape: list[int | str] = ["N", dims.num_kv_heads, rows, dims.head_dim]
-        past = [graph.input(n, "float32", shape) for n in names.past_names(dims.num_layers)]
-        present = names.present_names(dims.num_layers)
-        for name in present:
-            graph.output(name, "float32", shape)
-        self.past = list(zip(past[::2], past[1::2], strict=True))
-        self.present = list(zip(present[::2], present[1::2], strict=True))
+        self.caches = graph.cache(dims, limits)
 
-    def weight(self, name: str, *sources: str, transpose: bool = True) -> str:
-        """One or several projections side by side, stored as [in, out]; norms are stored as they are."""
+    def weight(self, name: str, *sources: str) -> str:
+        """One or several projections side by side, stored as [in, out]."""
 
         def make() -> np.ndarray:
-            array = np.concatenate([self.weights(s) for s in sources], axis=0)
-            return np.ascontiguousarray(array.T) if transpose else array
+            return np.ascontiguousarray(np.concatenate([self.weights(s) for s in sources], axis=0).T)
 
         return self.g.weight(self.prefix + name, make)
 
-    def norm(self, name: str) -> str:
-        return self.weight(name, name, transpose=False)
+    def linear(self, x: str, name: str, *sources: str, out: str) -> str:
+        """x [..., in] times one or several projections side by side, by their Hugging Face names.
 
-    def place(self, index: int, control: tuple[str, str, str]) -> Attention:
-        """Where layer `index` attends; control is (seqlens_k, total_length, positions)."""
-        heads = self.dims.num_heads, self.dims.num_kv_heads
-        return Attention(self.past[index], self.present[index], *control, self.rotary, heads)
+        Quantised projections are multiplied as they are stored; those with scales of their own one by one.
+        """
+        scales = {self.quantized.scales(source) if self.quantized else None for source in sources}
+        if scales == {None}:
+            return self.g.linear(x, self.weight(name, *sources), out)
+        if len(scales) == 1 and (shared := scales.pop()) is not None:
+            return self.g.linear_fp8(x, self.stored(name, *sources), shared, out)
+        parts = [self.linear(x, source, source, out=f"{source}.out") for source in sources]
+        return self.g.concat(parts, out, axis=-1)
+
+    def stored(self, name: str, *sources: str) -> str:
+        """As `weight`, for projections in FP8, with their bytes as they are."""
+        quantized = self.quantized
+        assert quantized is not None, "who asks has found scales"
+
+        def make() -> np.ndarray:
+            return np.ascontiguousarray(np.concatenate([quantized.stored(s) for s in sources], axis=0).T)
+
+        return self.g.weight(self.prefix + name, make, FLOAT8)
+
+    def norm(self, name: str) -> str:
+        return self.g.weight(self.prefix + name, lambda: self.weights(name), "float32")
+
+    def layer(self, index: int) -> Attention:
+        """What layer `index` attends to."""
+        d = self.dims
+        return Attention(*self.caches[index], self.rotary, (d.num_heads, d.num_kv_heads), d.head_dim)
 
     def qkv(self, layer: str, h: str) -> tuple[str, str, str]:
         """Queries, keys and values [N, rows, heads · D] of rows h [N, rows, H], heads normed."""
         g, d = self.g, self.dims
         sources = [f"{layer}.self_attn.{p}_proj.weight" for p in "qkv"]
-        qkv = g.linear(h, self.weight(f"{layer}.qkv", *sources), f"{layer}.qkv.out")
+        qkv = self.linear(h, f"{layer}.qkv", *sources, out=f"{layer}.qkv.out")
         widths = [n * d.head_dim for n in (d.num_heads, d.num_kv_heads, d.num_kv_heads)]
         q, k, v = g.split(qkv, widths, [f"{layer}.{p}" for p in "qkv"])
         return self.head_norm(layer, q, "q", d.num_heads), self.head_norm(layer, k, "k", d.num_kv_heads), v
@@ -79,60 +104,58 @@ class _Network:
     def mlp(self, layer: str, h: str) -> str:
         g, width = self.g, self.dims.intermediate_size
         sources = [f"{layer}.mlp.{p}_proj.weight" for p in ("gate", "up")]
-        both = g.linear(h, self.weight(f"{layer}.gate_up", *sources), f"{layer}.gate_up.out")
+        both = self.linear(h, f"{layer}.gate_up", *sources, out=f"{layer}.gate_up.out")
         gate, up = g.split(both, [width, width], [f"{layer}.gate", f"{layer}.up"])
         inner = g.swiglu(gate, up, f"{layer}.swiglu")
-        return g.linear(inner, self.weight(f"{layer}.down", f"{layer}.mlp.down_proj.weight"), f"{layer}.mlp")
+        return self.linear(inner, f"{layer}.down", f"{layer}.mlp.down_proj.weight", out=f"{layer}.mlp")
 
     def project(self, layer: str, attn: str) -> str:
-        return self.g.linear(attn, self.weight(f"{layer}.o", f"{layer}.self_attn.o_proj.weight"), f"{layer}.o.out")
+        return self.linear(attn, f"{layer}.o", f"{layer}.self_attn.o_proj.weight", out=f"{layer}.o.out")
 
 
-def _control(g: Graph, positions: str) -> tuple[str, str, str]:
-    seqlens = g.input(names.SEQLENS_K, "int32", ["N"])
-    total = g.input(names.TOTAL_LENGTH, "int32", [])
-    return seqlens, total, g.input(names.POSITIONS, "int64", ["N", positions])
-
-
-def _embedding(g: Graph, weights: Weights, prefix: str) -> str:
+def _embedding(g: Graph, dims: TransformerDims, weights: Weights, prefix: str) -> str:
     name = "model.embed_tokens.weight"
-    return g.weight(prefix + name, lambda: weights(name))
+    shape = (dims.vocab_size, dims.hidden_size)
+    return g.table(names.EMBEDDING, prefix + name, lambda: weights(name), shape)
 
 
-def _head(g: Graph, weights: Weights, prefix: str, tied: bool) -> str:
+def _head(g: Graph, dims: TransformerDims, weights: Weights, prefix: str, tied: bool) -> str:
     """The language-model head [V, H]: the embedding itself when tied."""
-    return _embedding(g, weights, prefix) if tied else g.weight(f"{prefix}lm_head", lambda: weights("lm_head.weight"))
+    if tied:
+        return _embedding(g, dims, weights, prefix)
+    shape = (dims.vocab_size, dims.hidden_size)
+    return g.table(names.HEAD, f"{prefix}lm_head", lambda: weights("lm_head.weight"), shape)
 
 
 def build_target_graph(
+    g: Graph,
     dims: TransformerDims,
     weights: Weights,
-    sink: Sink,
     *,
     tap_layers: tuple[int, ...],
     limits: Limits,
     tied: bool,
     prefix: str = "",
+    quantized: QuantizedWeights | None = None,
 ) -> ModelProto:
     """The target: T tokens of N slots on top of their caches → choices, logits of R rows, tapped hidden states.
 
-    A chain with a causal bias is a prefill, a tree with an ancestor-only bias is a verification; the graph is the same.
+    A chain under a causal mask is a prefill, a tree under an ancestor-only mask a verification; the graph is the same.
     With no tap_layers it is a plain language model (an autoregressive drafter); `prefix` keeps its weights apart.
+    Without `quantized` there is no rounding to FP8: quantised weights are taken for what they stand for.
     """
-    g = Graph("target", sink)
-    token_ids = g.input(names.TOKEN_IDS, "int64", ["N", "T"])
-    control = _control(g, "T")
-    bias = g.input(names.ATTENTION_BIAS, "float32", ["N", 1, "T", "W"])
-    rows = g.input(names.ROWS, "int64", ["R"])
-    net = _Network(g, dims, weights, limits, prefix)
+    token_ids = g.input(names.TOKEN_IDS, g.integers, ["N", "T"])
+    g.place("T", limits.max_tokens_per_pass, masked=True)
+    rows = g.input(names.ROWS, g.integers, ["R"])
+    net = _Network(g, dims, weights, limits, prefix, quantized)
     eps = dims.rms_norm_eps
 
-    x = g.embed(_embedding(g, weights, prefix), token_ids, "embedded")
+    x = g.embed(_embedding(g, dims, weights, prefix), token_ids, "embedded")
     h = g.rms_norm(x, net.norm("model.layers.0.input_layernorm.weight"), "layers.0.input", eps)
     taps = []
     for i in range(dims.num_layers):
         layer = f"model.layers.{i}"
-        attn = g.attention(net.qkv(layer, h), net.place(i, control), bias, f"{layer}.attn")
+        attn = g.attention(net.qkv(layer, h), net.layer(i), f"{layer}.attn")
         attn = net.project(layer, attn)
         norm = net.norm(f"{layer}.post_attention_layernorm.weight")
         h, x = g.add_rms_norm(attn, x, norm, f"{layer}.post", eps)
@@ -144,25 +167,24 @@ def build_target_graph(
             taps.append(x)
     if taps:
         g.concat(taps, names.TAPS, axis=-1)
-        g.output(names.TAPS, "float32", ["N", "T", len(taps) * dims.hidden_size])
+        g.output(names.TAPS, g.floats, ["N", "T", len(taps) * dims.hidden_size])
     flat = g.reshape(h, [-1, dims.hidden_size], "hidden")
     wanted = g.op("Gather", [flat, rows], ["wanted"], axis=0)
-    g.head(wanted, _head(g, weights, prefix, tied), names.LOGITS)
+    g.head(wanted, _head(g, dims, weights, prefix, tied), names.LOGITS)
     g.output(names.LOGITS, "float32", ["R", dims.vocab_size])
-    g.op("ArgMax", [names.LOGITS], [names.CHOICES], axis=1, keepdims=0)
-    g.output(names.CHOICES, "int64", ["R"])
+    g.argmax(names.LOGITS, names.CHOICES)
+    g.output(names.CHOICES, g.integers, ["R"])
     return g.model()
 
 
 def build_drafter_graph(
+    g: Graph,
     dims: DrafterDims,
     weights: Weights,
-    sink: Sink,
     *,
     target_weights: Weights,
     target_tied: bool,
     limits: Limits,
-    always_causal: bool,
 ) -> ModelProto:
     """The DFlash drafter: C new context rows and one block [bonus, MASK × L] → top-K log-probabilities per position.
 
@@ -172,22 +194,20 @@ def build_drafter_graph(
     the block, which costs their queries and saves a second matrix product per layer; those outputs are dropped.
     Embedding and language-model head are the target's.
     """
-    g = Graph("drafter", sink, always_causal=always_causal)
     block, eps = dims.block_size, dims.rms_norm_eps
-    taps = g.input(names.TAPS, "float32", ["N", "C", len(dims.tap_layers) * dims.hidden_size])
-    token_ids = g.input(names.TOKEN_IDS, "int64", ["N", block])
-    control = _control(g, "C+block")
-    top_k = g.input(names.TOP_K, "int64", [1])
+    taps = g.input(names.TAPS, g.floats, ["N", "C", len(dims.tap_layers) * dims.hidden_size])
+    token_ids = g.input(names.TOKEN_IDS, g.integers, ["N", block])
+    g.place("C+block", max(limits.prefill_chunk, block) + block, masked=False)
     net = _Network(g, dims, weights, limits, "drafter.")
 
     projected = g.linear(taps, net.weight("fc", "fc.weight"), "fc.out")
     context = g.rms_norm(projected, net.norm("hidden_norm.weight"), "context", eps)
-    x = g.embed(_embedding(g, target_weights, ""), token_ids, "embedded")
+    x = g.embed(_embedding(g, dims, target_weights, ""), token_ids, "embedded")
     h = g.rms_norm(x, net.norm("layers.0.input_layernorm.weight"), "layers.0.input", eps)
     for i in range(dims.num_layers):
         layer = f"layers.{i}"
         rows = g.concat([context, h], f"{layer}.rows", axis=1)
-        attn = g.block_attention(net.qkv(layer, rows), net.place(i, control), block, f"{layer}.attn")
+        attn = g.block_attention(net.qkv(layer, rows), net.layer(i), block, f"{layer}.attn")
         attn = net.project(layer, attn)
         h, x = g.add_rms_norm(attn, x, net.norm(f"{layer}.post_attention_layernorm.weight"), f"{layer}.post", eps)
         mlp = net.mlp(layer, h)
@@ -195,10 +215,10 @@ def build_drafter_graph(
         norm = net.norm("norm.weight" if last else f"layers.{i + 1}.input_layernorm.weight")
         h, x = g.add_rms_norm(mlp, x, norm, f"{layer}.next", eps)
     flat = g.reshape(g.rows_from(h, 1, "masks"), [-1, dims.hidden_size], "hidden")
-    logits = g.head(flat, _head(g, target_weights, "", target_tied), "flat_logits")
+    logits = g.head(flat, _head(g, dims, target_weights, "", target_tied), "flat_logits")
     logits = g.reshape(logits, [-1, block - 1, dims.vocab_size], "logits")
-    log_probs = g.op("LogSoftmax", [logits], ["all_log_probs"], axis=-1)
-    g.op("TopK", [log_probs, top_k], [names.LOG_PROBS, names.CANDIDATES], axis=-1, largest=1, sorted=1)
-    g.output(names.LOG_PROBS, "float32", ["N", block - 1, "K"])
-    g.output(names.CANDIDATES, "int64", ["N", block - 1, "K"])
+    candidates = min(max(limits.max_tree_budget, 1), dims.vocab_size)
+    k = g.most_probable(logits, candidates, (names.LOG_PROBS, names.CANDIDATES))
+    g.output(names.LOG_PROBS, "float32", ["N", block - 1, k])
+    g.output(names.CANDIDATES, g.integers, ["N", block - 1, k])
     return g.model()

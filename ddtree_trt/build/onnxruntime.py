@@ -44,6 +44,7 @@ class OnnxRuntimeBuild:
         progress: Progress,
     ) -> Written:
         from ddtree_trt.build.graph import build_drafter_graph, build_target_graph
+        from ddtree_trt.build.ops_onnxruntime import OnnxRuntimeGraph
         from ddtree_trt.build.weights import WeightFile
 
         expected = self.bytes_on_disk(target, drafter, precision)
@@ -52,22 +53,19 @@ class OnnxRuntimeBuild:
         names = {}
         with WeightFile(directory / artifact.WEIGHTS, expected_bytes=expected, progress=progress) as sink:
             tied = target.tie_word_embeddings
-            graph = build_target_graph(target.dims, target.tensor, sink, tap_layers=taps, limits=limits, tied=tied)
+            g = OnnxRuntimeGraph("target", sink)
+            graph = build_target_graph(g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied)
             names["target"] = _write_graph(directory / artifact.TARGET_GRAPH, graph)
             if isinstance(dims, DrafterDims):
+                g = OnnxRuntimeGraph("drafter", sink, always_causal=always_causal(self.toolchain))
                 graph = build_drafter_graph(
-                    dims,
-                    drafter.tensor,
-                    sink,
-                    target_weights=target.tensor,
-                    target_tied=tied,
-                    limits=limits,
-                    always_causal=always_causal(self.toolchain),
+                    g, dims, drafter.tensor, target_weights=target.tensor, target_tied=tied, limits=limits
                 )
             else:
+                g = OnnxRuntimeGraph("target", sink)
                 tied = drafter.tie_word_embeddings
                 graph = build_target_graph(
-                    dims, drafter.tensor, sink, tap_layers=(), limits=limits, tied=tied, prefix="drafter."
+                    g, dims, drafter.tensor, tap_layers=(), limits=limits, tied=tied, prefix="drafter."
                 )
             names["drafter"] = _write_graph(directory / artifact.DRAFTER_GRAPH, graph)
         return Written(names)

@@ -1,52 +1,66 @@
-"""The operator vocabulary of the graphs, lowered to ONNX Runtime.
+"""The operator vocabulary of the graphs: what every runtime's lowering shares, and the verbs each lowers in its way.
 
-`graph.py` speaks in these verbs only; another runtime is another lowering of the same verbs.
+`graph.py` speaks in these verbs only. `ops_onnxruntime.py` and `ops_tensorrt.py` are the two lowerings.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
+from ddtree_trt import tensors as names
+from ddtree_trt.artifact import Limits, TransformerDims
+from ddtree_trt.build.quantization import Scales
+from ddtree_trt.errors import BuildError
+
 OPSET = 21
 IR_VERSION = 10
-MICROSOFT = "com.microsoft"
-_TYPES = {"float32": TensorProto.FLOAT, "int64": TensorProto.INT64, "int32": TensorProto.INT32}
+FLOAT8 = "float8_e4m3fn"
+TYPES = {
+    FLOAT8: TensorProto.FLOAT8E4M3FN,
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+    "int64": TensorProto.INT64,
+    "int32": TensorProto.INT32,
+}
 
 Shape = Sequence[int | str]
+Make = Callable[[], np.ndarray]  # makes an array when it is wanted: float32, or the bytes of FP8 values
 
 
 class Sink(Protocol):
     """Where weights go: stores an array once under its key and returns the initialiser that refers to it."""
 
-    def add(self, key: str, make: Callable[[], np.ndarray]) -> TensorProto: ...
+    def add(self, key: str, make: Make, dtype: str) -> TensorProto: ...
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What an attention reads beside its rows: one layer's cache, and where the T rows of the call go in it."""
+    """What an attention reads beside its rows: one layer's cache, the rotary tables, the shape of its heads."""
 
-    past: tuple[str, str]  # keys, values: float32 [N, Hkv, S, D]
+    past: tuple[str, str]  # keys, values: [slots, Hkv, S, D]
     present: tuple[str, str]  # the same buffers, as outputs
-    seqlens: str  # int32 [N]: past + T − 1
-    total: str  # int32 []: W
-    positions: str  # int64 [N, T]
     rotary: tuple[str, str]  # cosine, sine: float32 [S, D/2]
     heads: tuple[int, int]  # Hq, Hkv
+    head_dim: int  # D
 
 
-class Graph:
+class Graph(ABC):
     """Collects nodes, inputs, outputs and initialisers of one ONNX graph."""
 
-    def __init__(self, name: str, sink: Sink, *, always_causal: bool = False) -> None:
-        """`always_causal` is for versions of the attention kernel that know nothing else; see `block_attention`."""
+    floats = "float32"  # what the network computes in
+    integers = "int64"  # what ids, positions and row numbers are
+    domains: tuple[str, ...] = ()  # of operators that are not ONNX's own
+
+    def __init__(self, name: str, sink: Sink) -> None:
         self.name = name
         self._sink = sink
-        self._always_causal = always_causal
         self._nodes: dict[str, NodeProto] = {}
         self._inputs: list[ValueInfoProto] = []
         self._outputs: list[ValueInfoProto] = []
@@ -55,16 +69,16 @@ class Graph:
     # Edges of the graph
 
     def input(self, name: str, dtype: str, shape: Shape) -> str:
-        self._inputs.append(helper.make_tensor_value_info(name, _TYPES[dtype], list(shape)))
+        self._inputs.append(helper.make_tensor_value_info(name, TYPES[dtype], list(shape)))
         return name
 
     def output(self, name: str, dtype: str, shape: Shape) -> None:
-        self._outputs.append(helper.make_tensor_value_info(name, _TYPES[dtype], list(shape)))
+        self._outputs.append(helper.make_tensor_value_info(name, TYPES[dtype], list(shape)))
 
-    def weight(self, key: str, make: Callable[[], np.ndarray]) -> str:
-        """A weight in the external file; `make` runs only when the key is new to the file."""
+    def weight(self, key: str, make: Make, dtype: str | None = None) -> str:
+        """A weight in the external file, in `floats` unless said otherwise; `make` runs only when the key is new."""
         if key not in self._initializers:
-            self._initializers[key] = self._sink.add(key, make)
+            self._initializers[key] = self._sink.add(key, make, dtype or self.floats)
         return key
 
     def constant(self, name: str, value: np.ndarray) -> str:
@@ -73,14 +87,25 @@ class Graph:
             self._initializers[name] = numpy_helper.from_array(value, name)
         return name
 
-    # Verbs
+    def cache(self, dims: TransformerDims, limits: Limits) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+        """Adds every layer's cache as inputs and outputs; per layer its (past keys, values), (present keys, values)."""
+        shape = [self.slots(limits), dims.num_kv_heads, limits.cache_rows, dims.head_dim]
+        past, present = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
+        for name in past:
+            self.input(name, self.floats, shape)
+        for name in present:
+            self.output(name, self.floats, shape)
+        past_pairs = zip(past[::2], past[1::2], strict=True)
+        return list(zip(past_pairs, zip(present[::2], present[1::2], strict=True), strict=True))
+
+    # Verbs every runtime has
 
     def op(self, kind: str, inputs: Sequence[str], outputs: Sequence[str], *, domain: str = "", **attrs: Any) -> str:
         """Add one node, once however often it is asked for, and return the name of its first output.
 
         An empty name is an absent optional input.
         """
-        node = helper.make_node(kind, list(inputs), list(outputs), outputs[0], domain=domain, **attrs)
+        node = helper.make_node(kind, list(inputs), list(outputs), name=outputs[0], domain=domain, **attrs)
         assert self._nodes.setdefault(outputs[0], node) == node, f"two nodes write {outputs[0]}"
         return outputs[0]
 
@@ -91,20 +116,25 @@ class Graph:
         """x [..., in] times weight [in, out]."""
         return self.op("MatMul", [x, weight], [out])
 
-    def head(self, x: str, weight: str, out: str) -> str:
-        """x [R, H] times the transpose of weight [V, H], the layout the embedding has, so that both can share it."""
-        return self.op("Gemm", [x, weight], [out], transB=1)
+    def linear_fp8(self, x: str, weight: str, scales: Scales, out: str) -> str:
+        """As `linear`, for FP8 values [in, out] that stand for stored · scale; x is rounded to such values too."""
+        by_input, by_weight = (
+            self._scale(f"{weight}.{kind}", value)
+            for kind, value in (("input", scales.input), ("weight", scales.weight))
+        )
+        zero = "fp8.zero"
+        self._initializers.setdefault(zero, helper.make_tensor(zero, TYPES[FLOAT8], [], b"\0", raw=True))
+        rounded = self.op("QuantizeLinear", [x, by_input, zero], [f"{out}.fp8"])
+        rows = self.op("DequantizeLinear", [rounded, by_input, zero], [f"{out}.rows"])
+        values = self.op("DequantizeLinear", [weight, by_weight, zero], [f"{weight}.values"])
+        return self.linear(rows, values, out)
 
-    def rms_norm(self, x: str, weight: str, out: str, eps: float) -> str:
-        return self.op("SimplifiedLayerNormalization", [x, weight], [out], axis=-1, epsilon=eps)
-
-    def add_rms_norm(self, x: str, residual: str, weight: str, out: str, eps: float) -> tuple[str, str]:
-        """Returns (rms_norm(x + residual), x + residual)."""
-        total = f"{out}.sum"
-        outputs = [out, "", "", total]
-        node = "SkipSimplifiedLayerNormalization"
-        self.op(node, [x, residual, weight], outputs, domain=MICROSOFT, epsilon=eps)
-        return out, total
+    def _scale(self, name: str, value: float) -> str:
+        """A scale in `floats`. Raises BuildError where that type cannot hold it."""
+        if self.floats == "float16" and not 2.0**-14 <= value <= 65504:
+            raise BuildError(f"{name} is scaled by {value:g}, which fp16 cannot hold; use --precision bf16")
+        self._initializers[name] = helper.make_tensor(name, TYPES[self.floats], [], [value])
+        return name
 
     def split(self, x: str, sizes: Sequence[int], outputs: Sequence[str]) -> Sequence[str]:
         key = "sizes." + "_".join(map(str, sizes))
@@ -124,65 +154,64 @@ class Graph:
         names = [self.constant(f"{n}.{v}", np.array([v], np.int64)) for n, v in bounds]
         return self.op("Slice", [x, *names], [out])
 
+    # Verbs each runtime lowers in its own way
+
+    @abstractmethod
+    def slots(self, limits: Limits) -> int | str:
+        """The first dimension of a cache."""
+
+    @abstractmethod
+    def table(self, name: str, key: str, make: Make, shape: tuple[int, int]) -> str:
+        """An embedding or language-model head [V, H] that both networks may use: stored once."""
+
+    @abstractmethod
+    def place(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
+        """Adds the inputs that say where the `tokens` rows of a call, at most `max_tokens`, go in the cache, and, where
+        `masked`, which of them see which."""
+
+    @abstractmethod
+    def head(self, x: str, weight: str, out: str) -> str:
+        """Logits float32: x [R, H] times the transpose of weight [V, H], the layout the embedding has, so that both can
+        share it."""
+
+    @abstractmethod
+    def argmax(self, x: str, out: str) -> str:
+        """Column of the largest of x [R, V], in `integers` [R]."""
+
+    @abstractmethod
+    def most_probable(self, logits: str, candidates: int, outputs: tuple[str, str]) -> int | str:
+        """Log-probabilities and ids of the most probable of logits [N, L, V], falling: [N, L, K] each.
+
+        Returns K: at most `candidates`, or a name where the caller chooses it per call.
+        """
+
+    @abstractmethod
+    def rms_norm(self, x: str, weight: str, out: str, eps: float) -> str:
+        """x / sqrt(mean(x²) + eps) · weight over the last axis; weight is float32."""
+
+    @abstractmethod
+    def add_rms_norm(self, x: str, residual: str, weight: str, out: str, eps: float) -> tuple[str, str]:
+        """Returns (rms_norm(x + residual), x + residual)."""
+
+    @abstractmethod
     def swiglu(self, gate: str, up: str, out: str) -> str:
-        """silu(gate) · up. QuickGelu with alpha 1 is silu in one pass."""
-        silu = self.op("QuickGelu", [gate], [f"{out}.silu"], domain=MICROSOFT, alpha=1.0)
-        return self.op("Mul", [silu, up], [out])
+        """silu(gate) · up."""
 
-    def attention(self, qkv: tuple[str, str, str], at: Attention, bias: str, out: str) -> str:
-        """Grouped-query attention that appends to the cache in place: a row sees the past and the rows up to itself,
-        less what `bias` [N, 1, T, W] hides.
+    @abstractmethod
+    def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:
+        """Grouped-query attention that appends to the cache in place: a row sees the past, and of the rows of the call
+        those that the mask says.
 
-        qkv are [N, T, heads · D], after the head norms and before rotary embedding.
+        qkv are [N, T, heads · D], after the head norms and before rotary embedding; so is what it returns.
         """
-        return self._attention(qkv, at, bias, out)
 
+    @abstractmethod
     def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, out: str) -> str:
-        """As `attention`, but each of the last `block` rows sees all rows. Returns what these get: [N, block, Hq · D].
-
-        Where the kernel is always causal the block comes twice: the second copy stands behind the first and sees all of
-        it, and its own keys are hidden from it. They take `block` more rows of the cache.
-        """
-        if self._always_causal:
-            rows = self._attention(*self._twice(qkv, at, block), f"{out}.rows")
-        else:
-            rows = self._attention(qkv, at, "", f"{out}.rows", causal=0)
-        return self.rows_from(rows, -block, out)
-
-    def _attention(self, qkv: tuple[str, str, str], at: Attention, bias: str, out: str, **attrs: int) -> str:
-        inputs = [*qkv, *at.past, at.seqlens, at.total, *at.rotary, at.positions, bias]
-        attrs |= {"num_heads": at.heads[0], "kv_num_heads": at.heads[1], "do_rotary": int(at.positions != "")}
-        return self.op("GroupQueryAttention", inputs, [out, *at.present], domain=MICROSOFT, **attrs)
-
-    def _twice(
-        self, qkv: tuple[str, str, str], at: Attention, block: int
-    ) -> tuple[tuple[str, str, str], Attention, str]:
-        """qkv with the last `block` rows repeated, lengths to match, and the bias [1, 1, T, W] that hides the copy."""
-        query, key, value = qkv
-        # The kernel's own rotary embedding lets positions only rise in a first pass.
-        query, key = (
-            self.op("RotaryEmbedding", [x, at.positions, *at.rotary], [f"{x}.turned"], domain=MICROSOFT)
-            for x in (query, key)
-        )
-        query, key, value = (
-            self.concat([x, self.rows_from(x, -block, f"{x}.block")], f"{x}.twice", axis=1) for x in (query, key, value)
-        )
-        size = self.constant(f"block.{block}", np.array(block, np.int32))
-        seqlens = self.op("Add", [at.seqlens, size], [f"{at.seqlens}.twice"])
-        total = self.op("Add", [at.total, size], [f"{at.total}.twice"])
-        # Nothing is hidden but the square of the copy's rows and keys, at the end of both axes.
-        hidden = np.full((1, 1, block, block), np.finfo(np.float32).min, np.float32)
-        before = self.op("Shape", [at.positions], ["rows.before"], start=1)
-        columns = self.op("Cast", [at.total], ["columns.before"], to=TensorProto.INT64)
-        columns = self.reshape(columns, [1], "columns.before.1d")
-        none = self.constant("zeros", np.zeros(2, np.int64))
-        pads = self.concat([none, before, columns, none, none], "hidden.pads", axis=0)
-        bias = self.op("Pad", [self.constant(f"hidden.{block}", hidden), pads], ["hidden.bias"])
-        return (query, key, value), replace(at, seqlens=seqlens, total=total, positions="", rotary=("", "")), bias
+        """As `attention`, but each of the last `block` rows sees all. Returns what these get: [N, block, Hq · D]."""
 
     def model(self) -> ModelProto:
         graph = helper.make_graph(
             list(self._nodes.values()), self.name, self._inputs, self._outputs, list(self._initializers.values())
         )
-        opsets = [helper.make_opsetid("", OPSET), helper.make_opsetid(MICROSOFT, 1)]
+        opsets = [helper.make_opsetid("", OPSET), *(helper.make_opsetid(domain, 1) for domain in self.domains)]
         return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="ddtree-trt")

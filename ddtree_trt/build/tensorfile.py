@@ -16,12 +16,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt.build.quantization import float8_values
 from ddtree_trt.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_STORED: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_STORED: dict[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "F8_E4M3": np.dtype("u1"),
+}
+FLOAT8 = "F8_E4M3"
+_FLOAT8_VALUES = float8_values()
 _MAX_HEADER_BYTES = 100 << 20  # the format's own bound
 _CHECK_VALUES = 1 << 22  # values looked at in one step, so that checking needs no memory to speak of
 
@@ -131,14 +139,12 @@ def check_dtype(name: str, tensor: StoredTensor) -> None:
 def read_float32(name: str, tensor: StoredTensor) -> NDArray[np.float32]:
     """A float32 copy of one tensor. Raises CheckpointError when it cannot be read or holds NaN or Inf."""
     check_dtype(name, tensor)
-    stored = _STORED[tensor.dtype]
     if tensor.size == 0:
         return np.empty(tensor.shape, np.float32)
-    try:
-        source = np.memmap(tensor.file, stored, mode="r", offset=tensor.offset, shape=(tensor.size,))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{tensor.file} changed while it was read: {name}: {error}") from error
-    if tensor.dtype == "BF16":
+    source = _mapped(name, tensor)
+    if tensor.dtype == FLOAT8:
+        values = _FLOAT8_VALUES[source]
+    elif tensor.dtype == "BF16":
         # bfloat16 is the upper half of a float32.
         bits = np.array(source, np.uint32)
         bits <<= 16
@@ -152,3 +158,15 @@ def read_float32(name: str, tensor: StoredTensor) -> NDArray[np.float32]:
             index = [int(i) for i in np.unravel_index(bad, tensor.shape)]
             raise CheckpointError(f"{tensor.file}: {name}{index} is {values[bad]}; weights must be finite")
     return values.reshape(tensor.shape)
+
+
+def read_bytes(name: str, tensor: StoredTensor) -> NDArray[np.uint8]:
+    """A copy of one FP8 tensor as it is stored. Raises CheckpointError when it cannot be read."""
+    return np.array(_mapped(name, tensor), np.uint8).reshape(tensor.shape)
+
+
+def _mapped(name: str, tensor: StoredTensor) -> NDArray[Any]:
+    try:
+        return np.memmap(tensor.file, _STORED[tensor.dtype], mode="r", offset=tensor.offset, shape=(tensor.size,))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{tensor.file} changed while it was read: {name}: {error}") from error

@@ -7,12 +7,16 @@ from pathlib import Path
 from types import TracebackType
 
 import numpy as np
-from onnx import StringStringEntryProto, TensorProto, helper
+from onnx import StringStringEntryProto, TensorProto
 
 from ddtree_trt.artifact import Progress, no_progress
+from ddtree_trt.build.backend import PrecisionName
+from ddtree_trt.build.ops import FLOAT8, TYPES
+from ddtree_trt.build.storage import encode
 
 ALIGNMENT = 4096  # a memory page: the runtime can map a tensor instead of reading it
 _WRITE_BLOCK = 32 << 20
+_PRECISIONS: dict[str, PrecisionName] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
 
 class WeightFile:
@@ -33,19 +37,25 @@ class WeightFile:
         """Bytes of array data written so far, padding not counted."""
         return self._done
 
-    def add(self, key: str, make: Callable[[], np.ndarray]) -> TensorProto:
-        """The initialiser of `key`; `make` is called, and its array written, only if the key is new.
+    def add(self, key: str, make: Callable[[], np.ndarray], dtype: str = "float32") -> TensorProto:
+        """The initialiser of `key`; `make` is called, and its array written in `dtype`, only if the key is new. What
+        is FP8 comes as its bytes.
 
-        Raises OSError when the disk is full, and whatever `make` raises.
+        Raises OSError when the disk is full, BuildError when fp16 cannot hold a value, and whatever `make` raises.
         """
         known = self._written.get(key)
         if known is None:
-            known = self._written[key] = self._write(key, np.asarray(make(), order="C"))
+            array = np.asarray(make(), order="C")
+            if dtype != FLOAT8:
+                array = encode(array, _PRECISIONS[dtype], key)
+            known = self._written[key] = self._write(key, array)
+            known.data_type = TYPES[dtype]
         tensor = TensorProto()
         tensor.CopyFrom(known)
         return tensor
 
     def _write(self, key: str, array: np.ndarray) -> TensorProto:
+        """Append the array; the initialiser's data type is the caller's to set, NumPy having no bfloat16."""
         position = self._file.tell()
         offset = -(-position // ALIGNMENT) * ALIGNMENT
         self._file.write(bytes(offset - position))
@@ -58,7 +68,6 @@ class WeightFile:
         location = {"location": self._name, "offset": offset, "length": array.nbytes}
         return TensorProto(
             name=key,
-            data_type=helper.np_dtype_to_tensor_dtype(array.dtype),
             dims=array.shape,
             data_location=TensorProto.EXTERNAL,
             external_data=[StringStringEntryProto(key=k, value=str(v)) for k, v in location.items()],

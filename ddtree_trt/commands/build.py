@@ -9,9 +9,12 @@ import typer
 
 from ddtree_trt import terminal
 from ddtree_trt.artifact import Limits
+from ddtree_trt.build.backend import BuilderOptions
 from ddtree_trt.build.compile import Backend, BuildRequest, Precision, compile_engine
+from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.build.presets import PRESETS
 from ddtree_trt.commands.profile import measure_engine
+from ddtree_trt.errors import UsageError
 
 
 def _preset_help(field: str) -> str:
@@ -46,11 +49,26 @@ def build(
         Path | None, typer.Option(metavar="DIR", help="The engine directory. Default engines/NAME.")
     ] = BuildRequest.output,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing engine.")] = BuildRequest.force,
+    builder_optimization_level: Annotated[
+        int | None, typer.Option(metavar="0-5", help="TensorRT: how long to search for fast kernels.")
+    ] = BuilderOptions.optimization_level,
+    builder_workspace_mib: Annotated[
+        int | None, typer.Option(metavar="N", help="TensorRT: most scratch memory a layer may use.")
+    ] = BuilderOptions.workspace_mib,
+    builder_inspect: Annotated[
+        bool, typer.Option("--builder-inspect", help="TensorRT: write every layer's details beside the engine as JSON.")
+    ] = BuilderOptions.inspect,
     profile: Annotated[
         bool, typer.Option(help="Measure this machine's latencies, which automatic budgets need, after building.")
     ] = True,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Say what it would take in memory, and build nothing.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
 ) -> None:
     """Build an engine from a target and its drafter."""
+    if json and not dry:
+        raise UsageError("--json is for --dry-run; leave it out")
     request = BuildRequest(
         target=target,
         checkpoint=checkpoint,
@@ -62,7 +80,16 @@ def build(
         max_batch=max_batch,
         output=output,
         force=force,
+        builder=BuilderOptions(builder_optimization_level, builder_workspace_mib, builder_inspect),
     )
+    if dry:
+        would = dry_run(request)
+        if json:
+            terminal.print_json(would.to_dict())
+        else:
+            terminal.print_dry_run(would)
+        would.check()
+        return
     with terminal.progress_bars() as progress:
         manifest = compile_engine(request, progress)
         if profile and manifest.drafter_kind == "dflash":

@@ -116,9 +116,10 @@ def accept(sequence: Sequence, proposal: Proposal, verdict: Verdict) -> Path:
     if sequence.sampler.takes_choices:
         path = walk(tree, verdict.choices)
         emitted = 0
+        wanted = sequence.params.logprobs is not None  # reading a row may bring it over from a device
         for node, token in zip(path.tolist(), verdict.choices[path].tolist(), strict=True):
             emitted += 1
-            if not sequence.append(token, verdict.logits[node]):
+            if not sequence.append(token, verdict.logits[node] if wanted else None):
                 break
         path = path[:emitted]
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 from ddtree_trt.artifact import (
@@ -12,7 +13,7 @@ from ddtree_trt.artifact import (
     rebuild_command,
     verify_files,
 )
-from ddtree_trt.errors import ArtifactError
+from ddtree_trt.errors import ArtifactError, MissingDependency
 from ddtree_trt.runtime.engine import Engine
 
 
@@ -32,10 +33,18 @@ def _open_backend(directory: Path, manifest: Manifest, threads: int) -> Engine:
         from ddtree_trt.runtime.ort import OrtEngine
 
         return OrtEngine(directory, manifest, threads=threads)
-    raise ArtifactError(
-        f"{directory} was built for backend {manifest.backend!r}, which this version of ddtree-trt cannot run; "
-        f"rebuild with: ddtree-trt build --target {manifest.name} --backend onnxruntime --force"
-    )
+    if manifest.backend == "torch":
+        if importlib.util.find_spec("torch") is None:
+            raise MissingDependency(
+                f"{directory} was built for the torch backend and PyTorch is not installed; "
+                "run: pip install 'ddtree-trt[torch]'"
+            )
+        from ddtree_trt.runtime.torch import TorchEngine
+
+        return TorchEngine.open(directory, manifest, threads=threads)
+    from ddtree_trt.runtime.trt import TrtEngine
+
+    return TrtEngine.open(directory, manifest)
 
 
 def _check_onnxruntime(directory: Path, manifest: Manifest) -> None:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from ddtree_trt import artifact
 from ddtree_trt.artifact import DrafterDims, Manifest, always_causal
 from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.drafters import AutoregressiveDrafter, Drafter
 from ddtree_trt.runtime.engine import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.ort_drafters import AutoregressiveDrafter, BlockDrafter, Drafter
+from ddtree_trt.runtime.ort_drafters import BlockDrafter
 from ddtree_trt.runtime.ort_network import LanguageModel, Network
 from ddtree_trt.runtime.tree import TokenTree, chain_parents
 

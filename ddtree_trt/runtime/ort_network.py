@@ -7,7 +7,6 @@ and present of a layer are one buffer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from ddtree_trt import _native
 from ddtree_trt import tensors as names
 from ddtree_trt.artifact import TransformerDims
 from ddtree_trt.errors import ArtifactError, EngineError
+from ddtree_trt.runtime.drafters import Pass
 from ddtree_trt.runtime.kv import SlotCache
 from ddtree_trt.runtime.tree import TokenTree
 
@@ -91,15 +91,6 @@ class _Scratch:
         if buffer is None or buffer.size < size:
             buffer = self._buffers[name] = np.empty(size, dtype)
         return buffer[:size].reshape(shape)
-
-
-@dataclass(frozen=True)
-class Pass:
-    """What a language model says of a tree's T rows. The arrays are overwritten by its next pass."""
-
-    choices: NDArray[np.int64]  # [R]
-    logits: NDArray[np.float32]  # [R, V]
-    taps: NDArray[np.float32] | None  # [T, M·H]; None for a network without tapped layers
 
 
 class LanguageModel(Network):

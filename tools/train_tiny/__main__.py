@@ -22,6 +22,7 @@ def main() -> None:
     parser.add_argument("--init-drafter", type=Path, help="drafter folder to start from (same shape)")
     parser.add_argument("--conversations", type=int, default=defaults.corpus.conversations)
     parser.add_argument("--target-seconds", type=float, default=defaults.target.seconds)
+    parser.add_argument("--target-rate", type=float, default=1.0, help="multiplies the target's peak learning rates")
     parser.add_argument("--data-seconds", type=float, default=defaults.draft_data.seconds)
     parser.add_argument("--drafter-seconds", type=float, default=defaults.drafter.seconds)
     parser.add_argument("--block", type=int, default=defaults.drafter.block)
@@ -30,7 +31,12 @@ def main() -> None:
     settings = replace(
         defaults,
         corpus=replace(defaults.corpus, conversations=args.conversations),
-        target=replace(defaults.target, seconds=args.target_seconds),
+        target=replace(
+            defaults.target,
+            seconds=args.target_seconds,
+            adam_rate=defaults.target.adam_rate * args.target_rate,
+            muon_rate=defaults.target.muon_rate * args.target_rate,
+        ),
         draft_data=replace(defaults.draft_data, seconds=args.data_seconds),
         drafter=replace(defaults.drafter, seconds=args.drafter_seconds, block=args.block),
         workers=args.workers,

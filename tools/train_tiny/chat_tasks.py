@@ -108,7 +108,7 @@ def two_people(w: Writer) -> Answer:
     """All that a text says of one of two people, or of both, as sentences or as notes."""
     one, two = Person(w, w.ask(3, 4)), Person(w, w.ask(3, 4))
     passage = f"{one.passage} {two.passage}"
-    if w.ask(True, False):
+    if w.ask(True, True, True, False):
         listed = [f"- {row[0]}: {row[1]}" for row in one.rows], [f"- {row[0]}: {row[1]}" for row in two.rows]
         text = "\n".join([f"About {one.name}:", *listed[0], f"About {two.name}:", *listed[1]])
         request = w.ask("Make notes about both:", "List the facts for each person:", "Sort the facts by person:")
@@ -156,10 +156,6 @@ def contrast(w: Writer) -> Answer:
         }[row[0]][0]
         lines.append(form.format(a=one.name, b=two.name, x=row[1], y=other, but=w.say("but", "while")))
         found += [row[1], other]
-    if one.age != two.age:
-        elder, younger = (one.name, two.name) if one.age > two.age else (two.name, one.name)
-        lines.append(f"So {elder} is older than {younger}.")
-        found.append(f"{elder} is older")
     request = w.ask("Compare these two people:", "How are these two different?", "Compare them:")
     return [(f"{request} {one.passage} {two.passage}", " ".join(lines))], facts(found)
 

@@ -27,12 +27,15 @@ def prompt_row(task: Task) -> dict[str, Any]:
     return {"domain": task.domain, "family": task.family, "prompt": request, "reference": answer, **task.check}
 
 
-def held_out(rng: random.Random, domain: str, count: int) -> list[Task]:
-    """Different held-out tasks of one turn, the families in turn so that each is seen."""
+def held_out(rng: random.Random, domain: str, count: int, longest_of: int = 1) -> list[Task]:
+    """Different held-out tasks of one turn, the families in turn so that each is seen; each has the longest answer of
+    so many drawn."""
     families = list(dict.fromkeys(DOMAINS[domain]))
     tasks: dict[str, Task] = {}
     while len(tasks) < count:
-        task = write_task(rng, domain, [families[len(tasks) % len(families)]], held_out=True)
+        family = families[len(tasks) % len(families)]
+        drawn = [write_task(rng, domain, [family], held_out=True) for _ in range(longest_of)]
+        task = max(drawn, key=lambda task: len(task.turns[0][1]))
         tasks.setdefault(task.turns[0][0], task)
     return list(tasks.values())
 
@@ -51,7 +54,11 @@ def training(settings: CorpusSettings, avoid: set[str]) -> Iterator[Task]:
 def build(settings: CorpusSettings, prompts_path: Path, corpus_path: Path) -> dict[str, int]:
     """Write prompts.jsonl and the corpus, a line of [domain, turns] per conversation after the held-out ones."""
     rng = random.Random(settings.seed + 1)
-    prompts = [prompt_row(task) for domain in DOMAINS for task in held_out(rng, domain, settings.prompts_per_domain)]
+    prompts = [
+        prompt_row(task)
+        for domain in DOMAINS
+        for task in held_out(rng, domain, settings.prompts_per_domain, settings.longest_of)
+    ]
     prompts_path.parent.mkdir(parents=True, exist_ok=True)
     prompts_path.write_text("".join(json.dumps(row) + "\n" for row in prompts))
     check = [task for domain in DOMAINS for task in held_out(rng, domain, settings.held_out_per_domain)]

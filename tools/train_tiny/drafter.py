@@ -95,12 +95,10 @@ def make_blocks(data: DraftSet, chosen: Any, settings: DrafterSettings, generato
 
 def draft_logits(model: Drafter, target: Target, blocks: Blocks, block: int) -> Tensor:
     """Logits [N, A, B-1, V] of the masked positions."""
-    count = len(blocks.ids)
-    with torch.autocast("cpu", torch.bfloat16):
-        context = model.context(blocks.taps, torch.arange(blocks.taps.shape[1]))
-        hidden = model(target.embed_tokens(blocks.ids), blocks.positions, context, blocks.visible)
-        logits = target.head(hidden.view(count, -1, block, hidden.shape[-1])[:, :, 1:])
-    return logits.float()
+    count, dtype = len(blocks.ids), model.fc.weight.dtype
+    context = model.context(blocks.taps.to(dtype), torch.arange(blocks.taps.shape[1]))
+    hidden = model(target.embed_tokens(blocks.ids).to(dtype), blocks.positions, context, blocks.visible)
+    return target.head(hidden.view(count, -1, block, hidden.shape[-1])[:, :, 1:].to(target.norm.weight.dtype)).float()
 
 
 def block_loss(logits: Tensor, blocks: Blocks, target: Target, decay: float) -> Tensor:
@@ -115,8 +113,9 @@ def block_loss(logits: Tensor, blocks: Blocks, target: Target, decay: float) -> 
         hard = F.cross_entropy(logits[greedy].flatten(0, 2), blocks.labels[greedy].flatten(), reduction="none")
         losses[greedy] = hard.view(losses[greedy].shape)
     if not greedy.all():
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            truth = torch.softmax(target.head(blocks.final[~greedy]).float(), -1)
+        with torch.no_grad():
+            final = blocks.final[~greedy].to(target.norm.weight.dtype)
+            truth = torch.softmax(target.head(final).float(), -1)
         losses[~greedy] = -(truth * torch.log_softmax(logits[~greedy], -1)).sum(-1)
     return (losses * weights).sum() / weights.sum().clamp(min=1)
 
@@ -138,7 +137,7 @@ def accepted(
 def _work(rank: int, shared: Shared, model: Drafter, settings: DrafterSettings, files: dict[str, Path]) -> None:
     """One worker process, on its own file of sequences."""
     torch.set_num_threads(1)
-    target, data = load_target(files["target"]), DraftSet.load(stem_of(files["data"], rank))
+    target, data = load_target(files["target"]).bfloat16(), DraftSet.load(stem_of(files["data"], rank))
     order = np.random.default_rng(settings.seed).permutation(len(data.lengths))
     greedy = order[data.kinds[order] == GREEDY]
     check = greedy[:VALIDATION]
@@ -146,7 +145,7 @@ def _work(rank: int, shared: Shared, model: Drafter, settings: DrafterSettings, 
     generator = torch.Generator().manual_seed(1000 + rank)
     size = settings.sequences_per_micro
 
-    def loss_of() -> Tensor:
+    def loss_of(model: Drafter) -> Tensor:
         begin = int(torch.randint(0, len(learn) - size, (1,), generator=generator))
         blocks = make_blocks(data, learn[begin : begin + size], settings, generator)
         return block_loss(draft_logits(model, target, blocks, settings.block), blocks, target, settings.position_decay)

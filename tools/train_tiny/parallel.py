@@ -2,11 +2,13 @@
 
 On a shared machine an OpenMP team waits for its slowest thread at every operator. Here each worker owns one thread and
 takes micro-batches from a shared counter, so a slow worker simply takes fewer; they meet twice a step at a barrier.
-Parameters lie in shared memory: every worker updates its share of the matrices, the first one everything else.
+Parameters lie in shared memory: every worker updates its share of the matrices, the first one everything else. Passes
+run on a copy in bf16, refreshed every step: 1.3 to 1.7 times as fast as autocast, most of whose time goes into casts.
 """
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,8 +69,10 @@ class Worker:
     def __init__(self, shared: Shared, rank: int, model: nn.Module, rates: Rates, elapsed_s: float = 0.0) -> None:
         self.shared, self.rank, self.rates = shared, rank, rates
         self.steps, self.began = 0, time.time() - elapsed_s
+        self.copy = copy.deepcopy(model).bfloat16()
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.parameters = [p for _, p in named]
+        self.copied = [p for p in self.copy.parameters() if p.requires_grad]
         self.places: dict[int, slice] = {}
         offset = 0
         for p in self.parameters:
@@ -103,10 +107,12 @@ class Worker:
             for p, delta in zip(parameters, update, strict=True):
                 p.mul_(1 - rate * self.rates.weight_decay).add_(delta, alpha=-scale)
 
-    def _accumulate(self, micro_batches: int, loss_of: Callable[[], Tensor]) -> None:
+    def _accumulate(self, micro_batches: int, loss_of: Callable[[Any], Tensor]) -> None:
         """Take micro-batches until none is left; write their gradient and loss into this worker's rows."""
         shared, total, count = self.shared, 0.0, 0
-        for p in self.parameters:
+        with torch.no_grad():
+            torch._foreach_copy_(self.copied, self.parameters)
+        for p in self.copied:
             p.grad = None
         while True:
             with shared.taken.get_lock():
@@ -114,16 +120,16 @@ class Worker:
                 shared.taken.value += 1
             if number >= micro_batches:
                 break
-            loss = loss_of()
+            loss = loss_of(self.copy)
             (loss / micro_batches).backward()
             total, count = total + loss.item(), count + 1
         row = shared.gradients[self.rank]
-        for p in self.parameters:
-            row[self.places[id(p)]] = 0.0 if p.grad is None else p.grad.view(-1)
+        for p, fast in zip(self.parameters, self.copied, strict=True):
+            row[self.places[id(p)]] = 0.0 if fast.grad is None else fast.grad.view(-1)
         shared.losses[self.rank, 0], shared.losses[self.rank, 1] = total, count
 
-    def step(self, micro_batches: int, loss_of: Callable[[], Tensor]) -> tuple[float, bool]:
-        """One optimizer step: (mean loss, whether the time is up)."""
+    def step(self, micro_batches: int, loss_of: Callable[[Any], Tensor]) -> tuple[float, bool]:
+        """One optimizer step: (mean loss, whether the time is up). `loss_of` is given the model in bf16."""
         shared = self.shared
         self._accumulate(micro_batches, loss_of)
         if self.rank == 0:

@@ -66,9 +66,8 @@ def answer_loss(model: Target, batch: Batch) -> Tensor:
     """Mean cross entropy of answer tokens; requests only condition."""
     ids, mask = batch
     chosen = mask[:, 1:]
-    with torch.autocast("cpu", torch.bfloat16):
-        hidden, _ = model(ids[:, :-1])
-        logits = model.head(hidden[chosen])
+    hidden, _ = model(ids[:, :-1])
+    logits = model.head(hidden[chosen])
     return F.cross_entropy(logits.float(), ids[:, 1:][chosen])
 
 
@@ -106,7 +105,7 @@ def _work(
     log = Log(files["log"]) if rank == 0 else None
     seen, due_line, due_check, stop = int(done["tokens"]), 0.0, worker.elapsed_s + settings.checkpoint_s, False
     while not stop:
-        loss, stop = worker.step(settings.micro_batches, lambda: answer_loss(model, next(stream)))
+        loss, stop = worker.step(settings.micro_batches, lambda model: answer_loss(model, next(stream)))
         seen += settings.micro_batches * settings.tokens_per_micro
         if log is None:
             continue

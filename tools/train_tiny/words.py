@@ -56,11 +56,18 @@ def _mutate(word: str, rng: random.Random) -> str:
 
 
 def make_name(rng: random.Random, alike: str | None) -> str:
-    """A common or a made-up first name; with `alike`, a made-up one that differs from it in a letter."""
+    """A common or a made-up first name; with `alike`, a made-up one that differs from it in a letter.
+
+    Some are common names with letters changed: so that every piece of a word, also a single letter, is copied often.
+    """
     if alike is not None:
         return _mutate(alike, rng)
-    if rng.random() < 0.35:
+    kind = rng.random()
+    if kind < 0.3:
         return rng.choice(REAL_NAMES)
+    if kind < 0.5:
+        changed = _mutate(rng.choice(REAL_NAMES), rng)
+        return _mutate(changed, rng) if kind < 0.4 else changed
     return ("".join(_syllables(rng, 2)) + rng.choice(NAME_ENDS)).capitalize()
 
 

@@ -1,0 +1,95 @@
+"""What a build would make and what it would take, from both networks' config.json alone: nothing is written."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ddtree_trt.artifact import DrafterDims, Limits, TransformerDims
+from ddtree_trt.build.backend import BackendName, PrecisionName, backend_build, resolve_precision
+from ddtree_trt.build.compile import BuildRequest, check_numbers, resolve_limits, resolve_preset
+from ddtree_trt.build.presets import PackagedSource, Source
+from ddtree_trt.doctor import available_bytes, find_gpus
+from ddtree_trt.errors import BuildError
+from ddtree_trt.memory import ELEMENT_BYTES, MemoryPlan, plan_engine
+
+
+@dataclass(frozen=True)
+class DryRun:
+    name: str
+    backend: BackendName
+    precision: PrecisionName
+    limits: Limits
+    memory: MemoryPlan
+    available_bytes: int | None  # of the memory it would run in; None where this machine has no such
+
+    def check(self) -> None:
+        """Raises BuildError when the engine cannot fit, with the batch that does."""
+        memory, available = self.memory, self.available_bytes
+        if available is None or memory.total_bytes <= available:
+            return
+        # What a slot takes besides its cache grows with the batch, too: buffers and workspace are all of slots.
+        each = (memory.total_bytes - memory.weights_bytes) / memory.slots
+        slots = int((available - memory.weights_bytes) // each)
+        advice = f"give --max-batch {slots}" if slots > 0 else "give a smaller --max-seq-len, or a smaller pair"
+        raise BuildError(
+            f"{self.name} needs about {memory.total_bytes / 1e9:.1f} GB of the {memory.place}'s memory, which has "
+            f"{available / 1e9:.1f} GB; {advice}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON data."""
+        return {
+            "name": self.name,
+            "backend": self.backend,
+            "precision": self.precision,
+            "limits": vars(self.limits),
+            "memory": self.memory.to_dict(),
+            "available_bytes": self.available_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class _Network:
+    name: str
+    dims: TransformerDims
+    values: int  # in all tensors
+
+
+def dry_run(request: BuildRequest) -> DryRun:
+    """Resolve a request as `compile_engine` would. A hub checkpoint's config.json is fetched, its weights are not.
+
+    Raises UsageError for a wrong request and CheckpointError for a configuration that cannot be used.
+    """
+    backend = backend_build(request.backend, request.builder, dry_run=True)
+    precision = resolve_precision(backend, request.precision)
+    preset = resolve_preset(request)
+    check_numbers(request)
+    target = _describe(preset.target if preset else None, request.checkpoint, "--checkpoint")
+    drafter = _describe(preset.drafter if preset else None, request.drafter, "--drafter")
+    limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend)
+    weights = ELEMENT_BYTES[precision] * (target.values + drafter.values)
+    memory = plan_engine(backend.name, precision, target.dims, drafter.dims, limits, weights)
+    return DryRun(request.name, backend.name, precision, limits, memory, available_bytes(memory.place, find_gpus()))
+
+
+def _describe(source: Source | None, directory: Path | None, option: str) -> _Network:
+    """The network in the directory the user named, else the preset's."""
+    from ddtree_trt.build.checkpoint import drafter_shapes, target_shapes
+    from ddtree_trt.build.config import CONFIG, read_config
+
+    if directory is not None or source is None:
+        assert directory is not None  # resolve_preset: without a preset both directories are given
+        name = directory.resolve().name
+    elif isinstance(source, PackagedSource):
+        directory, name = source.directory, source.folder
+    else:
+        from ddtree_trt.build.hub import download
+
+        directory, name = download(source, option, [CONFIG]), source.repository
+    config = read_config(directory)
+    dims = config.dims
+    shapes = drafter_shapes(dims) if isinstance(dims, DrafterDims) else target_shapes(dims, tied=config.tied)
+    return _Network(name, dims, sum(map(math.prod, shapes.values())))

@@ -1,0 +1,163 @@
+"""The TensorRT half of a build: both graphs compiled on this machine's GPU, and the tables both engines read."""
+
+from __future__ import annotations
+
+import platform
+import tempfile
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddtree_trt import artifact, plugins
+from ddtree_trt import tensors as names
+from ddtree_trt.artifact import DrafterDims, Limits, Progress, installed_versions, sha256_file
+from ddtree_trt.build.backend import BackendName, BuilderOptions, PrecisionName, Written
+from ddtree_trt.build.tensorrt_machine import LOWEST_FP8_SM, Machine, examine
+from ddtree_trt.errors import UsageError
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+    from ddtree_trt.build.checkpoint import Checkpoint
+    from ddtree_trt.build.ops import Sink
+
+_FLOATS: dict[PrecisionName, str] = {"bf16": "bfloat16", "fp16": "float16"}
+
+
+class TensorRtBuild:
+    """`BackendBuild` for NVIDIA GPUs. Plans run on the GPU model and the TensorRT version they were compiled with."""
+
+    name: BackendName = "tensorrt"
+    precisions: tuple[PrecisionName, ...] = ("bf16", "fp16")
+
+    def __init__(self, options: BuilderOptions) -> None:
+        self._options = options
+
+    @cached_property
+    def machine(self) -> Machine:
+        """What this machine has. Raises MissingDependency or BuildError where it cannot build."""
+        return examine()
+
+    @property
+    def toolchain(self) -> dict[str, str]:
+        machine = self.machine
+        return {
+            "tensorrt": machine.tensorrt,
+            "cuda": machine.cuda,
+            "sm": str(machine.sm),
+            "driver": machine.driver,
+            "gpu": machine.gpu,
+            "python": platform.python_version(),
+            **installed_versions("numpy", "onnx"),
+        }
+
+    def drafter_rows(self, block: int) -> int:
+        return block
+
+    def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
+        # While a network is compiled its weights lie there twice: as the parser reads them, and in the plan.
+        return 2 * (2 * target.num_values + drafter.num_values)
+
+    def write(
+        self,
+        directory: Path,
+        target: Checkpoint,
+        drafter: Checkpoint,
+        limits: Limits,
+        precision: PrecisionName,
+        progress: Progress,
+    ) -> Written:
+        dims = _supported(target, drafter, self.machine)
+        from ddtree_trt.build.graph import build_drafter_graph, build_target_graph
+        from ddtree_trt.build.ops_tensorrt import TensorRtGraph
+        from ddtree_trt.build.tensorrt_engine import EngineBuilder
+        from ddtree_trt.build.tensorrt_profiles import drafter_sizes, profile, target_sizes
+
+        machine, floats = self.machine, _FLOATS[precision]
+        weights, tied = target.tensor, target.tie_word_embeddings
+
+        def target_graph(sink: Sink) -> ModelProto:
+            g = TensorRtGraph("target", sink, floats)
+            return build_target_graph(
+                g, target.dims, weights, tap_layers=dims.tap_layers, limits=limits, tied=tied, quantized=target
+            )
+
+        def drafter_graph(sink: Sink) -> ModelProto:
+            g = TensorRtGraph("drafter", sink, floats)
+            own = drafter.tensor
+            return build_drafter_graph(g, dims, own, target_weights=weights, target_tied=tied, limits=limits)
+
+        # Not in the directory that is built: it serves the next build too.
+        cache = directory.parent / f"tensorrt-{machine.tensorrt}-sm{machine.sm}.timing"
+        builder = EngineBuilder(machine.plugins, cache, self._options, progress)
+        tensors = {}
+        for name, plan, network, make, sizes in (
+            ("target", artifact.TARGET_PLAN, target, target_graph, target_sizes(limits)),
+            ("drafter", artifact.DRAFTER_PLAN, drafter, drafter_graph, drafter_sizes(limits, dims.block_size)),
+        ):
+            with tempfile.TemporaryDirectory(dir=directory) as folder:
+                path, values = Path(folder) / f"{name}.onnx", 2 * network.num_values
+                graph = _write_graph(path, make, expected_bytes=values, progress=progress)
+                profiles = [profile(graph.graph.input, ranges) for ranges in sizes]
+                tensors[name] = builder.build(
+                    name, path, directory / plan, profiles, attentions=network.dims.num_layers
+                )
+        write_shared(directory / artifact.SHARED_WEIGHTS, target, precision, progress)
+        plugin = {
+            "name": plugins.ATTENTION,
+            "version": plugins.VERSION,
+            "namespace": plugins.NAMESPACE,
+            "abi": str(plugins.ABI),
+            "sha256": sha256_file(machine.plugins),
+        }
+        return Written(tensors, plugin)
+
+
+def _write_graph(
+    path: Path, make: Callable[[Sink], ModelProto], *, expected_bytes: int, progress: Progress
+) -> ModelProto:
+    """Make a graph, its weights in a file beside it."""
+    from ddtree_trt.build.weights import WeightFile
+
+    with WeightFile(path.with_name(artifact.WEIGHTS), expected_bytes=expected_bytes, progress=progress) as sink:
+        graph = make(sink)
+    path.write_bytes(graph.SerializeToString())
+    return graph
+
+
+def write_shared(path: Path, target: Checkpoint, precision: PrecisionName, progress: Progress) -> None:
+    """The tables both engines read, [V, H] each: the embedding and, where it is another, the language-model head."""
+    from ddtree_trt.build.checkpoint import EMBEDDING, HEAD
+    from ddtree_trt.build.storage import encode, safetensors_header
+
+    tables = {names.EMBEDDING: EMBEDDING} | ({} if target.tie_word_embeddings else {names.HEAD: HEAD})
+    shape = (target.dims.vocab_size, target.dims.hidden_size)
+    with path.open("xb") as file:
+        file.write(safetensors_header(dict.fromkeys(tables, shape), precision))
+        for done, source in enumerate(tables.values()):
+            progress("write shared tables", done, len(tables))
+            file.write(encode(target.tensor(source), precision, source).data)
+    progress("write shared tables", len(tables), len(tables))
+
+
+def _supported(target: Checkpoint, drafter: Checkpoint, machine: Machine) -> DrafterDims:
+    """The drafter's dimensions. Raises UsageError for a pair the plugin, the engines or the GPU cannot do."""
+    dims = drafter.dims
+    if not isinstance(dims, DrafterDims):
+        raise UsageError(
+            f"{drafter.name} is an autoregressive drafter, which the tensorrt backend does not run; "
+            "give a DFlash drafter, or use --backend torch or onnxruntime"
+        )
+    for network in (target.dims, dims):
+        if network.head_dim not in plugins.HEAD_DIMS:
+            sizes = " or ".join(map(str, plugins.HEAD_DIMS))
+            raise UsageError(
+                f"heads of {network.head_dim} values have no kernel, heads of {sizes} have; use --backend onnxruntime"
+            )
+    if target.is_quantized and machine.sm < LOWEST_FP8_SM:
+        raise UsageError(
+            f"{target.name} is quantised to FP8, which needs compute capability {LOWEST_FP8_SM / 10} or newer, and "
+            f"{machine.gpu} has {machine.sm / 10}; use the checkpoint before quantisation"
+        )
+    return dims

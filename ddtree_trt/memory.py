@@ -1,0 +1,251 @@
+"""What an engine takes in memory, computed before anything is allocated and without CUDA.
+
+`plan_engine` is what `inspect` and `build --dry-run` print. `tensorrt_buffers` is also what the TensorRT engine
+allocates by: one block, every buffer at a multiple of 256 bytes. Letters as in `artifact`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ddtree_trt import artifact
+from ddtree_trt.artifact import DrafterDims, Limits, Manifest, TransformerDims
+
+ALIGNMENT = 256  # bytes: what TensorRT asks of every tensor's address
+ELEMENT_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
+INT_BYTES = FLOAT_BYTES = 4
+
+# Names of the TensorRT engine's buffers.
+EMBEDDING, HEAD = "embedding", "head"
+TARGET_KV, DRAFTER_KV = "target_kv", "drafter_kv"
+LOGITS, TAPS, STATES, CONTEXT = "logits", "taps", "states", "context"
+RESULTS = "results"
+TARGET_CONTROL, DRAFTER_CONTROL, COMMIT_CONTROL = "target_control", "drafter_control", "commit_control"
+WORKSPACE = "workspace"
+CONTROLS = (TARGET_CONTROL, DRAFTER_CONTROL, COMMIT_CONTROL)
+
+Backend = Literal["onnxruntime", "torch", "tensorrt"]
+Place = Literal["host", "GPU", "device"]  # the last is a GPU where there is one, else the host
+_PLACES: Mapping[Backend, Place] = {"onnxruntime": "host", "torch": "device", "tensorrt": "GPU"}
+
+
+def aligned(count: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Buffers one behind the other in one block of memory."""
+
+    offsets: Mapping[str, int]  # name → byte offset
+    sizes: Mapping[str, int]  # name → bytes, as asked for
+    total_bytes: int
+
+    @staticmethod
+    def of(sizes: Mapping[str, int]) -> Layout:
+        offsets, end = {}, 0
+        for name, size in sizes.items():
+            offsets[name] = end
+            end += aligned(size)
+        return Layout(offsets, dict(sizes), end)
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """One network's key-value cache as one block [planes, stored slots, Hkv, S, D]; a plane is the keys or the values
+    of one layer."""
+
+    planes: int
+    slots: int
+    kv_heads: int
+    rows: int  # S
+    row_bytes: int  # D elements
+
+    @staticmethod
+    def of(dims: TransformerDims, limits: Limits, element_bytes: int) -> CacheShape:
+        row_bytes = dims.head_dim * element_bytes
+        return CacheShape(2 * dims.num_layers, limits.max_batch, dims.num_kv_heads, limits.cache_rows, row_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one slot in one plane."""
+        return self.kv_heads * self.rows * self.row_bytes
+
+    @property
+    def stored_slots(self) -> int:
+        """Slots and what it takes behind them for the next plane to begin at a multiple of `ALIGNMENT`."""
+        step = ALIGNMENT // math.gcd(ALIGNMENT, self.slot_bytes)
+        return -(-self.slots // step) * step
+
+    @property
+    def plane_bytes(self) -> int:
+        return self.stored_slots * self.slot_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.planes * self.plane_bytes
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How many rows the TensorRT engine's buffers hold."""
+
+    target: int  # of one target pass over all slots: T padded, or one chunk
+    waiting: int  # per slot: tapped states the drafter may be given again
+    context: int  # of one drafter pass over all slots
+    chunk: int  # most context rows of one slot in one drafter pass
+
+    @staticmethod
+    def of(drafter: DrafterDims, limits: Limits) -> Rows:
+        chunk = max(limits.prefill_chunk, drafter.block_size)
+        return Rows(
+            target=max(limits.max_batch * (1 + limits.max_tree_budget), limits.prefill_chunk),
+            waiting=chunk + drafter.block_size,
+            context=max(limits.max_batch * drafter.block_size, chunk),
+            chunk=chunk,
+        )
+
+
+def tensorrt_buffers(
+    target: TransformerDims,
+    drafter: DrafterDims,
+    limits: Limits,
+    element_bytes: int,
+    *,
+    tied: bool,
+    candidates: int | None = None,
+    workspace_bytes: int = 0,
+) -> dict[str, int]:
+    """Bytes of every buffer of a TensorRT engine on the device, weights inside the plans aside.
+
+    `candidates` is K; None takes the most there can be.
+    """
+    rows, width = Rows.of(drafter, limits), len(drafter.tap_layers) * target.hidden_size * element_bytes
+    table = target.vocab_size * target.hidden_size * element_bytes
+    control = control_bytes(rows, drafter.block_size, limits)
+    k = candidates or min(max(limits.max_tree_budget, 1), target.vocab_size)
+    drafts = limits.max_batch * (drafter.block_size - 1) * k
+    return {
+        EMBEDDING: table,
+        **({} if tied else {HEAD: table}),
+        TARGET_KV: CacheShape.of(target, limits, element_bytes).total_bytes,
+        DRAFTER_KV: CacheShape.of(drafter, limits, element_bytes).total_bytes,
+        TAPS: rows.target * width,
+        STATES: limits.max_batch * rows.waiting * width,
+        CONTEXT: rows.context * width,
+        LOGITS: rows.target * target.vocab_size * FLOAT_BYTES,
+        RESULTS: max(rows.target * INT_BYTES, aligned(drafts * FLOAT_BYTES) + drafts * INT_BYTES),
+        TARGET_CONTROL: control[0],
+        DRAFTER_CONTROL: control[1],
+        COMMIT_CONTROL: control[2] * limits.max_batch,
+        WORKSPACE: workspace_bytes,
+    }
+
+
+def control_bytes(rows: Rows, block: int, limits: Limits) -> tuple[int, int, int]:
+    """Most bytes of int32 control data a target pass, a drafter pass and one slot's commit send, each array aligned."""
+    slots, words = limits.max_batch, -(-limits.max_tokens_per_pass // 32)
+    positions = max(slots * 2 * block, rows.chunk + block)
+
+    def total(*values: int) -> int:
+        return sum(aligned(n * INT_BYTES) for n in values)
+
+    return (
+        total(slots, slots, rows.target, rows.target, rows.target * words, rows.target),
+        total(slots, slots, slots * block, positions),
+        total(1, 1, 1, 1, limits.max_tokens_per_pass),
+    )
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes an engine takes once it is loaded and every slot is full."""
+
+    place: Place
+    weights_bytes: int
+    kv_bytes_per_slot: int  # both networks, at full length
+    slots: int
+    buffers_bytes: int  # logits, tapped states, results: what a pass reads and writes beside its cache
+    workspace_bytes: int  # inside passes; an estimate, TensorRT says the exact figure once it has built
+
+    @property
+    def kv_bytes_all_slots(self) -> int:
+        return self.kv_bytes_per_slot * self.slots
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weights_bytes + self.kv_bytes_all_slots + self.buffers_bytes + self.workspace_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every figure as plain JSON data."""
+        sums = {"kv_bytes_all_slots": self.kv_bytes_all_slots, "total_bytes": self.total_bytes}
+        return {**dataclasses.asdict(self), **sums}
+
+
+def plan_engine(
+    backend: Backend,
+    precision: str,
+    target: TransformerDims,
+    drafter: TransformerDims,
+    limits: Limits,
+    weights_bytes: int,
+) -> MemoryPlan:
+    """`weights_bytes` of both networks, what they share counted once."""
+    size = ELEMENT_BYTES[precision]
+    per_row = sum(2 * d.num_layers * d.num_kv_heads * d.head_dim * size for d in (target, drafter))
+    return MemoryPlan(
+        place=_PLACES[backend],
+        weights_bytes=weights_bytes,
+        kv_bytes_per_slot=per_row * limits.cache_rows,
+        slots=limits.max_batch,
+        buffers_bytes=_buffers_bytes(backend, size, target, drafter, limits),
+        workspace_bytes=_workspace_bytes(backend, size, target, drafter, limits),
+    )
+
+
+# What is loaded of an engine directory, whatever its backend.
+_WEIGHT_FILES = (
+    artifact.WEIGHTS,
+    artifact.TORCH_WEIGHTS,
+    artifact.TARGET_PLAN,
+    artifact.DRAFTER_PLAN,
+    artifact.SHARED_WEIGHTS,
+)
+
+
+def plan_manifest(manifest: Manifest) -> MemoryPlan:
+    """The plan of an engine that was built."""
+    m = manifest
+    weights = sum(m.files[name].size for name in _WEIGHT_FILES if name in m.files)
+    return plan_engine(m.backend, m.precision, m.target_dims, m.drafter_dims, m.limits, weights)
+
+
+def _buffers_bytes(
+    backend: Backend, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
+) -> int:
+    if backend == "tensorrt" and isinstance(drafter, DrafterDims):
+        buffers = tensorrt_buffers(target, drafter, limits, size, tied=True)
+        return sum(buffers[name] for name in (TAPS, STATES, CONTEXT, LOGITS, RESULTS, *CONTROLS))
+    # One slot after the other on a CPU, all slots of a round in one pass on a GPU.
+    slots = 1 if backend == "onnxruntime" else limits.max_batch
+    rows = max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)
+    taps = len(drafter.tap_layers) * target.hidden_size if isinstance(drafter, DrafterDims) else 0
+    return rows * (target.vocab_size * FLOAT_BYTES + taps * size)
+
+
+def _workspace_bytes(
+    backend: Backend, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
+) -> int:
+    """About what a pass holds at its widest: the fused projections of the target's rows, or the drafter's logits."""
+    slots = 1 if backend == "onnxruntime" else limits.max_batch
+    rows = max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)
+    heads = (target.num_heads + 2 * target.num_kv_heads) * target.head_dim
+    wide = rows * size * (4 * target.hidden_size + 3 * max(target.intermediate_size, heads))
+    if not isinstance(drafter, DrafterDims):
+        return wide
+    return max(wide, 2 * slots * (drafter.block_size - 1) * target.vocab_size * FLOAT_BYTES)

@@ -1,0 +1,52 @@
+"""Trees of several slots as one target pass of a fixed size: buckets of T, and rows that pad to them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.runtime.engine import VerifyRequest
+
+Int32 = NDArray[np.int32]
+
+
+def buckets(largest: int) -> list[int]:
+    """Numbers of tree tokens a graph is made for, rising to `largest`: a pass of T tokens takes the next one up.
+
+    Matrix products work in tiles of 16 rows and more, so that finer steps would save nothing.
+    """
+    steps = [1, 2, 4, 8, *range(16, 128, 16), *range(128, 256, 32), *range(256, largest, 128)]
+    return [*(t for t in steps if t < largest), largest]
+
+
+@dataclass(frozen=True)
+class PaddedTrees:
+    """N trees of T rows each. A padding row repeats its root's token and position and sees only itself; what it
+    writes lies behind the tree's rows in the cache and is never committed."""
+
+    slot_ids: Int32  # [N]
+    past_len: Int32  # [N]
+    token_ids: Int32  # [N, T]
+    positions: Int32  # [N, T]
+    tree_mask: Int32  # [N, T, W]: bit j % 32 of word j / 32 of row i is set where i sees node j
+
+
+def pad_trees(requests: Sequence[VerifyRequest], lengths: Sequence[int], tokens: int, words: int) -> PaddedTrees:
+    """The requests' trees, T = `tokens`, behind `lengths`[slot] committed rows; W = `words` words per mask row."""
+    count = len(requests)
+    slots = np.array([r.slot for r in requests], np.int32)
+    past = np.array([lengths[r.slot] for r in requests], np.int32)
+    token_ids, positions = np.empty((count, tokens), np.int32), np.empty((count, tokens), np.int32)
+    masks = np.zeros((count, tokens, words), np.uint32)
+    for n, request in enumerate(requests):
+        tree, size = request.tree, len(request.tree)
+        token_ids[n], positions[n] = tree.token_ids[0], past[n]
+        token_ids[n, :size], positions[n, :size] = tree.token_ids, past[n] + tree.depths
+        bits = tree.packed_mask
+        masks[n, :size, : bits.shape[1]] = bits.view(np.uint32)
+        padding = np.arange(size, tokens, dtype=np.uint32)
+        masks[n, padding, padding // 32] = np.uint32(1) << padding % np.uint32(32)
+    return PaddedTrees(slots, past, token_ids, positions, masks.view(np.int32))

@@ -1,0 +1,105 @@
+"""What keeps the host out of the device's way: one copy up and one down per stage, and passes captured as CUDA graphs.
+
+On a CPU the same objects are plain memory and plain calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_ALIGN = 4  # int32 values: the kernels ask for multiples of 16 bytes
+
+
+class Upload:
+    """Control data of one stage: int32 arrays that cross over in one copy, always to the same addresses."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=self._on_gpu)
+        self._device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._sent = torch.cuda.Event() if self._on_gpu else None
+
+    def send(self, *arrays: NDArray[np.int32]) -> list[Tensor]:
+        """Tensors of these shapes and values on the device. Equal shapes give equal addresses, so that a graph
+        captured with them reads what is sent next."""
+        if self._sent is not None:
+            self._sent.synchronize()  # the copy before this one; it has long been made
+        host, views, end = self._host.numpy(), [], 0
+        for array in arrays:
+            start = end
+            host[start : start + array.size] = array.reshape(-1)
+            views.append(self._device[start : start + array.size].view(array.shape))
+            end = start + -(-array.size // _ALIGN) * _ALIGN
+        self._device[:end].copy_(self._host[:end], non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
+        return views
+
+    @staticmethod
+    def size(*shapes: Sequence[int]) -> int:
+        """Values that arrays of these shapes take."""
+        return sum(-(-int(np.prod(shape)) // _ALIGN) * _ALIGN for shape in shapes)
+
+
+class Download:
+    """Results of one stage: int32 values that come back in one copy. `waits` counts how often the host waited."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.on_device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self.waits = 0
+
+    def fetch(self, size: int) -> NDArray[np.int32]:
+        """A copy of the first `size` values, once everything before on the stream is done."""
+        self.waits += 1
+        self._host[:size].copy_(self.on_device[:size], non_blocking=True)
+        if self.on_device.is_cuda:
+            torch.cuda.current_stream(self.on_device.device).synchronize()
+        return self._host[:size].numpy().copy()
+
+
+class Graphs:
+    """Runs stages, on a GPU as CUDA graphs: one per key, captured at its first use.
+
+    Work must read its inputs from, and write its results to, tensors that stay where they are. All graphs share one
+    pool of memory: what is inside a pass may be overwritten by the next.
+    """
+
+    def __init__(self, device: torch.device, *, capture: bool = True) -> None:
+        self._capture = capture and device.type == "cuda"
+        self._graphs: dict[Hashable, Any] = {}
+        self._pool = torch.cuda.graph_pool_handle() if self._capture else None
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(self, key: Hashable, work: Callable[[], None]) -> None:
+        """Do `work`, which is the same for equal keys."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay()
+            return
+        work()  # libraries set themselves up at the first call, which must not be captured
+        if self._capture:
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may use the device meanwhile: a server answers while an engine captures.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                work()
+            self._graphs[key] = graph
+
+    def replay(self, key: Hashable) -> bool:
+        """For measurements: put a captured stage on the stream once more, with the inputs it had last; False where
+        there is no such graph."""
+        graph = self._graphs.get(key)
+        if graph is not None:
+            graph.replay()
+        return graph is not None
+
+    def clear(self) -> None:
+        self._graphs.clear()

@@ -1,0 +1,47 @@
+"""Random numbers that depend on where a token stands and on nothing else.
+
+With Gumbel noise g, argmax(logits + temperature · g) is a draw from softmax(logits / temperature). Here g is a function
+of the request's seed, the token's position and its id: whatever tree a token is found in, and whether it was drafted at
+all, it is the same draw, so that every method gives the same text. Numbers come from SplitMix64 (Steele, Lea, Flood
+2014), whose state is a counter.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_GAMMA = 0x9E3779B97F4A7C15
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_TOKEN_BITS = 24  # of the counter; the position takes the others
+_FINITE = 100.0  # |g| exceeds 43 once in e^43 draws; infinities would meet a temperature of 0
+
+
+def request_seed(seed: int | None, index: int) -> int:
+    """The int64 seed of a request's completion `index`; without a seed it is fresh."""
+    entropy = None if seed is None else [seed, index]
+    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64).view(np.int64)[0])
+
+
+def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """float32 [N, P, V] for seeds int64 [N] and positions int [N, P] of the tokens to be drawn."""
+    token = torch.arange(vocab_size, device=seeds.device)
+    counter = (positions.long() << _TOKEN_BITS)[..., None] + token
+    x = seeds[:, None, None] + (counter + 1) * _signed(_GAMMA)
+    x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
+    x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
+    x = x ^ _shifted(x, 31)
+    # Uniform in (0, 1], exact near 0, where the noise is largest.
+    uniform = (_shifted(x, 1) | 1).float() * 2.0**-63
+    return -torch.log(-torch.log1p(-uniform)).clamp(-_FINITE, _FINITE)
+
+
+def _signed(value: int) -> int:
+    """The same 64 bits as an int64; products wrap around."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """x shifted right as if it were unsigned."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
