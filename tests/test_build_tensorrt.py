@@ -72,7 +72,8 @@ def test_the_engine_directory_of_the_tiny_pair(machine: Machine, tmp_path: Path)
 
 def test_what_tensorrt_is_asked_for(machine: Machine, tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
-    limits = build(tmp_path / "e", lambda *call: seen.append(call), max_batch=3, max_tree_budget=100).limits
+    manifest = build(tmp_path / "e", lambda *call: seen.append(call), max_batch=3, max_tree_budget=100)
+    limits, block = manifest.limits, manifest.dflash.block_size
     fake, real = machine.tensorrt, machine.tensorrt.real
     assert fake.named("Builder.create_network") == [(0,), (0,)]
     assert fake.named("ITensor.allowed_formats =") and set(fake.named("ITensor.allowed_formats =")) == {(1,)}
@@ -83,9 +84,9 @@ def test_what_tensorrt_is_asked_for(machine: Machine, tmp_path: Path) -> None:
     assert ("rows", (1,), (64,), (303,)) in shapes[:6]
     assert ("token_ids", (1, 1), (1, 256), (3, 256)) in shapes[6:12]
     assert ("rows", (1,), (1,), (768,)) in shapes[6:12]
-    assert ("taps", (1, 1, 576), (1, 4, 576), (3, 8, 576)) in shapes[12:17]
-    assert ("positions", (1, 9), (1, 12), (3, 16)) in shapes[12:17]
-    assert ("positions", (1, 9), (1, 264), (3, 264)) in shapes[17:]
+    assert ("taps", (1, 1, 576), (1, block // 2, 576), (3, block, 576)) in shapes[12:17]
+    assert ("positions", (1, 1 + block), (1, block + block // 2), (3, 2 * block)) in shapes[12:17]
+    assert ("positions", (1, 1 + block), (1, 256 + block), (3, 256 + block)) in shapes[17:]
     assert limits.max_tokens_per_pass == 256
     assert fake.named("IBuilderConfig.builder_optimization_level =") == []
     assert fake.named("IBuilderConfig.set_memory_pool_limit") == []

@@ -44,10 +44,10 @@ def test_a_good_engine_passes(tiny_engine: Path) -> None:
 
 
 def test_a_walk_that_accepts_too_much_fails(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def first_child(tree: object, choices: np.ndarray) -> np.ndarray:
-        return np.arange(min(2, len(choices)), dtype=np.int32)
+    def last_node(tree: object, choices: np.ndarray) -> np.ndarray:
+        return np.unique([0, len(choices) - 1]).astype(np.int32)
 
-    monkeypatch.setattr("ddtree_trt.runtime.decode.walk", first_child)
+    monkeypatch.setattr("ddtree_trt.runtime.decode.walk", last_node)
     report = check_engine(settings(tiny_engine))
     verdicts = {f.case: f.passed for f in report.greedy}
     assert verdicts["ar"]

@@ -130,7 +130,7 @@ def test_help_lists_what_there_is() -> None:
 
 
 def test_check_reports_and_ends_with_the_verdict(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick = ("--limit", 1, "--max-tokens", 12, "--seeds", 0)
+    quick = ("--limit", 3, "--max-tokens", 128, "--seeds", 0)
     code, out, _ = call("check", tiny_engine, *quick)
     assert code == 0
     assert out.endswith("passed\n")

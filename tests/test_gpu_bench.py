@@ -45,7 +45,7 @@ def test_dry_run(tmp_path: Path) -> None:
     assert result["machine"]["torch"] and result["machine"]["kernels"] is None
     for precision in ("fp32", "bf16"):
         assert result["correctness"][precision]["outputs"] == 7
-        assert result["correctness"][precision]["relative_error"] < 0.06
+        assert result["correctness"][precision]["relative_error"] < 0.15
     assert set(result["ceilings"]) == {"copy_gb_per_s", "bf16_tflop_per_s"}
     (pair,) = result["pairs"]
     assert pair["shape"] == "micro" and pair["weight_bytes"] > 0

@@ -68,13 +68,13 @@ def test_one_seed_gives_one_text_whatever_is_drafted(llm: LLM, chats: list[Any])
 
 
 def test_completions_of_one_prompt_differ_and_repeat(llm: LLM) -> None:
-    params = SamplingParams(n=4, temperature=1, seed=3, max_tokens=20, ignore_eos=True)
+    params = SamplingParams(n=4, temperature=4, seed=3, max_tokens=20, ignore_eos=True)
     outputs = [llm.generate("Once", params)[0] for _ in range(2)]
     assert [o.index for o in outputs[0].outputs] == [0, 1, 2, 3]
     assert len({o.text for o in outputs[0].outputs}) == 4
     assert [o.text for o in outputs[0].outputs] == [o.text for o in outputs[1].outputs]
     assert outputs[0].usage.completion_tokens == 80
-    unseeded = SamplingParams(temperature=1, max_tokens=20, ignore_eos=True)
+    unseeded = SamplingParams(temperature=4, max_tokens=20, ignore_eos=True)
     assert len({output.outputs[0].text for output in llm.generate(["Once"] * 5, unseeded)}) == 5
 
 

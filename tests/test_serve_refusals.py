@@ -100,7 +100,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({**USER, "logprobs": 3}, "logprobs", "valid boolean"),
     ({**USER, "top_logprobs": 3}, "top_logprobs", "needs logprobs: true"),
     ({**USER, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "from 0 to 20, not 21"),
-    ({**USER, "method": "magic"}, "method", "must be one of"),
+    ({**USER, "method": "magic"}, "method", "must be auto or one of"),
     ({**USER, "method": "draft-model"}, "method", "drafter"),
     ({**USER, "method": "ar", "tree_budget": 4}, "method", "drafts nothing"),
     ({**USER, "tree_budget": "large"}, "tree_budget", "an integer or 'auto'"),

@@ -148,8 +148,9 @@ def test_what_a_graph_would_replay_is_all_that_changes(
         for options in ({"method": "dflash"}, {"method": "ddtree", "tree_budget": 20}):
             assert outputs(llm, prompts, **options) == plain
         sizes = {key for graphs, key in replayed if graphs is engine.graphs}
-        assert sizes <= {(n, t) for n in (1, 2, 3) for t in (8, 32)} and (3, 32) in sizes
-        assert sum(replayed.values()) > 10 * len(replayed)
+        chain = next(t for t in engine._buckets if t >= engine.manifest.dflash.block_size)
+        assert sizes <= {(n, t) for n in (1, 2, 3) for t in (chain, 32)} and (3, 32) in sizes
+        assert sum(replayed.values()) > 5 * len(replayed)
 
 
 def test_bf16_is_lossless_up_to_its_rounding(tmp_path: Path) -> None:
@@ -249,10 +250,10 @@ def test_a_draft_has_the_candidates_that_were_asked_for(engine: TorchEngine) -> 
     def draft(*top_ks: int) -> list[Any]:
         return engine.draft([DraftRequest(s, 5, k, 8, refuse_to_draw) for s, k in enumerate(top_ks)])
 
-    whole = draft(VOCAB, 1)
+    whole, length = draft(VOCAB, 1), engine.manifest.dflash.block_size - 1
     for top_ks in ((1, 1), (7, 70), (1500, 3), (9999, 2)):
         for n, (found, k) in enumerate(zip(draft(*top_ks), top_ks, strict=True)):
-            assert found.log_probs.shape == found.token_ids.shape == (7, min(k, VOCAB))
+            assert found.log_probs.shape == found.token_ids.shape == (length, min(k, VOCAB))
             if n == 0:
                 np.testing.assert_allclose(found.log_probs, whole[0].log_probs[:, :k], atol=1e-5)
             assert (np.diff(found.log_probs) <= 0).all()

@@ -149,7 +149,7 @@ def test_draws_do_not_depend_on_the_tree(engine: TorchEngine, prompts: list[Any]
         (bonus,) = prefill(engine, prompts[:1])
         watcher = Watcher(1, 30)
         rounds = DeviceRound(engine, 1, budget, sampled=True)
-        rounds.run([0], [bonus], watcher, seeds=[request_seed(seed, 0)], temperatures=[1.5])
+        rounds.run([0], [bonus], watcher, seeds=[request_seed(seed, 0)], temperatures=[4.0])
         texts[seed, budget] = watcher.tokens[0][:30]
     assert texts[1, 1] == texts[1, 8] == texts[1, 40] != texts[2, 8]
 

@@ -47,7 +47,9 @@ def test_a_round_is_two_uploads_two_graphs_two_downloads(running: Any) -> None:
     options = {"method": "ddtree", "tree_budget": 16}
     generate(llm, PROMPTS[:1], **options)  # captures what it needs
     start = len(log)
-    (output,) = generate(llm, ["fizz buzz, said the fox"], **options)
+    (output,) = generate(
+        llm, ["fizz buzz, said the fox, and went home to sleep until the sun came up again"], **options
+    )
     steps = rounds(log[start:])
     prompt = ["upload", "pass", "download", "wait"]
     assert steps[0] == prompt

@@ -23,7 +23,7 @@ from ddtree_trt.runtime.torch_weights import DTYPES, read_weights
 from ddtree_trt.runtime.tree import TokenTree
 
 TINY = Path(ddtree_trt.__file__).parent / "assets" / "tiny"
-RELATIVE_ERROR = {"fp32": 2e-3, "fp16": 2e-2, "bf16": 6e-2}  # of logits, in units of their root mean square
+RELATIVE_ERROR = {"fp32": 2e-3, "fp16": 2e-2, "bf16": 1.5e-1}  # of logits, in units of their root mean square
 # Two logits this near, relative to the row's largest, may change places between a pass of one token and one of many.
 NEAR_TIE = {"fp32": 2.0**-10, "fp16": 2.0**-8, "bf16": 2.0**-5}
 BUDGETS = (4, 16, 64)

@@ -53,7 +53,7 @@ _PRESETS = (
         name="tiny",
         target=PackagedSource("tiny/target"),
         drafter=PackagedSource("tiny/drafter"),
-        golden_tau={"dflash": (6.0, 16.0), "ddtree": (6.5, 16.0)},
+        golden_tau={"dflash": (5.0, 16.0), "ddtree": (5.5, 16.0)},
     ),
     Preset(
         name="qwen3-4b",
