@@ -41,7 +41,7 @@ BAD = [
     ({**PROMPT, "sampling_parameters": '{"temperature": "warm"}'}, 400, "temperature must be a number"),
     ({**PROMPT, "sampling_parameters": '{"top_p": 0}'}, 400, "top_p must be above 0"),
     ({**PROMPT, "sampling_parameters": '{"max_tokens": 0}'}, 400, "max_tokens must be at least 1"),
-    ({**PROMPT, "sampling_parameters": '{"method": "magic"}'}, 400, "method must be one of"),
+    ({**PROMPT, "sampling_parameters": '{"method": "magic"}'}, 400, "method must be auto or one of"),
     ({**PROMPT, "sampling_parameters": '{"tree_budget": 100000}'}, 400, "above this engine's"),
     ({**PROMPT, "parameters": {"no_such_thing": 1}}, 400, "unknown sampling parameter no_such_thing"),
     ({**PROMPT, "no_such_input": 1}, 400, "unknown sampling parameter no_such_input"),
