@@ -42,7 +42,8 @@ class Gate:
         refusal = self._refusal(scope)
         answer = _Answer(send, self._metrics)
         if refusal is not None:
-            await _discard_body(scope, receive)
+            if b"expect" not in dict(scope["headers"]):  # who asks before sending has sent nothing
+                await _discard_body(receive)
             await refusal.response()(scope, receive, answer.send)
             return
         exchange = _Exchange(self._app, scope, receive, answer, self._options)
@@ -148,7 +149,7 @@ class _Exchange:
             body += message.get("body", b"")
             if len(body) > self._options.max_body_bytes:
                 if message.get("more_body", False):
-                    await _discard_body(self._scope, self._receive)
+                    await _discard_body(self._receive)
                 self.end(_body_too_large(self._options.max_body_bytes))
                 return
             if not message.get("more_body", False) and not self._body.done():
@@ -175,12 +176,9 @@ class _Exchange:
             await self._answer.send({"type": "http.response.body", "body": body, "more_body": False})
 
 
-async def _discard_body(scope: Scope, receive: Receive) -> None:
+async def _discard_body(receive: Receive) -> None:
     """Read what is left of a refused body, within bounds. A connection closed with unread bytes in it is reset, and a
-    client that is still sending then never sees the answer; one that asks before it sends has sent nothing.
-    """
-    if b"expect" in dict(scope["headers"]):
-        return
+    client that is still sending then never sees the answer."""
 
     async def rest() -> None:
         read = 0
