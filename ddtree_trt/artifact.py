@@ -77,11 +77,6 @@ class TransformerDims:
     rope_theta: float
     max_positions: int  # positions the rotary embedding was made for
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values over all layers, in float32."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * 4
-
 
 @dataclass(frozen=True)
 class DrafterDims(TransformerDims):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from ddtree_trt.artifact import DrafterDims, TransformerDims
+from ddtree_trt.bench.random_pair import shape_entries
 from ddtree_trt.build.checkpoint import EMBEDDING, HEAD, drafter_shapes, target_shapes
 
 TARGET_DIMS = TransformerDims(
@@ -98,23 +99,7 @@ def make_pair(path: Path, *, dtype: str = "fp32", tied: bool = True, **dims: Any
 
 
 def _config(dims: TransformerDims) -> dict[str, Any]:
-    return {
-        "model_type": "qwen3",
-        "vocab_size": dims.vocab_size,
-        "hidden_size": dims.hidden_size,
-        "num_hidden_layers": dims.num_layers,
-        "num_attention_heads": dims.num_heads,
-        "num_key_value_heads": dims.num_kv_heads,
-        "head_dim": dims.head_dim,
-        "intermediate_size": dims.intermediate_size,
-        "rms_norm_eps": dims.rms_norm_eps,
-        "rope_theta": dims.rope_theta,
-        "max_position_embeddings": dims.max_positions,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "eos_token_id": STOP_TOKEN,
-    }
+    return {**shape_entries(dims), "eos_token_id": STOP_TOKEN}
 
 
 def write_config(path: Path, entries: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> None:

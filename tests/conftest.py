@@ -28,6 +28,15 @@ def tiny_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def quick_profile() -> Iterator[None]:
+    """Latencies are measured once and roughly, for tests that do not depend on how long anything takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ddtree_trt.runtime.profile.REPETITIONS", (1, 1))
+        patch.setattr("ddtree_trt.runtime.profile.TREE_TOKENS", (1, 9, 65))
+        yield
+
+
 # The TensorRT engine on pretended machines; see fake_trt_engine.py.
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -50,11 +51,11 @@ class ExecutionContextAllocationStrategy(Enum):
     USER_MANAGED = 2
 
 
-class ILogger:
+class ILogger(ABC):
     Severity = Enum("Severity", "INTERNAL_ERROR ERROR WARNING INFO VERBOSE")
 
-    def log(self, severity: Any, msg: str) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def log(self, severity: Any, msg: str) -> None: ...
 
 
 class FakeTrt:

@@ -25,7 +25,7 @@ from ddtree_trt.build.ops_tensorrt import TensorRtGraph
 from ddtree_trt.build.weights import WeightFile
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.plugins.reference import compact, packed_mask
-from ddtree_trt.runtime.tree import TokenTree, chain_parents
+from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 _ATTRIBUTES = ", ".join([*plugins.ATTENTION_ATTRIBUTES, "plugin_namespace", "plugin_version"])
 _BODY = """
@@ -241,9 +241,7 @@ class LoweredPair:
     def prefill(self, slot: int, token_ids: NDArray[np.int64]) -> NDArray[Any]:
         """A chain, all of it kept; its logits [T, V]."""
         size = len(token_ids)
-        _, logits = self.verify({slot: TokenTree(token_ids, chain_parents(size), np.arange(size, dtype=np.int32))})[
-            slot
-        ]
+        _, logits = self.verify({slot: token_chain(token_ids)})[slot]
         self.commit(slot, np.arange(size, dtype=np.int32))
         return logits
 

@@ -23,7 +23,7 @@ from ddtree_trt.runtime.sampling import Sampler
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.sequence import Sequence as Completion
 from ddtree_trt.runtime.text import TextStream
-from ddtree_trt.runtime.tree import TokenTree, chain_parents
+from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 Array = np.ndarray
 Kind = Literal["dflash", "autoregressive"]
@@ -204,7 +204,7 @@ class ScriptedEngine:
         size = len(token_ids)
         assert token_ids.dtype == np.int64
         assert 0 < size <= self.manifest.limits.prefill_chunk
-        tree = TokenTree(token_ids, chain_parents(size), np.arange(size, dtype=np.int32))
+        tree = token_chain(token_ids)
         (verdict,) = self._pass("prefill", [VerifyRequest(slot, tree)])
         self._keep(slot, np.arange(size), taps)
         return verdict if rows == "all" else Verdict(verdict.choices[-1:], verdict.logits[-1:])

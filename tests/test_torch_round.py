@@ -29,14 +29,7 @@ from ddtree_trt.runtime.torch_round import DeviceRound, KernelOps
 
 TOKENS = 50
 
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_profile() -> Iterator[None]:
-    """Latencies are measured once and roughly: no test here depends on how long anything takes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ddtree_trt.runtime.profile.REPETITIONS", (1, 1))
-        patch.setattr("ddtree_trt.runtime.profile.TREE_TOKENS", (1, 9, 65))
-        yield
+pytestmark = pytest.mark.usefixtures("quick_profile")
 
 
 @pytest.fixture(scope="module")

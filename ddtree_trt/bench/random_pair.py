@@ -128,8 +128,8 @@ def hugging_face_configs(shape: PairShape) -> tuple[dict[str, object], dict[str,
     """What `config.json` of the target and of the drafter say."""
     drafter = shape.drafter
     common: dict[str, object] = {"tie_word_embeddings": shape.tied, "eos_token_id": _STOP_TOKEN}
-    return {**_config(shape.target), **common, "architectures": ["Qwen3ForCausalLM"]}, {
-        **_config(drafter),
+    return {**shape_entries(shape.target), **common, "architectures": ["Qwen3ForCausalLM"]}, {
+        **shape_entries(drafter),
         **common,
         "architectures": ["DFlashDraftModel"],
         "block_size": drafter.block_size,
@@ -138,7 +138,8 @@ def hugging_face_configs(shape: PairShape) -> tuple[dict[str, object], dict[str,
     }
 
 
-def _config(dims: TransformerDims) -> dict[str, object]:
+def shape_entries(dims: TransformerDims) -> dict[str, object]:
+    """What the config.json of a target and of a drafter have in common."""
     return {
         "model_type": "qwen3",
         "vocab_size": dims.vocab_size,

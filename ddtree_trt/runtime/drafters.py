@@ -12,9 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engine import Draft, DraftRequest
 from ddtree_trt.runtime.kv import SlotLengths
-from ddtree_trt.runtime.tree import TokenTree, chain_parents
+from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,22 @@ class LanguageModel(Protocol):
         """Write a tree's T rows behind the slot's committed ones; logits for the wanted rows [R]."""
 
 
-class Drafter(Protocol):
-    """What the engine asks of a drafter."""
+class Follower(Protocol):
+    """Whatever keeps up with the target's committed tokens."""
 
     def known(self, slot: int) -> int:
-        """Leading committed tokens the drafter has been told of."""
+        """Leading committed tokens it has been told of."""
+
+
+def check_told(drafter: Follower, target: SlotLengths, slot: int) -> None:
+    """Raises EngineError when the drafter was not told of every committed token of the slot."""
+    known, length = drafter.known(slot), target.lengths[slot]
+    if known != length:
+        raise EngineError(f"slot {slot} holds {length} tokens, the drafter was told of {known} of them")
+
+
+class Drafter(Follower, Protocol):
+    """What the engine asks of a drafter."""
 
     def learn(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
         """Tokens [m] were committed behind the known ones; their tapped target states [m, M·H] where there are taps."""
@@ -112,7 +124,7 @@ class AutoregressiveDrafter:
         for start in range(0, len(tokens), self._chunk):
             piece = np.array(tokens[start : start + self._chunk], np.int64)
             size = len(piece)
-            tree = TokenTree(piece, chain_parents(size), np.arange(size, dtype=np.int32))
+            tree = token_chain(piece)
             said = self._model.extend(slot, tree, np.array([size - 1]))
             self._model.cache.append(slot, size)
             context.cached += piece.tolist()

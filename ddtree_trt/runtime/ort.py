@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from ddtree_trt import artifact
 from ddtree_trt.artifact import DrafterDims, Manifest, always_causal
-from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.drafters import AutoregressiveDrafter, Drafter
+from ddtree_trt.runtime.drafters import AutoregressiveDrafter, Drafter, check_told
 from ddtree_trt.runtime.engine import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.ort_drafters import BlockDrafter
 from ddtree_trt.runtime.ort_network import LanguageModel, Network
-from ddtree_trt.runtime.tree import TokenTree, chain_parents
+from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 # Below this many bytes of weights a pass is too short for threads to help: waking them costs more than they save.
 SINGLE_THREAD_BYTES = 64 << 20
@@ -58,7 +57,7 @@ class OrtEngine:
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         tokens = len(token_ids)
-        tree = TokenTree(token_ids, chain_parents(tokens), np.arange(tokens, dtype=np.int32))
+        tree = token_chain(token_ids)
         first = 0 if rows == "all" else tokens - 1
         verdict = self._pass(slot, tree, np.arange(first, tokens))
         self.commit(slot, np.arange(tokens, dtype=np.int32), taps=taps)
@@ -85,7 +84,7 @@ class OrtEngine:
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         if taps:
-            self._check_known(slot)
+            check_told(self._drafter, self._target.cache, slot)
             token_ids, states = self._passed[slot]
             self._drafter.learn(slot, token_ids[path], None if states is None else states[path])
         self._target.cache.compact(slot, path)
@@ -93,14 +92,9 @@ class OrtEngine:
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts = []
         for request in requests:
-            self._check_known(request.slot)
+            check_told(self._drafter, self._target.cache, request.slot)
             drafts.append(self._drafter.draft(request))
         return drafts
-
-    def _check_known(self, slot: int) -> None:
-        known, length = self._drafter.known(slot), self.length(slot)
-        if known != length:
-            raise EngineError(f"slot {slot} holds {length} tokens, the drafter was told of {known} of them")
 
     def close(self) -> None:
         self._passed.clear()

@@ -20,7 +20,7 @@ from ddtree_trt import artifact
 from ddtree_trt.artifact import DrafterDims, Manifest
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins import MaskMode
-from ddtree_trt.runtime.drafters import AutoregressiveDrafter
+from ddtree_trt.runtime.drafters import AutoregressiveDrafter, check_told
 from ddtree_trt.runtime.engine import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.lazy_rows import LazyRows
 from ddtree_trt.runtime.passes import buckets, pad_trees
@@ -30,7 +30,7 @@ from ddtree_trt.runtime.torch_drafters import BlockDrafter, TorchLanguageModel
 from ddtree_trt.runtime.torch_graphs import Download, Graphs, Upload
 from ddtree_trt.runtime.torch_model import Qwen3
 from ddtree_trt.runtime.torch_weights import DTYPES, check_device, choose_device, device_name, read_weights
-from ddtree_trt.runtime.tree import TokenTree, chain_parents
+from ddtree_trt.runtime.tree import token_chain
 from ddtree_trt.weight_layout import DRAFTER, TARGET
 
 # Below this many bytes of weights a pass on a CPU is too short for threads to help.
@@ -117,7 +117,7 @@ class TorchEngine:
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         """Not captured: a chunk has work enough to hide its launches."""
         size = len(token_ids)
-        tree = TokenTree(token_ids, chain_parents(size), np.arange(size, dtype=np.int32))
+        tree = token_chain(token_ids)
         place, ids, positions = self._send([VerifyRequest(slot, tree)], self._bucket(size), MaskMode.CAUSAL)
         hidden, tapped = self.target.forward(ids, positions, place, MaskMode.CAUSAL)
         self._passed[slot] = _Passed(token_ids, None if tapped is None else tapped[0, :size])
@@ -178,7 +178,7 @@ class TorchEngine:
             slots, past, count, keep = self._commits[slot].send(*control, path.astype(np.int32, copy=False))
             self.cache.compact(slots, past, keep[None], count)
         if taps:
-            self._check_known(slot)
+            check_told(self.drafter, self.cache, slot)
             passed = self._passed.get(slot)
             if passed is None:
                 raise EngineError(f"slot {slot} was not in the last target pass: its states are gone")
@@ -190,15 +190,10 @@ class TorchEngine:
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         for request in requests:
-            self._check_known(request.slot)
+            check_told(self.drafter, self.cache, request.slot)
         if isinstance(self.drafter, BlockDrafter):
             return self.drafter.draft_all(requests) if requests else []
         return [self.drafter.draft(request) for request in requests]
-
-    def _check_known(self, slot: int) -> None:
-        known, length = self.drafter.known(slot), self.length(slot)
-        if known != length:
-            raise EngineError(f"slot {slot} holds {length} tokens, the drafter was told of {known} of them")
 
     def close(self) -> None:
         self._passed.clear()

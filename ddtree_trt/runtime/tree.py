@@ -83,6 +83,12 @@ def chain_parents(length: int) -> NDArray[np.int32]:
     return np.arange(-1, length - 1, dtype=np.int32)
 
 
+def token_chain(token_ids: NDArray[np.int64]) -> TokenTree:
+    """Tokens [T] in a row: what a causal pass is, as a tree."""
+    length = len(token_ids)
+    return TokenTree(token_ids, chain_parents(length), np.arange(length, dtype=np.int32))
+
+
 EMPTY = chain([])
 
 

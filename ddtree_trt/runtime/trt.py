@@ -22,11 +22,12 @@ from ddtree_trt.errors import EngineError
 from ddtree_trt.memory import FLOAT_BYTES, INT_BYTES, CacheShape, Layout
 from ddtree_trt.plugins.library import KernelLibrary
 from ddtree_trt.runtime.cuda import Device, Upload
+from ddtree_trt.runtime.drafters import check_told
 from ddtree_trt.runtime.engine import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.kv import SlotLengths
 from ddtree_trt.runtime.lazy_rows import LazyRows
 from ddtree_trt.runtime.passes import buckets, pad_trees
-from ddtree_trt.runtime.tree import TokenTree, chain_parents
+from ddtree_trt.runtime.tree import token_chain
 from ddtree_trt.runtime.trt_drafter import BlockDrafter, Buffers
 from ddtree_trt.runtime.trt_load import Loaded, load_plans
 from ddtree_trt.runtime.trt_network import Network
@@ -121,7 +122,7 @@ class TrtEngine:
         """A chain under a causal mask, in the profile for prompts. Not captured: a chunk has work enough to hide its
         launches, and every prompt ends in a chunk of another length."""
         tokens = len(token_ids)
-        tree = TokenTree(token_ids, chain_parents(tokens), np.arange(tokens, dtype=np.int32))
+        tree = token_chain(token_ids)
         first = 0 if rows == "all" else tokens - 1  # an engine computes one row at least
         choices = self._target_pass([VerifyRequest(slot, tree)], tokens, np.arange(first, tokens), PREFILL)
         self.commit(slot, np.arange(tokens, dtype=np.int32), taps=taps)
@@ -190,7 +191,7 @@ class TrtEngine:
         if passed is None or passed.generation != self._generation:
             raise EngineError(f"slot {slot} was not in the last target pass: there is nothing to commit")
         if taps:
-            self._check_known(slot)
+            check_told(self.drafter, self.cache, slot)
         if int(path[-1]) != size - 1:
             self._compact(slot, path, passed if taps else None)
         if taps:
@@ -247,13 +248,8 @@ class TrtEngine:
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         for request in requests:
-            self._check_known(request.slot)
+            check_told(self.drafter, self.cache, request.slot)
         return self.drafter.draft_all(requests) if requests else []
-
-    def _check_known(self, slot: int) -> None:
-        known, length = self.drafter.known(slot), self.length(slot)
-        if known != length:
-            raise EngineError(f"slot {slot} holds {length} tokens, the drafter was told of {known} of them")
 
     def close(self) -> None:
         """Give all memory back; a second call does nothing. Raises EngineError when CUDA refuses."""
