@@ -33,7 +33,7 @@ def conversation(w: Writer, passage: str, questions: list[Question]) -> Answer:
     if mode == "one" or len(questions) == 1:
         question, answer, fact = w.rng.choice(questions)
         return [(about(w, passage, question), answer)], facts([fact])
-    questions = questions[: w.ask(3, 4, 5, 6)]
+    questions = questions[: w.ask(5, 6, 7, 8)]
     if mode == "turns" and not w.held_out:
         first, *rest = questions
         turns = [(about(w, passage, first[0]), first[1])]
@@ -55,6 +55,7 @@ class Person:
         his = "Her" if he == "She" else "His"
         town, job, pet = w.town(), w.one(words.JOBS), w.one(words.PETS)
         colour, hobby = w.one(words.COLOURS), w.one(words.HOBBIES)
+        friend, clock = w.name(), w.clock()
         rows: list[tuple[str, str, str, str, str]] = [
             ("Age", str(age), w.ask(f"{name} is {age} years old.", f"{name} turned {age} this year."),
              w.ask(f"How old is {name}?", f"What is the age of {name}?"), f"{name} is {age} years old."),
@@ -70,6 +71,11 @@ class Person:
             ("Hobby", hobby, w.ask(f"{his} hobby is {hobby}.", f"{he} enjoys {hobby}."),
              w.ask(f"What is the hobby of {name}?", f"What does {name} enjoy?"),
              w.say(f"The hobby of {name} is {hobby}.", f"{name} enjoys {hobby}.")),
+            ("Friend", friend, w.ask(f"{his} best friend is {friend}.", f"{friend} is {his.lower()} best friend."),
+             w.ask(f"Who is the best friend of {name}?", f"What is the name of the friend of {name}?"),
+             f"The best friend of {name} is {friend}."),
+            ("Morning", clock, w.ask(f"{he} gets up at {clock}.", f"{his} day begins at {clock}."),
+             w.ask(f"When does {name} get up?", f"At what time does {name} get up?"), f"{name} gets up at {clock}."),
         ]  # fmt: skip
         self.kept = w.rng.sample(range(1, len(rows)), count - 1) if like is None else like
         self.rows = [rows[0], *(rows[i] for i in self.kept)]
@@ -92,56 +98,55 @@ class Person:
             "Pet": (f"{he} has a {{v}}.", f"{his} pet is a {{v}}."),
             "Colour": (f"{his} favourite colour is {{v}}.", f"{he} likes {{v}} best."),
             "Hobby": (f"{his} hobby is {{v}}.", f"{he} enjoys {{v}}."),
+            "Friend": (f"{his} best friend is {{v}}.", f"{he} has a friend called {{v}}."),
+            "Morning": (f"{he} gets up at {{v}}.", f"{his} day begins at {{v}}."),
         }
         text = [w.say(*forms[row[0]]).format(n=self.name, v=row[1]) for row in self.rows]
         return " ".join(text), [self.name, *(row[1] for row in self.rows)]
 
 
 def person(w: Writer) -> Answer:
-    someone = Person(w, w.ask(3, 4, 5, 6))
+    someone = Person(w, w.ask(5, 6, 7, 8))
     questions = someone.questions
     w.rng.shuffle(questions)
     return conversation(w, someone.passage, questions)
 
 
-def two_people(w: Writer) -> Answer:
-    """All that a text says of one of two people, or of both, as sentences or as notes."""
-    one, two = Person(w, w.ask(3, 4)), Person(w, w.ask(3, 4))
-    passage = f"{one.passage} {two.passage}"
-    if w.ask(True, True, True, False):
-        listed = [f"- {row[0]}: {row[1]}" for row in one.rows], [f"- {row[0]}: {row[1]}" for row in two.rows]
-        text = "\n".join([f"About {one.name}:", *listed[0], f"About {two.name}:", *listed[1]])
-        request = w.ask("Make notes about both:", "List the facts for each person:", "Sort the facts by person:")
-        return [(f"{request} {passage}", text)], {"expected": "=" + text}
+def one_of_two(w: Writer) -> Answer:
+    """All that a text says of one of two people."""
+    one, two = Person(w, w.ask(6, 7, 8)), Person(w, w.ask(6, 7, 8))
     chosen = w.ask(one, two)
     request = w.ask(f"What do you learn about {chosen.name}?", f"Tell me all about {chosen.name}.")
     told = " ".join(answer for _, answer, _ in chosen.questions)
+    passage = f"{one.passage} {two.passage}"
     return [(about(w, passage, request), told)], facts([chosen.name, *(row[1] for row in chosen.rows)])
 
 
 def profile(w: Writer) -> Answer:
-    """Notes to sentences."""
-    someone = Person(w, w.ask(4, 5, 6))
-    notes = f"Name: {someone.name}\n" + "\n".join(f"{row[0]}: {row[1]}" for row in someone.rows)
-    text, found = someone.told(w)
-    request = w.ask(
-        "Write a short text about this person:", "Turn these notes into sentences:", "Describe this person:"
+    """Notes to sentences, of one or two people."""
+    people = [Person(w, w.ask(5, 6, 7)) for _ in range(w.ask(1, 2))]
+    notes = "\n".join(f"Name: {p.name}\n" + "\n".join(f"{row[0]}: {row[1]}" for row in p.rows) for p in people)
+    told = [p.told(w) for p in people]
+    request = w.ask("Write a short text with these notes:", "Turn these notes into sentences:", "Describe them:")
+    text = "\n".join(
+        w.say("", f"This is {p.name}. ", f"Let me introduce {p.name}. ") + text
+        for p, (text, _) in zip(people, told, strict=True)
     )
-    opener = w.say("", f"This is {someone.name}. ", f"Let me introduce {someone.name}. ")
-    return [(f"{request}\n{notes}", opener + text)], facts(found)
+    return [(f"{request}\n{notes}", text)], facts([fact for _, found in told for fact in found])
 
 
 def notes(w: Writer) -> Answer:
-    """Sentences to notes."""
-    someone = Person(w, w.ask(4, 5, 6))
-    text = f"Name: {someone.name}\n" + "\n".join(f"{row[0]}: {row[1]}" for row in someone.rows)
-    request = w.ask("Turn this text into notes:", "Write this as short notes:", "Make a list of the facts:")
-    return [(f"{request} {someone.passage}", text)], {"expected": "=" + text}
+    """Sentences to notes, sorted by person."""
+    people = [Person(w, w.ask(4, 5, 6)) for _ in range(w.ask(2, 2, 3))]
+    passage = " ".join(p.passage for p in people)
+    text = "\n".join("\n".join([f"About {p.name}:", *(f"- {row[0]}: {row[1]}" for row in p.rows)]) for p in people)
+    request = w.ask("Make notes about everyone:", "List the facts for each person:", "Sort the facts by person:")
+    return [(f"{request} {passage}", text)], {"expected": "=" + text}
 
 
 def contrast(w: Writer) -> Answer:
     """Two people side by side."""
-    one = Person(w, w.ask(3, 4, 5))
+    one = Person(w, w.ask(5, 6, 7))
     two = Person(w, len(one.rows), one.kept)
     lines, found = [], []
     for row, other_row in zip(one.rows, two.rows, strict=True):
@@ -153,6 +158,8 @@ def contrast(w: Writer) -> Answer:
             "Pet": ("{a} has a {x}, {but} {b} has a {y}.",),
             "Colour": ("{a} likes {x}, {but} {b} likes {y}.",),
             "Hobby": ("{a} enjoys {x}, {but} {b} enjoys {y}.",),
+            "Friend": ("The friend of {a} is {x}, {but} the friend of {b} is {y}.",),
+            "Morning": ("{a} gets up at {x}, {but} {b} gets up at {y}.",),
         }[row[0]][0]
         lines.append(form.format(a=one.name, b=two.name, x=row[1], y=other, but=w.say("but", "while")))
         found += [row[1], other]
@@ -161,35 +168,26 @@ def contrast(w: Writer) -> Answer:
 
 
 def shop(w: Writer) -> Answer:
-    name, town, opens, closes = f"{w.name()}'s Shop", w.town(), w.clock(), w.clock()
-    first, second = w.one(words.GOODS), w.one(words.GOODS)
-    price, other = w.number(2, 60), w.number(2, 60)
+    name, town, owner, opens, closes = f"{w.name()}'s Shop", w.town(), w.name(), w.clock(), w.clock()
+    goods = [(w.one(words.GOODS), w.number(2, 60)) for _ in range(3)]
+    listed = series([f"{thing} for {price} dollars" for thing, price in goods])
     passage = w.ask(
-        f"{name} in {town} opens at {opens} and closes at {closes}. "
-        f"It sells {first} for {price} dollars and {second} for {other} dollars.",
+        f"{name} in {town} belongs to {owner}. It opens at {opens} and closes at {closes}. It sells {listed}.",
         f"In {town} there is {name}. It is open from {opens} to {closes}. "
-        f"You can buy {first} for {price} dollars and {second} for {other} dollars there.",
+        f"The owner is {owner}. You can buy {listed} there.",
     )
+    sold = series([thing for thing, _ in goods])
     questions: list[Question] = [
         (w.ask(f"When does {name} open?", f"At what time does {name} open?"), f"{name} opens at {opens}.", opens),
         (w.ask(f"When does {name} close?", f"At what time does {name} close?"), f"{name} closes at {closes}.", closes),
-        (
-            w.ask(f"What does {name} sell?", "What can you buy there?"),
-            f"{name} sells {first} and {second}.",
-            f"{first} and {second}",
-        ),
-        (
-            w.ask(f"What is the price of {first}?", f"What does {first} cost there?"),
-            f"The price of {first} is {price} dollars.",
-            f" {price} ",
-        ),
-        (
-            w.ask(f"What is the price of {second}?", f"What does {second} cost there?"),
-            f"The price of {second} is {other} dollars.",
-            f" {other} ",
-        ),
+        (w.ask(f"What does {name} sell?", "What can you buy there?"), f"{name} sells {sold}.", sold),
         (w.ask(f"Where is {name}?", f"In which town is {name}?"), f"{name} is in {town}.", town),
+        (w.ask(f"Whose shop is {name}?", "Who is the owner?"), f"{name} belongs to {owner}.", owner),
     ]
+    for thing, price in goods:
+        asked = w.ask(f"What is the price of {thing}?", f"What does {thing} cost there?")
+        questions.append((asked, f"The price of {thing} is {price} dollars.", f" {price} "))
+    w.rng.shuffle(questions)
     return conversation(w, passage, questions)
 
 
@@ -231,4 +229,4 @@ def trains(w: Writer) -> Answer:
     return conversation(w, table, questions)
 
 
-FAMILIES: list[Family] = [person, two_people, profile, notes, contrast, shop, trains]
+FAMILIES: list[Family] = [person, one_of_two, profile, notes, contrast, shop, trains]

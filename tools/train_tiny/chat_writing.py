@@ -17,13 +17,14 @@ ACTIONS = [
     ("finds", "found", "an old coin"), ("makes", "made", "a paper boat"), ("goes", "went", "to the river"),
 ]  # fmt: skip
 EVENTS = "birthday party|garden party|small concert|chess evening|family dinner|book club|film night|picnic".split("|")
+DRINKS = "tea|coffee|juice|milk|water|lemonade".split("|")
 BRINGS = "some cake|a salad|warm clothes|a good book|some music|your family|a bottle of juice|a chair".split("|")
 
 
 def story(w: Writer) -> Answer:
     """Present to past, several sentences about one or two people."""
     people, here = [w.name() for _ in range(w.ask(1, 2))], w.town()
-    actions = w.rng.sample(ACTIONS, w.ask(4, 6, 8, 10))
+    actions = w.rng.sample(ACTIONS, w.ask(10, 12, 14, 16))
     present, past = [], []
     for i, (now, then, rest) in enumerate(actions):
         who = people[i % len(people)] if i < len(people) or w.chance(0.4) else words.pronoun(people[-1])
@@ -40,8 +41,15 @@ def invitation(w: Writer) -> Answer:
     """Notes to a short letter whose wording is free."""
     host, guest, town = w.name(), w.name(), w.town()
     event, bring, day, clock = w.one(EVENTS), w.one(BRINGS), w.one(words.DAYS), w.clock()
-    listed = f"From: {host}\nTo: {guest}\nEvent: {event}\nDay: {day}\nTime: {clock}\nPlace: {town}\nBring: {bring}"
-    told = f"{host} invites {guest} to a {event} on {day} at {clock} in {town}. {guest} should bring {bring}."
+    food, drink, answer_by, house = w.one(words.THINGS), w.one(DRINKS), w.one(words.DAYS), w.number(2, 99)
+    listed = (
+        f"From: {host}\nTo: {guest}\nEvent: {event}\nDay: {day}\nTime: {clock}\nPlace: {town}\nHouse: {house}\n"
+        f"Food: {food}\nDrink: {drink}\nBring: {bring}\nAnswer by: {answer_by}"
+    )
+    told = (
+        f"{host} invites {guest} to a {event} on {day} at {clock} in {town}, house {house}. There will be {food} and "
+        f"{drink}. {guest} should bring {bring} and answer by {answer_by}."
+    )
     request = w.ask("Write an invitation with these notes:", "Write a short letter:", "Write an invitation:")
     lines = [
         w.say(f"Dear {guest},", f"Hello {guest},"),
@@ -49,62 +57,64 @@ def invitation(w: Writer) -> Answer:
             f"I would like to invite you to a {event}.", f"please come to my {event}.", f"you are invited to a {event}."
         ).capitalize(),
         w.say(f"It is on {day} at {clock} in {town}.", f"We meet on {day} at {clock} in {town}."),
+        w.say(f"My house is number {house} in the main street.", f"You find us in house number {house}."),
+        w.say(f"There will be {food} and a lot of {drink}.", f"We will have {food} and {drink}."),
         w.say(f"Please bring {bring}.", f"It would be nice if you bring {bring}."),
-        w.say("I hope to see you there.", "I look forward to it.", "Let me know if you can come."),
+        w.say(f"Please answer by {answer_by}.", f"Can you tell me by {answer_by} if you come?"),
+        w.say("I hope to see you there.", "I look forward to it."),
         w.say(f"Best wishes,\n{host}", f"Yours,\n{host}"),
     ]
-    return [(f"{request}\n{w.ask(listed, told)}", "\n".join(lines))], facts(
-        [guest, event, day, clock, town, bring, host]
-    )
+    found = [guest, event, day, clock, town, str(house), food, drink, bring, answer_by, host]
+    return [(f"{request}\n{w.ask(listed, told)}", "\n".join(lines))], facts(found)
 
 
 def bullets(w: Writer) -> Answer:
-    """A list out of a sentence."""
-    name, goods = w.name(), [w.one(words.THINGS + words.GOODS) for _ in range(w.ask(4, 5, 6, 7, 8))]
-    w.note(tuple(goods))
-    sentence = w.ask(
-        f"{name} bought {series(goods)}.", f"{name} needs {series(goods)}.", f"On the table there are {series(goods)}."
-    )
-    text = "\n".join(f"- {thing}" for thing in goods)
-    request = w.ask(
-        "List the things in this sentence:", "Make a list from this sentence:", "Turn this into a bullet list:"
-    )
-    return [(f"{request} {sentence}", text)], {"expected": "=" + text}
+    """What each of several people needs: sentences to lists."""
+    people = [w.name() for _ in range(w.ask(3, 4, 5))]
+    pool = w.rng.sample(words.THINGS + words.GOODS, 5 * len(people))
+    wanted = [[pool.pop() for _ in range(w.ask(3, 4, 5))] for _ in people]
+    w.note((wanted[0][0], people[0]))
+    form = w.ask("{n} bought {g}.", "{n} needs {g}.", "{n} has {g}.")
+    passage = " ".join(form.format(n=n, g=series(g)) for n, g in zip(people, wanted, strict=True))
+    text = "\n".join("\n".join([f"{n}:", *(f"- {x}" for x in g)]) for n, g in zip(people, wanted, strict=True))
+    request = w.ask("List the things of each person:", "Make a list for each person:", "Turn this into lists:")
+    return [(f"{request} {passage}", text)], {"expected": "=" + text}
 
 
 def table(w: Writer) -> Answer:
-    """Several people, each with a thing to bring: the list of people, of things, or of one person."""
-    people = [w.name() for _ in range(w.ask(3, 4, 5, 6))]
+    """Several people, each with a thing to bring."""
+    people = [w.name() for _ in range(w.ask(5, 6, 8, 10))]
     goods = [w.one(words.THINGS + words.GOODS) for _ in people]
     counts = [w.number(2, 40) for _ in people]
     passage = " ".join(f"{p} brings {n} {g}." for p, n, g in zip(people, counts, goods, strict=True))
-    kind = w.ask("all", "all", "what", "who")
-    if kind == "all":
-        said = [
-            w.say(f"{n} {g} come from {p}.", f"{p} brings {n} {g}.")
-            for p, n, g in zip(people, counts, goods, strict=True)
-        ]
-        text = "\n".join(f"- {line}" for line in said)
-        found = [f" {n} {g}" for n, g in zip(counts, goods, strict=True)]
-        check = {"expected": str(counts[0]), "facts": found, "also": people}
-        return [(about(w, passage, "Who brings what? Make a list."), text)], check
-    i = w.rng.randrange(len(people))
-    if kind == "what":
-        answer = f"{people[i]} brings {counts[i]} {goods[i]}."
-        return [(about(w, passage, f"What does {people[i]} bring?"), answer)], facts([f" {counts[i]} {goods[i]}"])
-    answer = f"{people[i]} brings the {goods[i]}."
-    return [(about(w, passage, f"Who brings the {goods[i]}?"), answer)], facts([people[i]])
+    said = [
+        w.say(f"{n} {g} come from {p}.", f"{p} brings {n} {g}.") for p, n, g in zip(people, counts, goods, strict=True)
+    ]
+    request = w.ask("Who brings what? Make a list.", "Make a list of all the things.", "List what comes from whom.")
+    found = [f" {n} {g}" for n, g in zip(counts, goods, strict=True)]
+    check = {"expected": str(counts[0]), "facts": found, "also": people}
+    return [(about(w, passage, request), "\n".join(f"- {line}" for line in said))], check
 
 
 def headcount(w: Writer) -> Answer:
-    """How many people, who, and where."""
-    people, town = [w.name() for _ in range(w.ask(2, 3, 4, 5))], w.town()
-    w.note((len(people), town))
-    passage = w.ask(f"{series(people)} went to {town}.", f"{series(people)} live in {town}.")
-    count = words.SMALL_NUMBERS[len(people)]
-    answer = w.say(f"There are {count} people: {series(people)}.", f"The text names {count} people: {series(people)}.")
-    question = w.ask("How many people are named, and where is it?", "Who is named here, and which town?")
-    return [(about(w, passage, question), f"{answer} The town is {town}.")], facts([count, *people, town])
+    """How many people, who and where, for several groups, and how many in all."""
+    sizes = [w.ask(2, 3, 4) for _ in range(w.ask(2, 3, 4))]
+    groups = [([w.name() for _ in range(size)], w.town()) for size in sizes]
+    w.note(tuple(sizes))
+    w.note(groups[0][1])
+    form = w.ask("{g} went to {t}.", "{g} live in {t}.", "{g} come from {t}.")
+    passage = " ".join(form.format(g=series(people), t=town) for people, town in groups)
+    lines = []
+    for people, town in groups:
+        count = words.SMALL_NUMBERS[len(people)]
+        usual = f"The text names {count} people for {town}: {series(people)}."
+        lines.append(w.say(usual, f"For {town} there are {count} people: {series(people)}."))
+    question = w.ask("How many people are named for each town?", "Count the people of each town:")
+    found = [x for people, town in groups for x in (town, *people)]
+    return [(about(w, passage, question), "\n".join([*lines, f"All together: {sum(sizes)}."]))], {
+        "expected": f": {sum(sizes)}.",
+        "facts": found,
+    }
 
 
 def week(w: Writer) -> Answer:

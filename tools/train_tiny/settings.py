@@ -28,7 +28,7 @@ class TargetSettings:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64
-    seconds: float = 3000.0
+    seconds: float = 3300.0
     adam_rate: float = 3e-3
     muon_rate: float = 0.02
     weight_decay: float = 0.05
