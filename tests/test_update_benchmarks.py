@@ -6,7 +6,9 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -38,3 +40,13 @@ def test_a_busy_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     tool.refuse_if_busy(True)
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0, 0))
     tool.refuse_if_busy(False)
+
+
+def test_the_useless_drafter_is_random_but_fits(tmp_path: Path) -> None:
+    made = load_file(tool.make_useless(tmp_path / "drafter") / "model.safetensors")
+    packaged = load_file(ROOT / "ddtree_trt/assets/tiny/drafter/model.safetensors")
+    assert made.keys() == packaged.keys()
+    for name, w in made.items():
+        assert w.shape == packaged[name].shape and w.dtype == packaged[name].dtype
+        assert np.array_equal(w, packaged[name]) == (w.ndim == 1)
+        assert w.ndim == 1 or abs(np.corrcoef(w.ravel(), packaged[name].ravel())[0, 1]) < 0.05

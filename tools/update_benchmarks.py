@@ -15,16 +15,23 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from safetensors.numpy import load_file, save_file
+
+from ddtree_trt.artifact import Progress
 from ddtree_trt.bench.plots import plot_all
 from ddtree_trt.bench.report import markdown
 from ddtree_trt.bench.result import BenchResult, read_result, to_json
 from ddtree_trt.bench.runner import run_bench
 from ddtree_trt.bench.settings import BenchSettings, CheckSettings
 from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.presets import PackagedSource
 from ddtree_trt.check import check_engine, describe
 from ddtree_trt.commands.profile import measure_engine
 from ddtree_trt.errors import DDTreeError
@@ -48,8 +55,9 @@ CAPTIONS = {
 class Section:
     """A benchmark of the document, and the pictures it shows of it."""
 
-    settings: Callable[[Path, str | None], BenchSettings]  # of the tiny engine and the published code's checkout
+    settings: Callable[[Path, str | None], BenchSettings]  # of the engine and the published code's checkout
     pictures: tuple[str, ...]
+    engine: str = "tiny"
     needs_reference: bool = False
 
 
@@ -59,6 +67,13 @@ SECTIONS = {
             str(engine), budgets=("auto", 1, 2, 4, 8, 16, 32, 64), temperatures=(0.0, 1.0), repeats=3
         ),
         ("speedup", "budget", "stages", "acceptance"),
+    ),
+    "useless": Section(
+        lambda engine, _: BenchSettings(
+            str(engine), budgets=("auto", 1, 8), temperatures=(0.0, 1.0), limit=30, repeats=3
+        ),
+        (),
+        engine="useless",
     ),
     "peers": Section(
         lambda engine, reference: BenchSettings(
@@ -111,18 +126,42 @@ def write_section(name: str, content: str) -> None:
     print(f"wrote section {name} of {DOCUMENT.relative_to(ROOT)}")
 
 
+def make_useless(drafter: Path) -> Path:
+    """The tiny pair's drafter with random matrices: what it proposes is never right but by luck."""
+    packaged, rng = PackagedSource("tiny/drafter").directory, np.random.default_rng(0)
+    drafter.mkdir()
+    shutil.copy(packaged / "config.json", drafter)
+    weights = load_file(packaged / "model.safetensors")
+    for name, w in weights.items():
+        if w.ndim == 2:
+            weights[name] = (rng.standard_normal(w.shape) / np.sqrt(w.shape[1])).astype(w.dtype)
+    save_file(weights, drafter / "model.safetensors", metadata={"format": "pt"})
+    return drafter
+
+
+def build_engines(names: set[str], progress: Progress) -> dict[str, Path]:
+    """The engines of these names, built and profiled below `engines/`."""
+    engines = {name: Path("engines") / name for name in names}
+    for name, engine in engines.items():
+        with tempfile.TemporaryDirectory() as folder:
+            drafter = make_useless(Path(folder) / "drafter") if name == "useless" else None
+            compile_engine(BuildRequest(target="tiny", drafter=drafter, output=engine, force=True), progress)
+        measure_engine(engine, progress)
+    return engines
+
+
 def measure(names: list[str], reference: str | None) -> None:
     os.chdir(ROOT)  # so that results name the engine and the checkout as a reader of the repository would
-    engine, checkout = Path("engines/tiny"), os.path.relpath(reference) if reference else None
+    checkout = os.path.relpath(reference) if reference else None
     with progress_bars() as progress:
-        compile_engine(BuildRequest(target="tiny", output=engine, force=True), progress)
-        measure_engine(engine, progress)
+        engines = build_engines({SECTIONS[name].engine if name in SECTIONS else "tiny" for name in names}, progress)
         for name in names:
             if name == CHECK:
-                lines = describe(check_engine(CheckSettings(str(engine), limit=60), progress))
+                lines = describe(check_engine(CheckSettings(str(engines["tiny"]), limit=60), progress))
                 write_section(name, "\n".join(["```text", *lines, "```"]))
                 continue
-            result = run_bench(SECTIONS[name].settings(engine, checkout), progress=progress)
+            section = SECTIONS[name]
+            result = run_bench(section.settings(engines[section.engine], checkout), progress=progress)
             RESULTS.mkdir(parents=True, exist_ok=True)
             (RESULTS / f"{name}.json").write_text(to_json(result), encoding="utf-8")
             write_section(name, render(name, result))
