@@ -14,7 +14,7 @@ import pytest
 import torch
 from checkpoints import make_pair
 from plugin_libraries import lean_python
-from quantized import quantize
+from quantized import ALGORITHMS, quantize
 from real_tensorrt import ROOT, cuda_names
 from safetensors.torch import load_file
 from tensorrt_builds import DIMS, ENGINE_MODULE, Machine, build
@@ -136,9 +136,10 @@ def test_the_tables_both_engines_read(machine: Machine, tmp_path: Path, precisio
         assert manifest.tensors[network]["inputs"][-2:] == ["embedding", "lm_head"]
 
 
-def test_an_fp8_checkpoint(machine: Machine, tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_quantised_checkpoint(machine: Machine, tmp_path: Path, algorithm: str) -> None:
     target, drafter = make_pair(tmp_path / "pair", **DIMS)
-    manifest = build(tmp_path / "e", target="mine", checkpoint=quantize(target), drafter=drafter)
+    manifest = build(tmp_path / "e", target="mine", checkpoint=quantize(target, algorithm), drafter=drafter)
     assert manifest.precision == "bf16"
 
 

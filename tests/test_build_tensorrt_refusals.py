@@ -209,6 +209,8 @@ def test_pairs_without_kernels(machine: Machine, tmp_path: Path) -> None:
     fp8 = {**mine, "checkpoint": quantize(make_target(tmp_path / "fp8", **DIMS))}
     fp8["drafter"] = make_drafter(tmp_path / "dflash", **DIMS)
     refused(machine, tmp_path / "3", UsageError, "FP8, which needs compute capability 8.9 or newer", "has 8.6", **fp8)
+    int4 = quantize(make_target(tmp_path / "int4", **DIMS), "W4A16_AWQ")
+    build(tmp_path / "4", **{**fp8, "checkpoint": int4})
     small = {"drafter": make_drafter(tmp_path / "drafter", head_dim=16, max_positions=512)}
     refused(machine, tmp_path / "2", UsageError, "heads of 16 values have no kernel", **{**mine, **small})
 

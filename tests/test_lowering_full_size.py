@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from lowered import with_body
+from lowered import SUPPORTED, with_body
 from onnx import ModelProto, TensorProto, helper
 
 from ddtree_trt import plugins
@@ -31,19 +31,6 @@ _WIDTHS = {
 }
 _TIED = {"qwen3-4b": True, "qwen3-8b": False}
 _DFLASH = {"block_size": 16, "mask_token_id": 151669, "tap_layers": (1, 9, 17, 25, 33), "num_target_layers": 36}
-
-# Operators of docs/operators.md in onnx/onnx-tensorrt that its table says TensorRT 11.0 supports, of those a
-# transformer might use (commit 2f3fa349247d9ff52d7662cb995c82278df31a86). Attention, RMSNormalization, RotaryEmbedding
-# and Swish are there too, but not in 10.13.
-SUPPORTED = frozenset(
-    """
-    Abs Add And ArgMax Cast CastLike Clip Concat Constant ConstantOfShape CumSum DequantizeLinear Div Einsum Equal Erf
-    Exp Expand Flatten Gather GatherElements GatherND Gelu Gemm Greater GreaterOrEqual Identity LayerNormalization Less
-    LessOrEqual Log LogSoftmax MatMul Max Mean Min Mod Mul Neg Not OneHot Or Pad Pow QuantizeLinear Range Reciprocal
-    ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum Relu Reshape ScatterElements ScatterND Shape Sigmoid Slice
-    Softmax Split Sqrt Squeeze Sub Sum Tanh Tile TopK Transpose Trilu Unsqueeze Where
-    """.split()
-)
 
 
 class SparseWeights:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import subprocess
@@ -9,17 +10,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_pair
+import torch
+from checkpoints import edit_json, make_pair
 from hypothesis import given
 from hypothesis import strategies as st
+from quantized import ALGORITHMS, GROUP, quantize
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from ddtree_trt import memory
 from ddtree_trt.artifact import DrafterDims, Limits, TransformerDims
 from ddtree_trt.build import dryrun
 from ddtree_trt.build.backend import BackendName
+from ddtree_trt.build.checkpoint import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.build.graph import build_target_graph
+from ddtree_trt.build.ops_tensorrt import TensorRtGraph
+from ddtree_trt.build.weights import WeightFile
 from ddtree_trt.cli import app
 from ddtree_trt.doctor import Gpu, diagnose, find_gpus
 from ddtree_trt.errors import BuildError
@@ -133,6 +141,43 @@ def test_dry_run_says_what_the_build_has(tmp_path: Path) -> None:
     assert would.memory.weights_bytes <= found.weights_bytes < 2 * would.memory.weights_bytes
     (tmp_path / "pair" / "target" / "model.safetensors").unlink()
     assert dry_run(request) == would  # no weight was looked at
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_dry_run_counts_quantised_weights_as_they_are_stored(algorithm: str, tmp_path: Path) -> None:
+    """Where they stay as they are, which is in TensorRT's plans, except what is named as excluded."""
+    target, drafter = make_pair(tmp_path / "pair")
+    plain = BuildRequest(target="x", backend="tensorrt", checkpoint=target, drafter=drafter)
+    on_cpu = dataclasses.replace(plain, backend="onnxruntime")
+    before, before_on_cpu = (dry_run(request).memory.weights_bytes for request in (plain, on_cpu))
+    quantize(target, algorithm)
+    tensors = load_file(target / "model.safetensors")
+    one_byte = (torch.float8_e4m3fn, torch.int8, torch.uint8)
+    ours = {n: t for n, t in tensors.items() if not n.endswith(("input_scale", "k_scale"))}
+    expected = sum(t.numel() * (1 if t.dtype in one_byte else 2) for t in ours.values())
+    expected += 2 * load_checkpoint(drafter).num_values
+    assert dry_run(plain).memory.weights_bytes == expected < before
+    assert dry_run(on_cpu).memory.weights_bytes == before_on_cpu
+    assert load_checkpoint(target).stored_bytes(2) == expected - 2 * load_checkpoint(drafter).num_values
+    edit_json(
+        target / "hf_quant_config.json",
+        quantization={"quant_algo": algorithm, "group_size": GROUP, "exclude_modules": ["model.layers.*"]},
+    )
+    assert dry_run(plain).memory.weights_bytes == before
+
+
+def test_the_plan_of_a_quantised_target_is_what_its_graph_holds(tmp_path: Path) -> None:
+    """Against the weights that are written for the parser, rotary tables, norms in float32 and padding aside."""
+    target = load_checkpoint(quantize(make_pair(tmp_path / "pair")[0], "W4A16_AWQ"))
+    with WeightFile(tmp_path / "weights.bin") as sink:
+        limits = Limits(max_seq_len=64, max_tree_budget=8)
+        g = TensorRtGraph("target", sink, "bfloat16")
+        build_target_graph(g, target.dims, target.tensor, tap_layers=(0,), limits=limits, tied=True, quantized=target)
+    dims = target.dims
+    norms = dims.num_layers * (2 * dims.hidden_size + 2 * dims.head_dim) + dims.hidden_size
+    tables = limits.cache_rows * dims.head_dim * 4
+    embedding = 2 * dims.vocab_size * dims.hidden_size  # an input of the plan
+    assert target.stored_bytes(2) == sink.size - tables - 2 * norms + embedding
 
 
 def test_dry_run_checks_the_request() -> None:

@@ -6,6 +6,7 @@ a wrong or half-copied checkpoint is refused by name before any work.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,11 +23,12 @@ from ddtree_trt.artifact import (
     sha256_file,
 )
 from ddtree_trt.build.config import CONFIG, read_config
-from ddtree_trt.build.quantization import CACHE_SCALES, INPUT_SCALE, WEIGHT_SCALE, Scales
+from ddtree_trt.build.quantization import Quantization
+from ddtree_trt.build.scales import CACHE_SCALES, WEIGHT, Scales, beside, dequantize, find_scales, read_scales
 from ddtree_trt.build.tensorfile import (
-    FLOAT8,
     StoredTensor,
     check_dtype,
+    check_finite,
     open_tensors,
     read_bytes,
     read_float32,
@@ -54,7 +56,9 @@ class Checkpoint:
     name: str
     revision: str
     tensors: dict[str, StoredTensor] = field(repr=False)  # the tensors in use, by Hugging Face name
-    quantizers: dict[str, StoredTensor] = field(repr=False)  # the scales of those that are quantised
+    shapes: Shapes = field(repr=False)  # of their values: what is quantised may be packed
+    quantization: Quantization | None  # how those that `quantizers` has scales for are stored
+    quantizers: dict[str, StoredTensor] = field(repr=False)  # their scales
     _identity: CheckpointIdentity | None = field(default=None, repr=False)
 
     @property
@@ -64,7 +68,16 @@ class Checkpoint:
     @property
     def num_values(self) -> int:
         """Values in all tensors in use."""
-        return sum(tensor.size for tensor in self.tensors.values())
+        return sum(map(math.prod, self.shapes.values()))
+
+    def stored_bytes(self, item_bytes: int) -> int:
+        """Of all tensors in use where quantised ones are kept as they are and others have a precision of
+        `item_bytes`."""
+        total = 0
+        for name, shape in self.shapes.items():
+            quantization = self.quantization if self._has_scales(name) else None
+            total += quantization.weight_bytes(shape, item_bytes) if quantization else item_bytes * math.prod(shape)
+        return total
 
     @property
     def identity(self) -> CheckpointIdentity:
@@ -96,26 +109,26 @@ class Checkpoint:
         name, NaN or Inf."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.directory} has no tensor {name}")
-        values, scales = read_float32(name, self.tensors[name]), self.scales(name)
-        return values if scales is None else values * np.float32(scales.weight)
+        scales = self.scales(name)
+        if scales is None:
+            return read_float32(name, self.tensors[name])
+        values = dequantize(self.stored(name), scales)
+        check_finite(name, self.tensors[name], values.reshape(-1))
+        return values
 
     def scales(self, name: str) -> Scales | None:
         """The scales of a quantised projection; None for any other tensor. Raises CheckpointError for one of 0 or
         less."""
-        if self.tensors[name].dtype != FLOAT8:
+        if self.quantization is None or not self._has_scales(name):
             return None
-        values = [self._scale(_beside(name, kind)) for kind in (WEIGHT_SCALE, INPUT_SCALE)]
-        return Scales(*values)
+        return read_scales(name, self.tensors[name], self.quantization, self.quantizers)
+
+    def _has_scales(self, name: str) -> bool:
+        return beside(name, WEIGHT) in self.quantizers
 
     def stored(self, name: str) -> NDArray[np.uint8]:
-        """The FP8 values of a quantised projection, as bytes. Raises CheckpointError."""
+        """The bytes of a quantised projection. Raises CheckpointError."""
         return read_bytes(name, self.tensors[name])
-
-    def _scale(self, name: str) -> float:
-        value = float(read_float32(name, self.quantizers[name]).reshape(()))
-        if value <= 0:
-            raise CheckpointError(f"{self.directory}: {name} is {value:g}, a scale must be positive; fetch it again")
-        return value
 
 
 def load_checkpoint(directory: Path, *, name: str | None = None, revision: str = LOCAL) -> Checkpoint:
@@ -128,8 +141,8 @@ def load_checkpoint(directory: Path, *, name: str | None = None, revision: str =
     stored = open_tensors(directory)
     dims = config.dims
     expected = drafter_shapes(dims) if isinstance(dims, DrafterDims) else target_shapes(dims, tied=config.tied)
-    quantizers = _quantizers(directory, stored, expected)
-    _check_tensors(directory, stored, expected, quantizers)
+    quantizers = find_scales(directory, config.quantization, stored, expected)
+    _check_tensors(directory, stored, expected, config.quantization, quantizers)
     return Checkpoint(
         directory=directory,
         dims=dims,
@@ -138,6 +151,8 @@ def load_checkpoint(directory: Path, *, name: str | None = None, revision: str =
         name=name or directory.resolve().name,
         revision=revision,
         tensors={name: stored[name] for name in expected},
+        shapes=expected,
+        quantization=config.quantization,
         quantizers=quantizers,
     )
 
@@ -178,31 +193,12 @@ def drafter_shapes(dims: DrafterDims) -> Shapes:
     return fc | _layer_shapes(dims, "")
 
 
-def _beside(weight: str, kind: str) -> str:
-    """The name of a projection's scale."""
-    return f"{weight.removesuffix('weight')}{kind}"
-
-
-def _quantizers(directory: Path, stored: dict[str, StoredTensor], expected: Shapes) -> dict[str, StoredTensor]:
-    """The scales of every quantised weight. Raises CheckpointError where one is missing, or is not one number."""
-    found = {}
-    for weight in (name for name in expected if name in stored and stored[name].dtype == FLOAT8):
-        if not weight.endswith("_proj.weight"):
-            raise CheckpointError(f"{directory}: {weight} is stored as {FLOAT8}; only projections of a layer may be")
-        for name in (_beside(weight, kind) for kind in (WEIGHT_SCALE, INPUT_SCALE)):
-            if name not in stored or stored[name].size != 1:
-                what = f"has shape {list(stored[name].shape)}" if name in stored else "is missing"
-                raise CheckpointError(
-                    f"{directory}: {weight} is stored as {FLOAT8}, for which {name} must be one number, and it {what}; "
-                    "quantise with one static scale per tensor, or use the checkpoint before quantisation"
-                )
-            check_dtype(name, stored[name])
-            found[name] = stored[name]
-    return found
-
-
 def _check_tensors(
-    directory: Path, stored: dict[str, StoredTensor], expected: Shapes, quantizers: dict[str, StoredTensor]
+    directory: Path,
+    stored: dict[str, StoredTensor],
+    expected: Shapes,
+    quantization: Quantization | None,
+    quantizers: dict[str, StoredTensor],
 ) -> None:
     missing = [name for name in expected if name not in stored]
     if missing:
@@ -211,12 +207,15 @@ def _check_tensors(
             f"and the {CONFIG} that belongs to it"
         )
     for name, shape in expected.items():
+        if quantization and beside(name, WEIGHT) in quantizers:
+            shape = quantization.stored_shape(shape)
+        else:
+            check_dtype(name, stored[name])
         if stored[name].shape != shape:
             raise CheckpointError(
                 f"{directory}: {name} has shape {list(stored[name].shape)}, its {CONFIG} calls for {list(shape)}; "
                 f"use the {CONFIG} that belongs to these weights"
             )
-        check_dtype(name, stored[name])
     known = {*expected, *_IGNORED, *quantizers}
     unused = [name for name in stored if name not in known and not name.endswith(_IGNORED_SUFFIXES)]
     if unused:

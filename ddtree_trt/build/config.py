@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact import DrafterDims, TransformerDims
-from ddtree_trt.build.quantization import check_quantization
+from ddtree_trt.build.quantization import Quantization, read_quantization
 from ddtree_trt.errors import CheckpointError
 
 CONFIG = "config.json"
@@ -31,6 +31,7 @@ class ModelConfig:
     dims: TransformerDims  # DrafterDims for a DFlash drafter
     tied: bool  # the language-model head is the embedding
     stop_token_ids: tuple[int, ...]
+    quantization: Quantization | None
 
     @property
     def is_dflash(self) -> bool:
@@ -74,7 +75,7 @@ def read_config(directory: Path) -> ModelConfig:
     fields = _Fields(_read_json(directory / CONFIG), str(directory / CONFIG))
     is_dflash = "dflash_config" in fields.data or "DFlashDraftModel" in (fields.data.get("architectures") or [])
     _refuse_unsupported(fields)
-    check_quantization(directory, fields.data)
+    quantization = read_quantization(directory, fields.data)
     dims = _transformer_dims(fields)
     if is_dflash:
         dims = _drafter_dims(fields, dims)
@@ -82,6 +83,7 @@ def read_config(directory: Path) -> ModelConfig:
         dims=dims,
         tied=bool(fields.data.get("tie_word_embeddings", False)),
         stop_token_ids=_stop_token_ids(directory, fields, dims.vocab_size),
+        quantization=quantization,
     )
 
 

@@ -1,8 +1,9 @@
-"""What a build would make and what it would take, from both networks' config.json alone: nothing is written."""
+"""What a build would make and what it would take, from both networks' configuration alone: nothing is written."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from ddtree_trt.artifact import DrafterDims, Limits, TransformerDims
 from ddtree_trt.build.backend import BackendName, PrecisionName, backend_build, resolve_precision
 from ddtree_trt.build.compile import BuildRequest, check_numbers, resolve_limits, resolve_preset
 from ddtree_trt.build.presets import PackagedSource, Source
+from ddtree_trt.build.quantization import MODELOPT_CONFIG, Quantization
 from ddtree_trt.doctor import available_bytes, find_gpus
 from ddtree_trt.errors import BuildError
 from ddtree_trt.memory import ELEMENT_BYTES, MemoryPlan, plan_engine
@@ -55,7 +57,18 @@ class DryRun:
 class _Network:
     name: str
     dims: TransformerDims
-    values: int  # in all tensors
+    shapes: Mapping[str, tuple[int, ...]]  # of all tensors
+    quantization: Quantization | None
+
+    def weights_bytes(self, item_bytes: int, *, as_stored: bool) -> int:
+        """In a precision of `item_bytes`; `as_stored` leaves quantised weights as they are."""
+        quantization = self.quantization if as_stored else None
+        return sum(
+            quantization.weight_bytes(shape, item_bytes)
+            if quantization and quantization.covers(name)
+            else item_bytes * math.prod(shape)
+            for name, shape in self.shapes.items()
+        )
 
 
 def dry_run(request: BuildRequest) -> DryRun:
@@ -70,7 +83,8 @@ def dry_run(request: BuildRequest) -> DryRun:
     target = _describe(preset.target if preset else None, request.checkpoint, "--checkpoint")
     drafter = _describe(preset.drafter if preset else None, request.drafter, "--drafter")
     limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend)
-    weights = ELEMENT_BYTES[precision] * (target.values + drafter.values)
+    size, plans = ELEMENT_BYTES[precision], backend.name == "tensorrt"
+    weights = target.weights_bytes(size, as_stored=plans) + drafter.weights_bytes(size, as_stored=False)
     memory = plan_engine(backend.name, precision, target.dims, drafter.dims, limits, weights)
     return DryRun(request.name, backend.name, precision, limits, memory, available_bytes(memory.place, find_gpus()))
 
@@ -88,8 +102,8 @@ def _describe(source: Source | None, directory: Path | None, option: str) -> _Ne
     else:
         from ddtree_trt.build.hub import download
 
-        directory, name = download(source, option, [CONFIG]), source.repository
+        directory, name = download(source, option, [CONFIG, MODELOPT_CONFIG]), source.repository
     config = read_config(directory)
     dims = config.dims
     shapes = drafter_shapes(dims) if isinstance(dims, DrafterDims) else target_shapes(dims, tied=config.tied)
-    return _Network(name, dims, sum(map(math.prod, shapes.values())))
+    return _Network(name, dims, shapes, config.quantization)

@@ -13,8 +13,8 @@ from onnx import ModelProto
 
 from ddtree_trt import tensors as names
 from ddtree_trt.artifact import DrafterDims, Limits, TransformerDims
-from ddtree_trt.build.ops import FLOAT8, Attention, Graph
-from ddtree_trt.build.quantization import QuantizedWeights
+from ddtree_trt.build.ops import Attention, Graph
+from ddtree_trt.build.scales import QuantizedWeights, side_by_side
 
 Weights = Callable[[str], np.ndarray]  # Hugging Face tensor name → float32 array
 
@@ -57,25 +57,24 @@ class _Network:
     def linear(self, x: str, name: str, *sources: str, out: str) -> str:
         """x [..., in] times one or several projections side by side, by their Hugging Face names.
 
-        Quantised projections are multiplied as they are stored; those with scales of their own one by one.
+        Quantised projections are multiplied as they are stored, and one by one where their rows are treated
+        differently or they have other scales than can lie side by side.
         """
-        scales = {self.quantized.scales(source) if self.quantized else None for source in sources}
-        if scales == {None}:
-            return self.g.linear(x, self.weight(name, *sources), out)
-        if len(scales) == 1 and (shared := scales.pop()) is not None:
-            return self.g.linear_fp8(x, self.stored(name, *sources), shared, out)
-        parts = [self.linear(x, source, source, out=f"{source}.out") for source in sources]
-        return self.g.concat(parts, out, axis=-1)
-
-    def stored(self, name: str, *sources: str) -> str:
-        """As `weight`, for projections in FP8, with their bytes as they are."""
         quantized = self.quantized
-        assert quantized is not None, "who asks has found scales"
+        each = [quantized.scales(source) if quantized else None for source in sources]
+        found = [scales for scales in each if scales is not None]
+        if quantized is None or not found:
+            return self.g.linear(x, self.weight(name, *sources), out)
+        shared = side_by_side(found) if len(found) == len(sources) else None
+        if shared is None:
+            parts = [self.linear(x, source, source, out=f"{source}.out") for source in sources]
+            return self.g.concat(parts, out, axis=-1)
 
-        def make() -> np.ndarray:
+        def stored() -> np.ndarray:
+            # Transposed, bytes that hold two rows of a column each are ONNX's packing of [in, out].
             return np.ascontiguousarray(np.concatenate([quantized.stored(s) for s in sources], axis=0).T)
 
-        return self.g.weight(self.prefix + name, make, FLOAT8)
+        return self.g.linear_quantized(x, self.g.weight(self.prefix + name, stored, shared.values), shared, out)
 
     def norm(self, name: str) -> str:
         return self.g.weight(self.prefix + name, lambda: self.weights(name), "float32")
@@ -142,7 +141,7 @@ def build_target_graph(
 
     A chain under a causal mask is a prefill, a tree under an ancestor-only mask a verification; the graph is the same.
     With no tap_layers it is a plain language model (an autoregressive drafter); `prefix` keeps its weights apart.
-    Without `quantized` there is no rounding to FP8: quantised weights are taken for what they stand for.
+    Without `quantized` no row is rounded: quantised weights are taken for what they stand for.
     """
     token_ids = g.input(names.TOKEN_IDS, g.integers, ["N", "T"])
     g.place("T", limits.max_tokens_per_pass, masked=True)

@@ -11,18 +11,20 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from ddtree_trt import tensors as names
 from ddtree_trt.artifact import Limits, TransformerDims
-from ddtree_trt.build.quantization import Scales
+from ddtree_trt.build.scales import Scales
 from ddtree_trt.errors import BuildError
 
 OPSET = 21
 IR_VERSION = 10
-FLOAT8 = "float8_e4m3fn"
 TYPES = {
-    FLOAT8: TensorProto.FLOAT8E4M3FN,
+    "float8_e4m3fn": TensorProto.FLOAT8E4M3FN,
+    "int8": TensorProto.INT8,
+    "int4": TensorProto.INT4,
     "float32": TensorProto.FLOAT,
     "float16": TensorProto.FLOAT16,
     "bfloat16": TensorProto.BFLOAT16,
@@ -31,7 +33,7 @@ TYPES = {
 }
 
 Shape = Sequence[int | str]
-Make = Callable[[], np.ndarray]  # makes an array when it is wanted: float32, or the bytes of FP8 values
+Make = Callable[[], np.ndarray]  # makes an array when it is wanted: float32, or the bytes of quantised values
 
 
 class Sink(Protocol):
@@ -116,24 +118,33 @@ class Graph(ABC):
         """x [..., in] times weight [in, out]."""
         return self.op("MatMul", [x, weight], [out])
 
-    def linear_fp8(self, x: str, weight: str, scales: Scales, out: str) -> str:
-        """As `linear`, for FP8 values [in, out] that stand for stored · scale; x is rounded to such values too."""
-        by_input, by_weight = (
-            self._scale(f"{weight}.{kind}", value)
-            for kind, value in (("input", scales.input), ("weight", scales.weight))
-        )
-        zero = "fp8.zero"
-        self._initializers.setdefault(zero, helper.make_tensor(zero, TYPES[FLOAT8], [], b"\0", raw=True))
-        rounded = self.op("QuantizeLinear", [x, by_input, zero], [f"{out}.fp8"])
-        rows = self.op("DequantizeLinear", [rounded, by_input, zero], [f"{out}.rows"])
-        values = self.op("DequantizeLinear", [weight, by_weight, zero], [f"{weight}.values"])
-        return self.linear(rows, values, out)
+    def linear_quantized(self, x: str, weight: str, scales: Scales, out: str) -> str:
+        """As `linear`, for a quantised weight [in, out]; x is scaled and rounded as `scales` say."""
+        if scales.smooth is not None:
+            x = self.op("Mul", [x, self._scale(f"{weight}.smooth", scales.smooth)], [f"{out}.smooth"])
+        zero = f"{scales.values}.zero"  # tells QuantizeLinear what to round to; as wide as the scale it goes with
+        if scales.input is not None:
+            none = helper.make_tensor(zero, TYPES[scales.values], [], b"\0", raw=True)
+            self._initializers.setdefault(zero, none)
+            step = self._scale(f"{weight}.input", np.float32(scales.input))
+            rounded = self.op("QuantizeLinear", [x, step, zero], [f"{out}.rounded"])
+            x = self.op("DequantizeLinear", [rounded, step, zero], [f"{out}.rows"])
+        # One scale for all, for each column of [in, out], or for each group of rows of a column.
+        attrs: dict[str, Any] = ({}, {"axis": 1}, {"axis": 0, "block_size": scales.group})[scales.weight.ndim]
+        inputs = [weight, self._scale(f"{weight}.scale", scales.weight.T), *(() if attrs else (zero,))]
+        return self.linear(x, self.op("DequantizeLinear", inputs, [f"{weight}.values"], **attrs), out)
 
-    def _scale(self, name: str, value: float) -> str:
-        """A scale in `floats`. Raises BuildError where that type cannot hold it."""
-        if self.floats == "float16" and not 2.0**-14 <= value <= 65504:
-            raise BuildError(f"{name} is scaled by {value:g}, which fp16 cannot hold; use --precision bf16")
-        self._initializers[name] = helper.make_tensor(name, TYPES[self.floats], [], [value])
+    def _scale(self, name: str, values: NDArray[np.float32] | np.float32) -> str:
+        """Scales in `floats`, which are what DequantizeLinear returns. Raises BuildError where that type cannot hold
+        one."""
+        values = np.asarray(values)
+        if self.floats == "float16":
+            outside = values[(values < 2.0**-14) | (values > 65504)]
+            if outside.size:
+                raise BuildError(f"{name} is {outside[0]:g}, which fp16 cannot hold; use --precision bf16")
+        if values.ndim:
+            return self.weight(name, lambda: np.ascontiguousarray(values))
+        self._initializers[name] = helper.make_tensor(name, TYPES[self.floats], [], [float(values)])
         return name
 
     def split(self, x: str, sizes: Sequence[int], outputs: Sequence[str]) -> Sequence[str]:

@@ -1,70 +1,127 @@
-"""Checkpoints that NVIDIA ModelOpt quantised to FP8: one static scale per weight, one per input of a projection."""
+"""Checkpoints that NVIDIA ModelOpt quantised: which can be read, and how their projections are stored.
+
+A projection [out, in] as ModelOpt's Hugging Face export writes it (NVIDIA/TensorRT-Model-Optimizer at 5a4242fa, in
+modelopt/torch/export: `pack_int4_in_uint8`, `to_quantized_weight` and `process_layer_quant_config` of quant_utils.py,
+`_export_quantized_weight` of unified_export_hf.py):
+
+| quant_algo          | weight                      | weight_scale    | input_scale | pre_quant_scale |
+| ------------------- | --------------------------- | --------------- | ----------- | --------------- |
+| FP8                 | F8_E4M3 [out, in]           | one             | one         |                 |
+| W8A8_SQ_PER_CHANNEL | I8 [out, in]                | [out]           | one         | [in] or none    |
+| W8A16               | I8 [out, in]                | [out]           |             |                 |
+| W4A16_AWQ           | U8 [out / 2, in]: two rows, | [out, in / G]   |             | [in] or none    |
+|                     | the even one in the low bits| G = group_size  |             |                 |
+
+The product is (x · pre_quant_scale, rounded to multiples of input_scale) · (weight · weight_scale). Every scheme is
+symmetric. AWQ folds `pre_quant_scale` into a norm before the projection where there is one, and INT4 without AWQ has
+none; both bear the name W4A16_AWQ.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Literal
 
 from ddtree_trt.errors import CheckpointError
 
 MODELOPT_CONFIG = "hf_quant_config.json"  # what ModelOpt writes beside the weights
-WEIGHT_SCALE, INPUT_SCALE = "weight_scale", "input_scale"  # beside a projection's `weight`
-CACHE_SCALES = ("k_proj.k_scale", "v_proj.v_scale")  # for an FP8 cache; ours has the engine's precision
-_ALGORITHM = "FP8"
+_DEFAULT_GROUP = 128  # of ModelOpt's recipes, for an estimate where config.json does not say
+
+Values = Literal["float8_e4m3fn", "int8", "int4"]  # as ONNX calls them
 
 
 @dataclass(frozen=True)
-class Scales:
-    """What a projection's stored FP8 values, and those of the rows it is multiplied with, are multiplied by."""
+class Format:
+    """How a projection is stored."""
 
-    weight: float
-    input: float
+    values: Values
+    stored: str  # safetensors' name of the weight's type
+    rounds_inputs: bool
+    smooths: bool  # pre_quant_scale may be there
 
-
-class QuantizedWeights(Protocol):
-    """Where a graph finds weights as they are stored; a `Checkpoint` is one."""
-
-    def scales(self, name: str) -> Scales | None:
-        """The scales of one weight; None for one that is not quantised."""
-
-    def stored(self, name: str) -> NDArray[np.uint8]:
-        """A quantised weight's FP8 values (e4m3) as bytes."""
+    @property
+    def rows_per_byte(self) -> int:
+        return 2 if self.values == "int4" else 1
 
 
-def check_quantization(directory: Path, config: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for quantisations that cannot be read, as far as the configuration tells.
+FORMATS: Mapping[str, Format] = {
+    "FP8": Format("float8_e4m3fn", "F8_E4M3", rounds_inputs=True, smooths=False),
+    "W8A8_SQ_PER_CHANNEL": Format("int8", "I8", rounds_inputs=True, smooths=True),
+    "W8A16": Format("int8", "I8", rounds_inputs=False, smooths=False),
+    "W4A16_AWQ": Format("int4", "U8", rounds_inputs=False, smooths=True),
+}
+STORED_TYPES = frozenset(f.stored for f in FORMATS.values())
 
-    `config` is the content of config.json.
+
+@dataclass(frozen=True)
+class Quantization:
+    """What a checkpoint's configuration says of it."""
+
+    algorithm: str
+    group: int | None  # values of a row that share a scale; None where the configuration does not say
+    excluded: tuple[str, ...]  # patterns of modules that are as they were
+
+    @property
+    def format(self) -> Format:
+        return FORMATS[self.algorithm]
+
+    def covers(self, weight: str) -> bool:
+        """Whether a weight is quantised, as far as the configuration tells."""
+        module = weight.removesuffix(".weight")
+        return module.endswith("_proj") and not any(fnmatchcase(module, pattern) for pattern in self.excluded)
+
+    def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Of the tensor that holds a quantised projection [out, in]."""
+        return (shape[0] // self.format.rows_per_byte, *shape[1:])
+
+    def weight_bytes(self, shape: tuple[int, ...], item_bytes: int) -> int:
+        """Of a quantised projection [out, in] and its scales, which are in a precision of `item_bytes`."""
+        out, width = shape
+        groups = -(-width // (self.group or _DEFAULT_GROUP))
+        scales = {"float8_e4m3fn": 1, "int8": out, "int4": out * groups}[self.format.values]
+        return math.prod(self.stored_shape(shape)) + item_bytes * scales
+
+
+def read_quantization(directory: Path, config: Mapping[str, Any]) -> Quantization | None:
+    """How a checkpoint is quantised; None where it is not. `config` is the content of config.json.
+
+    Raises CheckpointError for quantisations that cannot be read, as far as the configuration tells.
     """
     path = directory / MODELOPT_CONFIG
     found: Any = config.get("quantization_config")
+    where = f"{directory}: quantization_config"
     if found and (not isinstance(found, dict) or found.get("quant_method") != "modelopt"):
-        raise CheckpointError(
-            f"{directory}: quantization_config is set and not ModelOpt's; use the checkpoint before quantisation"
-        )
+        raise CheckpointError(f"{where} is set and not ModelOpt's; use the checkpoint before quantisation")
     if path.is_file():
+        where = str(path)
         try:
             found = json.loads(path.read_text(encoding="utf-8"))["quantization"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{path} cannot be read ({error!r}); fetch the checkpoint again") from error
-    algorithm = found.get("quant_algo") if isinstance(found, dict) else found
-    if algorithm not in (None, _ALGORITHM):
+    if not found:
+        return None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{where} must be an object, found {found!r}; fetch the checkpoint again")
+    algorithm = found.get("quant_algo")
+    if algorithm is None:
+        return None
+    if algorithm not in FORMATS:
         raise CheckpointError(
-            f"{directory} is quantised by {algorithm}, which cannot be read; use {_ALGORITHM}, or the checkpoint "
-            "before quantisation"
+            f"{directory} is quantised by {algorithm}, which cannot be read; use {', '.join(FORMATS)}, or the "
+            "checkpoint before quantisation"
         )
-
-
-def float8_values() -> NDArray[np.float32]:
-    """The value of every byte as an e4m3 number: sign, 4 bits of exponent, 3 of mantissa; no infinity, two NaNs."""
-    codes = np.arange(256)
-    exponent, mantissa = codes >> 3 & 15, codes & 7
-    magnitude = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
-    magnitude[codes & 127 == 127] = np.nan
-    return np.where(codes & 128, -magnitude, magnitude).astype(np.float32)
+    group = found.get("group_size")
+    if group is not None and (type(group) is not int or group < 1):
+        raise CheckpointError(f"{where}: group_size must be an integer of at least 1, found {group!r}")
+    if found.get("has_zero_point"):
+        raise CheckpointError(f"{where}: has_zero_point is set, only symmetric quantisation can be read")
+    # ModelOpt calls the same list `ignore` in config.json.
+    excluded = found.get("exclude_modules") or found.get("ignore") or []
+    if not isinstance(excluded, list) or not all(isinstance(name, str) for name in excluded):
+        raise CheckpointError(f"{where}: exclude_modules must be a list of names, found {excluded!r}")
+    return Quantization(algorithm, group, tuple(excluded))

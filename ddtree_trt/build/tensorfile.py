@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.build.quantization import float8_values
 from ddtree_trt.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
@@ -26,10 +25,12 @@ _STORED: dict[str, np.dtype[Any]] = {
     "F32": np.dtype("<f4"),
     "F16": np.dtype("<f2"),
     "BF16": np.dtype("<u2"),
+    # What quantised weights are: bytes here.
     "F8_E4M3": np.dtype("u1"),
+    "I8": np.dtype("u1"),
+    "U8": np.dtype("u1"),
 }
-FLOAT8 = "F8_E4M3"
-_FLOAT8_VALUES = float8_values()
+_FLOATS = ("F32", "F16", "BF16")
 _MAX_HEADER_BYTES = 100 << 20  # the format's own bound
 _CHECK_VALUES = 1 << 22  # values looked at in one step, so that checking needs no memory to speak of
 
@@ -129,9 +130,9 @@ def _entry(file: Path, name: str, entry: Any, data_start: int, file_size: int) -
 
 def check_dtype(name: str, tensor: StoredTensor) -> None:
     """Raises CheckpointError when the tensor's storage type cannot be converted."""
-    if tensor.dtype not in _STORED:
+    if tensor.dtype not in _FLOATS:
         raise CheckpointError(
-            f"{tensor.file}: {name} is stored as {tensor.dtype}; supported are {', '.join(_STORED)}: "
+            f"{tensor.file}: {name} is stored as {tensor.dtype}; supported are {', '.join(_FLOATS)}: "
             "use the checkpoint before quantisation"
         )
 
@@ -142,26 +143,29 @@ def read_float32(name: str, tensor: StoredTensor) -> NDArray[np.float32]:
     if tensor.size == 0:
         return np.empty(tensor.shape, np.float32)
     source = _mapped(name, tensor)
-    if tensor.dtype == FLOAT8:
-        values = _FLOAT8_VALUES[source]
-    elif tensor.dtype == "BF16":
+    if tensor.dtype == "BF16":
         # bfloat16 is the upper half of a float32.
         bits = np.array(source, np.uint32)
         bits <<= 16
         values = bits.view(np.float32)
     else:
         values = np.array(source, np.float32)
+    check_finite(name, tensor, values)
+    return values.reshape(tensor.shape)
+
+
+def check_finite(name: str, tensor: StoredTensor, values: NDArray[np.float32]) -> None:
+    """Raises CheckpointError where one of the values [n] of a tensor is NaN or Inf."""
     for start in range(0, values.size, _CHECK_VALUES):
         part = values[start : start + _CHECK_VALUES]
         if not (np.isfinite(part.max()) and np.isfinite(part.min())):
             bad = start + int(np.flatnonzero(~np.isfinite(part))[0])
             index = [int(i) for i in np.unravel_index(bad, tensor.shape)]
             raise CheckpointError(f"{tensor.file}: {name}{index} is {values[bad]}; weights must be finite")
-    return values.reshape(tensor.shape)
 
 
 def read_bytes(name: str, tensor: StoredTensor) -> NDArray[np.uint8]:
-    """A copy of one FP8 tensor as it is stored. Raises CheckpointError when it cannot be read."""
+    """A copy of one quantised tensor as it is stored. Raises CheckpointError when it cannot be read."""
     return np.array(_mapped(name, tensor), np.uint8).reshape(tensor.shape)
 
 

@@ -57,7 +57,7 @@ class TensorRtBuild:
 
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
         # While a network is compiled its weights lie there twice: as the parser reads them, and in the plan.
-        return 2 * (2 * target.num_values + drafter.num_values)
+        return 2 * target.stored_bytes(2) + 2 * drafter.num_values
 
     def write(
         self,
@@ -92,13 +92,20 @@ class TensorRtBuild:
         cache = directory.parent / f"tensorrt-{machine.tensorrt}-sm{machine.sm}.timing"
         builder = EngineBuilder(machine.plugins, cache, self._options, progress)
         tensors = {}
-        for name, plan, network, make, sizes in (
-            ("target", artifact.TARGET_PLAN, target, target_graph, target_sizes(limits)),
-            ("drafter", artifact.DRAFTER_PLAN, drafter, drafter_graph, drafter_sizes(limits, dims.block_size)),
+        for name, plan, network, make, sizes, expected in (
+            ("target", artifact.TARGET_PLAN, target, target_graph, target_sizes(limits), target.stored_bytes(2)),
+            (
+                "drafter",
+                artifact.DRAFTER_PLAN,
+                drafter,
+                drafter_graph,
+                drafter_sizes(limits, dims.block_size),
+                2 * drafter.num_values,
+            ),
         ):
             with tempfile.TemporaryDirectory(dir=directory) as folder:
-                path, values = Path(folder) / f"{name}.onnx", 2 * network.num_values
-                graph = _write_graph(path, make, expected_bytes=values, progress=progress)
+                path = Path(folder) / f"{name}.onnx"
+                graph = _write_graph(path, make, expected_bytes=expected, progress=progress)
                 profiles = [profile(graph.graph.input, ranges) for ranges in sizes]
                 tensors[name] = builder.build(
                     name, path, directory / plan, profiles, attentions=network.dims.num_layers
@@ -155,7 +162,8 @@ def _supported(target: Checkpoint, drafter: Checkpoint, machine: Machine) -> Dra
             raise UsageError(
                 f"heads of {network.head_dim} values have no kernel, heads of {sizes} have; use --backend onnxruntime"
             )
-    if target.is_quantized and machine.sm < LOWEST_FP8_SM:
+    quantization = target.quantization
+    if quantization and quantization.format.values == "float8_e4m3fn" and machine.sm < LOWEST_FP8_SM:
         raise UsageError(
             f"{target.name} is quantised to FP8, which needs compute capability {LOWEST_FP8_SM / 10} or newer, and "
             f"{machine.gpu} has {machine.sm / 10}; use the checkpoint before quantisation"

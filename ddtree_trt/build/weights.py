@@ -11,7 +11,7 @@ from onnx import StringStringEntryProto, TensorProto
 
 from ddtree_trt.artifact import Progress, no_progress
 from ddtree_trt.build.backend import PrecisionName
-from ddtree_trt.build.ops import FLOAT8, TYPES
+from ddtree_trt.build.ops import TYPES
 from ddtree_trt.build.storage import encode
 
 ALIGNMENT = 4096  # a memory page: the runtime can map a tensor instead of reading it
@@ -39,17 +39,19 @@ class WeightFile:
 
     def add(self, key: str, make: Callable[[], np.ndarray], dtype: str = "float32") -> TensorProto:
         """The initialiser of `key`; `make` is called, and its array written in `dtype`, only if the key is new. What
-        is FP8 comes as its bytes.
+        is quantised comes as its bytes, two values of int4 in one.
 
         Raises OSError when the disk is full, BuildError when fp16 cannot hold a value, and whatever `make` raises.
         """
         known = self._written.get(key)
         if known is None:
             array = np.asarray(make(), order="C")
-            if dtype != FLOAT8:
+            if dtype in _PRECISIONS:
                 array = encode(array, _PRECISIONS[dtype], key)
             known = self._written[key] = self._write(key, array)
             known.data_type = TYPES[dtype]
+            if dtype == "int4":
+                known.dims[-1] *= 2
         tensor = TensorProto()
         tensor.CopyFrom(known)
         return tensor
