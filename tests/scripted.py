@@ -273,6 +273,9 @@ class ScriptedEngine:
         self.calls.append(Call(verb, tuple(slots), tokens))
         self.fail(verb, tuple(slots))
 
+    def settle(self) -> None:
+        self._log("settle", [], 0)
+
     def close(self) -> None:
         pass
 

@@ -10,6 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from ddtree_trt.cli import app
+from ddtree_trt.runtime.ort import OrtEngine
 
 QUESTION = "Lars has 9 keys. Lenlot has double that number. What number of keys does Lenlot have?"
 
@@ -52,6 +56,18 @@ def test_json_has_text_usage_and_metrics(tiny_engine: Path) -> None:
     assert data["usage"]["completion_tokens"] == len(output["token_ids"]) == metrics["output_tokens"]
     assert sum(metrics["acceptance_lengths"]) + 1 == metrics["output_tokens"]
     assert set(metrics["budgets"]) <= {8}
+
+
+def test_profile_waits_for_the_engine(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settled: list[bool] = []
+    monkeypatch.setattr(OrtEngine, "settle", lambda engine: settled.append(True))
+    request = ["run", str(tiny_engine), "--prompt", QUESTION, "--max-tokens", "8", "--json"]
+    plain = CliRunner().invoke(app, request)
+    assert not settled
+    profiled = CliRunner().invoke(app, [*request, "--profile"])
+    assert settled
+    texts = [json.loads(result.stdout)["outputs"][0]["text"] for result in (plain, profiled)]
+    assert texts[0] == texts[1]
 
 
 def test_show_tree_draws_every_round(tiny_engine: Path) -> None:

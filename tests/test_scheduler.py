@@ -18,6 +18,7 @@ from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.sequence import Sequence as Completion
+from ddtree_trt.runtime.stats import STAGES
 from ddtree_trt.runtime.tree import TokenTree
 
 TARGET = MarkovTarget(vocab_size=7, seed=1)
@@ -444,6 +445,28 @@ def test_stage_times_count_for_those_who_took_part() -> None:
     finish(Scheduler(engine), [short, long])
     assert short.metrics.stage_s["verify"] == 0 < short.metrics.stage_s["prefill"]
     assert all(long.metrics.stage_s[stage] > 0 for stage in ("prefill", "draft", "tree_build", "verify", "commit"))
+
+
+def test_only_profiling_waits_for_the_engine() -> None:
+    """At the end of every stage the engine has a part in, and of no other."""
+    verbs: dict[bool, list[str]] = {}
+    for profile in (False, True):
+        engine = make()
+        c = completion(engine, [1, 2, 3], SamplingParams(max_tokens=12, tree_budget=6))
+        finish(Scheduler(engine, profile=profile), [c])
+        verbs[profile] = [call.verb for call in engine.calls]
+        assert all(c.metrics.stage_s[stage] > 0 for stage in STAGES)
+    assert "settle" not in verbs[False]
+    assert verbs[True] == [verb for plain in verbs[False] for verb in (plain, "settle")]
+
+
+def test_an_engine_that_failed_is_not_waited_for() -> None:
+    engine = make()
+    failing(engine, "verify")
+    c = completion(engine, [1], SamplingParams(max_tokens=9))
+    with pytest.raises(EngineError, match="verify failed"):
+        finish(Scheduler(engine, profile=True), [c])
+    assert engine.calls[-1].verb == "verify"
 
 
 def test_rounds_and_tokens_add_up() -> None:

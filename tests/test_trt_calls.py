@@ -24,6 +24,7 @@ from ddtree_trt.runtime.cuda import Device, Upload
 from ddtree_trt.runtime.engine import VerifyRequest
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.load import open_engine
+from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.passes import buckets, pad_trees
 from ddtree_trt.runtime.trt import TrtEngine
 from ddtree_trt.runtime.trt_load import make_log
@@ -72,6 +73,35 @@ def test_a_round_is_two_uploads_two_graphs_two_downloads(running: Any) -> None:
         assert draft == ["upload", "launch", "download", "wait"]
     assert moved
     assert not [name for name, *_ in log[start:] if name in ("malloc", "capture")]
+
+
+def test_profiling_waits_once_more_per_stage_on_the_device(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves nothing on the stream for the next stage's clock; without it a commit's work waits there."""
+    machine.store_profile()
+
+    def measure(profile: bool) -> tuple[RequestOutput, int, list[int]]:
+        """One request's output, the host's waits, and what was left on the stream after each step."""
+        left: list[int] = []
+        with LLM(machine.directory, profile=profile) as llm:
+            engine, step = llm.engine, llm._scheduler.step
+
+            def watched() -> list[Any]:
+                moved = step()
+                left.append(machine.cuda.pending)
+                return moved
+
+            monkeypatch.setattr(llm._scheduler, "step", watched)
+            assert isinstance(engine, TrtEngine)
+            before = engine.waits
+            (output,) = generate(llm, PROMPTS[:1], method="ddtree", tree_budget=16)
+            return output, engine.waits - before, left
+
+    (plain, waits, left), (profiled, more, nothing) = measure(False), measure(True)
+    assert plain.outputs == profiled.outputs
+    metrics = profiled.metrics
+    chunks = -(-metrics.prompt_tokens // LIMITS.prefill_chunk)
+    assert more - waits == chunks + 3 * metrics.rounds
+    assert any(left) and not any(nothing)
 
 
 def test_all_slots_of_a_round_go_through_one_pass(running: Any) -> None:

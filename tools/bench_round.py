@@ -95,6 +95,9 @@ class IdleEngine:
     def commit(self, slot: int, path: Any, *, taps: bool) -> None:
         self._lengths[slot] += len(path)
 
+    def settle(self) -> None:
+        pass
+
     def close(self) -> None:
         pass
 

@@ -38,11 +38,10 @@ class HostRounds:
     """Greedy rounds by the engine's verbs with the tree built on the host: `decode.decode_round` for one slot, without
     the bookkeeping of requests."""
 
-    def __init__(self, engine: Engine, *, budget: int, dflash: bool = False, profile: Callable[[], None] | None = None):
-        """`profile` is called at the end of each stage: to wait for the device where stages are timed one by one."""
+    def __init__(self, engine: Engine, *, budget: int, dflash: bool = False, profile: bool = False):
+        """`profile`: stages wait for the device, to be timed one by one."""
         self.engine, self.budget, self.dflash = engine, budget, dflash
-        self.clock = StageClock()
-        self._end = profile or (lambda: None)
+        self.clock = StageClock(engine.settle if profile else None)
 
     def round(self, bonus: int) -> list[int]:
         """The tokens of one round."""
@@ -51,7 +50,6 @@ class HostRounds:
             with self.clock("draft"):
                 top_k = 1 if self.dflash else self.budget
                 (draft,) = engine.draft([DraftRequest(0, bonus, top_k, self.budget, _refuse)])
-                self._end()
             with self.clock("tree_build"):
                 if self.dflash:
                     tree = chain(draft.token_ids[: self.budget, 0], draft.log_probs[: self.budget, 0])
@@ -62,10 +60,8 @@ class HostRounds:
         with self.clock("verify"):
             (verdict,) = engine.verify([request])
             path = walk(tree, verdict.choices)
-            self._end()
         with self.clock("commit"):
             engine.commit(0, path, taps=self.budget > 0)
-            self._end()
         return verdict.choices[path].tolist()
 
     def decode(self, bonus: int, tokens: int) -> list[int]:
@@ -113,7 +109,7 @@ def time_host(
     chosen: Engine = ForcedEngine(engine, forced) if budget else engine
     result: dict[str, Any] = {"budget": budget}
 
-    def measure(profile: Callable[[], None] | None) -> tuple[list[float], dict[str, float], list[int]]:
+    def measure(*, profile: bool) -> tuple[list[float], dict[str, float], list[int]]:
         runner = HostRounds(chosen, budget=budget, dflash=dflash, profile=profile)
         times, lengths, last = [], [], bonus
         for i in range(rounds + 3):
@@ -130,9 +126,9 @@ def time_host(
         engine.truncate(0, past)
         return times[3:], stages, lengths[3:]
 
-    times, _, lengths = measure(None)
+    times, _, lengths = measure(profile=False)
     result |= {"round_ms": spread(times), "tokens_per_round": statistics.mean(lengths)}
-    _, result["stage_ms"], _ = measure(lambda: synchronize(engine.device))
+    _, result["stage_ms"], _ = measure(profile=True)
     if not budget:
         key = (1, 1)
         if engine.graphs.replay(key):

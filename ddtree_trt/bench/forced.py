@@ -74,5 +74,8 @@ class ForcedEngine:
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         self._engine.commit(slot, path, taps=taps)
 
+    def settle(self) -> None:
+        self._engine.settle()
+
     def close(self) -> None:
         self._engine.close()

@@ -40,6 +40,9 @@ def run(
         bool, typer.Option("--compare", help="Also run ar and dflash; check the outputs agree.")
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Exact times of the stages: each waits for the GPU, which takes longer.")
+    ] = False,
     threads: Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")] = 0,
 ) -> None:
     """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
@@ -68,7 +71,7 @@ def run(
     from ddtree_trt.runtime.params import SamplingParams
 
     params = SamplingParams.from_mapping({k: v for k, v in given.items() if v is not None})
-    with LLM(directory, threads=threads) as llm:
+    with LLM(directory, threads=threads, profile=profile) as llm:
         params = replace(params, method=resolve_method(params.method, llm.engine.manifest.drafter_kind))
         if text is None:
             console.chat(llm, params, system)

@@ -79,5 +79,9 @@ class Engine(Protocol):
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         """Keep the nodes on `path` [m] (rising, root first) of the slot's last verified tree and forget the others."""
 
+    def settle(self) -> None:
+        """Wait until everything the verbs have started is done. Only exact stage times need it: what reads results
+        waits for them by itself."""
+
     def close(self) -> None:
         """Release the engine's memory and threads."""

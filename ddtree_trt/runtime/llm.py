@@ -22,16 +22,18 @@ class LLM:
     Args:
         engine_dir: directory written by `ddtree-trt build`.
         threads: CPU threads of the engine; 0 chooses.
+        profile: exact times of the stages in `metrics.stage_s`: each then waits for the GPU, so rounds take longer.
+            Without it, work that a stage leaves on the GPU counts for the next one that waits.
 
     Raises ArtifactError when the directory cannot be used. Not thread-safe: use AsyncLLM for concurrent callers.
     """
 
-    def __init__(self, engine_dir: str | Path, *, threads: int = 0) -> None:
+    def __init__(self, engine_dir: str | Path, *, threads: int = 0, profile: bool = False) -> None:
         directory = Path(engine_dir)
         self.engine = open_engine(directory, threads=threads)
         self.codec = TextCodec(directory, self.engine.manifest.chat_template_args)
         self._maker = RequestMaker(directory, self.engine, self.codec)
-        self._scheduler = Scheduler(self.engine)
+        self._scheduler = Scheduler(self.engine, profile=profile)
 
     @property
     def tokenizer(self) -> Any:

@@ -96,6 +96,9 @@ class OrtEngine:
             drafts.append(self._drafter.draft(request))
         return drafts
 
+    def settle(self) -> None:
+        """Every verb returns when its work is done."""
+
     def close(self) -> None:
         self._passed.clear()
         del self._target, self._drafter

@@ -31,13 +31,14 @@ class _Slot:
 class Scheduler:
     """Owns the engine's slots. Not thread-safe: one thread calls it."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, *, profile: bool = False) -> None:
+        """`profile`: exact stage times, for which every stage waits for the device."""
         self.engine = engine
         self.waiting: deque[Sequence] = deque()
         self.prefilling: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._slots = [_Slot() for _ in range(engine.manifest.limits.max_batch)]
-        self._clock = StageClock()
+        self._clock = StageClock(engine.settle if profile else None)
         self._steps = 0
 
     @property

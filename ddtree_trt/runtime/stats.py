@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 ROUND_STAGES = ("draft", "tree_build", "tree_compile", "verify", "commit")
 STAGES = ("prefill", *ROUND_STAGES)
+_ENGINE_STAGES = frozenset(("prefill", "draft", "verify", "commit"))  # the others are the host's
 
 
 class StageClock:
     """Seconds spent in each stage since the last `take`."""
 
-    def __init__(self) -> None:
+    def __init__(self, settle: Callable[[], None] | None = None) -> None:
+        """`settle` is the engine's, for exact times: its stages then wait for what they started. Without it, what one
+        leaves on a device counts for the next that waits."""
+        self._settle = settle
         self.seconds = dict.fromkeys(STAGES, 0.0)
 
     @contextmanager
@@ -22,6 +26,8 @@ class StageClock:
         start = time.perf_counter()
         try:
             yield
+            if self._settle is not None and stage in _ENGINE_STAGES:
+                self._settle()
         finally:
             self.seconds[stage] += time.perf_counter() - start
 

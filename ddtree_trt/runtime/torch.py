@@ -195,6 +195,10 @@ class TorchEngine:
             return self.drafter.draft_all(requests) if requests else []
         return [self.drafter.draft(request) for request in requests]
 
+    def settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     def close(self) -> None:
         self._passed.clear()
         self.graphs.clear()

@@ -251,6 +251,9 @@ class TrtEngine:
             check_told(self.drafter, self.cache, request.slot)
         return self.drafter.draft_all(requests) if requests else []
 
+    def settle(self) -> None:
+        self.device.synchronize()
+
     def close(self) -> None:
         """Give all memory back; a second call does nothing. Raises EngineError when CUDA refuses."""
         self._passed.clear()
