@@ -23,10 +23,12 @@ INT_BYTES = FLOAT_BYTES = 4
 EMBEDDING, HEAD = "embedding", "head"
 TARGET_KV, DRAFTER_KV = "target_kv", "drafter_kv"
 LOGITS, TAPS, STATES, CONTEXT = "logits", "taps", "states", "context"
+DRAFTER_EMBEDDING, DRAFTER_HEAD, DRAFT_LOGITS = "drafter_embedding", "drafter_head", "draft_logits"  # autoregressive
 RESULTS = "results"
 TARGET_CONTROL, DRAFTER_CONTROL, COMMIT_CONTROL = "target_control", "drafter_control", "commit_control"
 WORKSPACE = "workspace"
-CONTROLS = (TARGET_CONTROL, DRAFTER_CONTROL, COMMIT_CONTROL)
+# What a plan counts as weights, as cache or as workspace.
+_ELSEWHERE = frozenset((EMBEDDING, HEAD, DRAFTER_EMBEDDING, DRAFTER_HEAD, TARGET_KV, DRAFTER_KV, WORKSPACE))
 
 Backend = Literal["onnxruntime", "torch", "tensorrt"]
 Place = Literal["host", "GPU", "device"]  # the last is a GPU where there is one, else the host
@@ -91,11 +93,15 @@ class CacheShape:
         return self.planes * self.plane_bytes
 
 
+def target_rows(limits: Limits) -> int:
+    """Most rows of one target pass over all slots: T padded, or one chunk."""
+    return max(limits.max_batch * (1 + limits.max_tree_budget), limits.prefill_chunk)
+
+
 @dataclass(frozen=True)
 class Rows:
-    """How many rows the TensorRT engine's buffers hold."""
+    """How many rows the buffers of the TensorRT engine's block drafter hold."""
 
-    target: int  # of one target pass over all slots: T padded, or one chunk
     waiting: int  # per slot: tapped states the drafter may be given again
     context: int  # of one drafter pass over all slots
     chunk: int  # most context rows of one slot in one drafter pass
@@ -104,7 +110,6 @@ class Rows:
     def of(drafter: DrafterDims, limits: Limits) -> Rows:
         chunk = max(limits.prefill_chunk, drafter.block_size)
         return Rows(
-            target=max(limits.max_batch * (1 + limits.max_tree_budget), limits.prefill_chunk),
             waiting=chunk + drafter.block_size,
             context=max(limits.max_batch * drafter.block_size, chunk),
             chunk=chunk,
@@ -113,53 +118,75 @@ class Rows:
 
 def tensorrt_buffers(
     target: TransformerDims,
-    drafter: DrafterDims,
+    drafter: TransformerDims,
     limits: Limits,
     element_bytes: int,
     *,
     tied: bool,
+    drafter_tied: bool = True,
     candidates: int | None = None,
     workspace_bytes: int = 0,
 ) -> dict[str, int]:
     """Bytes of every buffer of a TensorRT engine on the device, weights inside the plans aside.
 
-    `candidates` is K; None takes the most there can be.
+    `candidates` is K of a block drafter; None takes the most there can be. `drafter_tied` is of one that has tables of
+    its own, an autoregressive one.
     """
-    rows, width = Rows.of(drafter, limits), len(drafter.tap_layers) * target.hidden_size * element_bytes
+    rows, slots = target_rows(limits), limits.max_batch
     table = target.vocab_size * target.hidden_size * element_bytes
-    control = control_bytes(rows, drafter.block_size, limits)
-    k = candidates or min(max(limits.max_tree_budget, 1), target.vocab_size)
-    drafts = limits.max_batch * (drafter.block_size - 1) * k
+    if isinstance(drafter, DrafterDims):
+        own, results = _block_drafter_buffers(target, drafter, limits, element_bytes, candidates)
+    else:
+        drafter_table = drafter.vocab_size * drafter.hidden_size * element_bytes
+        own, results = (
+            {
+                DRAFTER_EMBEDDING: drafter_table,
+                **({} if drafter_tied else {DRAFTER_HEAD: drafter_table}),
+                DRAFT_LOGITS: drafter.vocab_size * FLOAT_BYTES,
+                DRAFTER_CONTROL: _pass_control_bytes(1, limits.prefill_chunk, limits),
+            },
+            0,
+        )
     return {
         EMBEDDING: table,
         **({} if tied else {HEAD: table}),
         TARGET_KV: CacheShape.of(target, limits, element_bytes).total_bytes,
         DRAFTER_KV: CacheShape.of(drafter, limits, element_bytes).total_bytes,
-        TAPS: rows.target * width,
-        STATES: limits.max_batch * rows.waiting * width,
-        CONTEXT: rows.context * width,
-        LOGITS: rows.target * target.vocab_size * FLOAT_BYTES,
-        RESULTS: max(rows.target * INT_BYTES, aligned(drafts * FLOAT_BYTES) + drafts * INT_BYTES),
-        TARGET_CONTROL: control[0],
-        DRAFTER_CONTROL: control[1],
-        COMMIT_CONTROL: control[2] * limits.max_batch,
+        LOGITS: rows * target.vocab_size * FLOAT_BYTES,
+        RESULTS: max(rows * INT_BYTES, results),
+        TARGET_CONTROL: _pass_control_bytes(slots, rows, limits),
+        COMMIT_CONTROL: slots * _control_bytes(1, 1, 1, 1, limits.max_tokens_per_pass),
+        **own,
         WORKSPACE: workspace_bytes,
     }
 
 
-def control_bytes(rows: Rows, block: int, limits: Limits) -> tuple[int, int, int]:
-    """Most bytes of int32 control data a target pass, a drafter pass and one slot's commit send, each array aligned."""
-    slots, words = limits.max_batch, -(-limits.max_tokens_per_pass // 32)
+def _block_drafter_buffers(
+    target: TransformerDims, drafter: DrafterDims, limits: Limits, element_bytes: int, candidates: int | None
+) -> tuple[dict[str, int], int]:
+    """What only a block drafter has, and how many bytes its results take."""
+    rows, slots, block = Rows.of(drafter, limits), limits.max_batch, drafter.block_size
+    width = len(drafter.tap_layers) * target.hidden_size * element_bytes
+    k = candidates or min(max(limits.max_tree_budget, 1), target.vocab_size)
+    drafts = slots * (block - 1) * k
     positions = max(slots * 2 * block, rows.chunk + block)
+    buffers = {
+        TAPS: target_rows(limits) * width,
+        STATES: slots * rows.waiting * width,
+        CONTEXT: rows.context * width,
+        DRAFTER_CONTROL: _control_bytes(slots, slots, slots * block, positions),
+    }
+    return buffers, aligned(drafts * FLOAT_BYTES) + drafts * INT_BYTES
 
-    def total(*values: int) -> int:
-        return sum(aligned(n * INT_BYTES) for n in values)
 
-    return (
-        total(slots, slots, rows.target, rows.target, rows.target * words, rows.target),
-        total(slots, slots, slots * block, positions),
-        total(1, 1, 1, 1, limits.max_tokens_per_pass),
-    )
+def _pass_control_bytes(slots: int, rows: int, limits: Limits) -> int:
+    """Of a pass over trees, with at most `rows` rows in all."""
+    return _control_bytes(slots, slots, rows, rows, rows * -(-limits.max_tokens_per_pass // 32), rows)
+
+
+def _control_bytes(*values: int) -> int:
+    """Of int32 control data, each array aligned."""
+    return sum(aligned(n * INT_BYTES) for n in values)
 
 
 @dataclass(frozen=True)
@@ -228,9 +255,9 @@ def plan_manifest(manifest: Manifest) -> MemoryPlan:
 def _buffers_bytes(
     backend: Backend, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
 ) -> int:
-    if backend == "tensorrt" and isinstance(drafter, DrafterDims):
+    if backend == "tensorrt":
         buffers = tensorrt_buffers(target, drafter, limits, size, tied=True)
-        return sum(buffers[name] for name in (TAPS, STATES, CONTEXT, LOGITS, RESULTS, *CONTROLS))
+        return sum(buffers[name] for name in buffers.keys() - _ELSEWHERE)
     # One slot after the other on a CPU, all slots of a round in one pass on a GPU.
     slots = 1 if backend == "onnxruntime" else limits.max_batch
     rows = max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)

@@ -25,10 +25,9 @@ from lowered import Lowered, LoweredPair
 from plugin_libraries import emulated_kernels
 
 from ddtree_trt import artifact, plugins
-from ddtree_trt import tensors as names
 from ddtree_trt.artifact import TOKENIZER_FILES, FileEntry, Limits, Manifest, load_manifest
-from ddtree_trt.build.checkpoint import EMBEDDING, HEAD, Checkpoint, load_checkpoint
-from ddtree_trt.build.storage import encode, safetensors_header
+from ddtree_trt.build.checkpoint import load_checkpoint
+from ddtree_trt.build.tensorrt import write_shared
 from ddtree_trt.build.tensorrt_profiles import drafter_sizes, target_sizes
 from ddtree_trt.plugins import library
 from ddtree_trt.runtime.llm import LLM
@@ -254,12 +253,13 @@ class Lowerings:
         plugin_library.write_bytes(b"plugins")
         (folder / artifact.TARGET_PLAN).write_bytes(b"the target's plan")
         (folder / artifact.DRAFTER_PLAN).write_bytes(b"the drafter's plan")
-        _write_tables(folder / artifact.SHARED_WEIGHTS, self._target, self._precision)
+        precision: Any = self._precision
+        write_shared(folder / artifact.SHARED_WEIGHTS, self._target, self._drafter, precision, artifact.no_progress)
+        sizes, block = target_sizes(self._limits), self.pair.block
+        drafter_ranges = drafter_sizes(self._limits, block.block_size) if block else sizes
         engines = {
-            b"the target's plan": FakeEngine("target", self.pair.target, target_sizes(self._limits)),
-            b"the drafter's plan": FakeEngine(
-                "drafter", self.pair.drafter, drafter_sizes(self._limits, self.pair.dims.block_size)
-            ),
+            b"the target's plan": FakeEngine("target", self.pair.target, sizes),
+            b"the drafter's plan": FakeEngine("drafter", self.pair.drafter, drafter_ranges),
         }
         manifest = self._manifest(folder, plugin_library, engines.values())
         (folder / artifact.MANIFEST).write_text(manifest.to_json())
@@ -285,14 +285,6 @@ class Lowerings:
             },
             files=files,
         )
-
-
-def _write_tables(path: Path, target: Checkpoint, precision: Any) -> None:
-    tensors = {names.EMBEDDING: target.tensor(EMBEDDING)}
-    if not target.tie_word_embeddings:
-        tensors[names.HEAD] = target.tensor(HEAD)
-    header = safetensors_header({name: t.shape for name, t in tensors.items()}, precision)
-    path.write_bytes(header + b"".join(encode(t, precision, n).tobytes() for n, t in tensors.items()))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from onnx import FunctionProto, ModelProto
 
 from ddtree_trt import plugins
 from ddtree_trt import tensors as names
-from ddtree_trt.artifact import Limits, TransformerDims
+from ddtree_trt.artifact import DrafterDims, Limits, TransformerDims
 from ddtree_trt.build.checkpoint import EMBEDDING, HEAD, Checkpoint
 from ddtree_trt.build.graph import build_drafter_graph, build_target_graph
 from ddtree_trt.build.ops import OPSET
@@ -194,27 +194,31 @@ class LoweredPair:
     def __init__(self, folder: Path, target: Checkpoint, drafter: Checkpoint, limits: Limits, floats: str) -> None:
         folder.mkdir()
         dims, tied = drafter.dims, target.tie_word_embeddings
+        block = dims if isinstance(dims, DrafterDims) else None
         with WeightFile(folder / "weights.bin") as sink:
             graph = build_target_graph(
                 TensorRtGraph("target", sink, floats),
                 target.dims,
                 target.tensor,
-                tap_layers=dims.tap_layers,
+                tap_layers=block.tap_layers if block else (),
                 limits=limits,
                 tied=tied,
                 quantized=target,
             )
-            drafter_graph = build_drafter_graph(
-                TensorRtGraph("drafter", sink, floats),
-                dims,
-                drafter.tensor,
-                target_weights=target.tensor,
-                target_tied=tied,
-                limits=limits,
-            )
-        self.dims, self.words = dims, -(-limits.max_tokens_per_pass // 32)
+            g, own = TensorRtGraph("drafter", sink, floats), drafter.tensor
+            if block:
+                drafter_graph = build_drafter_graph(
+                    g, block, own, target_weights=target.tensor, target_tied=tied, limits=limits
+                )
+            else:
+                own_tied = drafter.tie_word_embeddings
+                drafter_graph = build_target_graph(
+                    g, dims, own, tap_layers=(), limits=limits, tied=own_tied, prefix="drafter."
+                )
+        self.block, self.words = block, -(-limits.max_tokens_per_pass // 32)
         self.target = Lowered(folder / "target.onnx", graph, MaskMode.TREE, target.dims, limits)
-        self.drafter = Lowered(folder / "drafter.onnx", drafter_graph, MaskMode.NONE, dims, limits)
+        mode = MaskMode.NONE if block else MaskMode.TREE
+        self.drafter = Lowered(folder / "drafter.onnx", drafter_graph, mode, dims, limits)
         self.tables = {names.EMBEDDING: target.tensor(EMBEDDING)}
         if not tied:
             self.tables[names.HEAD] = target.tensor(HEAD)
@@ -261,10 +265,11 @@ class LoweredPair:
     def draft(self, slots: Sequence[int], bonus: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """(log_probs, candidates) [N, L, K] of slots with equally many new states."""
         states = np.stack([np.concatenate(self.states[slot]) for slot in slots])
-        block = np.full((len(slots), self.dims.block_size), self.dims.mask_token_id)
+        assert self.block is not None, "an autoregressive drafter is a language model like the target"
+        block = np.full((len(slots), self.block.block_size), self.block.mask_token_id)
         block[:, 0] = bonus
         size = states.shape[1]
-        positions = self.drafter.lengths[list(slots), None] + np.arange(size + self.dims.block_size)
+        positions = self.drafter.lengths[list(slots), None] + np.arange(size + self.block.block_size)
         inputs = {names.TAPS: states, names.TOKEN_IDS: block, names.POSITIONS: positions, **self.tables}
         said = self.drafter.run(slots, inputs)
         for slot in slots:

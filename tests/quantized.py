@@ -28,6 +28,7 @@ def quantize(
     weights: str = "_proj.weight",
     shared: bool = True,
     smooth: tuple[str, ...] = (),
+    group_size: int = GROUP,
     replace: Mapping[str, np.ndarray | None] | None = None,
     config: Mapping[str, object] | None = None,
 ) -> Path:
@@ -59,8 +60,8 @@ def quantize(
             scale = torch.tensor(largest[group(name)] / limit)
             tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
         elif algorithm == "W4A16_AWQ":
-            scale = weight.abs().reshape(len(weight), -1, GROUP).amax(-1) / limit  # [out, groups]
-            values = (weight / scale.repeat_interleave(GROUP, 1)).round().clamp(-8, 7).to(torch.int8)
+            scale = weight.abs().reshape(len(weight), -1, group_size).amax(-1) / limit  # [out, groups]
+            values = (weight / scale.repeat_interleave(group_size, 1)).round().clamp(-8, 7).to(torch.int8)
             tensors[name] = ((values[0::2] & 15) | ((values[1::2] & 15) << 4)).view(torch.uint8)
         else:
             scale = weight.abs().amax(1) / limit
@@ -78,7 +79,7 @@ def quantize(
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, file)
     said: dict[str, object] = {"quant_algo": algorithm, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
     if algorithm == "W4A16_AWQ":
-        said |= {"group_size": GROUP, "has_zero_point": False, "pre_quant_scale": True}
+        said |= {"group_size": group_size, "has_zero_point": False, "pre_quant_scale": True}
     said = {name: value for name, value in {**said, **(config or {})}.items() if value is not None}
     whole = {"producer": {"name": "modelopt"}, "quantization": said}
     (path / "hf_quant_config.json").write_text(json.dumps(whole))
@@ -113,7 +114,8 @@ def projections(path: Path) -> dict[str, Projection]:
         if algorithm == "W4A16_AWQ":
             low, high = stored.int() & 15, stored.int() >> 4
             unsigned = torch.stack([low, high], 1).reshape(-1, stored.shape[1])
-            weight = torch.where(unsigned < 8, unsigned, unsigned - 16) * scale.repeat_interleave(GROUP, 1)
+            values = torch.where(unsigned < 8, unsigned, unsigned - 16)
+            weight = values * scale.repeat_interleave(values.shape[1] // scale.shape[1], 1)
         else:
             weight = stored.float() * (scale[:, None] if scale.ndim else scale)
         smooth = tensors.get(f"{base}pre_quant_scale", torch.ones(weight.shape[1])).float()

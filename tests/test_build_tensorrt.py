@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_pair
+from checkpoints import make_pair, make_target
 from plugin_libraries import lean_python
 from quantized import ALGORITHMS, quantize
 from real_tensorrt import ROOT, cuda_names
@@ -141,6 +141,28 @@ def test_a_quantised_checkpoint(machine: Machine, tmp_path: Path, algorithm: str
     target, drafter = make_pair(tmp_path / "pair", **DIMS)
     manifest = build(tmp_path / "e", target="mine", checkpoint=quantize(target, algorithm), drafter=drafter)
     assert manifest.precision == "bf16"
+
+
+def test_an_autoregressive_drafter(machine: Machine, tmp_path: Path) -> None:
+    """A plan like the target's, with the target's shapes and no tapped states, and tables of its own."""
+    target, drafter = make_target(tmp_path / "target", **DIMS), tmp_path / "drafter"
+    make_target(drafter, tokenizer=False, tied=False, seed=3, **{**DIMS, "hidden_size": 48, "num_layers": 1})
+    manifest = build(tmp_path / "e", target="mine", checkpoint=target, drafter=drafter)
+    assert manifest.drafter_kind == "autoregressive"
+    inputs, outputs = manifest.tensors["drafter"]["inputs"], manifest.tensors["drafter"]["outputs"]
+    assert inputs == [*manifest.tensors["target"]["inputs"][:6], "past_key.0", "past_value.0", "embedding", "lm_head"]
+    assert outputs == ["present_key.0", "present_value.0", "logits", "choices"]
+    assert "taps" not in manifest.tensors["target"]["outputs"]
+    shapes = machine.tensorrt.named("IOptimizationProfile.set_shape")
+    assert len(shapes) == 4 * 6 and shapes[:12] == shapes[12:]
+    stored = load_file(tmp_path / "e" / "shared.safetensors")
+    assert set(stored) == {"embedding", "drafter.embedding", "drafter.lm_head"}
+    for name, path, source in (
+        ("embedding", target, EMBEDDING),
+        ("drafter.embedding", drafter, EMBEDDING),
+        ("drafter.lm_head", drafter, HEAD),
+    ):
+        assert torch.equal(stored[name], torch.tensor(load_checkpoint(path).tensor(source)).to(torch.bfloat16))
 
 
 LEAN = """

@@ -95,8 +95,21 @@ def test_the_plan_is_the_sum_of_the_buffers() -> None:
     tables = buffers[memory.EMBEDDING] + buffers[memory.HEAD]
     assert sum(buffers.values()) == tables + caches + plan.buffers_bytes
     rows = Rows.of(DRAFTER, LIMITS)
-    assert (rows.target, rows.waiting, rows.context, rows.chunk) == (4 * 257, 256 + 16, 256, 256)
+    assert (rows.waiting, rows.context, rows.chunk) == (256 + 16, 256, 256)
     assert buffers[memory.LOGITS] == 4 * 257 * 151936 * 4
+
+
+def test_the_plan_of_an_autoregressive_drafter_is_the_sum_too() -> None:
+    drafter = TransformerDims(151936, 1024, 28, 16, 8, 128, 3072, 1e-6, 1e6, 40960)
+    buffers = tensorrt_buffers(TARGET, drafter, LIMITS, 2, tied=True, drafter_tied=False)
+    plan = plan_engine("tensorrt", "bf16", TARGET, drafter, LIMITS, 0)
+    tables = [memory.EMBEDDING, memory.DRAFTER_EMBEDDING, memory.DRAFTER_HEAD]
+    assert sum(buffers[name] for name in tables) == 151936 * (4096 + 2 * 1024) * 2
+    caches = buffers[memory.TARGET_KV] + buffers[memory.DRAFTER_KV]
+    assert caches == plan.kv_bytes_all_slots
+    assert sum(buffers.values()) == sum(buffers[name] for name in tables) + caches + plan.buffers_bytes
+    assert buffers[memory.DRAFT_LOGITS] == 151936 * 4
+    assert not {memory.TAPS, memory.STATES, memory.CONTEXT} & set(buffers)
 
 
 def test_a_cpu_passes_one_slot_at_a_time() -> None:

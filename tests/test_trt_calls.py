@@ -130,13 +130,13 @@ def test_a_graph_is_captured_once_per_bucket(machine: Machine) -> None:
         def captured() -> int:
             return sum(entry == ("capture",) for entry in machine.cuda.log)
 
-        assert captured() == engine.target.graphs + engine.drafter.network.graphs == len(machine.cuda.graphs)
+        assert captured() == sum(network.graphs for network in engine.networks) == len(machine.cuda.graphs)
         before = captured()
         generate(llm, PROMPTS, method="ddtree", tree_budget=15)  # now with the prompts in the cache
         generate(llm, PROMPTS, method="ddtree", tree_budget=15)
         assert captured() == len(machine.cuda.graphs) <= before + LIMITS.max_batch
         # One context per profile that is not captured, and one per graph.
-        for network in (engine.target, engine.drafter.network):
+        for network in engine.networks:
             assert network.engine.contexts <= 2 + network.graphs
         assert [entry for entry in machine.cuda.log if entry[0] == "malloc"] == [("malloc", engine.layout.total_bytes)]
 

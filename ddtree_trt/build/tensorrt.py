@@ -68,49 +68,46 @@ class TensorRtBuild:
         precision: PrecisionName,
         progress: Progress,
     ) -> Written:
-        dims = _supported(target, drafter, self.machine)
+        _check_supported(target, drafter, self.machine)
         from ddtree_trt.build.graph import build_drafter_graph, build_target_graph
         from ddtree_trt.build.ops_tensorrt import TensorRtGraph
         from ddtree_trt.build.tensorrt_engine import EngineBuilder
         from ddtree_trt.build.tensorrt_profiles import drafter_sizes, profile, target_sizes
 
-        machine, floats = self.machine, _FLOATS[precision]
+        machine, floats, dims = self.machine, _FLOATS[precision], drafter.dims
         weights, tied = target.tensor, target.tie_word_embeddings
+        taps = dims.tap_layers if isinstance(dims, DrafterDims) else ()
+        sizes = target_sizes(limits)
 
         def target_graph(sink: Sink) -> ModelProto:
             g = TensorRtGraph("target", sink, floats)
             return build_target_graph(
-                g, target.dims, weights, tap_layers=dims.tap_layers, limits=limits, tied=tied, quantized=target
+                g, target.dims, weights, tap_layers=taps, limits=limits, tied=tied, quantized=target
             )
 
         def drafter_graph(sink: Sink) -> ModelProto:
-            g = TensorRtGraph("drafter", sink, floats)
-            own = drafter.tensor
-            return build_drafter_graph(g, dims, own, target_weights=weights, target_tied=tied, limits=limits)
+            g, own, own_tied = TensorRtGraph("drafter", sink, floats), drafter.tensor, drafter.tie_word_embeddings
+            if isinstance(dims, DrafterDims):
+                return build_drafter_graph(g, dims, own, target_weights=weights, target_tied=tied, limits=limits)
+            return build_target_graph(g, dims, own, tap_layers=(), limits=limits, tied=own_tied, prefix=names.DRAFTER)
 
         # Not in the directory that is built: it serves the next build too.
         cache = directory.parent / f"tensorrt-{machine.tensorrt}-sm{machine.sm}.timing"
         builder = EngineBuilder(machine.plugins, cache, self._options, progress)
         tensors = {}
-        for name, plan, network, make, sizes, expected in (
-            ("target", artifact.TARGET_PLAN, target, target_graph, target_sizes(limits), target.stored_bytes(2)),
-            (
-                "drafter",
-                artifact.DRAFTER_PLAN,
-                drafter,
-                drafter_graph,
-                drafter_sizes(limits, dims.block_size),
-                2 * drafter.num_values,
-            ),
+        drafter_ranges = drafter_sizes(limits, dims.block_size) if isinstance(dims, DrafterDims) else sizes
+        for name, plan, network, make, ranges, expected in (
+            ("target", artifact.TARGET_PLAN, target, target_graph, sizes, target.stored_bytes(2)),
+            ("drafter", artifact.DRAFTER_PLAN, drafter, drafter_graph, drafter_ranges, 2 * drafter.num_values),
         ):
             with tempfile.TemporaryDirectory(dir=directory) as folder:
                 path = Path(folder) / f"{name}.onnx"
                 graph = _write_graph(path, make, expected_bytes=expected, progress=progress)
-                profiles = [profile(graph.graph.input, ranges) for ranges in sizes]
+                profiles = [profile(graph.graph.input, each) for each in ranges]
                 tensors[name] = builder.build(
                     name, path, directory / plan, profiles, attentions=network.dims.num_layers
                 )
-        write_shared(directory / artifact.SHARED_WEIGHTS, target, precision, progress)
+        write_shared(directory / artifact.SHARED_WEIGHTS, target, drafter, precision, progress)
         plugin = {
             "name": plugins.ATTENTION,
             "version": plugins.VERSION,
@@ -133,30 +130,31 @@ def _write_graph(
     return graph
 
 
-def write_shared(path: Path, target: Checkpoint, precision: PrecisionName, progress: Progress) -> None:
-    """The tables both engines read, [V, H] each: the embedding and, where it is another, the language-model head."""
+def write_shared(
+    path: Path, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName, progress: Progress
+) -> None:
+    """The tables the engines read, [V, H] each: the embedding and, where it is another, the language-model head. An
+    autoregressive drafter's are its own, a block drafter's are the target's."""
     from ddtree_trt.build.checkpoint import EMBEDDING, HEAD
     from ddtree_trt.build.storage import encode, safetensors_header
 
-    tables = {names.EMBEDDING: EMBEDDING} | ({} if target.tie_word_embeddings else {names.HEAD: HEAD})
-    shape = (target.dims.vocab_size, target.dims.hidden_size)
+    tables = {}
+    for prefix, network in {"": target, **({} if drafter.is_dflash else {names.DRAFTER: drafter})}.items():
+        tables[prefix + names.EMBEDDING] = network, EMBEDDING
+        if not network.tie_word_embeddings:
+            tables[prefix + names.HEAD] = network, HEAD
+    shapes = {name: network.shapes[source] for name, (network, source) in tables.items()}
     with path.open("xb") as file:
-        file.write(safetensors_header(dict.fromkeys(tables, shape), precision))
-        for done, source in enumerate(tables.values()):
+        file.write(safetensors_header(shapes, precision))
+        for done, (network, source) in enumerate(tables.values()):
             progress("write shared tables", done, len(tables))
-            file.write(encode(target.tensor(source), precision, source).data)
+            file.write(encode(network.tensor(source), precision, source).data)
     progress("write shared tables", len(tables), len(tables))
 
 
-def _supported(target: Checkpoint, drafter: Checkpoint, machine: Machine) -> DrafterDims:
-    """The drafter's dimensions. Raises UsageError for a pair the plugin, the engines or the GPU cannot do."""
-    dims = drafter.dims
-    if not isinstance(dims, DrafterDims):
-        raise UsageError(
-            f"{drafter.name} is an autoregressive drafter, which the tensorrt backend does not run; "
-            "give a DFlash drafter, or use --backend torch or onnxruntime"
-        )
-    for network in (target.dims, dims):
+def _check_supported(target: Checkpoint, drafter: Checkpoint, machine: Machine) -> None:
+    """Raises UsageError for a pair the plugin or the GPU cannot do."""
+    for network in (target.dims, drafter.dims):
         if network.head_dim not in plugins.HEAD_DIMS:
             sizes = " or ".join(map(str, plugins.HEAD_DIMS))
             raise UsageError(
@@ -168,4 +166,3 @@ def _supported(target: Checkpoint, drafter: Checkpoint, machine: Machine) -> Dra
             f"{target.name} is quantised to FP8, which needs compute capability {LOWEST_FP8_SM / 10} or newer, and "
             f"{machine.gpu} has {machine.sm / 10}; use the checkpoint before quantisation"
         )
-    return dims

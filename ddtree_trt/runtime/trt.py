@@ -7,39 +7,36 @@ and logits do until a row is read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt import memory
-from ddtree_trt import tensors as names
-from ddtree_trt.artifact import Manifest
+from ddtree_trt.artifact import DrafterDims, Manifest, TransformerDims
 from ddtree_trt.errors import EngineError
-from ddtree_trt.memory import FLOAT_BYTES, INT_BYTES, CacheShape, Layout
+from ddtree_trt.memory import CacheShape, Layout
 from ddtree_trt.plugins.library import KernelLibrary
 from ddtree_trt.runtime.cuda import Device, Upload
-from ddtree_trt.runtime.drafters import check_told
+from ddtree_trt.runtime.drafters import AutoregressiveDrafter, check_told
 from ddtree_trt.runtime.engine import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.kv import SlotLengths
-from ddtree_trt.runtime.lazy_rows import LazyRows
-from ddtree_trt.runtime.passes import buckets, pad_trees
+from ddtree_trt.runtime.passes import buckets
 from ddtree_trt.runtime.tree import token_chain
 from ddtree_trt.runtime.trt_drafter import BlockDrafter, Buffers
 from ddtree_trt.runtime.trt_load import Loaded, load_plans
+from ddtree_trt.runtime.trt_model import PREFILL, VERIFY, Outputs, TrtLanguageModel
 from ddtree_trt.runtime.trt_network import Network
-
-VERIFY, PREFILL = 0, 1  # the target's optimisation profiles
 
 
 @dataclass(frozen=True)
 class _Passed:
-    """Where a slot's last target pass left its tapped states: [T, M·H] of which the first `rows` are the slot's."""
+    """A slot's last target pass, and where it left its tapped states [T, M·H], where there are any."""
 
     generation: int  # which pass it was: the next one overwrites the states
+    token_ids: NDArray[np.int64]  # of the tree, padding aside
     address: int
     padded_rows: int  # T
 
@@ -53,36 +50,50 @@ class TrtEngine:
         """Owns what is `loaded`: `close` gives it back."""
         self.manifest, self._loaded, self._kernels = manifest, loaded, kernels
         self.device: Device = loaded.device
-        self.limits, dims, drafter_dims = manifest.limits, manifest.target_dims, manifest.dflash
+        self.limits, dims, drafter_dims = manifest.limits, manifest.target_dims, manifest.drafter_dims
         size = memory.ELEMENT_BYTES[manifest.precision]
-        self._words = -(-self.limits.max_tokens_per_pass // 32)
         self._buckets = buckets(1 + self.limits.max_tree_budget)
-        self._state_bytes = len(drafter_dims.tap_layers) * dims.hidden_size * size
+        taps = drafter_dims.tap_layers if isinstance(drafter_dims, DrafterDims) else ()
+        self._state_bytes = len(taps) * dims.hidden_size * size
         self._cache_shape = CacheShape.of(dims, self.limits, size)
-        self.cache = SlotLengths(self.limits.max_batch, self.limits.cache_rows)
         at, sizes = loaded.addresses, loaded.layout.sizes
-        shared, device = loaded.shared, self.device
-        self.target = Network("target", loaded.target, shared, dims, self._cache_shape, at[memory.TARGET_KV])
-        drafter_cache = CacheShape.of(drafter_dims, self.limits, size)
-        network = Network("drafter", loaded.drafter, shared, drafter_dims, drafter_cache, at[memory.DRAFTER_KV])
+        device = self.device
+        self._taps = at[memory.TAPS] if taps else 0
 
         def upload(name: str) -> Upload:
             return Upload(device, at[name], device.pinned(sizes[name]))
 
-        self._host_results = device.pinned(sizes[memory.RESULTS])
-        self._control = upload(memory.TARGET_CONTROL)
+        def network(name: str, engine: Any, tables: Mapping[str, int], dims: TransformerDims, cache: str) -> Network:
+            shape = CacheShape.of(dims, self.limits, size)
+            return Network(name, engine, loaded.shared, tables, dims, shape, at[cache])
+
+        results = device.pinned(sizes[memory.RESULTS])
+        outputs = Outputs(at[memory.RESULTS], results, at[memory.LOGITS], self._taps or None)
+        self.target = TrtLanguageModel(
+            network("target", loaded.target, loaded.target_tables, dims, memory.TARGET_KV),
+            device, self.limits, dims.vocab_size, upload(memory.TARGET_CONTROL), outputs,
+        )  # fmt: skip
+        self.cache = self.target.cache
         # One for each slot: commits of a round follow each other without a wait.
         each = sizes[memory.COMMIT_CONTROL] // self.limits.max_batch
         self._commits = [
             Upload(device, at[memory.COMMIT_CONTROL] + slot * each, device.pinned(each))
             for slot in range(self.limits.max_batch)
         ]
-        buffers = Buffers(at[memory.STATES], at[memory.CONTEXT], at[memory.RESULTS], self._host_results)
-        self.drafter = BlockDrafter(
-            network, device, drafter_dims, self.limits, size, buffers, upload(memory.DRAFTER_CONTROL), loaded.candidates
-        )
+        own = network("drafter", loaded.drafter, loaded.drafter_tables, drafter_dims, memory.DRAFTER_KV)
+        control = upload(memory.DRAFTER_CONTROL)
+        self.drafter: BlockDrafter | AutoregressiveDrafter
+        if isinstance(drafter_dims, DrafterDims):
+            buffers = Buffers(at[memory.STATES], at[memory.CONTEXT], at[memory.RESULTS], results)
+            self.drafter = BlockDrafter(
+                own, device, drafter_dims, self.limits, size, buffers, control, loaded.candidates
+            )
+        else:
+            outputs = Outputs(at[memory.RESULTS], results, at[memory.DRAFT_LOGITS], None)
+            model = TrtLanguageModel(own, device, self.limits, drafter_dims.vocab_size, control, outputs)
+            self.drafter = AutoregressiveDrafter(model, self.limits.prefill_chunk)
+        self.networks = (self.target.network, own)
         self._passed: dict[int, _Passed] = {}
-        self._generation = 0
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest) -> TrtEngine:
@@ -126,7 +137,7 @@ class TrtEngine:
         first = 0 if rows == "all" else tokens - 1  # an engine computes one row at least
         choices = self._target_pass([VerifyRequest(slot, tree)], tokens, np.arange(first, tokens), PREFILL)
         self.commit(slot, np.arange(tokens, dtype=np.int32), taps=taps)
-        return Verdict(choices, self._logits(0, len(choices)))
+        return Verdict(choices, self.target.logits(0, len(choices)))
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         longest = max(len(r.tree) for r in requests)
@@ -136,7 +147,7 @@ class TrtEngine:
         choices = self._target_pass(requests, tokens, np.arange(len(requests) * tokens), VERIFY)
         starts, sizes = range(0, len(choices), tokens), [len(r.tree) for r in requests]
         return [
-            Verdict(choices[start : start + size], self._logits(start, size))
+            Verdict(choices[start : start + size], self.target.logits(start, size))
             for start, size in zip(starts, sizes, strict=True)
         ]
 
@@ -144,58 +155,22 @@ class TrtEngine:
         self, requests: Sequence[VerifyRequest], tokens: int, rows: NDArray[np.int64], profile: int
     ) -> NDArray[np.int64]:
         """One pass over all trees, T padded to `tokens`: the choices [R] at the wanted flat rows."""
-        for request in requests:
-            self.cache.check_room(request.slot, tokens)
-        trees = pad_trees(requests, self.cache.lengths, tokens, self._words)
-        control = {
-            names.TOKEN_IDS: trees.token_ids,
-            names.POSITIONS: trees.positions,
-            names.SLOT_IDS: trees.slot_ids,
-            names.PAST_LEN: trees.past_len,
-            names.TREE_MASK: trees.tree_mask,
-            names.ROWS: rows.astype(np.int32),
-        }
-        at = self._loaded.addresses
-        self._generation += 1
+        choices = self.target.run(requests, tokens, rows, profile)
         for n, request in enumerate(requests):
-            states = at[memory.TAPS] + n * tokens * self._state_bytes
-            self._passed[request.slot] = _Passed(self._generation, states, tokens)
-        addresses = self._control.send(control)
-        addresses[names.CHOICES], addresses[names.LOGITS] = at[memory.RESULTS], at[memory.LOGITS]
-        addresses[names.TAPS] = at[memory.TAPS]
-        shapes = {name: array.shape for name, array in control.items()}
-        key = (len(requests), tokens) if profile == VERIFY else None
-        self.target.run(profile, shapes, addresses, key=key)
-        found = self._host_results[: len(rows) * INT_BYTES]
-        self.device.download(found, at[memory.RESULTS])
-        self.device.synchronize()
-        return found.view(np.int32).astype(np.int64)
-
-    def _logits(self, first: int, rows: int) -> NDArray[np.float32]:
-        """Rows of the last pass's logits, [rows, V] from row `first` on, brought over row by row when they are read."""
-        vocab, generation = self.manifest.target_dims.vocab_size, self._generation
-        base = self._loaded.addresses[memory.LOGITS] + first * vocab * FLOAT_BYTES
-
-        def fetch(start: int, stop: int) -> NDArray[np.float32]:
-            if generation != self._generation:
-                raise EngineError("these logits are gone: the engine has made another target pass since")
-            found = np.empty((stop - start, vocab), np.float32)
-            self.device.download(found, base + start * vocab * FLOAT_BYTES)
-            self.device.synchronize()
-            return found
-
-        return cast("NDArray[np.float32]", LazyRows(rows, vocab, fetch))
+            states = self._taps + n * tokens * self._state_bytes
+            self._passed[request.slot] = _Passed(self.target.generation, request.tree.token_ids, states, tokens)
+        return choices
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         size, passed = len(path), self._passed.get(slot)
-        if passed is None or passed.generation != self._generation:
+        if passed is None or passed.generation != self.target.generation:
             raise EngineError(f"slot {slot} was not in the last target pass: there is nothing to commit")
         if taps:
             check_told(self.drafter, self.cache, slot)
         if int(path[-1]) != size - 1:
-            self._compact(slot, path, passed if taps else None)
+            self._compact(slot, path, passed if taps and self._state_bytes else None)
         if taps:
-            self.drafter.learn(slot, passed.address, size)
+            self.drafter.learn(slot, passed.token_ids[path], passed.address)
         self.cache.append(slot, size)
         del self._passed[slot]
 
@@ -249,7 +224,9 @@ class TrtEngine:
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         for request in requests:
             check_told(self.drafter, self.cache, request.slot)
-        return self.drafter.draft_all(requests) if requests else []
+        if isinstance(self.drafter, BlockDrafter):
+            return self.drafter.draft_all(requests) if requests else []
+        return [self.drafter.draft(request) for request in requests]
 
     def settle(self) -> None:
         self.device.synchronize()
@@ -257,10 +234,10 @@ class TrtEngine:
     def close(self) -> None:
         """Give all memory back; a second call does nothing. Raises EngineError when CUDA refuses."""
         self._passed.clear()
-        self._generation += 1
+        self.target.generation += 1
         try:
             self.device.stop()
         finally:
-            self.target.close()
-            self.drafter.network.close()
+            for network in self.networks:
+                network.close()
             self._loaded.close()

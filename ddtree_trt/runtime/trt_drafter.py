@@ -64,9 +64,9 @@ class BlockDrafter:
         """Leading committed tokens the drafter has been told of."""
         return self._known[slot].end
 
-    def learn(self, slot: int, states: int, rows: int) -> None:
-        """`rows` tokens were committed behind the known ones; their tapped states [rows, M·H] are at an address."""
-        known, size = self._known[slot], self._state_bytes
+    def learn(self, slot: int, token_ids: NDArray[np.int64], states: int) -> None:
+        """Tokens [m] were committed behind the known ones; their tapped states [m, M·H] are at the address `states`."""
+        known, size, rows = self._known[slot], self._state_bytes, len(token_ids)
         for start in range(0, rows, self._rows.chunk):
             piece = min(self._rows.chunk, rows - start)
             source = states + start * size

@@ -25,6 +25,12 @@ from ddtree_trt.runtime.trt_network import Shared
 
 _logger = logging.getLogger("ddtree_trt.tensorrt")
 _STORED = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}  # a precision in safetensors' words
+_BUFFERS = {
+    names.EMBEDDING: memory.EMBEDDING,
+    names.HEAD: memory.HEAD,
+    names.DRAFTER + names.EMBEDDING: memory.DRAFTER_EMBEDDING,
+    names.DRAFTER + names.HEAD: memory.DRAFTER_HEAD,
+}
 _KEPT_WORDS = 5  # complaints of TensorRT in one error
 
 
@@ -38,7 +44,9 @@ class Loaded:
     runtime: Any  # must outlive both
     layout: Layout
     addresses: Mapping[str, int]  # buffer → address
-    candidates: int  # K of the drafter
+    candidates: int  # K of a block drafter; 0 of any other
+    target_tables: Mapping[str, int]  # input → address
+    drafter_tables: Mapping[str, int]
     shared: Shared
 
     def close(self) -> None:
@@ -62,23 +70,24 @@ def load_plans(directory: Path, manifest: Manifest) -> tuple[Loaded, KernelLibra
 def _load(directory: Path, manifest: Manifest, trt: Any, device: Device, plugin_library: Path) -> Loaded:
     stored = _Tables(directory, manifest)
     plans = sum(manifest.files[name].size for name in (artifact.TARGET_PLAN, artifact.DRAFTER_PLAN))
-    _check_memory(directory, manifest, device, plans, _layout(manifest, stored.tied, None, 0).total_bytes)
+    _check_memory(directory, manifest, device, plans, _layout(manifest, stored, None, 0).total_bytes)
     log = make_log(trt)
     _load_plugins(trt, log, plugin_library)
     runtime = trt.Runtime(log)
     target = _deserialise(runtime, log, directory / artifact.TARGET_PLAN, manifest)
     drafter = _deserialise(runtime, log, directory / artifact.DRAFTER_PLAN, manifest)
-    tables = {names.EMBEDDING: memory.EMBEDDING} | ({} if stored.tied else {names.HEAD: memory.HEAD})
     _check_engine(directory, manifest, "target", target)
     _check_engine(directory, manifest, "drafter", drafter)
-    candidates = int(tuple(drafter.get_tensor_shape(names.LOG_PROBS))[-1])
+    block = manifest.drafter_kind == "dflash"
+    candidates = int(tuple(drafter.get_tensor_shape(names.LOG_PROBS))[-1]) if block else 0
     workspace = max(int(target.device_memory_size_v2), int(drafter.device_memory_size_v2))
-    layout = _layout(manifest, stored.tied, candidates, workspace)
+    layout = _layout(manifest, stored, candidates, workspace)
     _check_memory(directory, manifest, device, 0, layout.total_bytes)  # with what TensorRT wants beside the weights
     base = device.allocate(layout.total_bytes)
     addresses = {name: base + offset for name, offset in layout.offsets.items()}
-    for tensor, buffer in tables.items():
-        stored.upload(tensor, device, addresses[buffer])
+    tables = {tensor: addresses[_BUFFERS[tensor]] for tensor in stored.names}
+    for tensor, address in tables.items():
+        stored.upload(tensor, device, address)
     for cache in (memory.TARGET_KV, memory.DRAFTER_KV):
         # Zeros, not garbage: a row that was never written must not turn a weight of zero into NaN.
         device.clear(addresses[cache], layout.sizes[cache])
@@ -88,19 +97,20 @@ def _load(directory: Path, manifest: Manifest, trt: Any, device: Device, plugin_
         log=log,
         device=device,
         workspace=(addresses[memory.WORKSPACE], workspace),
-        tables={tensor: addresses[buffer] for tensor, buffer in tables.items()},
     )
-    return Loaded(device, target, drafter, runtime, layout, addresses, candidates, shared)
+    own = {t.removeprefix(names.DRAFTER): a for t, a in tables.items() if t.startswith(names.DRAFTER)}
+    return Loaded(device, target, drafter, runtime, layout, addresses, candidates, tables, own or tables, shared)
 
 
-def _layout(manifest: Manifest, tied: bool, candidates: int | None, workspace: int) -> Layout:
+def _layout(manifest: Manifest, stored: _Tables, candidates: int | None, workspace: int) -> Layout:
     return Layout.of(
         tensorrt_buffers(
             manifest.target_dims,
-            manifest.dflash,
+            manifest.drafter_dims,
             manifest.limits,
             memory.ELEMENT_BYTES[manifest.precision],
-            tied=tied,
+            tied=names.HEAD not in stored.names,
+            drafter_tied=names.DRAFTER + names.HEAD not in stored.names,
             candidates=candidates,
             workspace_bytes=workspace,
         )
@@ -201,9 +211,7 @@ class _Tables:
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._path = directory / artifact.SHARED_WEIGHTS
         rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
-        dims = manifest.target_dims
-        expected = {"dtype": _STORED[manifest.precision], "shape": [dims.vocab_size, dims.hidden_size]}
-        bytes_each = dims.vocab_size * dims.hidden_size * memory.ELEMENT_BYTES[manifest.precision]
+        dtype, size = _STORED[manifest.precision], memory.ELEMENT_BYTES[manifest.precision]
         try:
             file_bytes = self._path.stat().st_size
             with self._path.open("rb") as file:
@@ -216,20 +224,21 @@ class _Tables:
             for name, entry in header.items():
                 if name == "__metadata__":
                     continue
+                dims = manifest.drafter_dims if name.startswith(names.DRAFTER) else manifest.target_dims
+                expected = {"dtype": dtype, "shape": [dims.vocab_size, dims.hidden_size]}
                 if {key: entry[key] for key in expected} != expected:
                     raise ArtifactError(f"{self._path}: {name} should be {expected}, found {entry}; {rebuild}")
                 begin, end = self._offsets[name] = entry["data_offsets"]
+                bytes_each = dims.vocab_size * dims.hidden_size * size
                 if not 0 <= begin <= begin + bytes_each == end <= file_bytes - self._start:
                     raise ValueError(f"{name} at {entry['data_offsets']} is not {bytes_each} bytes of the file")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ArtifactError(f"{self._path} cannot be read ({error}); {rebuild}") from error
-        if names.EMBEDDING not in self._offsets:
-            raise ArtifactError(f"{self._path} has no tensor {names.EMBEDDING!r}; {rebuild}")
-
-    @property
-    def tied(self) -> bool:
-        """Whether the embedding is the head."""
-        return names.HEAD not in self._offsets
+        own = () if manifest.drafter_kind == "dflash" else (names.DRAFTER + names.EMBEDDING,)
+        for name in (names.EMBEDDING, *own):
+            if name not in self._offsets:
+                raise ArtifactError(f"{self._path} has no tensor {name!r}; {rebuild}")
+        self.names = [name for name in _BUFFERS if name in self._offsets]
 
     def upload(self, tensor: str, device: Device, address: int) -> None:
         """Put a table on the device and wait for it."""

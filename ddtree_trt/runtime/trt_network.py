@@ -27,7 +27,6 @@ class Shared:
     log: Any  # its log: `words()` are TensorRT's latest complaints, `clear()` forgets them
     device: Device
     workspace: tuple[int, int]  # address, bytes
-    tables: Mapping[str, int]  # input → address of the tables both networks read
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,14 @@ class Network:
     """Runs passes; what they read and write lies where the caller says, and stays there for a captured key."""
 
     def __init__(
-        self, name: str, engine: Any, shared: Shared, dims: TransformerDims, cache: CacheShape, cache_address: int
-    ) -> None:
-        """`engine` is an ICudaEngine, `cache` the shape of its caches, at `cache_address`."""
+        self, name: str, engine: Any, shared: Shared, tables: Mapping[str, int], dims: TransformerDims,
+        cache: CacheShape, cache_address: int,
+    ) -> None:  # fmt: skip
+        """`engine` is an ICudaEngine, `tables` are the addresses of those it reads by input, `cache` the shape of its
+        caches, at `cache_address`."""
         self.name, self.engine, self.shared = name, engine, shared
         # In place: past and present are one address, which the plugin checks.
-        self._fixed = dict(shared.tables)
+        self._fixed = dict(tables)
         for part in (names.past_names(dims.num_layers), names.present_names(dims.num_layers)):
             for plane, tensor in enumerate(part):
                 self._fixed[tensor] = cache_address + plane * cache.plane_bytes
