@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from engine_builds import PACKAGED
 from numerics import path_to, random_tree
+from quantized import ALGORITHMS, quantize
 
 from ddtree_trt import artifact
 from ddtree_trt.artifact import load_manifest
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.tensorrt_machine import examine
+from ddtree_trt.build.tensorrt_machine import LOWEST_FP8_SM, Machine, examine
 from ddtree_trt.check import RELATIVE_ROUNDING, check_engine
 from ddtree_trt.errors import ArtifactError, DDTreeError
 from ddtree_trt.runtime.cuda import call, cuda_bindings
@@ -30,12 +33,16 @@ pytestmark = [pytest.mark.trt, pytest.mark.gpu, pytest.mark.slow, pytest.mark.ti
 PROMPTS = ["def fib(n):", "There are 13 muffins on Yaya's table. She sells 6 of them. How many are left?", "a"]
 
 
-@pytest.fixture(scope="module", params=["bf16", "fp16"])
-def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module")
+def machine() -> Machine:
     try:
-        examine()
+        return examine()
     except DDTreeError as error:
         pytest.skip(f"skipped: {error}")
+
+
+@pytest.fixture(scope="module", params=["bf16", "fp16"])
+def built(request: pytest.FixtureRequest, machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("engines") / "tiny"
     compile_engine(BuildRequest(target="tiny", backend="tensorrt", precision=request.param, output=directory))
     return directory
@@ -103,6 +110,51 @@ def test_plans_load_again_and_two_waits_make_a_round(built: Path) -> None:
             (output,) = llm.generate(["fizz buzz, said the fox"], params)
             assert engine.waits - before <= 2 * output.metrics.rounds + 3  # and the prompt's
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_quantised_targets(algorithm: str, machine: Machine, tmp_path: Path) -> None:
+    """Lossless against themselves, with drafts that are accepted, and smaller than the bf16 plan."""
+    if algorithm == "FP8" and machine.sm < LOWEST_FP8_SM:
+        pytest.skip(f"skipped: compute capability {machine.sm / 10} has no FP8")
+    shutil.copytree(PACKAGED, tmp_path / "pair")  # the tokenizer lies beside
+    target = quantize(tmp_path / "pair" / "target", algorithm, group_size=64)
+    for name, checkpoint in (("plain", PACKAGED / "target"), ("quantised", target)):
+        drafter, output = PACKAGED / "drafter", tmp_path / name
+        compile_engine(
+            BuildRequest(target="x", backend="tensorrt", checkpoint=checkpoint, drafter=drafter, output=output)
+        )
+    report = check_engine(CheckSettings(str(tmp_path / "quantised"), limit=4))
+    assert all(finding.passed for finding in report.greedy)
+    assert any(finding.tau > 2 for finding in report.greedy)
+    if algorithm != "W8A16":  # TensorRT may widen it
+        plain, smaller = ((tmp_path / name / artifact.TARGET_PLAN).stat().st_size for name in ("plain", "quantised"))
+        assert smaller < plain
+
+
+def test_an_autoregressive_drafter(machine: Machine, tmp_path: Path) -> None:
+    """The target drafts for itself: what it drafts greedily is right but for rounding."""
+    target = PACKAGED / "target"
+    compile_engine(
+        BuildRequest(target="x", backend="tensorrt", checkpoint=target, drafter=target, output=tmp_path / "e")
+    )
+    with LLM(tmp_path / "e") as llm:
+        options = {"max_tokens": 48, "ignore_eos": True}
+        drafted, plain = (llm.generate(PROMPTS, SamplingParams(method=m, **options)) for m in ("draft-model", "ar"))
+    assert sum(d.outputs[0].token_ids == p.outputs[0].token_ids for d, p in zip(drafted, plain, strict=True)) >= 2
+    assert sum(output.metrics.mean_acceptance_length for output in drafted) > 3 * len(PROMPTS)
+
+
+def test_stages_that_wait_for_the_gpu(built: Path) -> None:
+    params = SamplingParams(max_tokens=32, ignore_eos=True, method="ddtree", tree_budget=32)
+    found = {}
+    for profile in (False, True):
+        with LLM(built, profile=profile) as llm:
+            llm.generate(PROMPTS[:1], params)
+            (output,) = llm.generate(PROMPTS[1:2], params)
+            found[profile] = output
+    assert found[False].outputs[0].token_ids == found[True].outputs[0].token_ids
+    assert all(seconds > 0 for seconds in found[True].metrics.stage_s.values())
 
 
 def test_memory_is_given_back(built: Path) -> None:

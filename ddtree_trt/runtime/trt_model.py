@@ -81,7 +81,7 @@ class TrtLanguageModel:
 
         def fetch(start: int, stop: int) -> NDArray[np.float32]:
             if generation != self.generation:
-                raise EngineError("these logits are gone: the engine has made another target pass since")
+                raise EngineError("these logits are gone: the engine has made another pass since")
             found = np.empty((stop - start, self._vocab), np.float32)
             self._device.download(found, base + start * self._vocab * FLOAT_BYTES)
             self._device.synchronize()
