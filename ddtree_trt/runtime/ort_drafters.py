@@ -61,23 +61,22 @@ class BlockDrafter:
         slot, dims, cache = request.slot, self._dims, self._network.cache
         if not self._pending[slot].rows:
             raise EngineError(f"slot {slot} has no new target states to draft from")
-        states = self._pending[slot].take()
-        block = np.full((1, dims.block_size), dims.mask_token_id, np.int64)
-        block[0, 0] = request.bonus_token
-        k = min(request.top_k, dims.vocab_size)
-        length = dims.block_size - 1
-        log_probs, token_ids = np.empty((1, length, k), np.float32), np.empty((1, length, k), np.int64)
+        states, take = self._pending[slot].take(), self._network.buffers.take
+        length, k = dims.block_size - 1, min(request.top_k, dims.vocab_size)
+        block = take(names.TOKEN_IDS, (1, dims.block_size), np.int64)
+        block[0, 0], block[0, 1:] = request.bonus_token, dims.mask_token_id
+        top_k = take(names.TOP_K, (1,), np.int64)
+        top_k[0] = k
+        log_probs = take(names.LOG_PROBS, (1, length, k), np.float32)
+        token_ids = take(names.CANDIDATES, (1, length, k), np.int64)
+        outputs: dict[str, NDArray[Any]] = {names.LOG_PROBS: log_probs, names.CANDIDATES: token_ids}
         for start in range(0, len(states), self._chunk):
             # All but the last piece only extend the drafter's context; their block is overwritten by the next.
             piece = states[start : start + self._chunk]
             past, rows = cache.lengths[slot], len(piece) + dims.block_size
-            inputs: dict[str, NDArray[Any]] = {
-                names.TAPS: piece[None],
-                names.TOKEN_IDS: block,
-                names.POSITIONS: np.arange(past, past + rows, dtype=np.int64)[None],
-                names.TOP_K: np.array([k], np.int64),
-            }
-            outputs: dict[str, NDArray[Any]] = {names.LOG_PROBS: log_probs, names.CANDIDATES: token_ids}
+            positions = take(names.POSITIONS, (1, rows), np.int64)
+            positions[0] = np.arange(past, past + rows)
+            inputs = {names.TAPS: piece[None], names.TOKEN_IDS: block, names.POSITIONS: positions, names.TOP_K: top_k}
             self._network.run(slot, rows, inputs, outputs, scratch=self._scratch)
             cache.append(slot, len(piece))
-        return Draft(log_probs[0], token_ids[0].astype(np.int32))
+        return Draft(log_probs[0].copy(), token_ids[0].astype(np.int32))

@@ -7,6 +7,7 @@ and present of a layer are one buffer.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,51 @@ from ddtree_trt.runtime.kv import SlotCache
 from ddtree_trt.runtime.tree import TokenTree
 
 
+class _Buffers:
+    """Memory of the passes' inputs and outputs: it grows to the largest shape asked for and is reused."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, NDArray[Any]] = {}
+        self._views: dict[str, NDArray[Any]] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: type) -> NDArray[Any]:
+        """The same array as last time while the shape stays, so that what is bound stays bound."""
+        view = self._views.get(name)
+        if view is not None and view.shape == shape:
+            return view
+        size = math.prod(shape)
+        memory = self._memory.get(name)
+        if memory is None or memory.size < size:
+            memory = self._memory[name] = np.empty(size, dtype)
+        view = self._views[name] = memory[:size].reshape(shape)
+        return view
+
+
+class _Binding:
+    """A slot's caches and the arrays of its passes, bound to a session. An array that is bound already is not bound
+    again: every run reads and writes its memory."""
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self.handle = session.io_binding()
+        self._bound: dict[str, NDArray[Any]] = {}
+
+    def cache(self, past: str, present: str, buffer: NDArray[np.float32]) -> None:
+        """One buffer as past and present."""
+        value = ort.OrtValue.ortvalue_from_numpy(buffer)
+        self.handle.bind_ortvalue_input(past, value)
+        self.handle.bind_ortvalue_output(present, value)
+
+    def input(self, name: str, array: NDArray[Any]) -> None:
+        if self._bound.get(name) is not array:
+            self.handle.bind_cpu_input(name, array)
+            self._bound[name] = array
+
+    def output(self, name: str, array: NDArray[Any]) -> None:
+        if self._bound.get(name) is not array:
+            self.handle.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
+            self._bound[name] = array
+
+
 class Network:
     """A session and the cache of its slots: runs passes over one slot at a time."""
 
@@ -30,6 +76,7 @@ class Network:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
+        options.enable_mem_pattern = False  # planned per set of input shapes, and the bias has another every pass
         try:
             self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's exceptions share no useful base
@@ -38,17 +85,16 @@ class Network:
         self.cache = SlotCache(dims, slots, rows)
         self._past = names.past_names(dims.num_layers)
         self._present = names.present_names(dims.num_layers)
-        self._bindings: dict[int, Any] = {}
+        self.buffers = _Buffers()
+        self._bindings: dict[int, _Binding] = {}
 
-    def _binding(self, slot: int) -> Any:
+    def _binding(self, slot: int) -> _Binding:
         """The slot's binding with its caches bound; made once, since rebinding every layer is slow."""
         binding = self._bindings.get(slot)
         if binding is None:
-            binding = self._bindings[slot] = self.session.io_binding()
+            binding = self._bindings[slot] = _Binding(self.session)
             for past, present, buffer in zip(self._past, self._present, self.cache.buffers, strict=True):
-                value = ort.OrtValue.ortvalue_from_numpy(buffer[slot : slot + 1])
-                binding.bind_ortvalue_input(past, value)
-                binding.bind_ortvalue_output(present, value)
+                binding.cache(past, present, buffer[slot : slot + 1])
         return binding
 
     def run(
@@ -60,37 +106,25 @@ class Network:
         *,
         scratch: int = 0,
     ) -> None:
-        """Write `tokens` rows behind the slot's committed ones, filling `outputs`; nothing is committed.
+        """Write `tokens` rows behind the slot's committed ones, filling `outputs`; nothing is committed. Arrays
+        from `buffers` stay bound while their shapes stay.
 
         `scratch`: rows of the cache the graph writes behind those for itself.
         """
         self.cache.check_room(slot, tokens + scratch)
         total = self.cache.lengths[slot] + tokens
+        seqlens = self.buffers.take(names.SEQLENS_K, (1,), np.int32)
+        total_length = self.buffers.take(names.TOTAL_LENGTH, (), np.int32)
+        seqlens[0], total_length[...] = total - 1, total
         binding = self._binding(slot)
-        binding.bind_cpu_input(names.SEQLENS_K, np.array([total - 1], np.int32))
-        binding.bind_cpu_input(names.TOTAL_LENGTH, np.array(total, np.int32))
-        for name, array in inputs.items():
-            binding.bind_cpu_input(name, array)
+        for name, array in (*inputs.items(), (names.SEQLENS_K, seqlens), (names.TOTAL_LENGTH, total_length)):
+            binding.input(name, array)
         for name, array in outputs.items():
-            binding.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
+            binding.output(name, array)
         try:
-            self.session.run_with_iobinding(binding)
+            self.session.run_with_iobinding(binding.handle)
         except Exception as error:
             raise EngineError(f"ONNX Runtime failed: {error}") from error
-
-
-class _Scratch:
-    """Output buffers that grow to the largest shape asked for and are reused."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, NDArray[Any]] = {}
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: type) -> NDArray[Any]:
-        size = int(np.prod(shape))
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.size < size:
-            buffer = self._buffers[name] = np.empty(size, dtype)
-        return buffer[:size].reshape(shape)
 
 
 class LanguageModel(Network):
@@ -102,24 +136,28 @@ class LanguageModel(Network):
         """`taps` is M, the number of tapped layers."""
         super().__init__(path, dims, slots, rows, threads)
         self._tap_width = taps * dims.hidden_size
-        self._scratch = _Scratch()
 
     def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
         """Write a tree's T rows behind the slot's committed ones; logits for the wanted rows [R]."""
-        past, tokens, take = self.cache.lengths[slot], len(tree), self._scratch.take
-        bias = take("bias", (1, 1, tokens, past + tokens), np.float32)
+        past, tokens, take = self.cache.lengths[slot], len(tree), self.buffers.take
+        token_ids = take(names.TOKEN_IDS, (1, tokens), np.int64)
+        positions = take(names.POSITIONS, (1, tokens), np.int64)
+        wanted = take(names.ROWS, rows.shape, np.int64)
+        bias = take(names.ATTENTION_BIAS, (1, 1, tokens, past + tokens), np.float32)
+        token_ids[0], wanted[:] = tree.token_ids, rows
+        np.add(tree.depths, past, out=positions[0])
         _native.attention_bias(tree.parents, past, bias[0, 0])
         inputs = {
-            names.TOKEN_IDS: tree.token_ids[None],
-            names.POSITIONS: (tree.depths.astype(np.int64) + past)[None],
+            names.TOKEN_IDS: token_ids,
+            names.POSITIONS: positions,
             names.ATTENTION_BIAS: bias,
-            names.ROWS: rows,
+            names.ROWS: wanted,
         }
-        logits = take("logits", (len(rows), self.dims.vocab_size), np.float32)
-        choices = take("choices", (len(rows),), np.int64)
-        outputs: dict[str, NDArray[Any]] = {names.LOGITS: logits, names.CHOICES: choices}
+        logits = take(names.LOGITS, (len(rows), self.dims.vocab_size), np.float32)
+        choices = take(names.CHOICES, (len(rows),), np.int64)
+        outputs = {names.LOGITS: logits, names.CHOICES: choices}
         taps = None
         if self._tap_width:
-            outputs[names.TAPS] = taps = take("taps", (1, tokens, self._tap_width), np.float32)
+            outputs[names.TAPS] = taps = take(names.TAPS, (1, tokens, self._tap_width), np.float32)
         self.run(slot, tokens, inputs, outputs)
         return Pass(choices, logits, None if taps is None else taps[0])
