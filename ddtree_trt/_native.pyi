@@ -33,20 +33,33 @@ def walk(
 def best_prefix(
     log_weights: NDArray[np.float64],
     depths: NDArray[np.int32],
-    factors: NDArray[np.float64],
+    ratios: NDArray[np.float64],
     draft_s: float,
     verify_s: NDArray[np.float64],
 ) -> tuple[int, float]:
     """(nodes, expected tokens) of the beginning of a tree that maximises expected tokens per second; smallest on ties.
 
-    A node [n] is accepted with probability min(1, exp(log_weight) · factors[depth]), factors [D + 1]; verifying i nodes
-    takes verify_s[i], at least n + 1 of them, after draft_s.
+    A node [n] is accepted with probability min(1, exp(log_weight) · r_1 · … · r_depth), ratios [D]; verifying i
+    nodes takes verify_s[i], at least n + 1 of them, after draft_s.
     """
 
 def tried_mass(
     parents: NDArray[np.int32], log_weights: NDArray[np.float64], path: NDArray[np.int32]
 ) -> NDArray[np.float64]:
     """[m]: for each node of the walked path [m], its children's drafted probability given that the node was reached."""
+
+def learn(evidence: NDArray[np.float64], mass: NDArray[np.float64], keep: float) -> None:
+    """Take a round into evidence [2, D], observed and predicted, in place; what is older counts `keep` times what it did.
+
+    The round tried mass [m] at depths 1…m and went on below all of them but the last. Depths where the mass is 0 and
+    depths beyond D learn nothing.
+    """
+
+def calibrated_ratios(
+    evidence: NDArray[np.float64], priors: NDArray[np.float64] | None, weight: float, lowest: float, highest: float
+) -> NDArray[np.float64]:
+    """[D]: observed over predicted, the rows of evidence [2, D], shrunk by `weight` pseudo-observations towards priors
+    [D], without them towards the ratio of the depth above (1 at the root), and kept between lowest and highest."""
 
 def compact_rows(
     bases: NDArray[np.uint64],

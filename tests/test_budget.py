@@ -54,16 +54,16 @@ def walk_with(rng: np.random.Generator, tree: DraftTree, trust: float) -> NDArra
     weights=st.lists(st.floats(-8, 0), max_size=12).map(lambda w: sorted(w, reverse=True)),
     costs=st.lists(st.floats(0, 3), min_size=13, max_size=13),
     draft_s=st.floats(0, 5),
-    factors=st.lists(st.floats(0.02, 2), min_size=4, max_size=4),
+    ratios=st.lists(st.floats(0.02, 2), min_size=3, max_size=3),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_the_chosen_prefix_is_the_best_of_all(
-    weights: list[float], costs: list[float], draft_s: float, factors: list[float], seed: int
+    weights: list[float], costs: list[float], draft_s: float, ratios: list[float], seed: int
 ) -> None:
     depths = np.random.default_rng(seed).integers(1, 4, len(weights)).astype(np.int32)
     verify_s = 1 + np.cumsum(np.sort(costs))  # convex and rising
-    scale = np.array(factors)
-    nodes, expected = _native.best_prefix(np.array(weights, float), depths, scale, draft_s, verify_s)
+    scale = np.cumprod([1.0, *ratios])
+    nodes, expected = _native.best_prefix(np.array(weights, float), depths, np.array(ratios), draft_s, verify_s)
     accepted = [min(1.0, float(np.exp(w) * scale[d])) for w, d in zip(weights, depths, strict=True)]
     rates = [(1 + sum(accepted[:n])) / (draft_s + verify_s[n]) for n in range(len(weights) + 1)]
     assert rates[nodes] == pytest.approx(max(rates), rel=1e-12)
@@ -80,6 +80,31 @@ def test_tried_mass_against_a_plain_statement() -> None:
         for node, found in zip(path, mass, strict=True):
             children = np.flatnonzero(tree.parents == node)
             assert found == pytest.approx(float(np.exp(weights[children] - weights[node]).sum()))
+
+
+@pytest.mark.parametrize("with_parent", [True, False])
+def test_ratios_against_a_plain_statement(with_parent: bool) -> None:
+    """Observed over predicted, forgotten and shrunk as the module says, over rounds whose walks end everywhere."""
+    rng, depth, prior, keep = np.random.default_rng(5), 4, 8.0, 1 - 1 / 48
+    parent = Calibration(depth, prior=4, memory=512) if with_parent else None
+    calibration = Calibration(depth, prior=prior, memory=48, parent=parent)
+    observed, predicted = [0.0] * depth, [0.0] * depth
+    for _ in range(100):
+        tree = random_tree(rng, 30, depth, sharp=0.3)
+        path = walk_with(rng, tree, 1.0)
+        priors = None if parent is None else parent.ratios()
+        ratios, expected = calibration.ratios(), []
+        for d in range(depth):
+            towards = priors[d] if priors is not None else expected[-1] if expected else 1.0
+            ratio = (prior * towards + observed[d]) / (prior + predicted[d])
+            expected.append(min(max(ratio, LOWEST), HIGHEST))
+        assert ratios == pytest.approx(expected)
+        calibration.observe(tree, path)
+        observed, predicted = [keep * o for o in observed], [keep * p for p in predicted]
+        for d, mass in enumerate(_native.tried_mass(tree.parents, tree.log_weights, path)):
+            if mass > 0:
+                predicted[d] += mass
+                observed[d] += d + 1 < len(path)
 
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=10), st.integers(0, 2**32 - 1))
@@ -116,7 +141,7 @@ def test_calibrated_expectation_meets_what_happens(trust: float) -> None:
         tree = random_tree(rng, 24)
         path = walk_with(rng, tree, trust)
         if round_ >= 200:
-            q = np.exp(tree.log_weights) * calibration.factors()[tree.depths]
+            q = np.exp(tree.log_weights) * np.cumprod(calibration.ratios())[tree.depths - 1]
             expected += 1 + np.minimum(q, 1).sum()
             observed += len(path)
         calibration.observe(tree, path)

@@ -2,16 +2,21 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <numeric>
+#include <vector>
 
 namespace ddtree {
 
-Prefix best_prefix(const double* log_weights, const int32_t* depths, const double* factors, int64_t n, double draft_s,
-                   const double* verify_s) {
+Prefix best_prefix(const double* log_weights, const int32_t* depths, int64_t n, const double* ratios, int64_t deepest,
+                   double draft_s, const double* verify_s) {
+    std::vector<double> factors(static_cast<size_t>(deepest) + 1, 1.0);
+    std::partial_sum(ratios, ratios + deepest, factors.begin() + 1, std::multiplies<>());
     Prefix best{0, 1.0};
     double best_rate = 1.0 / (draft_s + verify_s[0]);
     double tokens = 1.0;
     for (int64_t i = 0; i < n; ++i) {
-        tokens += std::min(1.0, std::exp(log_weights[i]) * factors[depths[i]]);
+        tokens += std::min(1.0, std::exp(log_weights[i]) * factors[static_cast<size_t>(depths[i])]);
         const double rate = tokens / (draft_s + verify_s[i + 1]);
         if (rate > best_rate) {
             best_rate = rate;
@@ -31,6 +36,28 @@ void tried_mass(const int32_t* parents, const double* log_weights, int64_t n, co
             const double above = parent == 0 ? 0.0 : log_weights[parent - 1];
             mass[at - path] += std::exp(log_weights[node - 1] - above);
         }
+    }
+}
+
+void learn(const double* mass, int64_t m, double keep, double* observed, double* predicted, int64_t deepest) {
+    for (int64_t d = 0; d < deepest; ++d) {
+        observed[d] *= keep;
+        predicted[d] *= keep;
+        if (d < m && mass[d] > 0) {
+            observed[d] += d + 1 < m ? 1.0 : 0.0;
+            predicted[d] += mass[d];
+        }
+    }
+}
+
+void calibrated_ratios(const double* observed, const double* predicted, int64_t deepest, Prior prior, double lowest,
+                       double highest, double* ratios) {
+    double ratio = 1.0;
+    for (int64_t d = 0; d < deepest; ++d) {
+        const double expected = prior.ratios ? prior.ratios[d] : ratio;
+        ratio = (prior.weight * expected + observed[d]) / (prior.weight + predicted[d]);
+        ratio = std::min(std::max(ratio, lowest), highest);
+        ratios[d] = ratio;
     }
 }
 

@@ -2,11 +2,13 @@
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
 
 #include <algorithm>
 #include <initializer_list>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "ddtree/budget.h"
@@ -195,21 +197,22 @@ nb::object walk(const Input& parents, const Input& token_ids, const Input& choic
     return to_numpy(std::move(path), {static_cast<size_t>(length)});
 }
 
-nb::tuple best_prefix(const Input& log_weights, const Input& depths, const Input& factors, double draft_s,
+nb::tuple best_prefix(const Input& log_weights, const Input& depths, const Input& ratios, double draft_s,
                       const Input& verify_s) {
     const double* weights = checked<double>(log_weights, "log_weights", "[n]", 1);
     const int32_t* deep = checked<int32_t>(depths, "depths", "[n]", 1);
-    const double* scale = checked<double>(factors, "factors", "[D + 1]", 1);
+    const double* scale = checked<double>(ratios, "ratios", "[D]", 1);
     const double* costs = checked<double>(verify_s, "verify_s", "[n + 1] or longer", 1);
     const int64_t n = extent(log_weights, 0);
+    const int64_t deepest = extent(ratios, 0);
     if (extent(depths, 0) != n || extent(verify_s, 0) < n + 1) {
         bad_value("depths must have n and verify_s at least n + 1 entries for n = " + std::to_string(n) + ", found " +
                   shape_text(depths) + " and " + shape_text(verify_s));
     }
-    if (std::any_of(deep, deep + n, [&](int32_t d) { return d < 1 || d >= extent(factors, 0); })) {
-        bad_value("depths must be 1 ... D with a factor for each: factors has shape " + shape_text(factors));
+    if (std::any_of(deep, deep + n, [&](int32_t d) { return d < 1 || d > deepest; })) {
+        bad_value("depths must be 1 ... D with a ratio for each: ratios has shape " + shape_text(ratios));
     }
-    const ddtree::Prefix best = ddtree::best_prefix(weights, deep, scale, n, draft_s, costs);
+    const ddtree::Prefix best = ddtree::best_prefix(weights, deep, n, scale, deepest, draft_s, costs);
     return nb::make_tuple(best.nodes, best.expected_tokens);
 }
 
@@ -231,6 +234,35 @@ nb::object tried_mass(const Input& parents, const Input& log_weights, const Inpu
     std::unique_ptr<double[]> mass(new double[static_cast<size_t>(m)]);
     ddtree::tried_mass(tree, weights, n, walked, m, mass.get());
     return to_numpy(std::move(mass), {static_cast<size_t>(m)});
+}
+
+void learn(const Output& evidence, const Input& mass, double keep) {
+    double* observed = checked<double>(evidence, "evidence", "[2, D]", 2);
+    const double* tried = checked<double>(mass, "mass", "[m]", 1);
+    const auto deepest = static_cast<int64_t>(evidence.shape(1));
+    if (evidence.shape(0) != 2) {
+        bad_value("evidence must have shape [2, D], found " + shape_text(evidence));
+    }
+    ddtree::learn(tried, extent(mass, 0), keep, observed, observed + deepest, deepest);
+}
+
+nb::object calibrated_ratios(const Input& evidence, const std::optional<Input>& priors, double weight, double lowest,
+                             double highest) {
+    const double* observed = checked<double>(evidence, "evidence", "[2, D]", 2);
+    const int64_t deepest = extent(evidence, 1);
+    if (extent(evidence, 0) != 2) {
+        bad_value("evidence must have shape [2, D], found " + shape_text(evidence));
+    }
+    const double* expected = priors ? checked<double>(*priors, "priors", "[D]", 1) : nullptr;
+    if (priors && extent(*priors, 0) != deepest) {
+        bad_value("priors must have shape [D] = [" + std::to_string(deepest) + "], found " + shape_text(*priors));
+    }
+    if (!(weight > 0) || !(lowest <= highest)) {
+        bad_value("weight must be positive and lowest at most highest");
+    }
+    std::unique_ptr<double[]> ratios(new double[static_cast<size_t>(deepest)]);
+    ddtree::calibrated_ratios(observed, observed + deepest, deepest, {expected, weight}, lowest, highest, ratios.get());
+    return to_numpy(std::move(ratios), {static_cast<size_t>(deepest)});
 }
 
 void compact_rows(const Input& bases, int64_t heads, int64_t head_stride_bytes, int64_t row_bytes, int64_t start,
@@ -272,8 +304,11 @@ NB_MODULE(_native, m) {
     m.def("attention_bias", &attention_bias, "parents"_a, "past"_a, "out"_a);
     m.def("packed_mask", &packed_mask, "parents"_a);
     m.def("walk", &walk, "parents"_a, "token_ids"_a, "choices"_a);
-    m.def("best_prefix", &best_prefix, "log_weights"_a, "depths"_a, "factors"_a, "draft_s"_a, "verify_s"_a);
+    m.def("best_prefix", &best_prefix, "log_weights"_a, "depths"_a, "ratios"_a, "draft_s"_a, "verify_s"_a);
     m.def("tried_mass", &tried_mass, "parents"_a, "log_weights"_a, "path"_a);
+    m.def("learn", &learn, "evidence"_a, "mass"_a, "keep"_a);
+    m.def("calibrated_ratios", &calibrated_ratios, "evidence"_a, "priors"_a.none(), "weight"_a, "lowest"_a,
+          "highest"_a);
     m.def("compact_rows", &compact_rows, "bases"_a, "heads"_a, "head_stride_bytes"_a, "row_bytes"_a, "start"_a,
           "keep"_a, "rows"_a);
 }

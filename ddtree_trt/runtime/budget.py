@@ -180,8 +180,8 @@ class AutoBudget:
 
     def choose(self, tree: DraftTree, past: int) -> int:
         costs = self._shared.costs.at(past)
-        factors = self._calibration.factors()
-        n, expected = _native.best_prefix(tree.log_weights, tree.depths, factors, costs.draft_s, costs.verify_s)
+        ratios = self._calibration.ratios()
+        n, expected = _native.best_prefix(tree.log_weights, tree.depths, ratios, costs.draft_s, costs.verify_s)
         if self._probing:
             n = max(n, min(len(tree), self._shared.max_depth))  # evidence needs nodes to accept
         self._largest = max(n, self._largest * 3 // 4, 8)

@@ -6,8 +6,7 @@ had (predicted). Their ratio r_d scales the surrogate: a node at depth d is acce
 q̂ = exp(log_weight) · r_1 · … · r_d.
 
 Evidence is forgotten exponentially, so that what is no longer tried drifts back to the prior. A request's prior is the
-engine-wide calibration; the engine's own prior at a depth is the depth above, since few walks reach the deep ones. Sums
-are plain floats: for a dozen depths that beats arrays.
+engine-wide calibration; the engine's own prior at a depth is the depth above, since few walks reach the deep ones.
 """
 
 from __future__ import annotations
@@ -26,36 +25,17 @@ class Calibration:
     parent towards r_{d−1}, with r_0 = 1."""
 
     def __init__(self, max_depth: int, *, prior: float, memory: float, parent: Calibration | None = None) -> None:
-        self._observed = [0.0] * max_depth
-        self._predicted = [0.0] * max_depth
+        self._evidence = np.zeros((2, max_depth))  # observed, predicted
         self._prior, self._keep, self._parent = prior, 1 - 1 / memory, parent
 
-    def ratios(self) -> list[float]:
+    def ratios(self) -> NDArray[np.float64]:
         """r_1 … r_max_depth."""
-        base = self._parent.ratios() if self._parent else None
-        ratio, ratios = 1.0, []
-        for i, (observed, predicted) in enumerate(zip(self._observed, self._predicted, strict=True)):
-            prior = base[i] if base else ratio
-            ratio = min(max((self._prior * prior + observed) / (self._prior + predicted), LOWEST), HIGHEST)
-            ratios.append(ratio)
-        return ratios
-
-    def factors(self) -> NDArray[np.float64]:
-        """r_1 · … · r_d by depth d, float64 [max_depth + 1]; the root's is 1."""
-        return np.cumprod(np.array([1.0, *self.ratios()]))
+        priors = None if self._parent is None else self._parent.ratios()
+        return _native.calibrated_ratios(self._evidence, priors, self._prior, LOWEST, HIGHEST)
 
     def observe(self, tree: DraftTree, path: NDArray[np.int32]) -> None:
         """Learn from a verified tree and the accepted path [m], root first. Only depths the walk tried count."""
-        mass = _native.tried_mass(tree.parents, tree.log_weights, path).tolist()
-        self._learn(mass)
+        mass = _native.tried_mass(tree.parents, tree.log_weights, path)
+        _native.learn(self._evidence, mass, self._keep)
         if self._parent is not None:
-            self._parent._learn(mass)
-
-    def _learn(self, mass: list[float]) -> None:
-        keep = self._keep
-        self._observed = [keep * o for o in self._observed]
-        self._predicted = [keep * p for p in self._predicted]
-        for depth, tried in enumerate(mass):
-            if tried > 0:
-                self._predicted[depth] += tried
-                self._observed[depth] += depth < len(mass) - 1
+            _native.learn(self._parent._evidence, mass, self._parent._keep)

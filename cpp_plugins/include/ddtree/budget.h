@@ -11,14 +11,28 @@ struct Prefix {
 };
 
 // The number of nodes in 0..n that maximises expected tokens per second, the smallest on ties: the rule of
-// arXiv 2606.01813. A node's acceptance probability is min(1, exp(log_weights [n]) * factors[its depth]);
-// verify_s [n + 1] is the cost of verifying a tree of so many nodes.
-Prefix best_prefix(const double* log_weights, const int32_t* depths, const double* factors, int64_t n, double draft_s,
-                   const double* verify_s);
+// arXiv 2606.01813. A node's acceptance probability is min(1, exp(log_weights [n]) * r_1 * ... * r_depth) with the
+// ratios r_1 ... r_D [deepest]; verify_s [n + 1] is the cost of verifying a tree of so many nodes.
+Prefix best_prefix(const double* log_weights, const int32_t* depths, int64_t n, const double* ratios, int64_t deepest,
+                   double draft_s, const double* verify_s);
 
 // mass [m]: for each node of the walked path, its children's drafted probability given that the node was reached.
 // parents [n + 1], log_weights [n], path [m] rising from the root.
 void tried_mass(const int32_t* parents, const double* log_weights, int64_t n, const int32_t* path, int64_t m,
                 double* mass);
+
+// One more round, what is older counting `keep` times what it did. It tried mass [m] at depths 1 ... m and went on below
+// all of them but the last; where there was nothing to try, nothing is learnt.
+void learn(const double* mass, int64_t m, double keep, double* observed, double* predicted, int64_t deepest);
+
+struct Prior {
+    const double* ratios;  // [deepest], or null: then the prior at a depth is the ratio of the depth above, 1 at the root
+    double weight;         // pseudo-observations, positive
+};
+
+// r_1 ... r_D [deepest]: how often a walk went on at a depth [deepest] over how often it was predicted to, shrunk
+// towards the prior and kept between lowest and highest.
+void calibrated_ratios(const double* observed, const double* predicted, int64_t deepest, Prior prior, double lowest,
+                       double highest, double* ratios);
 
 }  // namespace ddtree
