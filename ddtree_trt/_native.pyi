@@ -1,4 +1,4 @@
-"""Host part of ddtree-trt: tree build, masks, walk, budgets and KV row compaction.
+"""Host part of ddtree-trt: tree build, masks, walk, budgets, sampling and KV row compaction.
 
 Arrays are read in place and must be C-contiguous with exactly the dtype given; another dtype raises TypeError, another
 shape or an impossible value raises ValueError. T = 1 + n tree tokens, node 0 the root with parent -1, parents[i] < i.
@@ -49,7 +49,7 @@ def tried_mass(
     """[m]: for each node of the walked path [m], its children's drafted probability given that the node was reached."""
 
 def learn(evidence: NDArray[np.float64], mass: NDArray[np.float64], keep: float) -> None:
-    """Take a round into evidence [2, D], observed and predicted, in place; what is older counts `keep` times what it did.
+    """Take a round into evidence [2, D], observed and predicted, in place; the older counts `keep` times what it did.
 
     The round tried mass [m] at depths 1…m and went on below all of them but the last. Depths where the mass is 0 and
     depths beyond D learn nothing.
@@ -60,6 +60,18 @@ def calibrated_ratios(
 ) -> NDArray[np.float64]:
     """[D]: observed over predicted, the rows of evidence [2, D], shrunk by `weight` pseudo-observations towards priors
     [D], without them towards the ratio of the depth above (1 at the root), and kept between lowest and highest."""
+
+def keep_nucleus(weights: NDArray[np.float64], share: float) -> None:
+    """Zero, in place, all but the smallest set of largest weights [n] whose sum reaches `share` of the whole.
+
+    Weights are finite and not negative. Of equal ones the first stay.
+    """
+
+def draw(weights: NDArray[np.float64], uniform: float) -> int:
+    """The first index at which the running sum of weights [n] exceeds `uniform`, in [0, 1), of the whole.
+
+    Weights are finite and not negative; ValueError when none is positive.
+    """
 
 def compact_rows(
     bases: NDArray[np.uint64],

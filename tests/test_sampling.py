@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy.special import log_softmax
 from truth import FALSE_ALARM, chi_square, distribution
 
+from ddtree_trt import _native
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.sampling import DrawnFrom, Sampler, logprob
@@ -77,6 +78,54 @@ def test_min_p_and_top_k_bounds() -> None:
     full = sampler(temperature=1).distribution(LOGITS)
     assert sampler(temperature=1, top_k=VOCAB).distribution(LOGITS).tolist() == full.tolist()
     assert sampler(temperature=1, top_k=1000).distribution(LOGITS).tolist() == full.tolist()
+
+
+# Their sums are exact in any order.
+WEIGHTS = st.lists(st.integers(0, 40).map(float) | st.integers(0, 30).map(lambda e: 2.0**-e), min_size=1, max_size=200)
+
+
+@given(values=WEIGHTS, share=st.integers(0, 64).map(lambda s: s / 64))
+def test_the_nucleus_is_the_smallest_set_of_the_largest(values: list[float], share: float) -> None:
+    weights = np.array(values)
+    order = sorted(range(len(values)), key=lambda i: -values[i])  # stable: of equal ones the first stay
+    wanted, kept = share * sum(values), [0.0] * len(values)
+    for i in order:
+        kept[i] = values[i]
+        if sum(kept) >= wanted:
+            break
+    _native.keep_nucleus(weights, share)
+    assert weights.tolist() == kept
+
+
+def test_a_nucleus_of_very_unequal_and_of_no_weights() -> None:
+    falling = 2.0 ** -np.arange(0, 1000.0, 3)  # 1, 1/8, 1/64, … until far below the rounding of their sum
+    for share, size in ((0.5, 1), (0.98, 2), (0.99, 3)):
+        weights = falling.copy()
+        _native.keep_nucleus(weights, share)
+        assert np.flatnonzero(weights).tolist() == list(range(size))
+    for empty in (np.zeros(0), np.zeros(5)):
+        _native.keep_nucleus(empty, 0.5)
+        assert not empty.any()
+
+
+@given(values=WEIGHTS, numerator=st.integers(0, 2**20 - 1))
+def test_a_draw_inverts_the_running_sum(values: list[float], numerator: int) -> None:
+    total, uniform = sum(values), numerator / 2**20
+    if total == 0:
+        with pytest.raises(ValueError, match="positive"):
+            _native.draw(np.array(values), uniform)
+        return
+    running = np.cumsum(values)
+    assert _native.draw(np.array(values), uniform) == int(np.searchsorted(running, uniform * total, side="right"))
+
+
+def test_a_draw_at_the_very_end_takes_a_weight_that_is_there() -> None:
+    rng = np.random.default_rng(0)
+    for size in (1, 63, 64, 65, 1000):
+        weights = rng.random(size)
+        weights[size // 2 + 1 :] = 0
+        for uniform in (0.0, np.nextafter(1, 0), 1.0):
+            assert weights[_native.draw(weights, uniform)] > 0
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 100.0])

@@ -13,6 +13,7 @@
 
 #include "ddtree/budget.h"
 #include "ddtree/kv.h"
+#include "ddtree/sampling.h"
 #include "ddtree/tree.h"
 
 namespace nb = nanobind;
@@ -265,6 +266,19 @@ nb::object calibrated_ratios(const Input& evidence, const std::optional<Input>& 
     return to_numpy(std::move(ratios), {static_cast<size_t>(deepest)});
 }
 
+void keep_nucleus(const Output& weights, double share) {
+    double* kept = checked<double>(weights, "weights", "[n]", 1);
+    ddtree::keep_nucleus(kept, static_cast<int64_t>(weights.shape(0)), share);
+}
+
+int64_t draw(const Input& weights, double uniform) {
+    const int64_t index = ddtree::draw(checked<double>(weights, "weights", "[n]", 1), extent(weights, 0), uniform);
+    if (index < 0) {
+        bad_value("weights must have a positive one to draw");
+    }
+    return index;
+}
+
 void compact_rows(const Input& bases, int64_t heads, int64_t head_stride_bytes, int64_t row_bytes, int64_t start,
                   const Input& keep, int64_t rows) {
     const uint64_t* addresses = checked<uint64_t>(bases, "bases", "[P]", 1);
@@ -299,7 +313,7 @@ void compact_rows(const Input& bases, int64_t heads, int64_t head_stride_bytes, 
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.doc() = "Host part of ddtree-trt: tree build, masks, walk, budgets and KV row compaction. See _native.pyi for shapes.";
+    m.doc() = "Host part of ddtree-trt: tree build, masks, walk, budgets, sampling and KV row compaction. See _native.pyi for shapes.";
     m.def("build_tree", &build_tree, "log_probs"_a, "token_ids"_a, "budget"_a);
     m.def("attention_bias", &attention_bias, "parents"_a, "past"_a, "out"_a);
     m.def("packed_mask", &packed_mask, "parents"_a);
@@ -309,6 +323,8 @@ NB_MODULE(_native, m) {
     m.def("learn", &learn, "evidence"_a, "mass"_a, "keep"_a);
     m.def("calibrated_ratios", &calibrated_ratios, "evidence"_a, "priors"_a.none(), "weight"_a, "lowest"_a,
           "highest"_a);
+    m.def("keep_nucleus", &keep_nucleus, "weights"_a, "share"_a);
+    m.def("draw", &draw, "weights"_a, "uniform"_a);
     m.def("compact_rows", &compact_rows, "bases"_a, "heads"_a, "head_stride_bytes"_a, "row_bytes"_a, "start"_a,
           "keep"_a, "rows"_a);
 }

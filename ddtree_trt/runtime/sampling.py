@@ -8,11 +8,13 @@ testing membership in the tree preserves the distribution is trivial: every emit
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt import _native
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.params import SamplingParams
 
@@ -71,7 +73,7 @@ class Sampler:
     def choose(self, logits: Row) -> int:
         """Draw the next token from the target's distribution at a row of logits [V]."""
         if not self.params.stochastic:
-            return int(np.argmax(self._processed(logits)))
+            return self._best(logits)
         ids, weights = self._support(logits)
         index = self._draw(weights)
         return index if ids is None else int(ids[index])
@@ -100,22 +102,32 @@ class Sampler:
         if not np.isfinite(log_probs[0]):
             raise EngineError(f"the drafter's log-probabilities are not finite: {log_probs[0]}; rebuild the engine")
         q = self._weights(log_probs)
+        q /= q.sum()
         return DrawnFrom(int(token_ids[self._draw(q)]), token_ids, q)
 
     def distribution(self, logits: Row) -> NDArray[np.float64]:
         """The distribution tokens are drawn from, float64 [V]; one-hot at temperature 0."""
-        p = np.zeros(len(logits), np.float64)
-        if not self.params.stochastic:
-            p[np.argmax(self._processed(logits))] = 1
-            return p
-        ids, weights = self._support(logits)
+        if self.params.stochastic:
+            ids, weights = self._support(logits)
+            weights /= weights.sum()
+        else:
+            ids, weights = np.array([self._best(logits)]), np.ones(1)
         if ids is None:
             return weights
+        p = np.zeros(len(logits), np.float64)
         p[ids] = weights
         return p
 
+    def _best(self, logits: Row) -> int:
+        """The most probable token."""
+        x = self._processed(logits)
+        token = int(x.argmax())
+        if not math.isfinite(x[token]):
+            raise EngineError(_NOT_FINITE)
+        return token
+
     def _support(self, logits: Row) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
-        """The tokens [K] that can be drawn, rising, None for all V, and their probabilities [K]."""
+        """The tokens [K] that can be drawn, rising, None for all V, and their weights [K]."""
         x, top_k = self._processed(logits), self.params.top_k
         if not 0 < top_k < len(x):
             return None, self._weights(x)
@@ -123,25 +135,23 @@ class Sampler:
         return kept, self._weights(x[kept])
 
     def _weights(self, logits: Row) -> NDArray[np.float64]:
-        """Probabilities of logits after temperature, top_p and min_p, float64 of their shape."""
-        params, weights = self.params, logits.astype(np.float64)
-        weights -= weights.max()
-        weights /= params.temperature
+        """Probabilities of logits after temperature, top_p and min_p over the largest, float64 of their shape."""
+        params, largest = self.params, float(logits.max())
+        if not math.isfinite(largest):
+            raise EngineError(_NOT_FINITE)
+        weights = logits.astype(np.float64)
+        weights -= largest
+        if params.temperature != 1:
+            weights /= params.temperature
         np.exp(weights, out=weights)
-        weights /= weights.sum()
-        if params.top_p == 1 and params.min_p == 0:
-            return weights
         if params.top_p < 1:
-            weights = _nucleus(weights, params.top_p)
+            _native.keep_nucleus(weights, params.top_p)
         if params.min_p > 0:
-            weights[weights < params.min_p * weights.max()] = 0
-        weights /= weights.sum()
+            weights *= weights >= params.min_p
         return weights
 
     def _processed(self, logits: Row) -> Row:
         """Logits after penalties, bias and min_tokens; the input row is left alone."""
-        if not np.isfinite(logits.max()):
-            raise EngineError(_NOT_FINITE)
         params = self.params
         if not (self._penalties or len(self._bias) or self._left > 0):
             return logits
@@ -162,24 +172,7 @@ class Sampler:
 
     def _draw(self, weights: NDArray[np.float64]) -> int:
         """Index drawn in proportion to `weights`, by inverting their cumulative sum with one uniform number."""
-        cumulative = np.cumsum(weights)
-        index = int(np.searchsorted(cumulative, self.rng.random() * cumulative[-1], side="right"))
-        if index == len(weights):  # rounding at the very end
-            index = int(np.flatnonzero(weights)[-1])
-        return index
-
-
-def _nucleus(weights: NDArray[np.float64], top_p: float) -> NDArray[np.float64]:
-    """Zero all but the smallest set of most probable tokens whose mass reaches top_p; of equal ones the first stay."""
-    # All that lies below (1 − top_p) / V adds up to less than 1 − top_p: the set is found among the others.
-    large = weights[weights >= (1 - top_p) / len(weights)]
-    falling = np.sort(large)[::-1]  # of values: many times faster than an argsort
-    size = 1 + int(np.searchsorted(np.cumsum(falling[:-1]), top_p))
-    least = falling[size - 1]
-    kept = weights >= least
-    if extra := np.count_nonzero(kept) - size:
-        kept[np.flatnonzero(weights == least)[-extra:]] = False
-    return weights * kept
+        return _native.draw(weights, self.rng.random())
 
 
 @dataclass(frozen=True)
