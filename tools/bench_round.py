@@ -23,10 +23,11 @@ import numpy as np
 import ddtree_trt
 from ddtree_trt.artifact import CheckpointIdentity, DrafterDims, Limits, Manifest, TransformerDims
 from ddtree_trt.runtime import scheduler as scheduling
-from ddtree_trt.runtime.budget import FixedBudget
+from ddtree_trt.runtime.budget import AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.decode import decode_round
 from ddtree_trt.runtime.engine import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.profile import ContextCost, LatencyProfile
 from ddtree_trt.runtime.sampling import Sampler
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.sequence import Sequence as Completion
@@ -55,7 +56,7 @@ class IdleEngine:
         ids = np.stack([rng.permutation(np.arange(100, VOCAB))[:NODES] for _ in range(LENGTH)])
         self._draft = Draft(log_probs.astype(np.float32), ids.astype(np.int32))
         self._logits = rng.normal(0, 1, (1 + NODES, VOCAB)).astype(np.float32)
-        self._verdict: Verdict | None = None  # the tree is the same every round
+        self._verdict: Verdict | None = None  # a budget's tree is the same every round
 
     def length(self, slot: int) -> int:
         return self._lengths[slot]
@@ -77,7 +78,8 @@ class IdleEngine:
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         start = time.perf_counter()
-        self._verdict = self._verdict or self._agree(requests[0])
+        if self._verdict is None or len(self._verdict.choices) != len(requests[0].tree):
+            self._verdict = self._agree(requests[0])
         verdicts = [self._verdict] * len(requests)
         self.spent_s += time.perf_counter() - start
         return verdicts
@@ -126,6 +128,14 @@ def manifest(slots: int) -> Manifest:
     )
 
 
+def budget(nodes: int | str) -> Budget:
+    """A fixed budget, or an automatic one that finds about half of NODES worth their cost."""
+    if isinstance(nodes, int):
+        return FixedBudget(nodes)
+    cost = ContextCost(context=1, draft_s=1.0, tree_tokens=(1, NODES // 2, NODES), verify_s=(1.0, 1.0, 4.0))
+    return AutoBudgets(LatencyProfile("idle", "idle", (cost,)), 4 * NODES, LENGTH).for_sequence()
+
+
 def completion(engine: IdleEngine, codec: TextCodec, params: SamplingParams) -> Completion:
     return Completion(
         index=0,
@@ -135,7 +145,7 @@ def completion(engine: IdleEngine, codec: TextCodec, params: SamplingParams) -> 
         capacity=1 << 20,
         sampler=Sampler(params, VOCAB, [5, 6, 7], frozenset()),
         stream=TextStream(codec, params.stop),
-        budget=FixedBudget(NODES),
+        budget=budget(params.tree_budget),
     )
 
 
@@ -144,7 +154,8 @@ def started(slots: int, codec: TextCodec, **options: Any) -> tuple[IdleEngine, S
     engine = IdleEngine(slots)
     scheduler = Scheduler(engine)
     for _ in range(slots):
-        scheduler.add(completion(engine, codec, SamplingParams(max_tokens=1 << 20, tree_budget=NODES, **options)))
+        params = SamplingParams(**{"max_tokens": 1 << 20, "method": "ddtree", "tree_budget": NODES, **options})
+        scheduler.add(completion(engine, codec, params))
     while scheduler.prefilling or scheduler.waiting:
         scheduler.step()
     return engine, scheduler
@@ -186,6 +197,7 @@ def main() -> None:
     codec = TextCodec(TOKENIZER, {})
     kinds: dict[str, dict[str, Any]] = {
         "greedy": {},
+        "greedy, automatic budget": {"tree_budget": "auto"},
         "greedy, stop string": {"stop": "no such text"},
         "temperature 1": {"temperature": 1.0, "seed": 1},
         "temperature 1, top-p 0.9": {"temperature": 1.0, "top_p": 0.9, "seed": 1},

@@ -99,7 +99,7 @@ class Sampler:
             return DrawnFrom(int(token_ids[0]), token_ids[:1], np.ones(1))
         if params.top_k:
             log_probs, token_ids = log_probs[: params.top_k], token_ids[: params.top_k]
-        if not np.isfinite(log_probs[0]):
+        if not math.isfinite(log_probs[0]):
             raise EngineError(f"the drafter's log-probabilities are not finite: {log_probs[0]}; rebuild the engine")
         q = self._weights(log_probs)
         q /= q.sum()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 ROUND_STAGES = ("draft", "tree_build", "tree_compile", "verify", "commit")
@@ -13,23 +12,28 @@ _ENGINE_STAGES = frozenset(("prefill", "draft", "verify", "commit"))  # the othe
 
 
 class StageClock:
-    """Seconds spent in each stage since the last `take`."""
+    """Seconds spent in each stage since the last `take`. Stages follow one another, none within another."""
 
     def __init__(self, settle: Callable[[], None] | None = None) -> None:
         """`settle` is the engine's, for exact times: its stages then wait for what they started. Without it, what one
         leaves on a device counts for the next that waits."""
         self._settle = settle
         self.seconds = dict.fromkeys(STAGES, 0.0)
+        self._stage, self._start = "", 0.0
 
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        start = time.perf_counter()
+    def __call__(self, stage: str) -> StageClock:
+        self._stage = stage
+        return self
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         try:
-            yield
-            if self._settle is not None and stage in _ENGINE_STAGES:
+            if kind is None and self._settle is not None and self._stage in _ENGINE_STAGES:
                 self._settle()
         finally:
-            self.seconds[stage] += time.perf_counter() - start
+            self.seconds[self._stage] += time.perf_counter() - self._start
 
     def take(self) -> dict[str, float]:
         taken, self.seconds = self.seconds, dict.fromkeys(STAGES, 0.0)
