@@ -13,7 +13,7 @@ from ddtree_trt.errors import DDTreeError
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.stats import ROUND_STAGES, RequestMetrics
+from ddtree_trt.runtime.stats import DEVICE_ROUND, ROUND_STAGES, RequestMetrics
 from ddtree_trt.runtime.text import Prompt
 from ddtree_trt.tree_view import TreeView
 
@@ -38,6 +38,8 @@ def stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show_tree: bool)
                 print(output.text, end="", flush=True)
     print(text if view else "")
     if last is not None:
+        if view and last.metrics.why_host:
+            print(f"trees built on the host: {last.metrics.why_host}")
         print(closing_line(last.metrics))
     return text
 
@@ -47,9 +49,15 @@ def closing_line(m: RequestMetrics) -> str:
     parts = [f"{m.output_tokens} tokens"]
     if m.decode_tokens_per_s:
         parts.append(f"{m.decode_tokens_per_s:.0f} tokens/s")
-    parts += [f"{m.rounds} rounds", f"{m.mean_acceptance_length:.2f} tokens/round", f"budget {m.mean_budget:.1f}"]
+    where = " on the device" if m.on_device else ""
+    parts += [
+        f"{m.rounds} rounds{where}",
+        f"{m.mean_acceptance_length:.2f} tokens/round",
+        f"budget {m.mean_budget:.1f}",
+    ]
     if m.rounds:
-        parts.append("ms/round: " + ", ".join(f"{s} {1000 * m.stage_s[s] / m.rounds:.2f}" for s in ROUND_STAGES))
+        stages = (DEVICE_ROUND,) if m.on_device else ROUND_STAGES
+        parts.append("ms/round: " + ", ".join(f"{s} {1000 * m.stage_s[s] / m.rounds:.2f}" for s in stages))
     return f"[{' · '.join(parts)}]"
 
 
@@ -119,19 +127,13 @@ def _print_table(outputs: dict[str, RequestOutput], speeds: dict[str, float]) ->
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("method")
-    for name in (
-        "tokens",
-        "tokens/s",
-        "speedup",
-        "rounds",
-        "tokens/round",
-        "budget",
-        *(f"{s} ms" for s in ROUND_STAGES),
-    ):
+    shown = (*ROUND_STAGES, *([DEVICE_ROUND] if any(o.metrics.on_device for o in outputs.values()) else []))
+    figures = ("tokens", "tokens/s", "speedup", "rounds", "tokens/round", "budget")
+    for name in (*figures, *(f"{s} ms" for s in shown)):
         table.add_column(name, justify="right")
     for method, output in outputs.items():
         m = output.metrics
-        stages = [f"{1000 * m.stage_s[s] / max(m.rounds, 1):.2f}" for s in ROUND_STAGES]
+        stages = [f"{1000 * m.stage_s[s] / max(m.rounds, 1):.2f}" for s in shown]
         gain = speeds[method] / speeds["ar"] if speeds["ar"] else 0.0
         cells = [f"{speeds[method]:.0f}", f"{gain:.2f}×", str(m.rounds), f"{m.mean_acceptance_length:.2f}"]
         table.add_row(method, str(m.output_tokens), *cells, f"{m.mean_budget:.1f}", *stages)

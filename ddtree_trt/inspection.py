@@ -11,6 +11,7 @@ from ddtree_trt import artifact
 from ddtree_trt.artifact import Manifest, Progress, load_manifest, no_progress, verify_files
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.memory import MemoryPlan, plan_manifest
+from ddtree_trt.runtime.device_rounds import engine_without
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class EngineReport:
     problem: str | None  # why it cannot run on this machine, as far as that can be told without loading it
     total_bytes: int  # on disk
     has_profile: bool
+    no_device_rounds: str | None  # why no request's rounds can stay on the device; None: those of fixed budgets can
 
     def to_dict(self) -> dict[str, Any]:
         return {**dataclasses.asdict(self), "memory": self.memory.to_dict()}
@@ -37,6 +39,7 @@ def inspect_engine(directory: Path, progress: Progress = no_progress) -> EngineR
         problem=_problem(directory, manifest),
         total_bytes=sum(entry.size for entry in manifest.files.values()),
         has_profile=(directory / artifact.PROFILE).is_file(),
+        no_device_rounds=engine_without(manifest),
     )
 
 

@@ -95,7 +95,7 @@ def print_dry_run(would: DryRun) -> None:
 
 
 def print_engine(report: EngineReport) -> None:
-    m, memory = report.manifest, report.memory
+    m, memory, without = report.manifest, report.memory, report.no_device_rounds
     print(f"{m.name}: {m.backend} {m.precision} engine at {report.directory}, every file verified")
     print_fields(
         [
@@ -111,6 +111,7 @@ def print_engine(report: EngineReport) -> None:
             ("toolchain", f"ddtree-trt {m.product_version}, {_listing(m.toolchain)}"),
             ("plugin", _listing(m.plugin or {}) or "none"),
             *([("cannot run here", report.problem)] if report.problem else []),
+            ("device rounds", f"none: {without}" if without else "on a GPU, method ddtree with a fixed budget"),
             ("profile", "measured" if report.has_profile else "not measured yet"),
             ("build time", f"{m.build_seconds:.1f} s"),
             ("files", human_bytes(report.total_bytes)),

@@ -164,7 +164,7 @@ class _Slot:
 class ScriptedEngine:
     """See the module. `fail` is called before every verb's work with (verb, slots) and may raise."""
 
-    threads = 1
+    threads, rounds = 1, None
 
     def __init__(
         self,

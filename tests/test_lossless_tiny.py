@@ -130,7 +130,7 @@ class Remembering:
     seconds.
     """
 
-    threads = 1
+    threads, rounds = 1, None
 
     def __init__(self, engine: Engine, change: Change) -> None:
         self.manifest = engine.manifest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,19 @@ from engine_builds import PACKAGED, build_torch_engine
 from plugin_libraries import torch_operators
 from truth import FALSE_ALARM, chi_square
 
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime import torch_attention
+from ddtree_trt.runtime.engine import RoundRequest
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.load import open_engine
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.sampling import Sampler
 from ddtree_trt.runtime.text import TextCodec
 from ddtree_trt.runtime.torch import TorchEngine
 from ddtree_trt.runtime.torch_attention import KernelAttention
-from ddtree_trt.runtime.torch_noise import gumbel, request_seed
-from ddtree_trt.runtime.torch_round import DeviceRound, KernelOps
+from ddtree_trt.runtime.torch_noise import gumbel
+from ddtree_trt.runtime.torch_round_ops import HostOps, KernelOps
 
 TOKENS = 50
 
@@ -61,18 +64,24 @@ def expected(request: pytest.FixtureRequest, directory: Path, prompts: list[Any]
         return request.param, llm.generate(prompts, params)
 
 
-class Watcher:
-    """Collects what comes out, until one sequence has enough."""
+def seed_of(seed: int | None, index: int) -> int:
+    """What a request's completion `index` draws with on a device."""
+    return Sampler(SamplingParams(seed=seed), 8, [], frozenset(), index).noise_seed
 
-    def __init__(self, batch: int, enough: int) -> None:
-        self.tokens: list[list[int]] = [[] for _ in range(batch)]
-        self.lengths: list[list[int]] = [[] for _ in range(batch)]
-        self._enough = enough
 
-    def __call__(self, n: int, tokens: list[int]) -> bool:
-        self.tokens[n] += tokens
-        self.lengths[n].append(len(tokens))
-        return len(self.tokens[n]) < self._enough
+def decode(engine: TorchEngine, bonus: list[int], tokens: int, **request: Any) -> tuple[list[Any], list[Any]]:
+    """Rounds of slots 0, 1, … until one of them has so many tokens: the tokens of each, and how many by round."""
+    assert engine.rounds is not None
+    request = {"budget": 16, **request}
+    requests = [RoundRequest(slot, token, **request) for slot, token in enumerate(bonus)]
+    found: list[list[int]] = [[] for _ in bonus]
+    lengths: list[list[int]] = [[] for _ in bonus]
+    while max(map(len, found)) < tokens:
+        for slot, result in enumerate(engine.rounds.round(requests)):
+            found[slot] += result.tokens
+            lengths[slot].append(len(result.tokens))
+            requests[slot] = replace(requests[slot], bonus_token=result.tokens[-1])
+    return found, lengths
 
 
 def prefill(engine: TorchEngine, prompts: list[list[int]]) -> list[int]:
@@ -94,13 +103,12 @@ def test_rounds_are_the_hosts(engine: TorchEngine, prompts: list[Any], expected:
     budget, outputs = expected
     for group in ([0], [1], [0, 1, 2]):
         bonus = prefill(engine, [prompts[n] for n in group])
-        watcher = Watcher(len(group), TOKENS - 1)
-        DeviceRound(engine, len(group), budget).run(list(range(len(group))), bonus, watcher)
+        tokens, lengths = decode(engine, bonus, TOKENS - 1, budget=budget)
         for slot, n in enumerate(group):
-            found, wanted = [bonus[slot], *watcher.tokens[slot]], outputs[n].outputs[0].token_ids
+            found, wanted = [bonus[slot], *tokens[slot]], outputs[n].outputs[0].token_ids
             assert begins_with(found, wanted) or begins_with(wanted, found)
             whole = outputs[n].metrics.acceptance_lengths[:-1]  # the last round may have been cut
-            assert begins_with(watcher.lengths[slot], whole) or begins_with(whole, watcher.lengths[slot])
+            assert begins_with(lengths[slot], whole) or begins_with(whole, lengths[slot])
             assert engine.length(slot) == engine.draftable_length(slot) == len(prompts[n]) + len(found) - 1
 
 
@@ -108,56 +116,71 @@ def test_rounds_are_the_hosts(engine: TorchEngine, prompts: list[Any], expected:
 def test_the_engine_goes_on_where_rounds_stopped(
     engine: TorchEngine, prompts: list[Any], expected: tuple[int, Any], ahead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounds launched before the stop was seen leave no trace: the next ones are those of one long run."""
-    monkeypatch.setattr("ddtree_trt.runtime.torch_round.AHEAD", ahead)
+    """Rounds launched in vain leave no trace: what comes after a flight was left, also in the middle of a round's
+    tokens, is what one long run says. Another slot, and rounds of two slots, in between."""
+    monkeypatch.setattr("ddtree_trt.runtime.torch_flight.AHEAD", ahead)
     budget, outputs = expected
-    (bonus,) = prefill(engine, prompts[:1])
-    tokens = [bonus]
-    rounds = DeviceRound(engine, 1, budget)
-    lengths: list[int] = []
-    for enough in (1, 9, 1, 20):
-        watcher = Watcher(1, enough)
-        rounds.run([0], [tokens[-1]], watcher)
-        tokens += watcher.tokens[0]
-        lengths += watcher.lengths[0]
-    wanted = outputs[0].outputs[0].token_ids
-    assert begins_with(wanted, tokens) or begins_with(tokens, wanted)
-    whole = outputs[0].metrics.acceptance_lengths[:-1]
-    assert begins_with(whole, lengths) or begins_with(lengths, whole)
+    bonus = prefill(engine, prompts[:2])
+    said, other = [bonus[0]], [bonus[1]]
+    for kept in (1, 9, 2, 12):
+        tokens, _ = decode(engine, said[-1:], kept, budget=budget)
+        said += tokens[0][:kept]
+        engine.truncate(0, len(prompts[0]) + len(said) - 1)
+        tokens, _ = decode(engine, [said[-1], other[-1]], 1, budget=budget)
+        said += tokens[0]
+        other += tokens[1]
+    for found, output in ((said, outputs[0]), (other, outputs[1])):
+        wanted = output.outputs[0].token_ids
+        assert begins_with(wanted, found) or begins_with(found, wanted)
 
 
-def test_rounds_end_where_the_slot_is_full(directory: Path, prompts: list[Any], engine: TorchEngine) -> None:
+def test_slots_of_one_round_have_budgets_of_their_own(engine: TorchEngine, prompts: list[Any]) -> None:
+    """Trees of different sizes share a pass; a slot's rounds are those it has alone."""
+    assert engine.rounds is not None
+    alone = []
+    for n, budget in enumerate((3, 40, 16)):
+        bonus = prefill(engine, prompts[n : n + 1])
+        requests = [RoundRequest(0, bonus[0], budget)]
+        alone.append(engine.rounds.round(requests)[0])
+        assert alone[-1].nodes == budget
+    bonus = prefill(engine, prompts)
+    together = engine.rounds.round([RoundRequest(n, bonus[n], budget) for n, budget in enumerate((3, 40, 16))])
+    assert together == alone
+
+
+def test_rounds_go_on_to_the_slots_end(engine: TorchEngine, prompts: list[Any]) -> None:
+    """The last ones are not launched ahead; then there is no room."""
     (bonus,) = prefill(engine, prompts[:1])
-    watcher = Watcher(1, 10_000)
-    DeviceRound(engine, 1, 16).run([0], [bonus], watcher)
-    limit, block = engine.limits.max_seq_len, engine.manifest.dflash.block_size
-    assert limit - block < engine.length(0) <= limit
-    assert engine.length(0) == len(prompts[0]) + len(watcher.tokens[0])
+    with pytest.raises(EngineError, match="cache rows, 17 more do not fit"):
+        decode(engine, [bonus], 10_000)
+    rows, block = engine.cache.rows, engine.manifest.dflash.block_size
+    assert engine.limits.max_seq_len <= rows - 17 - block < engine.length(0) <= rows
 
 
 def test_draws_do_not_depend_on_the_tree(engine: TorchEngine, prompts: list[Any]) -> None:
     """With one seed every budget gives the same text, and another seed gives another."""
     texts = {}
     for seed, budget in ((1, 1), (1, 8), (1, 40), (2, 8)):
-        (bonus,) = prefill(engine, prompts[:1])
-        watcher = Watcher(1, 30)
-        rounds = DeviceRound(engine, 1, budget, sampled=True)
-        rounds.run([0], [bonus], watcher, seeds=[request_seed(seed, 0)], temperatures=[4.0])
-        texts[seed, budget] = watcher.tokens[0][:30]
+        bonus = prefill(engine, prompts[:1])
+        tokens, _ = decode(engine, bonus, 30, budget=budget, seed=seed_of(seed, 0), temperature=4.0)
+        texts[seed, budget] = tokens[0][:30]
     assert texts[1, 1] == texts[1, 8] == texts[1, 40] != texts[2, 8]
 
 
-def test_temperature_0_is_greedy(engine: TorchEngine, prompts: list[Any], expected: tuple[int, Any]) -> None:
+def test_temperature_0_is_greedy_beside_another(
+    engine: TorchEngine, prompts: list[Any], expected: tuple[int, Any]
+) -> None:
+    assert engine.rounds is not None
     budget, outputs = expected
-    (bonus,) = prefill(engine, prompts[:1])
-    watcher = Watcher(1, 20)
-    DeviceRound(engine, 1, budget, sampled=True).run([0], [bonus], watcher, seeds=[5], temperatures=[0.0])
-    assert begins_with(outputs[0].outputs[0].token_ids, [bonus, *watcher.tokens[0][:20]])
+    bonus = prefill(engine, prompts[:2])
+    requests = [RoundRequest(0, bonus[0], budget), RoundRequest(1, bonus[1], budget, temperature=4.0, seed=5)]
+    found = engine.rounds.round(requests)
+    assert begins_with(outputs[0].outputs[0].token_ids, [bonus[0], *found[0].tokens])
 
 
 def test_noise_draws_from_the_distribution() -> None:
     logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -3.0, 0.5])
-    seeds = torch.tensor([request_seed(7, i) for i in range(40)])
+    seeds = torch.tensor([seed_of(7, i) for i in range(40)])
     for temperature in (0.6, 1.0):
         noise = gumbel(seeds, torch.arange(500).expand(40, -1), len(logits))
         assert noise.dtype == torch.float32 and torch.isfinite(noise).all()
@@ -168,20 +191,18 @@ def test_noise_draws_from_the_distribution() -> None:
 
 
 def test_noise_is_a_function_of_seed_position_and_token() -> None:
-    seeds = torch.tensor([request_seed(0, 0), request_seed(0, 1)])
+    seeds = torch.tensor([seed_of(0, 0), seed_of(0, 1)])
     whole = gumbel(seeds, torch.tensor([[5, 6], [6, 9]]), 50)
     assert torch.equal(whole[:1, 1:], gumbel(seeds[:1], torch.tensor([[6]]), 50))
     assert torch.equal(whole[..., :7], gumbel(seeds, torch.tensor([[5, 6], [6, 9]]), 7))
     assert not torch.equal(whole[0, 1], whole[1, 0])
     assert abs(float(np.corrcoef(whole.flatten(0, 1).numpy()[:2])[0, 1])) < 0.5
-    assert request_seed(None, 0) != request_seed(None, 0)
+    assert seed_of(None, 0) != seed_of(None, 0)
 
 
 def test_forced_rounds_commit_what_is_forced(engine: TorchEngine, prompts: list[Any]) -> None:
-    (bonus,) = prefill(engine, prompts[:1])
-    watcher = Watcher(1, 30)
-    DeviceRound(engine, 1, 32, forced=5).run([0], [bonus], watcher)
-    assert set(watcher.lengths[0]) == {5}
+    _, lengths = decode(engine, prefill(engine, prompts[:1]), 30, budget=32, forced=5)
+    assert set(lengths[0]) == {5}
 
 
 @pytest.mark.timeout(300)
@@ -197,25 +218,16 @@ def test_rounds_on_the_kernels(
     for way in ("device", "host"):
         engine = open_engine(tmp_path / "e")
         assert isinstance(engine, TorchEngine) and engine.kernels
-        (bonus,) = prefill(engine, prompts[:1])
-        rounds = DeviceRound(engine, 1, 16)
+        assert engine.rounds is not None
+        rounds = engine.rounds.made_for([RoundRequest(0, 0, 16)])
         assert isinstance(rounds._ops, KernelOps)
         if way == "host":
-            from ddtree_trt.runtime.torch_round import HostOps
-
             rounds._ops = HostOps()
-        watcher = Watcher(1, 24)
-        rounds.run([0], [bonus], watcher)
-        found[way] = watcher.tokens[0], watcher.lengths[0]
+        found[way] = decode(engine, prefill(engine, prompts[:1]), 24)
     assert found["device"] == found["host"]
-    assert max(found["device"][1]) > 2
+    assert max(found["device"][1][0]) > 2
 
 
-def test_what_cannot_be_done_is_refused(engine: TorchEngine, tmp_path: Path) -> None:
-    for budget in (0, 257):
-        with pytest.raises(UsageError, match=f"trees of 1 to 256 nodes, not of {budget}"):
-            DeviceRound(engine, 1, budget)
+def test_an_autoregressive_drafter_has_none(tmp_path: Path) -> None:
     target, drafter = make_target(tmp_path / "t"), make_target(tmp_path / "d", tokenizer=False)
-    other = build_torch_engine(target, drafter, tmp_path / "e")
-    with pytest.raises(UsageError, match="needs a block drafter"):
-        DeviceRound(other, 1, 4)
+    assert build_torch_engine(target, drafter, tmp_path / "e").rounds is None

@@ -14,11 +14,10 @@ import ddtree_trt
 from ddtree_trt.artifact import load_manifest
 from ddtree_trt.bench.random_pair import find_shape
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.runtime.engine import VerifyRequest
+from ddtree_trt.runtime.engine import RoundRequest, VerifyRequest
 from ddtree_trt.runtime.torch import TorchEngine
 from ddtree_trt.runtime.torch_attention import load_operators
 from ddtree_trt.runtime.torch_pointwise import KernelMath, PlainMath, rotary_tables
-from ddtree_trt.runtime.torch_round import DeviceRound
 from ddtree_trt.runtime.torch_weights import DTYPES, read_weights
 from ddtree_trt.runtime.tree import TokenTree
 
@@ -140,13 +139,11 @@ def ways(engine: TorchEngine) -> dict[str, Any]:
 
 
 def on_device(engine: TorchEngine, budget: int, bonus: int, tokens: int) -> list[int]:
+    assert engine.rounds is not None, "the tiny pair has a block drafter"
     output = [bonus]
-
-    def watch(_: int, emitted: list[int]) -> bool:
-        output.extend(emitted)
-        return len(output) < tokens
-
-    DeviceRound(engine, 1, budget).run([0], [bonus], watch)
+    while len(output) < tokens:
+        (result,) = engine.rounds.round([RoundRequest(0, output[-1], budget)])
+        output += result.tokens
     return output
 
 

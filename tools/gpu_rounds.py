@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,11 +13,10 @@ import numpy as np
 import torch
 
 from ddtree_trt.bench.forced import ForcedEngine
-from ddtree_trt.runtime.engine import DraftRequest, Engine, VerifyRequest
+from ddtree_trt.runtime.engine import DraftRequest, Engine, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.sampling import DrawnFrom
 from ddtree_trt.runtime.stats import ROUND_STAGES, StageClock
 from ddtree_trt.runtime.torch import TorchEngine
-from ddtree_trt.runtime.torch_round import DeviceRound
 from ddtree_trt.runtime.tree import EMPTY, build_tree, chain, compile_tree, walk
 
 
@@ -139,12 +139,14 @@ def time_host(
 def time_device(engine: TorchEngine, bonus: int, *, budget: int, forced: int, rounds: int) -> dict[str, Any]:
     """Round times with everything on the device: rounds launched one behind the other, the stages as graphs of their
     own, and the whole loop as the host sees it."""
-    past = engine.length(0)
-    device_round = DeviceRound(engine, 1, budget, forced=forced)
+    assert engine.rounds is not None, "a random pair has a block drafter"
+    past, rounds_of = engine.length(0), engine.rounds
+    request = RoundRequest(0, bonus, budget, forced=forced)
+    device_round = rounds_of.made_for([request])
 
     def restart() -> None:
         engine.truncate(0, past)
-        device_round.start([0], [bonus])
+        device_round.start([request])
 
     restart()
     for _ in range(3):
@@ -177,13 +179,11 @@ def time_device(engine: TorchEngine, bonus: int, *, budget: int, forced: int, ro
     engine.truncate(0, past)
     seen: list[float] = []
     lengths: list[int] = []
-
-    def watch(_: int, tokens: list[int]) -> bool:
+    while len(seen) <= rounds:
+        (result,) = rounds_of.round([request])
         seen.append(time.perf_counter())
-        lengths.append(len(tokens))
-        return len(seen) <= rounds
-
-    device_round.run([0], [bonus], watch)
+        lengths.append(len(result.tokens))
+        request = replace(request, bonus_token=result.tokens[-1])
     synchronize(engine.device)
     engine.truncate(0, past)
     visible_ms = 1e3 * (seen[-1] - seen[0]) / max(1, len(seen) - 1)

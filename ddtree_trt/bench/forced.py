@@ -10,12 +10,23 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact import Manifest
-from ddtree_trt.runtime.engine import Draft, DraftRequest, Engine, LogitRows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engine import (
+    DeviceRounds,
+    Draft,
+    DraftRequest,
+    Engine,
+    LogitRows,
+    RoundRequest,
+    RoundResult,
+    Verdict,
+    VerifyRequest,
+)
 from ddtree_trt.runtime.tree import TokenTree
 
 
@@ -43,6 +54,7 @@ class ForcedEngine:
         self.manifest: Manifest = engine.manifest
         self.threads = engine.threads
         self._engine, self._accepted, self._banned = engine, acceptance_length - 1, banned
+        self.rounds = None if engine.rounds is None else ForcedRounds(engine.rounds, acceptance_length)
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         verdicts = self._engine.verify(requests)
@@ -79,3 +91,14 @@ class ForcedEngine:
 
     def close(self) -> None:
         self._engine.close()
+
+
+class ForcedRounds:
+    """An engine's device rounds, told what to commit."""
+
+    def __init__(self, rounds: DeviceRounds, acceptance_length: int) -> None:
+        self.by_default = rounds.by_default
+        self._rounds, self._tokens = rounds, acceptance_length
+
+    def round(self, requests: Sequence[RoundRequest]) -> list[RoundResult]:
+        return self._rounds.round([replace(r, forced=self._tokens) for r in requests])

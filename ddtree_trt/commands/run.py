@@ -43,6 +43,12 @@ def run(
     profile: Annotated[
         bool, typer.Option("--profile", help="Exact times of the stages: each waits for the GPU, which takes longer.")
     ] = False,
+    device_rounds: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|on|off", help="Rounds that stay on the GPU: auto where they can, on refuses other requests."
+        ),
+    ] = "auto",
     threads: Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")] = 0,
 ) -> None:
     """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
@@ -68,10 +74,11 @@ def run(
     from ddtree_trt import console
     from ddtree_trt.runtime.llm import LLM
     from ddtree_trt.runtime.methods import resolve_method
-    from ddtree_trt.runtime.params import SamplingParams
+    from ddtree_trt.runtime.params import SamplingParams, check_device_rounds
 
     params = SamplingParams.from_mapping({k: v for k, v in given.items() if v is not None})
-    with LLM(directory, threads=threads, profile=profile) as llm:
+    rounds = check_device_rounds(device_rounds)
+    with LLM(directory, threads=threads, profile=profile, device_rounds=rounds) as llm:
         params = replace(params, method=resolve_method(params.method, llm.engine.manifest.drafter_kind))
         if text is None:
             console.chat(llm, params, system)

@@ -9,6 +9,7 @@ import typer
 
 from ddtree_trt.artifact import newest_engine
 from ddtree_trt.errors import MissingDependency
+from ddtree_trt.runtime.params import check_device_rounds
 from ddtree_trt.serve.options import ServeOptions
 
 _D = ServeOptions
@@ -45,6 +46,12 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="After SIGTERM, how long requests under way may still take.")
     ] = _D.drain_timeout_s,
+    device_rounds: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|on|off", help="Rounds that stay on the GPU: auto where they can, on refuses other requests."
+        ),
+    ] = _D.device_rounds,
     threads: Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")] = _D.threads,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = _D.access_log,
 ) -> None:
@@ -60,6 +67,7 @@ def serve(
         request_timeout_s=request_timeout,
         stall_timeout_s=stall_timeout,
         drain_timeout_s=drain_timeout,
+        device_rounds=check_device_rounds(device_rounds),
         threads=threads,
         access_log=access_log,
     )

@@ -20,7 +20,7 @@ from typing import Any
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
 from ddtree_trt.runtime.load import open_engine
 from ddtree_trt.runtime.outputs import RequestOutput
-from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.requests import Request, RequestMaker
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.text import Prompt, TextCodec
@@ -117,6 +117,7 @@ class AsyncLLM:
     Args:
         engine_dir: directory written by `ddtree-trt build`.
         threads: CPU threads of the engine; 0 chooses.
+        device_rounds: as for LLM.
         max_waiting: sequences that may wait for a slot before `QueueFull` is raised; None is unlimited.
         on_finished: told of every request that ended, in whatever way, on the worker thread; it must be quick.
 
@@ -128,6 +129,7 @@ class AsyncLLM:
         engine_dir: str | Path,
         *,
         threads: int = 0,
+        device_rounds: DeviceRoundsMode = "auto",
         max_waiting: int | None = None,
         on_finished: Callable[[Request], None] | None = None,
     ) -> None:
@@ -136,7 +138,7 @@ class AsyncLLM:
         self.codec = TextCodec(directory, self.engine.manifest.chat_template_args)
         self.max_waiting = max_waiting
         self._on_finished = on_finished
-        self._maker = RequestMaker(directory, self.engine, self.codec)
+        self._maker = RequestMaker(directory, self.engine, self.codec, device_rounds=device_rounds)
         self._scheduler = Scheduler(self.engine)  # the worker's alone
         # Guarded by the condition; the worker waits on it.
         self._wake = threading.Condition()

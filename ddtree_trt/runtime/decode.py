@@ -1,20 +1,24 @@
 """The decode loop: one round of draft → tree_build → tree_compile → verify → commit over any number of slots.
 
-Every method goes through this one function. Autoregressive decoding is a round whose tree is the root alone.
+Every method goes through this one function. Autoregressive decoding is a round whose tree is the root alone. Where an
+engine does the five stages of a sequence as one, what it found joins the others here: tokens are emitted, stopped and
+counted in one way.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.runtime.budget import Decision
-from ddtree_trt.runtime.engine import Draft, DraftRequest, Engine, Verdict, VerifyRequest
+from ddtree_trt.runtime.engine import Draft, DraftRequest, Engine, RoundRequest, RoundResult, Verdict, VerifyRequest
 from ddtree_trt.runtime.methods import NOTHING, Proposal, candidates, propose
+from ddtree_trt.runtime.sampling import Row
 from ddtree_trt.runtime.sequence import Sequence
-from ddtree_trt.runtime.stats import StageClock
+from ddtree_trt.runtime.stats import DEVICE_ROUND, StageClock
 from ddtree_trt.runtime.tree import DraftTree, compile_tree, descend, walk
 
 Path = NDArray[np.int32]
@@ -29,6 +33,9 @@ class Round:
     path: Path  # [m], root first
     next_token: int  # the target's choice at the path's end
     decision: Decision | None  # why the tree had its size; None for a fixed budget
+
+
+Watcher = Callable[[Round], None]
 
 
 class _Turn:
@@ -52,6 +59,10 @@ class _Turn:
         k = candidates(params.method, self.ceiling, params.stochastic)
         return DraftRequest(self.slot, self.root_token, k, self.ceiling, sampler.draft)
 
+    def round_request(self) -> RoundRequest:
+        params, sampler = self.sequence.params, self.sequence.sampler
+        return RoundRequest(self.slot, self.root_token, self.ceiling, params.temperature, sampler.noise_seed)
+
     def __enter__(self) -> None:
         """What fails inside is this sequence's matter only: it ends with the error, the others go on."""
 
@@ -66,6 +77,14 @@ class _Turn:
             proposal = propose(s.params.method, draft, self.ceiling, s.sampler)
             nodes = s.budget.choose(proposal.tree, self.past)
             self.proposal = Proposal(proposal.tree.cut(nodes), proposal.drawn[:nodes])
+
+    def take(self, result: RoundResult, engine: Engine) -> None:
+        """Emit what the engine found and has committed; where the sequence ends inside, the rest is forgotten."""
+        with self:
+            emitted = emit(self.sequence, ((token, None) for token in result.tokens))
+            self.sequence.metrics.add_round(emitted, result.nodes)
+            if emitted < len(result.tokens):
+                engine.truncate(self.slot, self.past + emitted)
 
     def walk(self, verdict: Verdict) -> None:
         if not self.sequence.finished:
@@ -85,8 +104,28 @@ class _Turn:
 
 def decode_round(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
     """Advance every sequence by one round. They hold distinct slots, each with a bonus token not yet in the cache."""
+    if on_device := [s for s in sequences if s.on_device]:
+        _round_on_device(engine, on_device, clock)
+    if by_stages := [s for s in sequences if not s.on_device]:
+        _round_by_stages(engine, by_stages, clock)
+
+
+def _turns(engine: Engine, sequences: list[Sequence]) -> list[_Turn]:
+    return sorted((_Turn(s, engine) for s in sequences), key=lambda turn: turn.slot)
+
+
+def _round_on_device(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
+    assert engine.rounds is not None, "only an engine that has them is asked for rounds of its own"
+    with clock(DEVICE_ROUND):
+        turns = _turns(engine, sequences)
+        results = engine.rounds.round([turn.round_request() for turn in turns])
+        for turn, result in zip(turns, results, strict=True):
+            turn.take(result, engine)
+
+
+def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
     with clock("draft"):
-        turns = sorted((_Turn(s, engine) for s in sequences), key=lambda turn: turn.slot)
+        turns = _turns(engine, sequences)
         drafting = [turn for turn in turns if turn.ceiling > 0]
         drafts = engine.draft([turn.draft_request() for turn in drafting])
 
@@ -115,13 +154,9 @@ def accept(sequence: Sequence, proposal: Proposal, verdict: Verdict) -> Path:
     tree = proposal.tree
     if sequence.sampler.takes_choices:
         path = walk(tree, verdict.choices)
-        emitted = 0
         wanted = sequence.params.logprobs is not None  # reading a row may bring it over from a device
-        for node, token in zip(path.tolist(), verdict.choices[path].tolist(), strict=True):
-            emitted += 1
-            if not sequence.append(token, verdict.logits[node] if wanted else None):
-                break
-        path = path[:emitted]
+        tokens = zip(path.tolist(), verdict.choices[path].tolist(), strict=True)
+        path = path[: emit(sequence, ((token, verdict.logits[node] if wanted else None) for node, token in tokens))]
     else:
 
         def choose(node: int) -> int | None:
@@ -133,6 +168,16 @@ def accept(sequence: Sequence, proposal: Proposal, verdict: Verdict) -> Path:
             return token if sequence.append(token, row) else None
 
         path = descend(tree, choose)
-    sequence.metrics.acceptance_lengths.append(len(path))
-    sequence.metrics.budgets.append(len(tree))
+    sequence.metrics.add_round(len(path), len(tree))
     return path
+
+
+def emit(sequence: Sequence, tokens: Iterable[tuple[int, Row | None]]) -> int:
+    """Append tokens, each with the logits it was chosen from where they are wanted, as far as the sequence goes; how
+    many there were."""
+    emitted = 0
+    for token, logits in tokens:
+        emitted += 1
+        if not sequence.append(token, logits):
+            break
+    return emitted

@@ -54,9 +54,41 @@ class Verdict:
     logits: NDArray[np.float32]  # [R, V]
 
 
+@dataclass(frozen=True)
+class RoundRequest:
+    """A whole round of one slot, for an engine that builds trees by itself: method `ddtree`."""
+
+    slot: int
+    bonus_token: int
+    budget: int  # draft nodes, 1 or more
+    temperature: float = 0.0  # 0 is greedy
+    seed: int = 0  # int64: with position and token, what the draws at a temperature depend on
+    forced: int | None = None  # tokens to commit whatever the target says, for measurements; the same for all slots
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    tokens: list[int]  # [m]: the target's choices along the accepted path; the last is the next bonus token
+    nodes: int  # draft nodes verified
+
+
+class DeviceRounds(Protocol):
+    """Rounds without the host. What a slot is drafted and verified with never leaves the device."""
+
+    by_default: bool  # whether they are worth it here
+
+    def round(self, requests: Sequence[RoundRequest]) -> list[RoundResult]:
+        """One round of every slot, committed: each then holds all tokens before the last of its result. The engine may
+        already be at work on the next; any other verb for a slot is as if it were not."""
+
+
 class Engine(Protocol):
     manifest: Manifest
     threads: int  # CPU threads of its own; 1 where the work is done elsewhere
+
+    @property
+    def rounds(self) -> DeviceRounds | None:
+        """Rounds that stay on the device, where the engine has them."""
 
     def length(self, slot: int) -> int:
         """Committed tokens of the slot."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.decode import Round
+from ddtree_trt.runtime.decode import Watcher
 from ddtree_trt.runtime.load import open_engine
 from ddtree_trt.runtime.outputs import RequestOutput
-from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.requests import Request, RequestMaker
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.text import Prompt, TextCodec
@@ -24,15 +24,24 @@ class LLM:
         threads: CPU threads of the engine; 0 chooses.
         profile: exact times of the stages in `metrics.stage_s`: each then waits for the GPU, so rounds take longer.
             Without it, work that a stage leaves on the GPU counts for the next one that waits.
+        device_rounds: whether rounds stay on the device. `auto`: on a GPU, for every request that they can serve;
+            `on`: refuse other requests; `off`: never. `metrics` of an output say what was done, and why.
 
     Raises ArtifactError when the directory cannot be used. Not thread-safe: use AsyncLLM for concurrent callers.
     """
 
-    def __init__(self, engine_dir: str | Path, *, threads: int = 0, profile: bool = False) -> None:
+    def __init__(
+        self,
+        engine_dir: str | Path,
+        *,
+        threads: int = 0,
+        profile: bool = False,
+        device_rounds: DeviceRoundsMode = "auto",
+    ) -> None:
         directory = Path(engine_dir)
         self.engine = open_engine(directory, threads=threads)
         self.codec = TextCodec(directory, self.engine.manifest.chat_template_args)
-        self._maker = RequestMaker(directory, self.engine, self.codec)
+        self._maker = RequestMaker(directory, self.engine, self.codec, device_rounds=device_rounds)
         self._scheduler = Scheduler(self.engine, profile=profile)
 
     @property
@@ -68,14 +77,12 @@ class LLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
-        on_round: Callable[[Round], None] | None = None,
+        on_round: Watcher | None = None,
     ) -> Iterator[RequestOutput]:
         """Yield what is new after each round; the parts' texts joined are the whole text. Several streams may be
         read side by side. Closing the iterator cancels the request. `on_round` sees every verified tree. Raises as
         `generate` does, at once."""
-        request = self._maker.make(prompt, sampling_params or SamplingParams())
-        for sequence in request.sequences:
-            sequence.on_round = on_round
+        request = self._maker.make(prompt, sampling_params or SamplingParams(), on_round=on_round)
         return self._stream(request)
 
     def _stream(self, request: Request) -> Iterator[RequestOutput]:

@@ -26,6 +26,8 @@ _Passed = tuple[NDArray[np.int64], NDArray[np.float32] | None]  # token ids [T],
 class OrtEngine:
     """The `Engine` protocol over two ONNX Runtime sessions."""
 
+    rounds = None
+
     def __init__(self, directory: Path, manifest: Manifest, *, threads: int = 0) -> None:
         self.manifest = manifest
         weights = manifest.files[artifact.WEIGHTS].size

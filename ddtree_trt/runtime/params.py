@@ -6,13 +6,17 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 from ddtree_trt.errors import UsageError
 
 Method = Literal["ddtree", "dflash", "ar", "dflash-sample", "draft-model"]
 METHODS: tuple[str, ...] = get_args(Method)
 MAX_LOGPROBS = 20
+
+# Whether rounds stay on the device. auto: where the engine has a GPU, for requests they can serve; on: refuse others.
+DeviceRoundsMode = Literal["auto", "on", "off"]
+DEVICE_ROUNDS: tuple[str, ...] = get_args(DeviceRoundsMode)
 
 
 @dataclass(frozen=True)
@@ -131,3 +135,10 @@ def _check_number(name: str, value: Any, low: float, high: float | None, *, inte
         raise UsageError(f"{name} must be {'an integer' if integral else 'a number'} {bounds}, not {value!r}")
     if value < low or (high is not None and value > high):
         raise UsageError(f"{name} must be {bounds}, not {value}")
+
+
+def check_device_rounds(choice: str) -> DeviceRoundsMode:
+    """The choice. Raises UsageError when it is none."""
+    if choice not in DEVICE_ROUNDS:
+        raise UsageError(f"device_rounds must be one of {', '.join(DEVICE_ROUNDS)}, not {choice!r}")
+    return cast(DeviceRoundsMode, choice)

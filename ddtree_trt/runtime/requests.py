@@ -7,14 +7,16 @@ from pathlib import Path
 
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.budget import AutoBudgets, Budget, FixedBudget
+from ddtree_trt.runtime.decode import Watcher
+from ddtree_trt.runtime.device_rounds import check_engine, why_host
 from ddtree_trt.runtime.engine import Engine
 from ddtree_trt.runtime.methods import default_budget, resolve_method
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput, Usage
-from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams, check_device_rounds
 from ddtree_trt.runtime.profile import load_or_measure
 from ddtree_trt.runtime.sampling import Sampler
 from ddtree_trt.runtime.sequence import Sequence
-from ddtree_trt.runtime.stats import merge
+from ddtree_trt.runtime.stats import RequestMetrics, merge
 from ddtree_trt.runtime.text import Prompt, TextCodec, TextStream
 
 
@@ -65,23 +67,39 @@ class Request:
 class RequestMaker:
     """Checks a call against the engine and makes its sequences."""
 
-    def __init__(self, directory: Path, engine: Engine, codec: TextCodec) -> None:
-        self._codec, self._manifest = codec, engine.manifest
+    def __init__(
+        self, directory: Path, engine: Engine, codec: TextCodec, *, device_rounds: DeviceRoundsMode = "auto"
+    ) -> None:
+        """Raises UsageError where `device_rounds` is no choice, or one that this engine does not have."""
+        check_engine(check_device_rounds(device_rounds), engine)
+        self._codec, self._engine, self._manifest = codec, engine, engine.manifest
+        self._device_rounds = device_rounds
         self._auto = _auto_budgets(directory, engine)
         self._count = 0
 
-    def make(self, prompt: Prompt, params: SamplingParams, request_id: str | None = None) -> Request:
-        """Raises UsageError for a prompt that is empty, out of vocabulary or too long, or params the engine cannot
-        honour."""
+    def make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        on_round: Watcher | None = None,
+        device_rounds: DeviceRoundsMode | None = None,
+    ) -> Request:
+        """`device_rounds` is for this request instead of all. Raises UsageError for a prompt that is empty, out of
+        vocabulary or too long, or params the engine cannot honour."""
         ids = self._codec.encode(prompt)
         params = replace(params, method=resolve_method(params.method, self._manifest.drafter_kind))
         self._check(ids, params)
+        why = why_host(device_rounds or self._device_rounds, self._engine, params, watched=on_round is not None)
         self._count += 1
         text = prompt if isinstance(prompt, str) else None
         echo = ""
         if params.echo:
             echo = text or self._codec.decode(ids, skip_special_tokens=params.skip_special_tokens)
-        sequences = [self._sequence(i, ids, params, echo) for i in range(params.n)]
+        sequences = [self._sequence(i, ids, params, echo, why) for i in range(params.n)]
+        for sequence in sequences:
+            sequence.on_round = on_round
         return Request(request_id or f"req-{self._count}", text, ids, params, sequences)
 
     def _check(self, ids: list[int], params: SamplingParams) -> None:
@@ -104,7 +122,7 @@ class RequestMaker:
                 "lower it or rebuild with a larger --max-tree-budget"
             )
 
-    def _sequence(self, index: int, ids: list[int], params: SamplingParams, echo: str) -> Sequence:
+    def _sequence(self, index: int, ids: list[int], params: SamplingParams, echo: str, why: str | None) -> Sequence:
         eos = frozenset() if params.ignore_eos else frozenset(self._manifest.stop_token_ids)
         stream = TextStream(
             self._codec,
@@ -123,6 +141,8 @@ class RequestMaker:
             ),
             stream=stream,
             budget=self._budget(params),
+            on_device=why is None,
+            metrics=RequestMetrics(why_host=why),
             echo=echo,
         )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +32,11 @@ class DrawnFrom:
     probs: NDArray[np.float64]  # [K], sums to 1
 
 
+def request_seeds(seed: int | None, index: int) -> np.random.SeedSequence:
+    """The randomness of a request's completion `index`; without a seed it is fresh."""
+    return np.random.SeedSequence(None if seed is None else [seed, index])
+
+
 class Sampler:
     """Turns logits into tokens for one sequence. Mutated by `observe`, which must see every emitted token in order."""
 
@@ -38,8 +44,8 @@ class Sampler:
         self, params: SamplingParams, vocab_size: int, prompt: list[int], stop_ids: frozenset[int], index: int = 0
     ) -> None:
         self.params = params
-        entropy = None if params.seed is None else [params.seed, index]
-        self.rng = np.random.Generator(np.random.Philox(np.random.SeedSequence(entropy)))
+        self._seeds = request_seeds(params.seed, index)
+        self.rng = np.random.Generator(np.random.Philox(self._seeds))
         self._banned = np.array(sorted(t for t in stop_ids if t < vocab_size), np.int64)  # until min_tokens
         self._left = params.min_tokens
         bias = dict(params.logit_bias)
@@ -49,6 +55,11 @@ class Sampler:
         if self._penalties:
             self._counts = np.zeros(vocab_size, np.int32)  # of output tokens
             self._seen = dict.fromkeys(prompt)  # tokens of prompt and output, each once
+
+    @cached_property
+    def noise_seed(self) -> int:
+        """The int64 seed of what a device draws with in this sampler's place."""
+        return int(self._seeds.generate_state(1, np.uint64).view(np.int64)[0])
 
     @property
     def takes_choices(self) -> bool:

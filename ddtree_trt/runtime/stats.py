@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 ROUND_STAGES = ("draft", "tree_build", "tree_compile", "verify", "commit")
-STAGES = ("prefill", *ROUND_STAGES)
-_ENGINE_STAGES = frozenset(("prefill", "draft", "verify", "commit"))  # the others are the host's
+DEVICE_ROUND = "device_round"  # all five as one, where the host sees no stages
+STAGES = ("prefill", *ROUND_STAGES, DEVICE_ROUND)
+_ENGINE_STAGES = frozenset(("prefill", "draft", "verify", "commit"))  # the others are the host's, or wait anyhow
 
 
 class StageClock:
@@ -54,6 +55,13 @@ class RequestMetrics:
     acceptance_lengths: list[int] = field(default_factory=list)  # tokens committed per round, bonus included
     budgets: list[int] = field(default_factory=list)  # draft nodes verified per round
     stage_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    on_device: bool = False  # whether rounds stay on the device
+    why_host: str | None = None  # why they do not
+
+    def add_round(self, tokens: int, nodes: int) -> None:
+        """Count a round that committed `tokens` and verified `nodes` draft nodes."""
+        self.acceptance_lengths.append(tokens)
+        self.budgets.append(nodes)
 
     @property
     def rounds(self) -> int:
@@ -136,6 +144,8 @@ class RequestMetrics:
             "time_per_output_token_s": self.time_per_output_token_s,
             "decode_tokens_per_s": self.decode_tokens_per_s,
             "stage_s": self.stage_s,
+            "on_device": self.on_device,
+            "why_host": self.why_host,
         }
 
 
@@ -156,4 +166,6 @@ def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:
         acceptance_lengths=[a for p in parts for a in p.acceptance_lengths],
         budgets=[b for p in parts for b in p.budgets],
         stage_s={s: sum(p.stage_s[s] for p in parts) for s in STAGES},
+        on_device=parts[0].on_device,  # completions of one request are decoded in one way
+        why_host=parts[0].why_host,
     )

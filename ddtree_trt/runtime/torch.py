@@ -1,7 +1,8 @@
 """The PyTorch engine: on NVIDIA GPUs with our kernels and CUDA graphs, on a CPU for numerics.
 
 A round on a GPU: `draft` and `verify` are each one copy up, one captured graph and one copy down, at which the host
-waits; `commit` puts its work on the stream and waits for nothing. All slots of a call go through one pass.
+waits; `commit` puts its work on the stream and waits for nothing. All slots of a call go through one pass. Rounds that
+need no host at all are `torch_flight.py`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from ddtree_trt.runtime.passes import buckets, pad_trees
 from ddtree_trt.runtime.torch_attention import Place, attention_for
 from ddtree_trt.runtime.torch_cache import DeviceCache
 from ddtree_trt.runtime.torch_drafters import BlockDrafter, TorchLanguageModel
+from ddtree_trt.runtime.torch_flight import TorchRounds
 from ddtree_trt.runtime.torch_graphs import Download, Graphs, Upload
 from ddtree_trt.runtime.torch_model import Qwen3
 from ddtree_trt.runtime.torch_weights import DTYPES, check_device, choose_device, device_name, read_weights
@@ -67,9 +69,11 @@ class TorchEngine:
         draft_attention = attention_for(device, dtype, draft_dims.head_dim)
         draft_cache = DeviceCache(draft_dims, slots, rows, dtype, device, kernels=draft_attention.kernels)
         self.drafter: BlockDrafter | AutoregressiveDrafter
+        self.rounds: TorchRounds | None = None
         if isinstance(draft_dims, DrafterDims):
             draft_graphs = Graphs(device, capture=capture)
             self.drafter = BlockDrafter(draft_dims, weights, self.target, draft_cache, draft_attention, draft_graphs)
+            self.rounds = TorchRounds(self, self.drafter, capture=capture)
         else:
             model = Qwen3(draft_dims, weights, DRAFTER, draft_cache, draft_attention)
             self.drafter = AutoregressiveDrafter(TorchLanguageModel(model), self.limits.prefill_chunk)
@@ -111,14 +115,16 @@ class TorchEngine:
         return self.drafter.known(slot)
 
     def truncate(self, slot: int, length: int) -> None:
+        self._leave(slot)
         self.cache.truncate(slot, length)
         self.drafter.truncate(slot, length)
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         """Not captured: a chunk has work enough to hide its launches."""
+        self._leave(slot)
         size = len(token_ids)
         tree = token_chain(token_ids)
-        place, ids, positions = self._send([VerifyRequest(slot, tree)], self._bucket(size), MaskMode.CAUSAL)
+        place, ids, positions = self._send([VerifyRequest(slot, tree)], self.bucket(size), MaskMode.CAUSAL)
         hidden, tapped = self.target.forward(ids, positions, place, MaskMode.CAUSAL)
         self._passed[slot] = _Passed(token_ids, None if tapped is None else tapped[0, :size])
         self.commit(slot, np.arange(size, dtype=np.int32), taps=taps)
@@ -128,7 +134,8 @@ class TorchEngine:
         return Verdict(choices, _readable(logits))
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
-        batch, tokens = len(requests), self._bucket(max(len(r.tree) for r in requests))
+        self._leave(*(r.slot for r in requests))
+        batch, tokens = len(requests), self.bucket(max(len(r.tree) for r in requests))
         place, ids, positions = self._send(requests, tokens, MaskMode.TREE)
         rows, on_device = batch * tokens, self._choices.on_device
 
@@ -150,7 +157,7 @@ class TorchEngine:
             verdicts.append(Verdict(choices[n, :size], _readable(self._logits[start : start + size])))
         return verdicts
 
-    def _bucket(self, tokens: int) -> int:
+    def bucket(self, tokens: int) -> int:
         """The T of a pass with so many real rows. Raises EngineError when there is none."""
         for size in self._buckets:
             if size >= tokens:
@@ -189,6 +196,7 @@ class TorchEngine:
         self.cache.append(slot, size)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        self._leave(*(r.slot for r in requests))
         for request in requests:
             check_told(self.drafter, self.cache, request.slot)
         if isinstance(self.drafter, BlockDrafter):
@@ -199,10 +207,18 @@ class TorchEngine:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
+    def _leave(self, *slots: int) -> None:
+        """A verb other than a device round is about to touch these slots."""
+        if self.rounds is not None:
+            for slot in slots:
+                self.rounds.leave(slot)
+
     def close(self) -> None:
+        if self.rounds is not None:
+            self.rounds.close()
         self._passed.clear()
         self.graphs.clear()
-        del self.target, self.drafter, self.cache, self._logits, self._taps
+        del self.target, self.drafter, self.rounds, self.cache, self._logits, self._taps
 
 
 def _readable(logits: Tensor) -> NDArray[np.float32]:

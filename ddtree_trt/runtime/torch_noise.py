@@ -8,7 +8,6 @@ all, it is the same draw, so that every method gives the same text. Numbers come
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,12 +15,6 @@ _GAMMA = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _TOKEN_BITS = 24  # of the counter; the position takes the others
 _FINITE = 100.0  # |g| exceeds 43 once in e^43 draws; infinities would meet a temperature of 0
-
-
-def request_seed(seed: int | None, index: int) -> int:
-    """The int64 seed of a request's completion `index`; without a seed it is fresh."""
-    entropy = None if seed is None else [seed, index]
-    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64).view(np.int64)[0])
 
 
 def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:

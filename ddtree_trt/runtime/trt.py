@@ -44,7 +44,7 @@ class _Passed:
 class TrtEngine:
     """The `Engine` protocol over TensorRT. One thread calls it."""
 
-    threads = 1
+    threads, rounds = 1, None
 
     def __init__(self, manifest: Manifest, loaded: Loaded, kernels: KernelLibrary) -> None:
         """Owns what is `loaded`: `close` gives it back."""

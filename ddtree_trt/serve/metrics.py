@@ -41,6 +41,7 @@ class Metrics:
         self._cached = counter("prompt_tokens_cached", "Of these, found in a slot's cache.")
         self._output = counter("generation_tokens", "Tokens generated.")
         self._rounds = counter("rounds", "Decode rounds.")
+        self._device_rounds = counter("rounds_on_device", "Of these, without the host.")
         self._drafted = counter("draft_tokens", "Draft tokens verified.")
         self._accepted = counter("draft_tokens_accepted", "Draft tokens that became output.")
         self._ttft = histogram("time_to_first_token_seconds", "From submission to the first token.", _SECONDS)
@@ -68,6 +69,7 @@ class Metrics:
             self._cached.inc(m.cached_tokens)
             self._output.inc(m.output_tokens)
             self._rounds.inc(m.rounds)
+            self._device_rounds.inc(m.rounds if m.on_device else 0)
             self._drafted.inc(m.drafted_tokens)
             self._accepted.inc(m.accepted_tokens)
             for length in m.acceptance_lengths:

@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.params import DeviceRoundsMode
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class ServeOptions:
     request_timeout_s: float = 600.0  # from the request's first byte to the answer's last; 0: none
     stall_timeout_s: float = 30.0  # a reader that takes nothing for this long is cut off
     drain_timeout_s: float = 30.0  # after SIGTERM, before what still runs is ended
+    device_rounds: DeviceRoundsMode = "auto"  # whether rounds stay on the device; on: other requests are refused
     threads: int = 0  # CPU threads of the engine; 0 chooses
     access_log: bool = False
 

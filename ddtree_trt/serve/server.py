@@ -36,7 +36,13 @@ def serve_engine(engine_dir: Path, options: ServeOptions) -> None:
 def make_server(engine_dir: Path, options: ServeOptions, listener: socket.socket) -> Server:
     """Load the engine and put a server in front of it. Raises ArtifactError when the directory cannot be used."""
     metrics = Metrics(load_manifest(engine_dir))
-    llm = AsyncLLM(engine_dir, threads=options.threads, max_waiting=options.max_waiting, on_finished=metrics.finished)
+    llm = AsyncLLM(
+        engine_dir,
+        threads=options.threads,
+        device_rounds=options.device_rounds,
+        max_waiting=options.max_waiting,
+        on_finished=metrics.finished,
+    )
     gate = create_app(llm, metrics, options)
     config = uvicorn.Config(
         gate,

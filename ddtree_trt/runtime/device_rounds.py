@@ -1,0 +1,73 @@
+"""Which requests decode in rounds that stay on the device, and why others do not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ddtree_trt.artifact import Manifest
+from ddtree_trt.errors import UsageError
+from ddtree_trt.plugins import MAX_DEVICE_BUDGET
+from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
+
+if TYPE_CHECKING:
+    from ddtree_trt.runtime.engine import Engine
+
+
+def why_host(choice: DeviceRoundsMode, engine: Engine, params: SamplingParams, *, watched: bool = False) -> str | None:
+    """Why a request's trees are built on the host; None when its rounds stay on the device.
+
+    `watched`: somebody wants to see every tree. Raises UsageError with `on` when they cannot.
+    """
+    if choice == "off":
+        return "device_rounds is off"
+    reason = engine_without(engine.manifest) or _request_without(params, watched=watched)
+    if choice == "on":
+        _refuse(reason)
+    if reason is None and choice == "auto" and not (engine.rounds and engine.rounds.by_default):
+        return "there is no GPU"
+    return reason
+
+
+def check_engine(choice: DeviceRoundsMode, engine: Engine) -> None:
+    """Raises UsageError for `on` where the engine cannot do it for any request."""
+    if choice == "on":
+        _refuse(engine_without(engine.manifest))
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise UsageError(f"device_rounds is on, but {reason}; use auto or off")
+
+
+def engine_without(manifest: Manifest) -> str | None:
+    """Why an engine has no rounds that stay on the device; None when it has."""
+    if manifest.backend != "torch":
+        return f"the {manifest.backend} backend builds trees on the host"
+    if manifest.drafter_kind != "dflash":
+        return "an autoregressive drafter drafts no trees"
+    return None
+
+
+def _request_without(params: SamplingParams, *, watched: bool) -> str | None:
+    budget = params.tree_budget
+    if params.method != "ddtree":
+        return f"method {params.method!r} builds no tree"
+    if budget == "auto":
+        return "tree_budget 'auto' weighs every tree on the host: give a number"
+    if not 1 <= budget <= MAX_DEVICE_BUDGET:
+        return f"the device builds trees of 1 to {MAX_DEVICE_BUDGET} nodes, not of {budget}"
+    if watched:
+        return "its trees are watched, and a tree on the device is not seen"
+    if names := _on_logits(params):
+        return f"{', '.join(names)} work{'' if len(names) > 1 else 's'} on logits, which stay on the device"
+    return None
+
+
+def _on_logits(params: SamplingParams) -> list[str]:
+    """What a request asks for that the device's greedy or Gumbel choice does not do."""
+    names = ["logprobs"] if params.logprobs is not None else []
+    neutral = SamplingParams()
+    changes = ["repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"]
+    if params.stochastic:
+        changes += ["top_k", "top_p", "min_p"]
+    return names + [name for name in changes if getattr(params, name) != getattr(neutral, name)]
