@@ -24,12 +24,15 @@ from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
 from ddtree_trt.bench.uniformity import FALSE_ALARM, UniformityTest, place_in_distribution, uniformity
 from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.device_rounds import engine_without
 from ddtree_trt.runtime.methods import resolve_method
+from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import METHODS, SamplingParams
 from ddtree_trt.runtime.text import TextCodec
 
 GREEDY_BUDGETS: tuple[Budget, ...] = ("auto", 3, 16, 64)
 SAMPLED_BUDGETS: tuple[Budget, ...] = ("auto", 16)
+DEVICE_BUDGET = 16  # of the case whose rounds stay on the device
 GOLDEN_BUDGET = 64  # what manifest.golden_tau of ddtree is for, or the engine's largest
 TEMPERATURES = (1.0, 2.0)  # of the distribution test: at 1 a good model leaves little to chance
 HINT_PROMPTS = 4
@@ -163,7 +166,7 @@ def _encode(session: Session, prompts: Sequence[BenchPrompt], settings: CheckSet
 
 
 def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
-    """Every method the engine can do, `ddtree` at those of the budgets the engine takes."""
+    """Every method the engine can do, `ddtree` at those of the budgets the engine takes, and once on the device."""
     cases = []
     for method in METHODS:
         try:
@@ -172,7 +175,14 @@ def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
             continue
         allowed = [b for b in budgets if b == "auto" or b <= manifest.limits.max_tree_budget]
         cases += [Case(method, b) for b in allowed] if method == "ddtree" else [Case(method)]
+        if method == "ddtree" and engine_without(manifest) is None:
+            cases += [Case(method, b, device=True) for b in allowed if b == DEVICE_BUDGET]
     return sorted(cases, key=lambda case: case.method != "ar")
+
+
+def _generate(session: Session, prompt: list[int], case: Case, params: SamplingParams) -> RequestOutput:
+    """A request decoded as the case says, whatever `auto` would choose here."""
+    return session.generate(prompt, params, device_rounds="on" if case.device else "off")[0]
 
 
 def _params(case: Case, max_tokens: int, temperature: float, seed: int) -> SamplingParams:
@@ -195,7 +205,7 @@ def _check_greedy(
         progress("greedy equality", done, len(cases))
         differences, taus, lengths = [], [], []
         for name, ids in prompts.items():
-            output, _ = session.generate(ids, _params(case, settings.max_tokens, 0.0, 0))
+            output = _generate(session, ids, case, _params(case, settings.max_tokens, 0.0, 0))
             tokens = output.outputs[0].token_ids
             taus.append(output.metrics.mean_acceptance_length)
             lengths += output.metrics.acceptance_lengths
@@ -261,7 +271,7 @@ def _check_distribution(
             for j, ids in enumerate(chosen):
                 for temperature in TEMPERATURES:
                     seed = (number * settings.seeds + i) * len(chosen) + j
-                    output, _ = session.generate(ids, _params(case, settings.sampled_tokens, temperature, seed))
+                    output = _generate(session, ids, case, _params(case, settings.sampled_tokens, temperature, seed))
                     tokens = output.outputs[0].token_ids
                     rows = target_logits(session, ids, tokens)
                     found = [place_in_distribution(*pair, temperature, rng) for pair in zip(rows, tokens, strict=True)]
@@ -303,7 +313,7 @@ def _alternatives(session: Session, directory: Path, case: Case, settings: Check
             last = prompt.opening[-1]
             plain = arguments is None and isinstance(last, dict)
             ids = codec.encode(last["content"] if plain else prompt.opening)  # type: ignore[index]
-            output, _ = session.generate(ids, _params(case, settings.max_tokens, 0.0, 0))
+            output = _generate(session, ids, case, _params(case, settings.max_tokens, 0.0, 0))
             taus.append(output.metrics.mean_acceptance_length)
         found[name] = float(np.mean(taus))
     return found

@@ -56,6 +56,15 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, damage: object, mes
         read_result(path)
 
 
+def test_a_result_from_before_a_setting_has_its_default(tmp_path: Path) -> None:
+    data = json.loads(to_json(WHOLE))
+    for name in ("backend", "device_rounds"):
+        del data["settings"][name]
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(data))
+    assert read_result(path) == WHOLE
+
+
 def test_text_and_absent_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     for text in ("{", "[]", ""):

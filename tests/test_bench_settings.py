@@ -16,6 +16,7 @@ from ddtree_trt.errors import UsageError
         (Case("ar"), "ar"),
         (Case("ddtree", 16), "ddtree@16"),
         (Case("ddtree", "auto"), "ddtree@auto"),
+        (Case("ddtree", 16, device=True), "ddtree@16+device"),
         (Case("generate", peer="hf"), "hf:generate"),
         (Case("ddtree", 64, "ddtree-reference"), "ddtree-reference:ddtree@64"),
     ],
@@ -25,7 +26,7 @@ def test_labels_name_cases(case: Case, label: str) -> None:
     assert Case.parse(label) == case
 
 
-@pytest.mark.parametrize("label", ["", "ddtree@", "ddtree@some", "a:b:c", "ddtree@-1"])
+@pytest.mark.parametrize("label", ["", "ddtree@", "ddtree@some", "a:b:c", "ddtree@-1", "ddtree@4+host"])
 def test_a_label_that_names_nothing_is_refused(label: str) -> None:
     with pytest.raises(UsageError, match=r"expected \[peer:\]method"):
         Case.parse(label)
@@ -34,6 +35,20 @@ def test_a_label_that_names_nothing_is_refused(label: str) -> None:
 def test_the_baselines_are_always_measured() -> None:
     settings = BenchSettings("engine", methods=("ddtree",), budgets=(4, "auto", 4))
     assert [c.label for c in settings.cases(dflash=True)] == ["ar", "dflash", "ddtree@4", "ddtree@auto"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "labels"),
+    [
+        ("auto", ["ddtree@auto", "ddtree@4"]),
+        ("off", ["ddtree@auto", "ddtree@4"]),
+        ("on", ["ddtree@auto", "ddtree@4+device"]),
+        ("both", ["ddtree@auto", "ddtree@4", "ddtree@4+device"]),
+    ],
+)
+def test_fixed_budgets_have_rounds_on_the_device(chosen: str, labels: list[str]) -> None:
+    settings = BenchSettings("engine", budgets=("auto", 4), device_rounds=chosen)
+    assert [c.label for c in settings.cases(dflash=True)][2:] == labels
 
 
 def test_the_default_is_what_the_drafter_is_for() -> None:
@@ -71,6 +86,10 @@ def test_a_shard_that_is_none_is_refused(text: str) -> None:
         ({"forced_acceptance": 0}, "at least its bonus token"),
         ({"forced_acceptance": 4, "temperatures": (0.0, 1.0)}, "use temperature 0"),
         ({"forced_acceptance": 4, "peers": ("hf",)}, "cannot be forced in peer hf"),
+        ({"backend": "torch"}, "torch can be chosen for random weights"),
+        ({"backend": "tensorrt", "random_weights": True}, "backend must be one of onnxruntime, torch"),
+        ({"backend": "torch", "random_weights": True, "peers": ("hf",)}, "hf cannot load random weights"),
+        ({"device_rounds": "some"}, "device_rounds must be one of auto, on, off, both"),
     ],
 )
 def test_settings_that_cannot_be_honoured_are_refused(wrong: dict[str, object], message: str) -> None:

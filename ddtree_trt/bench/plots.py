@@ -192,7 +192,11 @@ def budget(result: BenchResult) -> Any | None:
 
 
 def _fixed(rows: Sequence[Row]) -> list[Row]:
-    own = [r for r in rows if r.case.method == "ddtree" and not r.case.peer and isinstance(r.case.budget, int)]
+    own = [
+        r
+        for r in rows
+        if r.case.method == "ddtree" and not r.case.peer and isinstance(r.case.budget, int) and not r.case.device
+    ]
     return sorted(own, key=lambda r: int(r.case.budget or 0))
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact import DrafterDims, Progress, TransformerDims
+from ddtree_trt.artifact import DrafterDims, Limits, Progress, TransformerDims
 from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.build.checkpoint import EMBEDDING, HEAD, drafter_shapes, target_shapes
 from ddtree_trt.build.compile import BuildRequest, compile_engine
@@ -92,19 +92,24 @@ def random_engine(settings: BenchSettings, progress: Progress) -> Iterator[Path]
     shape = find_shape(settings.engine)
     with tempfile.TemporaryDirectory(prefix="ddtree-random-") as folder:
         pair = write_pair(Path(folder), shape, settings.seed, progress)
-        numeric = [b for b in settings.budgets if b != "auto"]
-        largest = max([*numeric, shape.block_size])
+        limits = random_limits(settings, shape)
         request = BuildRequest(
             target=f"random-{settings.engine}",
             checkpoint=pair / "target",
             drafter=pair / "drafter",
-            max_seq_len=settings.prompt_tokens + settings.max_tokens,
-            max_tree_budget=largest,
-            max_batch=1,
+            max_seq_len=limits.max_seq_len,
+            max_tree_budget=limits.max_tree_budget,
+            max_batch=limits.max_batch,
             output=pair / "engine",
         )
         compile_engine(request, progress)
         yield pair
+
+
+def random_limits(settings: BenchSettings, shape: PairShape) -> Limits:
+    """Room for the run's prompts, outputs and trees, and for no more."""
+    largest = max([*(b for b in settings.budgets if b != "auto"), shape.block_size])
+    return Limits(settings.prompt_tokens + settings.max_tokens, max_batch=1, max_tree_budget=largest)
 
 
 def write_pair(folder: Path, shape: PairShape, seed: int, progress: Progress) -> Path:
@@ -120,7 +125,7 @@ def write_pair(folder: Path, shape: PairShape, seed: int, progress: Progress) ->
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(config, indent=1))
         _write_weights(directory, shapes, np.random.default_rng([seed, len(name)]), f"write random {name}", progress)
-    _write_tokenizer(folder / "target")
+    write_tokenizer(folder / "target")
     return folder
 
 
@@ -198,7 +203,7 @@ def _random(shape: tuple[int, ...], name: str, rng: np.random.Generator) -> NDAr
     return values
 
 
-def _write_tokenizer(directory: Path) -> None:
+def write_tokenizer(directory: Path) -> None:
     """A tokenizer with one word: prompts of a random pair are token ids, and nobody reads what it says."""
     words = {"model": {"type": "WordLevel", "vocab": {"w": 0}, "unk_token": "w"}, "version": "1.0"}
     empty = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))

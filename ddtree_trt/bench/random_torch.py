@@ -1,21 +1,44 @@
 """A random pair of a published shape as a PyTorch engine, made on the device: for round times on a GPU.
 
-No checkpoint is written, so that a full-size pair is there in seconds. What it says means nothing: it is reached from
-`tools/gpu_bench.py` and from nowhere else, and no engine directory can hold one.
+No checkpoint is written, so that a full-size pair is there in seconds. What it says means nothing: it is reached by
+`bench --random-weights SHAPE --backend torch` and `tools/gpu_bench.py` alone, and no engine directory can hold one.
 """
 
 from __future__ import annotations
+
+import math
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact import SCHEMA_VERSION, CheckpointIdentity, Limits, Manifest
-from ddtree_trt.bench.random_pair import LOGIT_STD, PairShape
+from ddtree_trt.bench.random_pair import LOGIT_STD, PairShape, find_shape, random_limits, write_tokenizer
+from ddtree_trt.bench.session import Session
+from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.build.backend import PrecisionName
+from ddtree_trt.doctor import available_bytes
+from ddtree_trt.errors import UsageError
+from ddtree_trt.memory import plan_engine
 from ddtree_trt.runtime.torch import TorchEngine
-from ddtree_trt.runtime.torch_weights import DTYPES
+from ddtree_trt.runtime.torch_weights import DTYPES, choose_device, device_name
 from ddtree_trt.weight_layout import TARGET, stored_weights
+
+
+def random_session(settings: BenchSettings, folder: Path) -> Session:
+    """The pair of shape `settings.engine` on the GPU, or where there is none on the CPU; `folder`, which is empty, is
+    its directory. Raises UsageError for an unknown shape, or one too large for the device's free memory."""
+    shape, device = find_shape(settings.engine), choose_device()
+    if device.type == "cpu" and settings.threads:
+        torch.set_num_threads(settings.threads)
+    precision: PrecisionName = "bf16" if device.type == "cuda" else "fp32"
+    engine, _ = random_torch_engine(
+        settings.engine, shape, precision, random_limits(settings, shape), device, settings.seed
+    )
+    write_tokenizer(folder)
+    return Session(folder, engine=engine)
+
 
 _NOBODY = CheckpointIdentity("random", "random", "")
 
@@ -23,7 +46,8 @@ _NOBODY = CheckpointIdentity("random", "random", "")
 def random_torch_engine(
     name: str, shape: PairShape, precision: PrecisionName, limits: Limits, device: torch.device, seed: int = 0
 ) -> tuple[TorchEngine, dict[str, Tensor]]:
-    """An engine of that shape, and its weights by the names of `weight_layout`."""
+    """An engine of that shape, and its weights by the names of `weight_layout`. Raises UsageError for one that is too
+    large for the device."""
     manifest = Manifest(
         schema_version=SCHEMA_VERSION,
         product_version=__version__,
@@ -43,8 +67,22 @@ def random_torch_engine(
         files={},
         build_seconds=0.0,
     )
+    _check_memory(manifest, shape, device)
     weights = random_weights(shape, DTYPES[precision], device, seed)
     return TorchEngine(manifest, weights, device), weights
+
+
+def _check_memory(manifest: Manifest, shape: PairShape, device: torch.device) -> None:
+    m = manifest
+    stored = stored_weights(shape.target, shape.drafter, target_tied=shape.tied, drafter_tied=shape.tied)
+    weights = sum(math.prod(w.shape) for w in stored) * DTYPES[m.precision].itemsize
+    needed = plan_engine("torch", m.precision, shape.target, shape.drafter, m.limits, weights).total_bytes
+    there = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes("host", ())
+    if there is not None and needed > there:
+        raise UsageError(
+            f"{m.name} in {m.precision} takes about {needed / 1e9:.1f} GB, and {device_name(device)} has "
+            f"{there / 1e9:.1f} GB; choose a smaller shape"
+        )
 
 
 def random_weights(shape: PairShape, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Tensor]:

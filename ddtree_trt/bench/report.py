@@ -90,6 +90,8 @@ def notes(result: BenchResult) -> list[str]:
         for peer, facts in part.contenders.items():
             if peer:
                 lines.append(f"{shard}{peer.partition('=')[0]}: {', '.join(f'{k} {v}' for k, v in facts.items())}.")
+    if any(case.device for case in result.cases):
+        lines.append("+device: the whole round stays on the device; elsewhere trees are built on the host.")
     if s.random_weights:
         lines.append(f"Random weights of shape {s.engine}: only times mean anything.")
     if s.forced_acceptance is not None:

@@ -140,9 +140,12 @@ _T = TypeVar("_T")
 
 
 def _record(cls: type[_T], data: dict[str, Any]) -> _T:
-    """A frozen record from its JSON: every field and no other; lists become tuples. Raises TypeError."""
-    expected = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    if data.keys() != expected:
+    """A frozen record from its JSON: no unknown field, and all but those whose default is what was before there was
+    such a field; lists become tuples. Raises TypeError."""
+    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    expected = {f.name for f in fields}
+    needed = {f.name for f in fields if f.default is dataclasses.MISSING}
+    if not needed <= data.keys() <= expected:
         raise TypeError(f"{cls.__name__} has fields {sorted(data)}, expected {sorted(expected)}")
     return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in data.items()})
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from ddtree_trt.bench.result import BenchResult, Part, Sample, output_digest
 from ddtree_trt.bench.session import EngineContender, Session
 from ddtree_trt.bench.settings import BenchSettings, Case, Shard
 from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.load import require_torch
 from ddtree_trt.runtime.text import Prompt
 
 WHOLE = Shard()
@@ -54,11 +56,16 @@ def run_bench(
     for spec in settings.peers:
         check_peer(spec)
     with ExitStack() as stack:
-        directory, checkpoint, drafter = Path(settings.engine), settings.checkpoint, settings.drafter
-        if settings.random_weights:
-            pair = stack.enter_context(random_engine(settings, progress))
-            directory, checkpoint, drafter = pair / "engine", str(pair / "target"), str(pair / "drafter")
-        session = stack.enter_context(closing(Session(directory, threads=settings.threads)))
+        checkpoint, drafter = settings.checkpoint, settings.drafter
+        if settings.random_weights and settings.backend == "torch":
+            session = _random_torch_session(settings, stack)
+        else:
+            directory = Path(settings.engine)
+            if settings.random_weights:
+                pair = stack.enter_context(random_engine(settings, progress))
+                directory, checkpoint, drafter = pair / "engine", str(pair / "target"), str(pair / "drafter")
+            session = Session(directory, threads=settings.threads)
+        stack.enter_context(closing(session))
         prompts = _prompts(settings, session)
         if expected_prompts is not None and digest(prompts) != expected_prompts:
             raise UsageError(f"prompts {', '.join(settings.prompts)} are not what they were: their content has changed")
@@ -87,6 +94,13 @@ def run_bench(
             parts=(Part(shard, environment, described, tuple(run.skipped)),),
             samples=tuple(run.samples),
         )
+
+
+def _random_torch_session(settings: BenchSettings, stack: ExitStack) -> Session:
+    require_torch("random weights of the torch backend are made by it")
+    from ddtree_trt.bench.random_torch import random_session
+
+    return random_session(settings, Path(stack.enter_context(TemporaryDirectory(prefix="ddtree-random-"))))
 
 
 def _prompts(settings: BenchSettings, session: Session) -> list[BenchPrompt]:

@@ -14,7 +14,7 @@ from ddtree_trt.runtime.engine import Engine
 from ddtree_trt.runtime.load import open_engine
 from ddtree_trt.runtime.methods import resolve_method
 from ddtree_trt.runtime.outputs import RequestOutput
-from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.requests import RequestMaker
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.text import Prompt, TextCodec
@@ -23,20 +23,26 @@ from ddtree_trt.runtime.text import Prompt, TextCodec
 class Session:
     """An engine for one request at a time. What automatic budgets learn is kept between requests, caches are not."""
 
-    def __init__(self, directory: Path, *, threads: int = 0) -> None:
-        self.engine = open_engine(directory, threads=threads)
+    def __init__(self, directory: Path, *, threads: int = 0, engine: Engine | None = None) -> None:
+        """`engine`: one that is open already, and whose directory holds no more than a tokenizer."""
+        self.engine = engine or open_engine(directory, threads=threads)
         self.manifest = self.engine.manifest
         self.codec = TextCodec(directory, self.manifest.chat_template_args)
         self._maker = RequestMaker(directory, self.engine, self.codec)
 
     def generate(
-        self, prompt: Prompt, params: SamplingParams, *, engine: Engine | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        engine: Engine | None = None,
+        device_rounds: DeviceRoundsMode = "auto",
     ) -> tuple[RequestOutput, float]:
         """Complete one prompt from an empty cache, on slot 0; the output, and when the work was done.
 
         `engine` stands in for the session's own. Raises as LLM.generate does.
         """
-        request = self._maker.make(prompt, params)
+        request = self._maker.make(prompt, params, device_rounds=device_rounds)
         scheduler = Scheduler(engine or self.engine)
         for slot in range(self.manifest.limits.max_batch):
             self.engine.truncate(slot, 0)
@@ -68,6 +74,7 @@ class EngineContender:
         self.cases = settings.cases(dflash=kind == "dflash")
         for case in self.cases:
             resolve_method(case.method, kind)
+        self._plain: DeviceRoundsMode = "auto" if settings.device_rounds == "auto" else "off"
         self._engine: Engine = session.engine
         if settings.forced_acceptance is not None:
             self._engine = ForcedEngine(session.engine, settings.forced_acceptance, session.unusable_tokens)
@@ -85,7 +92,9 @@ class EngineContender:
             tree_budget="auto" if case.budget is None else case.budget,
         )
         started_s = time.perf_counter()
-        output, ended_s = self._session.generate(list(prompt_ids), params, engine=self._engine)
+        output, ended_s = self._session.generate(
+            list(prompt_ids), params, engine=self._engine, device_rounds="on" if case.device else self._plain
+        )
         metrics = output.metrics
         assert metrics.first_token_s is not None, "a finished request has emitted a token"
         return Outcome(
@@ -96,7 +105,7 @@ class EngineContender:
             text=output.outputs[0].text,
             acceptance_lengths=tuple(metrics.acceptance_lengths),
             mean_budget=metrics.mean_budget,
-            stage_s=dict(metrics.stage_s),
+            stage_s={} if metrics.on_device else dict(metrics.stage_s),  # one launch has no stages to tell of
         )
 
     def close(self) -> None:

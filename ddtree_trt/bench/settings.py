@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.params import METHODS
+from ddtree_trt.runtime.params import DEVICE_ROUNDS, METHODS
 
 Budget = int | Literal["auto"]
 
 TINY = "tiny"  # the prompts that ship with the package
 BASELINES = ("ar", "dflash")  # always measured, on the same engine and precision as everything else
-_LABEL = re.compile(r"(?:(?P<peer>[^:@]+):)?(?P<method>[^:@]+)(?:@(?P<budget>auto|\d+))?")
+RANDOM_BACKENDS = ("onnxruntime", "torch")
+DEVICE_ROUNDS_MEASURED = (*DEVICE_ROUNDS, "both")
+_LABEL = re.compile(r"(?:(?P<peer>[^:@+]+):)?(?P<method>[^:@+]+)(?:@(?P<budget>auto|\d+))?(?P<device>\+device)?")
 
 
 @dataclass(frozen=True)
@@ -23,12 +25,13 @@ class Case:
     method: str
     budget: Budget | None = None  # None: the method has none to choose
     peer: str = ""  # "" is this engine
+    device: bool = False  # in rounds that stay on the device, whatever the settings say of others
 
     @property
     def label(self) -> str:
-        """`ar`, `ddtree@16`, `ddtree@auto`, `hf:generate`, `ddtree-reference:ddtree@16`."""
+        """`ar`, `ddtree@16`, `ddtree@16+device`, `ddtree@auto`, `hf:generate`, `ddtree-reference:ddtree@16`."""
         head = f"{self.peer}:{self.method}" if self.peer else self.method
-        return head if self.budget is None else f"{head}@{self.budget}"
+        return f"{head}{'' if self.budget is None else f'@{self.budget}'}{'+device' if self.device else ''}"
 
     @staticmethod
     def parse(label: str) -> Case:
@@ -38,7 +41,7 @@ class Case:
             raise UsageError(f"{label!r} is not a case; expected [peer:]method[@budget], such as ddtree@16")
         text = match["budget"]
         budget: Budget | None = None if text is None else "auto" if text == "auto" else int(text)
-        return Case(match["method"], budget, match["peer"] or "")
+        return Case(match["method"], budget, match["peer"] or "", match["device"] is not None)
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,8 @@ class BenchSettings:
     drafter: str | None = None
     assistant: str | None = None  # an autoregressive drafter for Hugging Face assisted generation
     random_weights: bool = False
+    backend: str = "onnxruntime"  # of a random pair; an engine directory says its own
+    device_rounds: str = "auto"  # as of LLM, for trees of fixed budgets; both: measured on the host and on the device
     prompt_tokens: int = 128  # of the random prompts of a random pair
     forced_acceptance: int | None = None  # tokens each round commits, whatever the target says
 
@@ -98,6 +103,16 @@ class BenchSettings:
             raise UsageError("method ddtree needs at least one budget, or auto")
         if bad := [b for b in self.budgets if b != "auto" and b < 1]:
             raise UsageError(f"budget {bad[0]} draws no tree; use 1 or more, or auto (method ar is the budget 0)")
+        for name, known in (("backend", RANDOM_BACKENDS), ("device_rounds", DEVICE_ROUNDS_MEASURED)):
+            if getattr(self, name) not in known:
+                raise UsageError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
+        if self.backend != BenchSettings.backend and not self.random_weights:
+            raise UsageError(f"an engine directory has its backend; {self.backend} can be chosen for random weights")
+        if self.backend == "torch" and self.peers:
+            raise UsageError(
+                f"peer {self.peers[0]} cannot load random weights of the torch backend, which are made on the device; "
+                "use --backend onnxruntime, or tools/gpu_bench.sh"
+            )
         if self.forced_acceptance is not None:
             self._check_forced()
 
@@ -119,7 +134,14 @@ class BenchSettings:
         methods = dict.fromkeys([*(BASELINES if dflash else ("ar",)), *chosen])
         cases = []
         for method in methods:
-            cases += [Case(method, budget) for budget in self.budgets] if method == "ddtree" else [Case(method)]
+            if method != "ddtree":
+                cases.append(Case(method))
+                continue
+            for budget in self.budgets:
+                if budget == "auto" or self.device_rounds != "on":
+                    cases.append(Case(method, budget))
+                if budget != "auto" and self.device_rounds in ("on", "both"):
+                    cases.append(Case(method, budget, device=True))
         return tuple(cases)
 
 

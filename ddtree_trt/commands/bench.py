@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 
 from ddtree_trt import terminal
 from ddtree_trt.artifact import newest_engine
-from ddtree_trt.bench.settings import BenchSettings, Shard
+from ddtree_trt.bench.settings import DEVICE_ROUNDS_MEASURED, RANDOM_BACKENDS, BenchSettings, Shard
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.params import METHODS
 
@@ -98,6 +98,18 @@ def run(
         str | None,
         typer.Option(metavar="SHAPE", help="Build and measure a random pair: micro or qwen3-0.6b, -1.7b, -4b, -8b."),
     ] = None,
+    backend: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help=f"Of a random pair: {', '.join(RANDOM_BACKENDS)}, made on the device."),
+    ] = None,
+    device_rounds: Annotated[
+        str | None,
+        typer.Option(
+            metavar="|".join(DEVICE_ROUNDS_MEASURED),
+            help="Rounds that stay on the GPU, for fixed budgets; both measures them beside those built on the host. "
+            f"Default {_DEFAULT.device_rounds}.",
+        ),
+    ] = None,
     prompt_tokens: Annotated[
         int | None,
         typer.Option(metavar="N", help=f"Length of a random pair's prompts. Default {_DEFAULT.prompt_tokens}."),
@@ -136,6 +148,8 @@ def run(
         "checkpoint": checkpoint,
         "drafter": drafter,
         "assistant": assistant,
+        "backend": backend,
+        "device_rounds": device_rounds,
         "prompt_tokens": prompt_tokens,
         "forced_acceptance": forced_acceptance,
     }

@@ -34,17 +34,19 @@ def _open_backend(directory: Path, manifest: Manifest, threads: int) -> Engine:
 
         return OrtEngine(directory, manifest, threads=threads)
     if manifest.backend == "torch":
-        if importlib.util.find_spec("torch") is None:
-            raise MissingDependency(
-                f"{directory} was built for the torch backend and PyTorch is not installed; "
-                "run: pip install 'ddtree-trt[torch]'"
-            )
+        require_torch(f"{directory} was built for the torch backend")
         from ddtree_trt.runtime.torch import TorchEngine
 
         return TorchEngine.open(directory, manifest, threads=threads)
     from ddtree_trt.runtime.trt import TrtEngine
 
     return TrtEngine.open(directory, manifest)
+
+
+def require_torch(why: str) -> None:
+    """Raises MissingDependency, which begins with `why`, where PyTorch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency(f"{why} and PyTorch is not installed; run: pip install 'ddtree-trt[torch]'")
 
 
 def _check_onnxruntime(directory: Path, manifest: Manifest) -> None:
