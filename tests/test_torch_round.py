@@ -23,6 +23,7 @@ from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.load import open_engine
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.passes import buckets
 from ddtree_trt.runtime.sampling import Sampler
 from ddtree_trt.runtime.text import TextCodec
 from ddtree_trt.runtime.torch import TorchEngine
@@ -146,6 +147,17 @@ def test_slots_of_one_round_have_budgets_of_their_own(engine: TorchEngine, promp
     bonus = prefill(engine, prompts)
     together = engine.rounds.round([RoundRequest(n, bonus[n], budget) for n, budget in enumerate((3, 40, 16))])
     assert together == alone
+
+
+def test_padding_changes_nothing(engine: TorchEngine, prompts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of a GPU: trees of 3, 16 and 40 nodes in passes of 4, 32 and 48 tokens, which other budgets share."""
+    assert engine.rounds is not None
+    expected = [decode(engine, prefill(engine, prompts[:1]), 20, budget=budget) for budget in (3, 16, 40)]
+    engine._buckets = buckets(engine.limits.max_tokens_per_pass)
+    found = [decode(engine, prefill(engine, prompts[:1]), 20, budget=budget) for budget in (3, 16, 40)]
+    assert found == expected
+    made = [engine.rounds.made_for([RoundRequest(0, 0, budget)]) for budget in (3, 16, 17, 31, 40)]
+    assert made[1] is made[2] is made[3] and made[0] is not made[1] is not made[4]
 
 
 def test_rounds_go_on_to_the_slots_end(engine: TorchEngine, prompts: list[Any]) -> None:

@@ -35,6 +35,8 @@ class AcceptanceMetrics(BaseModel):
     time_to_first_token_s: float | None
     time_per_output_token_s: float | None
     stage_s: dict[str, float]
+    on_device: bool
+    why_host: str | None
 
     @classmethod
     def of(cls, metrics: RequestMetrics) -> AcceptanceMetrics:
