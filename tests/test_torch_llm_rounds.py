@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 from engine_builds import PACKAGED, build_torch_engine
 from truth import FALSE_ALARM, chi_square
+from typer.testing import CliRunner
 
 from ddtree_trt import AsyncLLM
 from ddtree_trt.bench.uniformity import place_in_distribution, uniformity
+from ddtree_trt.cli import app
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.engine import RoundRequest
 from ddtree_trt.runtime.llm import LLM
@@ -353,3 +355,28 @@ def test_async_callers_have_them_too(directory: Path, host: LLM, prompts: list[A
     found = asyncio.run(run())
     assert [o.outputs for o in found] == [o.outputs for o in host.generate(prompts[:4], greedy())]
     assert all(o.metrics.on_device for o in found)
+
+
+def test_the_command_line_says_which_rounds_ran(directory: Path, tiny_engine: Path) -> None:
+    def run(*words: str) -> Any:
+        return CliRunner().invoke(app, [words[0], str(directory), *words[1:]])
+
+    asked = ("run", "-p", "Once", "--max-tokens", "6", "--threads", "1")
+    on = (*asked, "--tree-budget", "8", "--device-rounds", "on")
+    output = run(*on, "--json")
+    assert output.exit_code == 0, output.output
+    metrics = json.loads(output.output)["metrics"]
+    assert (metrics["on_device"], metrics["why_host"]) == (True, None)
+    assert "rounds on the device" in run(*on).output
+    assert "trees built on the host: there is no GPU" in run(*asked, "--tree-budget", "8", "--show-tree").output
+    for words, message in (
+        ((*on, "--show-tree"), "its trees are watched"),
+        ((*asked, "--device-rounds", "on"), "tree_budget 'auto' weighs every tree on the host"),
+        ((*asked, "--device-rounds", "maybe"), "must be one of auto, on, off"),
+    ):
+        refused = run(*words)
+        assert refused.exit_code == 2 or isinstance(refused.exception, UsageError)
+        assert message in f"{refused.output}{refused.exception}"
+    assert "on a GPU, method ddtree with a fixed budget" in run("inspect").output
+    other = CliRunner().invoke(app, ["inspect", str(tiny_engine)])
+    assert "none: the onnxruntime backend builds trees on the host" in other.output

@@ -25,6 +25,8 @@ from ddtree_trt.runtime.torch import TorchEngine
 from ddtree_trt.runtime.torch_weights import DTYPES, choose_device, device_name
 from ddtree_trt.weight_layout import TARGET, stored_weights
 
+_NOBODY = CheckpointIdentity("random", "random", "")
+
 
 def random_session(settings: BenchSettings, folder: Path) -> Session:
     """The pair of shape `settings.engine` on the GPU, or where there is none on the CPU; `folder`, which is empty, is
@@ -38,9 +40,6 @@ def random_session(settings: BenchSettings, folder: Path) -> Session:
     )
     write_tokenizer(folder)
     return Session(folder, engine=engine)
-
-
-_NOBODY = CheckpointIdentity("random", "random", "")
 
 
 def random_torch_engine(

@@ -66,6 +66,7 @@ def run_bench(
                 directory, checkpoint, drafter = pair / "engine", str(pair / "target"), str(pair / "drafter")
             session = Session(directory, threads=settings.threads)
         stack.enter_context(closing(session))
+        settings = _resolved(settings, session)
         prompts = _prompts(settings, session)
         if expected_prompts is not None and digest(prompts) != expected_prompts:
             raise UsageError(f"prompts {', '.join(settings.prompts)} are not what they were: their content has changed")
@@ -94,6 +95,14 @@ def run_bench(
             parts=(Part(shard, environment, described, tuple(run.skipped)),),
             samples=tuple(run.samples),
         )
+
+
+def _resolved(settings: BenchSettings, session: Session) -> BenchSettings:
+    """The settings with `auto` rounds as this engine has them, so that every case says which kind it is."""
+    if settings.device_rounds != "auto":
+        return settings
+    rounds = session.engine.rounds
+    return dataclasses.replace(settings, device_rounds="on" if rounds and rounds.by_default else "off")
 
 
 def _random_torch_session(settings: BenchSettings, stack: ExitStack) -> Session:

@@ -74,7 +74,6 @@ class EngineContender:
         self.cases = settings.cases(dflash=kind == "dflash")
         for case in self.cases:
             resolve_method(case.method, kind)
-        self._plain: DeviceRoundsMode = "auto" if settings.device_rounds == "auto" else "off"
         self._engine: Engine = session.engine
         if settings.forced_acceptance is not None:
             self._engine = ForcedEngine(session.engine, settings.forced_acceptance, session.unusable_tokens)
@@ -93,7 +92,7 @@ class EngineContender:
         )
         started_s = time.perf_counter()
         output, ended_s = self._session.generate(
-            list(prompt_ids), params, engine=self._engine, device_rounds="on" if case.device else self._plain
+            list(prompt_ids), params, engine=self._engine, device_rounds="on" if case.device else "off"
         )
         metrics = output.metrics
         assert metrics.first_token_s is not None, "a finished request has emitted a token"

@@ -25,7 +25,7 @@ class Case:
     method: str
     budget: Budget | None = None  # None: the method has none to choose
     peer: str = ""  # "" is this engine
-    device: bool = False  # in rounds that stay on the device, whatever the settings say of others
+    device: bool = False  # in rounds that stay on the device
 
     @property
     def label(self) -> str:
@@ -84,7 +84,7 @@ class BenchSettings:
     assistant: str | None = None  # an autoregressive drafter for Hugging Face assisted generation
     random_weights: bool = False
     backend: str = "onnxruntime"  # of a random pair; an engine directory says its own
-    device_rounds: str = "auto"  # as of LLM, for trees of fixed budgets; both: measured on the host and on the device
+    device_rounds: str = "auto"  # for fixed budgets; auto: on a GPU; both: measured on the host and on the device
     prompt_tokens: int = 128  # of the random prompts of a random pair
     forced_acceptance: int | None = None  # tokens each round commits, whatever the target says
 

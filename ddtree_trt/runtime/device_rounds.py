@@ -13,24 +13,25 @@ if TYPE_CHECKING:
     from ddtree_trt.runtime.engine import Engine
 
 
-def why_host(choice: DeviceRoundsMode, engine: Engine, params: SamplingParams, *, watched: bool = False) -> str | None:
+def why_host(mode: DeviceRoundsMode, engine: Engine, params: SamplingParams, *, watched: bool = False) -> str | None:
     """Why a request's trees are built on the host; None when its rounds stay on the device.
 
     `watched`: somebody wants to see every tree. Raises UsageError with `on` when they cannot.
     """
-    if choice == "off":
+    if mode == "off":
         return "device_rounds is off"
-    reason = engine_without(engine.manifest) or _request_without(params, watched=watched)
-    if choice == "on":
-        _refuse(reason)
-    if reason is None and choice == "auto" and not (engine.rounds and engine.rounds.by_default):
+    reason = engine_without(engine.manifest)
+    if reason is None and mode == "auto" and not (engine.rounds and engine.rounds.by_default):
         return "there is no GPU"
+    reason = reason or _request_without(params, watched=watched)
+    if mode == "on":
+        _refuse(reason)
     return reason
 
 
-def check_engine(choice: DeviceRoundsMode, engine: Engine) -> None:
+def check_mode(mode: DeviceRoundsMode, engine: Engine) -> None:
     """Raises UsageError for `on` where the engine cannot do it for any request."""
-    if choice == "on":
+    if mode == "on":
         _refuse(engine_without(engine.manifest))
 
 

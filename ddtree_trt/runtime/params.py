@@ -137,8 +137,8 @@ def _check_number(name: str, value: Any, low: float, high: float | None, *, inte
         raise UsageError(f"{name} must be {bounds}, not {value}")
 
 
-def check_device_rounds(choice: str) -> DeviceRoundsMode:
-    """The choice. Raises UsageError when it is none."""
-    if choice not in DEVICE_ROUNDS:
-        raise UsageError(f"device_rounds must be one of {', '.join(DEVICE_ROUNDS)}, not {choice!r}")
-    return cast(DeviceRoundsMode, choice)
+def check_device_rounds(mode: str) -> DeviceRoundsMode:
+    """The mode. Raises UsageError when it is none."""
+    if mode not in DEVICE_ROUNDS:
+        raise UsageError(f"device_rounds must be one of {', '.join(DEVICE_ROUNDS)}, not {mode!r}")
+    return cast(DeviceRoundsMode, mode)

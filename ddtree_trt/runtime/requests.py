@@ -8,7 +8,7 @@ from pathlib import Path
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.budget import AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.decode import Watcher
-from ddtree_trt.runtime.device_rounds import check_engine, why_host
+from ddtree_trt.runtime.device_rounds import check_mode, why_host
 from ddtree_trt.runtime.engine import Engine
 from ddtree_trt.runtime.methods import default_budget, resolve_method
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput, Usage
@@ -70,8 +70,8 @@ class RequestMaker:
     def __init__(
         self, directory: Path, engine: Engine, codec: TextCodec, *, device_rounds: DeviceRoundsMode = "auto"
     ) -> None:
-        """Raises UsageError where `device_rounds` is no choice, or one that this engine does not have."""
-        check_engine(check_device_rounds(device_rounds), engine)
+        """Raises UsageError where `device_rounds` is no mode, or one that this engine does not have."""
+        check_mode(check_device_rounds(device_rounds), engine)
         self._codec, self._engine, self._manifest = codec, engine, engine.manifest
         self._device_rounds = device_rounds
         self._auto = _auto_budgets(directory, engine)
