@@ -12,7 +12,7 @@ IM_START, EOS, PAD, MASK = 1, 2, 3, 4
 class CorpusSettings:
     conversations: int = 150_000
     prompts_per_domain: int = 20
-    longest_of: int = 4  # a prompt is the one of so many with the longest answer: a generation is to span many rounds
+    longest_of: int = 6  # a prompt is the one of so many with the longest answer: a generation is to span many rounds
     held_out_per_domain: int = 100
     seed: int = 1
 
