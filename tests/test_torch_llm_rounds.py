@@ -357,6 +357,26 @@ def test_async_callers_have_them_too(directory: Path, host: LLM, prompts: list[A
     assert all(o.metrics.on_device for o in found)
 
 
+def test_an_engine_is_closed_when_its_rounds_are_done(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those launched in vain: memory they write to may not be another's by then."""
+    done: list[str] = []
+    llm = LLM(directory, threads=1, device_rounds="on")
+    monkeypatch.setattr(llm.engine, "settle", lambda: done.append("settle"))
+    monkeypatch.setattr(rounds_of(llm), "close", lambda: done.append("close"))
+    llm.close()
+    assert done == ["settle", "close"]
+
+
+def test_nobody_is_served_after_shutdown(directory: Path) -> None:
+    async def run() -> None:
+        llm = AsyncLLM(directory, threads=1)
+        llm.shutdown()
+        with pytest.raises(EngineError, match="shut down"):
+            await llm.complete("Once", greedy())
+
+    asyncio.run(run())
+
+
 def test_the_command_line_says_which_rounds_ran(directory: Path, tiny_engine: Path) -> None:
     def run(*words: str) -> Any:
         return CliRunner().invoke(app, [words[0], str(directory), *words[1:]])

@@ -214,11 +214,15 @@ class TorchEngine:
                 self.rounds.leave(slot)
 
     def close(self) -> None:
-        if self.rounds is not None:
-            self.rounds.close()
-        self._passed.clear()
-        self.graphs.clear()
-        del self.target, self.drafter, self.rounds, self.cache, self._logits, self._taps
+        try:
+            self.settle()  # rounds may still be under way, in the memory that is given back here
+        finally:
+            if self.rounds is not None:
+                self.rounds.close()
+                self.rounds = None
+            self._passed.clear()
+            self.graphs.clear()
+            del self.target, self.drafter, self.cache, self._logits, self._taps
 
 
 def _readable(logits: Tensor) -> NDArray[np.float32]:
