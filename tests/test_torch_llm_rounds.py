@@ -23,6 +23,7 @@ from ddtree_trt.runtime.engine import RoundRequest
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.sampling import Sampler
+from ddtree_trt.runtime.stats import ROUND_STAGES
 from ddtree_trt.runtime.torch import TorchEngine
 from ddtree_trt.runtime.torch_flight import TorchRounds
 
@@ -78,6 +79,10 @@ def plain(host: LLM, prompts: list[Any]) -> dict[bool, list[Any]]:
     """What the target says by itself; by whether it goes on past its end."""
     options = {"max_tokens": TOKENS, "method": "ar"}
     return {going: host.generate(prompts, SamplingParams(ignore_eos=going, **options)) for going in (False, True)}
+
+
+def lose_the_device(requests: Sequence[RoundRequest]) -> None:
+    raise EngineError("the device is gone")
 
 
 def rounds_of(llm: LLM) -> TorchRounds:
@@ -138,7 +143,43 @@ def test_both_kinds_share_a_batch(directory: Path, host: LLM, device: LLM, promp
     assert found[1].metrics.why_host == "logprobs works on logits, which stay on the device"
 
 
+def test_who_decodes_in_another_way_has_no_part(
+    host: LLM, device: LLM, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in stage times nor in a failure."""
+    monkeypatch.setattr(device._maker, "_device_rounds", "auto")
+    monkeypatch.setattr(rounds_of(device), "by_default", True)
+    wanted = [greedy(16), greedy(16, logprobs=1)]
+    on_device, by_stages = (output.metrics.stage_s for output in device.generate(prompts[:2], wanted))
+    assert on_device["device_round"] > 0 and not any(on_device[stage] for stage in ROUND_STAGES)
+    assert by_stages["device_round"] == 0 and all(by_stages[stage] for stage in ROUND_STAGES)
+
+    parts = [device.stream(prompt, params) for prompt, params in zip(prompts, wanted, strict=False)]
+    assert next(parts[0]) and next(parts[1])
+    monkeypatch.setattr(rounds_of(device), "round", lose_the_device)
+    said = [token for part in parts[1] for token in part.outputs[0].token_ids]
+    with pytest.raises(EngineError, match="the device is gone"):
+        list(parts[0])
+    assert host.generate(prompts[1], wanted[1])[0].outputs[0].token_ids[-len(said) :] == said
+    assert device._scheduler.free_slots == SLOTS
+
+
+def test_profiling_waits_for_rounds_under_way(
+    directory: Path, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next stage would count the rest of a round launched ahead as its own."""
+    with LLM(directory, threads=1, device_rounds="on", profile=True) as llm:
+        settled: list[str] = []
+        clock = llm._scheduler._clock
+        monkeypatch.setattr(clock, "_settle", lambda: settled.append(clock._stage))
+        (output,) = llm.generate(prompts[0], greedy())
+    assert settled == ["prefill"] * settled.count("prefill") + ["device_round"] * output.metrics.rounds
+
+
 def test_a_conversation_starts_from_what_rounds_left(host: LLM, device: LLM, prompts: list[Any]) -> None:
+    for llm in (host, device):
+        for slot in llm._scheduler._slots:  # what was said before is not the same for both
+            slot.tokens = []
     messages: list[Any] = []
     for turn in range(3):
         messages = [*messages, *prompts[turn]]
@@ -168,14 +209,11 @@ def test_a_cancelled_request_frees_its_slot(host: LLM, device: LLM, prompts: lis
     assert device._scheduler.free_slots == SLOTS
 
 
-def test_a_failing_round_ends_its_sequences_and_no_others(
+def test_a_failing_round_leaves_an_engine_that_works(
     device: LLM, host: LLM, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(requests: Sequence[RoundRequest]) -> None:
-        raise EngineError("the device is gone")
-
     with monkeypatch.context() as patch:
-        patch.setattr(rounds_of(device), "round", fail)
+        patch.setattr(rounds_of(device), "round", lose_the_device)
         with pytest.raises(EngineError, match="the device is gone"):
             device.generate(prompts[0], greedy())
     assert device._scheduler.free_slots == SLOTS

@@ -103,11 +103,10 @@ class _Turn:
 
 
 def decode_round(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
-    """Advance every sequence by one round. They hold distinct slots, each with a bonus token not yet in the cache."""
-    if on_device := [s for s in sequences if s.on_device]:
-        _round_on_device(engine, on_device, clock)
-    if by_stages := [s for s in sequences if not s.on_device]:
-        _round_by_stages(engine, by_stages, clock)
+    """Advance every sequence by one round: all of them on the device, or all by stages. They hold distinct slots, each
+    with a bonus token not yet in the cache."""
+    one_round = _round_on_device if sequences[0].on_device else _round_by_stages
+    one_round(engine, sequences, clock)
 
 
 def _turns(engine: Engine, sequences: list[Sequence]) -> list[_Turn]:

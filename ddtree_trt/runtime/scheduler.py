@@ -1,9 +1,9 @@
 """Continuous batching: who holds which slot, and what a step does.
 
 A step admits waiting sequences into free slots, prefills one chunk of one of them, and runs one decode round over all
-that are past their prompt. So a long prompt delays running sequences by one chunk per round, and a sequence that
-finishes or is cancelled frees its slot before the next step. A free slot keeps its cache: a prompt that begins with the
-tokens of a free slot starts behind them.
+that are past their prompt: one over those whose rounds stay on the device, and one over the others. So a long prompt
+delays running sequences by one chunk per round, and a sequence that finishes or is cancelled frees its slot before the
+next step. A free slot keeps its cache: a prompt that begins with the tokens of a free slot starts behind them.
 """
 
 from __future__ import annotations
@@ -68,9 +68,11 @@ class Scheduler:
         moved: list[Sequence] = []
         if self.prefilling:
             moved += self._guard([self.prefilling[0]], self._prefill_chunk)
-        running = [s for s in self.running if not s.finished]  # the prefill may have ended one
-        if running:
-            moved += self._guard(running, self._round)
+        for on_device in (True, False):
+            # The prefill may have ended one.
+            running = [s for s in self.running if s.on_device is on_device and not s.finished]
+            if running:
+                moved += self._guard(running, self._round)
         self._sweep()
         return moved
 

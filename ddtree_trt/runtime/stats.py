@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 ROUND_STAGES = ("draft", "tree_build", "tree_compile", "verify", "commit")
 DEVICE_ROUND = "device_round"  # all five as one, where the host sees no stages
 STAGES = ("prefill", *ROUND_STAGES, DEVICE_ROUND)
-_ENGINE_STAGES = frozenset(("prefill", "draft", "verify", "commit"))  # the others are the host's, or wait anyhow
+_ENGINE_STAGES = frozenset(("prefill", "draft", "verify", "commit", DEVICE_ROUND))  # the others are the host's
 
 
 class StageClock:
