@@ -212,6 +212,17 @@ def test_noise_is_a_function_of_seed_position_and_token() -> None:
     assert seed_of(None, 0) != seed_of(None, 0)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_lie_where_the_engine_has_room_for_them(
+    engine: TorchEngine, prompts: list[Any], temperature: float
+) -> None:
+    """Nothing that a pass writes is larger, and the memory plan counts it once."""
+    bonus = prefill(engine, prompts[:2])
+    engine.logits.fill_(torch.nan)
+    decode(engine, bonus, 1, temperature=temperature)
+    assert torch.isfinite(engine.logits[: 2 * 17]).all()
+
+
 def test_forced_rounds_commit_what_is_forced(engine: TorchEngine, prompts: list[Any]) -> None:
     _, lengths = decode(engine, prefill(engine, prompts[:1]), 30, budget=32, forced=5)
     assert set(lengths[0]) == {5}

@@ -85,7 +85,7 @@ class TorchEngine:
         # One for each slot: commits of a round follow each other without a wait.
         self._commits = [Upload(Upload.size((1,), (1,), (1,), (tokens,)), device) for _ in range(slots)]
         self._choices = Download(slots * tokens, device)
-        self._logits = torch.empty(slots * tokens, dims.vocab_size, device=device)
+        self.logits = torch.empty(slots * tokens, dims.vocab_size, device=device)  # of the last tree pass
         self._taps = torch.empty(slots * tokens, len(taps) * dims.hidden_size, dtype=dtype, device=device)
         self._passed: dict[int, _Passed] = {}
 
@@ -141,7 +141,7 @@ class TorchEngine:
 
         def work() -> None:
             hidden, tapped = self.target.forward(ids, positions, place, MaskMode.TREE)
-            logits = self.target.logits(hidden.flatten(0, 1), out=self._logits[:rows])
+            logits = self.target.logits(hidden.flatten(0, 1), out=self.logits[:rows])
             on_device[:rows].copy_(logits.argmax(-1))
             if tapped is not None:
                 self._taps[:rows].copy_(tapped.flatten(0, 1))
@@ -154,7 +154,7 @@ class TorchEngine:
             size, start = len(request.tree), n * tokens
             taps = self._taps[start : start + size] if self.target.taps else None
             self._passed[request.slot] = _Passed(request.tree.token_ids, taps)
-            verdicts.append(Verdict(choices[n, :size], _readable(self._logits[start : start + size])))
+            verdicts.append(Verdict(choices[n, :size], _readable(self.logits[start : start + size])))
         return verdicts
 
     def bucket(self, tokens: int) -> int:
@@ -222,7 +222,7 @@ class TorchEngine:
                 self.rounds = None
             self._passed.clear()
             self.graphs.clear()
-            del self.target, self.drafter, self.cache, self._logits, self._taps
+            del self.target, self.drafter, self.cache, self.logits, self._taps
 
 
 def _readable(logits: Tensor) -> NDArray[np.float32]:

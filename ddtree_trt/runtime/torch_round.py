@@ -30,7 +30,7 @@ RING = 4  # rounds the ring holds; more than are ever in flight, or one would be
 
 class DeviceRound:
     """DDTree rounds of `batch` slots of an engine, each tree of at most `tokens` − 1 nodes: greedy ones, or `sampled`
-    ones, in which every slot has a temperature."""
+    ones, in which every slot has a temperature, 0 for greedy."""
 
     def __init__(
         self,
@@ -132,7 +132,8 @@ class DeviceRound:
         hidden, tapped = target.forward(self._token_ids, self._positions, place, MaskMode.TREE)
         assert tapped is not None, "a target built for a block drafter taps its states"
         self._taps.copy_(tapped)
-        logits = target.logits(hidden.flatten(0, 1)).unflatten(0, self._token_ids.shape)
+        out = self.engine.logits[: self._token_ids.numel()]
+        logits = target.logits(hidden.flatten(0, 1), out=out).unflatten(0, self._token_ids.shape)
         self._choices.copy_(self._choose(logits))
         self._ops.walk(
             self._parents, self._token_ids, self._choices, self._counts, self.past,
@@ -155,13 +156,13 @@ class DeviceRound:
         self.bonus_tokens.copy_(self._next)
 
     def _choose(self, logits: Tensor) -> Tensor:
-        """The target's token after each node, int32 [N, T], of logits [N, T, V]. One draw serves all nodes of a depth:
-        at most one of them is on the path."""
+        """The target's token after each node, int32 [N, T], of logits [N, T, V], which are changed. One draw serves all
+        nodes of a depth: at most one of them is on the path."""
         if self._sampled:
             depths = torch.arange(self._drafter.dims.block_size, device=logits.device)
             noise = gumbel(self.seeds, self.past[:, None] + 1 + depths, logits.shape[-1])
             drawn = noise.mul_(self.temperatures[:, None, None])
-            logits = logits + drawn.gather(1, self._depths.long()[..., None].expand_as(logits))
+            logits += drawn.gather(1, self._depths.long()[..., None].expand_as(logits))
         choices = logits.argmax(-1).to(torch.int32)
         if self._forced is None:
             return choices
