@@ -38,8 +38,8 @@ def stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show_tree: bool)
                 print(output.text, end="", flush=True)
     print(text if view else "")
     if last is not None:
-        if view and last.metrics.why_host:
-            print(f"trees built on the host: {last.metrics.why_host}")
+        if view and llm.engine.rounds and last.metrics.why_host:
+            print(f"rounds did not stay on the device: {last.metrics.why_host}")
         print(closing_line(last.metrics))
     return text
 

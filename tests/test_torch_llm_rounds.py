@@ -426,7 +426,7 @@ def test_the_command_line_says_which_rounds_ran(directory: Path, tiny_engine: Pa
     metrics = json.loads(output.output)["metrics"]
     assert (metrics["on_device"], metrics["why_host"]) == (True, None)
     assert "rounds on the device" in run(*on).output
-    assert "trees built on the host: there is no GPU" in run(*asked, "--tree-budget", "8", "--show-tree").output
+    assert "did not stay on the device: there is no GPU" in run(*asked, "--tree-budget", "8", "--show-tree").output
     for words, message in (
         ((*on, "--show-tree"), "its trees are watched"),
         ((*asked, "--device-rounds", "on"), "tree_budget 'auto' weighs every tree on the host"),

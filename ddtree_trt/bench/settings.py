@@ -38,7 +38,7 @@ class Case:
         """The case of a label. Raises UsageError for anything else."""
         match = _LABEL.fullmatch(label)
         if match is None:
-            raise UsageError(f"{label!r} is not a case; expected [peer:]method[@budget], such as ddtree@16")
+            raise UsageError(f"{label!r} is not a case; expected [peer:]method[@budget][+device], such as ddtree@16")
         text = match["budget"]
         budget: Budget | None = None if text is None else "auto" if text == "auto" else int(text)
         return Case(match["method"], budget, match["peer"] or "", match["device"] is not None)
