@@ -28,7 +28,7 @@ class TargetSettings:
     heads: int = 4
     kv_heads: int = 2
     head_dim: int = 64
-    seconds: float = 3300.0
+    seconds: float = 4300.0
     adam_rate: float = 3e-3
     muon_rate: float = 0.02
     weight_decay: float = 0.05
@@ -44,7 +44,7 @@ class TargetSettings:
 class DraftDataSettings:
     """Sequences on which the drafter learns. One in `sampled_one_in` continuations is at temperature 1."""
 
-    seconds: float = 300.0
+    seconds: float = 240.0
     batch: int = 96
     sampled_one_in: int = 4
     corpus_share: float = 0.25
@@ -57,7 +57,7 @@ class DrafterSettings:
     block: int = 16
     layers: int = 2
     target_layer_ids: tuple[int, ...] = (1, 3, 4)
-    seconds: float = 1800.0
+    seconds: float = 1500.0
     adam_rate: float = 2e-3
     muon_rate: float = 0.01
     weight_decay: float = 0.05
