@@ -33,6 +33,24 @@ def test_speedup_is_a_ratio_of_mean_seconds_per_token() -> None:
     assert rows_of(result)["ar"].speedup.value == 1
 
 
+def test_the_automatic_budget_is_compared_prompt_by_prompt() -> None:
+    slow, fast = {"set/0": 4.0, "set/1": 9.0, "set/2": 1.0}, {"set/0": 2.0, "set/1": 3.0, "set/2": 2.0}
+    result = make_result(
+        *(make_sample("ar", prompt, token_ms=ms) for prompt, ms in slow.items()),
+        *(make_sample("ddtree@4", prompt, token_ms=ms) for prompt, ms in slow.items()),
+        *(make_sample("ddtree@auto", prompt, token_ms=ms) for prompt, ms in fast.items()),
+    )
+    ratio = rows_of(result)["ddtree@4"].auto_over
+    assert ratio is not None
+    assert ratio.value == pytest.approx(2.0)  # of 2, 3 and a half, not the ratio of the medians
+    table = dict(report.beside_auto(summarize(result))[1])
+    assert table.keys() == {"ar", "ddtree@4"}
+    assert "2.00× [1.25, 2.50]" in report.markdown(result)
+    without = make_result(make_sample("ar"), make_sample("ddtree@4"))
+    assert rows_of(without)["ddtree@4"].auto_over is None
+    assert not report.beside_auto(summarize(without))[1]
+
+
 def test_repeats_of_a_prompt_count_as_their_median() -> None:
     times = (1.0, 1.2, 50.0)  # one slow moment
     result = make_result(

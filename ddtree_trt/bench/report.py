@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from ddtree_trt.bench.datasets import title
 from ddtree_trt.bench.result import BenchResult
-from ddtree_trt.bench.summary import Row, Spread, summarize
+from ddtree_trt.bench.summary import AUTO, Row, Spread, summarize
 from ddtree_trt.runtime.stats import ROUND_STAGES
 
 Table = tuple[list[str], list[list[str]]]  # header, rows
@@ -38,6 +38,13 @@ def stages(rows: Sequence[Row]) -> Table:
     names = [*ROUND_STAGES, "other"]
     body = [[r.case.label, *(f"{r.stage_ms[s]:.3f}" for s in names), _ms(r)] for r in rows if r.stage_ms]
     return ["case", *names, "round"], body
+
+
+def beside_auto(rows: Sequence[Row]) -> Table:
+    """How much faster the automatic budget is than every other case, prompt by prompt; empty where it was not run."""
+    others = [(r, r.auto_over) for r in rows if r.case.label != AUTO]
+    body = [[r.case.label, _spread(ratio, 2, "×")] for r, ratio in others if ratio is not None]
+    return ["case", f"{AUTO} over it"], body
 
 
 def round_times(rows: Sequence[Row], peer: str = "ddtree-reference") -> Table:
@@ -111,7 +118,12 @@ def markdown(result: BenchResult) -> str:
     lines: list[str] = []
     for heading, rows in groups(result):
         lines += [f"**{heading}** ({max(r.prompts for r in rows)} prompts)", "", *markdown_table(overview(rows)), ""]
-        for name, table in (("Milliseconds per round by stage", stages(rows)), ("Round time", round_times(rows))):
+        tables = (
+            ("Tokens/s on the same prompt, median [quartiles]", beside_auto(rows)),
+            ("Milliseconds per round by stage", stages(rows)),
+            ("Round time", round_times(rows)),
+        )
+        for name, table in tables:
             if table[1]:
                 lines += [f"{name}, {heading}:", "", *markdown_table(table), ""]
     return "\n".join([*lines, LEGEND, "", *(f"- {note}" for note in notes(result)), ""])

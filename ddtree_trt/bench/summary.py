@@ -18,7 +18,7 @@ from ddtree_trt.bench.result import BenchResult, Sample
 from ddtree_trt.bench.settings import Case
 from ddtree_trt.runtime.stats import ROUND_STAGES
 
-BASELINE = Case("ar").label
+BASELINE, AUTO = Case("ar").label, Case("ddtree", "auto").label
 RESAMPLES, CONFIDENCE = 2000, 0.95
 ALL = "all"
 
@@ -42,6 +42,7 @@ class Row:
     prompts: int
     tokens_per_s: Spread  # median, quartiles
     speedup: Spread  # over `ar`, 95 % bootstrap
+    auto_over: Spread | None  # tokens/s of `ddtree@auto` over the case's on the same prompt: median, quartiles
     tau: Spread | None  # mean, 95 % bootstrap; None where acceptance is not told
     round_ms: Spread | None  # median, quartiles
     stage_ms: dict[str, float]  # median per round; empty where stages are not told
@@ -62,13 +63,21 @@ def summarize(result: BenchResult, *, pooled: bool = False) -> list[Row]:
     for (source, temperature), cases in groups.items():
         for label in order:
             if label in cases and BASELINE in cases:
-                rows.append(_row(source, temperature, Case.parse(label), cases[label], cases[BASELINE]))
+                case = Case.parse(label)
+                rows.append(_row(source, temperature, case, cases[label], cases[BASELINE], cases.get(AUTO)))
     sources = list(dict.fromkeys(row.source for row in rows))
     return sorted(rows, key=lambda row: (sources.index(row.source), row.temperature))
 
 
-def _row(source: str, temperature: float, case: Case, samples: list[Sample], baseline: list[Sample]) -> Row:
-    own, base = _token_s(samples), _token_s(baseline)
+def _row(
+    source: str,
+    temperature: float,
+    case: Case,
+    samples: list[Sample],
+    baseline: list[Sample],
+    auto: list[Sample] | None,
+) -> Row:
+    own, base, automatic = _token_s(samples), _token_s(baseline), _token_s(auto or [])
     common = [p for p in own if p in base]
     taus = _per_prompt(samples, _tau)
     rounds = [s for s in samples if s.acceptance_lengths]
@@ -82,6 +91,7 @@ def _row(source: str, temperature: float, case: Case, samples: list[Sample], bas
         prompts=len(own),
         tokens_per_s=quartiles([1 / t for t in own.values()]),
         speedup=_ratio([base[p] for p in common], [own[p] for p in common]),
+        auto_over=quartiles([own[p] / t for p, t in automatic.items() if p in own]) if automatic else None,
         tau=_mean(list(taus.values())) if taus else None,
         round_ms=quartiles([1000 * s.decode_s / len(s.acceptance_lengths or ()) for s in rounds]) if rounds else None,
         stage_ms=_stages(rounds),
