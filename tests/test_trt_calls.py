@@ -49,7 +49,7 @@ def test_a_round_is_two_uploads_two_graphs_two_downloads(running: Any) -> None:
     generate(llm, PROMPTS[:1], **options)  # captures what it needs
     start = len(log)
     (output,) = generate(
-        llm, ["fizz buzz, said the fox, and went home to sleep until the sun came up again"], **options
+        llm, ["There are 6 drawers, each with 32 cards. How many cards are there? There are 6"], **options
     )
     steps = rounds(log[start:])
     prompt = ["upload", "pass", "download", "wait"]
