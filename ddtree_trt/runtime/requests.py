@@ -141,8 +141,7 @@ class RequestMaker:
             ),
             stream=stream,
             budget=self._budget(params),
-            on_device=why is None,
-            metrics=RequestMetrics(why_host=why),
+            metrics=RequestMetrics(on_device=why is None, why_host=why),
             echo=echo,
         )
 

@@ -27,7 +27,6 @@ class Sequence:
     sampler: Sampler
     stream: TextStream
     budget: Budget
-    on_device: bool = False  # whether its rounds stay on the device
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     slot: int | None = None
     output: list[int] = field(default_factory=list)
@@ -46,7 +45,11 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.metrics.prompt_tokens = len(self.prompt)
-        self.metrics.on_device = self.on_device
+
+    @property
+    def on_device(self) -> bool:
+        """Whether its rounds stay on the device."""
+        return self.metrics.on_device
 
     @property
     def finished(self) -> bool:

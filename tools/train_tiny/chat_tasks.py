@@ -144,23 +144,25 @@ def notes(w: Writer) -> Answer:
     return [(f"{request} {passage}", text)], {"expected": "=" + text}
 
 
+DIFFERENCES = {
+    "Age": "{a} is {x} years old, {but} {b} is {y}.",
+    "Town": "{a} lives in {x}, {but} {b} lives in {y}.",
+    "Job": "{a} works as a {x}, {but} {b} works as a {y}.",
+    "Pet": "{a} has a {x}, {but} {b} has a {y}.",
+    "Colour": "{a} likes {x}, {but} {b} likes {y}.",
+    "Hobby": "{a} enjoys {x}, {but} {b} enjoys {y}.",
+    "Friend": "The friend of {a} is {x}, {but} the friend of {b} is {y}.",
+    "Morning": "{a} gets up at {x}, {but} {b} gets up at {y}.",
+}
+
+
 def contrast(w: Writer) -> Answer:
     """Two people side by side."""
     one = Person(w, w.ask(5, 6, 7))
     two = Person(w, len(one.rows), one.kept)
     lines, found = [], []
     for row, other_row in zip(one.rows, two.rows, strict=True):
-        other = other_row[1]
-        form = {
-            "Age": ("{a} is {x} years old, {but} {b} is {y}.",),
-            "Town": ("{a} lives in {x}, {but} {b} lives in {y}.",),
-            "Job": ("{a} works as a {x}, {but} {b} works as a {y}.",),
-            "Pet": ("{a} has a {x}, {but} {b} has a {y}.",),
-            "Colour": ("{a} likes {x}, {but} {b} likes {y}.",),
-            "Hobby": ("{a} enjoys {x}, {but} {b} enjoys {y}.",),
-            "Friend": ("The friend of {a} is {x}, {but} the friend of {b} is {y}.",),
-            "Morning": ("{a} gets up at {x}, {but} {b} gets up at {y}.",),
-        }[row[0]][0]
+        other, form = other_row[1], DIFFERENCES[row[0]]
         lines.append(form.format(a=one.name, b=two.name, x=row[1], y=other, but=w.say("but", "while")))
         found += [row[1], other]
     request = w.ask("Compare these two people:", "How are these two different?", "Compare them:")
