@@ -14,7 +14,6 @@ SEQLENS_K = "seqlens_k"  # int32 [N]: past + T − 1 of each sequence
 TOTAL_LENGTH = "total_length"  # int32 []: W
 ROWS = "rows"  # int64 [R]: flat rows of [N·T] whose logits are wanted
 
-CHOICES = "choices"  # int64 [R]: the target's most probable token
 LOGITS = "logits"  # float32 [R, V]
 TAPS = "taps"  # float32 [N, T, M·H]: outputs of the tapped layers; the drafter's input is [N, C, M·H]
 
@@ -22,6 +21,7 @@ TOP_K = "top_k"  # int64 [1]: candidates per draft position
 LOG_PROBS = "log_probs"  # float32 [N, L, K], falling
 CANDIDATES = "candidates"  # int64 [N, L, K]
 
+CHOICES = "choices"  # int32 [R]: the target's most probable token
 SLOT_IDS = "slot_ids"  # int32 [N]: the cache slot of each sequence
 PAST_LEN = "past_len"  # int32 [N]: committed rows of each slot
 TREE_MASK = "tree_mask"  # int32 [N, T, W]: bit j % 32 of word j / 32 of row i is set where i sees node j

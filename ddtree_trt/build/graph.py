@@ -171,8 +171,7 @@ def build_target_graph(
     wanted = g.op("Gather", [flat, rows], ["wanted"], axis=0)
     g.head(wanted, _head(g, dims, weights, prefix, tied), names.LOGITS)
     g.output(names.LOGITS, "float32", ["R", dims.vocab_size])
-    g.argmax(names.LOGITS, names.CHOICES)
-    g.output(names.CHOICES, g.integers, ["R"])
+    g.choices(names.LOGITS)
     return g.model()
 
 

@@ -186,8 +186,9 @@ class Graph(ABC):
         share it."""
 
     @abstractmethod
-    def argmax(self, x: str, out: str) -> str:
-        """Column of the largest of x [R, V], in `integers` [R]."""
+    def choices(self, logits: str) -> None:
+        """The output `choices`, `integers` [R]: the column of the largest of each row of logits [R, V]. None where the
+        logits are the host's own memory, which finds it there."""
 
     @abstractmethod
     def most_probable(self, logits: str, candidates: int, outputs: tuple[str, str]) -> int | str:

@@ -55,8 +55,10 @@ class TensorRtGraph(Graph):
     def head(self, x: str, weight: str, out: str) -> str:
         return self._cast(self.op("Gemm", [x, weight], [f"{out}.product"], transB=1), "float32", out)
 
-    def argmax(self, x: str, out: str) -> str:
-        return self._cast(self.op("ArgMax", [x], [f"{out}.wide"], axis=1, keepdims=0), "int32", out)
+    def choices(self, logits: str) -> None:
+        wide = self.op("ArgMax", [logits], [f"{names.CHOICES}.wide"], axis=1, keepdims=0)
+        self._cast(wide, "int32", names.CHOICES)
+        self.output(names.CHOICES, self.integers, ["R"])
 
     def most_probable(self, logits: str, candidates: int, outputs: tuple[str, str]) -> int:
         """The K best logits less the logarithm of the sum: TensorRT's LogSoftmax would take the logarithm of what has

@@ -75,7 +75,7 @@ class OrtEngine:
             v = self._pass(r.slot, r.tree, np.arange(len(r.tree)))
             token_ids, taps = self._passed[r.slot]
             self._passed[r.slot] = (token_ids, None if taps is None else taps.copy())
-            verdicts.append(Verdict(v.choices.copy(), v.logits.copy()))
+            verdicts.append(Verdict(v.choices, v.logits.copy()))
         return verdicts
 
     def _pass(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Verdict:

@@ -76,6 +76,8 @@ class Network:
         options = ort.SessionOptions()
         options.intra_op_num_threads = threads
         options.log_severity_level = 3
+        # Target and drafter have threads of their own: those of one would spin on the cores the other computes on.
+        options.add_session_config_entry("session.force_spinning_stop", "1")
         options.enable_mem_pattern = False  # planned per set of input shapes, and the bias has another every pass
         try:
             self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
@@ -154,10 +156,9 @@ class LanguageModel(Network):
             names.ROWS: wanted,
         }
         logits = take(names.LOGITS, (len(rows), self.dims.vocab_size), np.float32)
-        choices = take(names.CHOICES, (len(rows),), np.int64)
-        outputs = {names.LOGITS: logits, names.CHOICES: choices}
+        outputs = {names.LOGITS: logits}
         taps = None
         if self._tap_width:
             outputs[names.TAPS] = taps = take(names.TAPS, (1, tokens, self._tap_width), np.float32)
         self.run(slot, tokens, inputs, outputs)
-        return Pass(choices, logits, None if taps is None else taps[0])
+        return Pass(logits.argmax(-1), logits, None if taps is None else taps[0])
