@@ -130,7 +130,7 @@ class Manifest:
     schema_version: int
     product_version: str
     backend: Literal["onnxruntime", "tensorrt", "torch"]
-    precision: Literal["fp32", "fp16", "bf16"]
+    precision: Literal["fp32", "fp16", "bf16", "int8"]
     name: str  # preset name or the checkpoint's directory name
     target: CheckpointIdentity
     drafter: CheckpointIdentity
@@ -346,7 +346,7 @@ def rebuild_command(directory: Path, manifest: Manifest) -> str:
     for name in ("max_seq_len", "max_tree_budget", "max_batch"):
         value = getattr(manifest.limits, name)
         command += f" --{name.replace('_', '-')} {value}" if value != getattr(Limits, name) else ""
-    if manifest.backend != "onnxruntime":  # the default, which has one precision
+    if (manifest.backend, manifest.precision) != ("onnxruntime", "fp32"):  # the defaults
         command += f" --backend {manifest.backend} --precision {manifest.precision}"
     if directory.absolute() != (ENGINES / manifest.name).absolute():
         command += f" --output {directory}"

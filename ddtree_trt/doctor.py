@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact import installed_versions, load_manifest, newest_engine
+from ddtree_trt.cpu import Cpu, read_cpu
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.memory import Place, plan_manifest
 from ddtree_trt.plugins import ABI, library
@@ -26,18 +27,6 @@ _PACKAGES = (
 _TENSORRT = ("tensorrt", "tensorrt_cu13", "tensorrt_cu13_bindings", "tensorrt_cu12", "tensorrt_cu12_bindings")
 _CUDA_PYTHON = ("cuda-python", "cuda-bindings")
 
-# /proc/cpuinfo's words, by what they are good for. x86 names first, then Arm's.
-_CPU_FEATURES = {
-    "avx2": ("avx2",),
-    "avx512": ("avx512f",),
-    "vnni": ("avx512_vnni", "avx_vnni"),
-    "bf16": ("avx512_bf16", "bf16"),
-    "amx": ("amx_tile",),
-    "neon": ("asimd",),
-    "dotprod": ("asimddp",),
-    "i8mm": ("i8mm",),
-    "sve": ("sve",),
-}
 _GPU_QUERY = "name,driver_version,memory.total,compute_cap"
 _GPU_TIMEOUT_S = 20
 
@@ -50,13 +39,6 @@ class Check:
     found: bool
     detail: str
     enables: str
-
-
-@dataclass(frozen=True)
-class Cpu:
-    model: str
-    cores: int  # usable by this process
-    features: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -88,7 +70,7 @@ class Diagnosis:
 
 def diagnose() -> Diagnosis:
     """Look at this machine. Never raises for something that is missing or broken: that is a finding."""
-    cpu, gpus = read_cpu(Path("/proc/cpuinfo")), find_gpus()
+    cpu, gpus = read_cpu(), find_gpus()
     return Diagnosis(
         version=__version__,
         python=platform.python_version(),
@@ -104,21 +86,6 @@ def diagnose() -> Diagnosis:
             *_check_plugins(),
             *_check_engine(gpus),
         ),
-    )
-
-
-def read_cpu(cpuinfo: Path) -> Cpu:
-    """Model and features from a /proc/cpuinfo; empty where there is none."""
-    try:
-        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    fields = dict(re.findall(r"^([^\t:\n]+?)\s*: (.*)$", text, re.MULTILINE))
-    words = set((fields.get("flags") or fields.get("Features") or "").split())
-    return Cpu(
-        model=fields.get("model name", platform.processor() or platform.machine()),
-        cores=len(os.sched_getaffinity(0)),
-        features=tuple(name for name, any_of in _CPU_FEATURES.items() if words.intersection(any_of)),
     )
 
 

@@ -16,7 +16,8 @@ from ddtree_trt import artifact
 from ddtree_trt.artifact import DrafterDims, Limits, Manifest, TransformerDims
 
 ALIGNMENT = 256  # bytes: what TensorRT asks of every tensor's address
-ELEMENT_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2}
+# Of what is no weight, by precision: int8 rounds weights, and rows while they are multiplied.
+ELEMENT_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 4}
 INT_BYTES = FLOAT_BYTES = 4
 
 # Names of the TensorRT engine's buffers.

@@ -95,6 +95,30 @@ def test_random_trees_have_the_depth_of_real_ones() -> None:
     assert np.mean(lengths) > 4
 
 
+@pytest.mark.parametrize(("backend", "precision"), [("onnxruntime", "int8"), ("torch", "bf16")])
+def test_a_random_pair_in_another_precision(backend: str, precision: str) -> None:
+    settings = BenchSettings(
+        "micro",
+        random_weights=True,
+        backend=backend,
+        precision=precision,
+        forced_acceptance=3,
+        budgets=(16,),
+        limit=1,
+        max_tokens=13,
+        prompt_tokens=20,
+    )
+    result = run_bench(settings)
+    assert (result.engine.backend, result.engine.precision) == (backend, precision)
+    assert {s.acceptance_lengths for s in result.samples if s.case == "ddtree@16"} == {(3,) * 4}
+
+
+def test_a_precision_the_backend_has_not() -> None:
+    settings = BenchSettings("micro", random_weights=True, precision="bf16", limit=1)
+    with pytest.raises(UsageError, match="the onnxruntime backend computes in fp32, int8"):
+        run_bench(settings)
+
+
 def test_a_random_engine_is_gone_afterwards() -> None:
     settings = BenchSettings("micro", random_weights=True, prompt_tokens=8, max_tokens=8, budgets=(4,))
     with random_engine(settings, lambda stage, done, total: None) as folder:

@@ -58,7 +58,7 @@ def test_a_file_that_is_no_result_is_refused(tmp_path: Path, damage: object, mes
 
 def test_a_result_from_before_a_setting_has_its_default(tmp_path: Path) -> None:
     data = json.loads(to_json(WHOLE))
-    for name in ("backend", "device_rounds"):
+    for name in ("backend", "precision", "device_rounds"):
         del data["settings"][name]
     path = tmp_path / "r.json"
     path.write_text(json.dumps(data))

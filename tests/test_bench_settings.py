@@ -89,6 +89,10 @@ def test_a_shard_that_is_none_is_refused(text: str) -> None:
         ({"backend": "torch"}, "torch can be chosen for random weights"),
         ({"backend": "tensorrt", "random_weights": True}, "backend must be one of onnxruntime, torch"),
         ({"backend": "torch", "random_weights": True, "peers": ("hf",)}, "hf cannot load random weights"),
+        ({"precision": "int8"}, "int8 is for random weights"),
+        ({"precision": "int9", "random_weights": True}, "precision must be one of auto, fp32, fp16, bf16, int8"),
+        ({"device_rounds": "both", "budgets": ("auto",)}, "is for method ddtree with a number as its budget"),
+        ({"device_rounds": "on", "methods": ("dflash",)}, "is for method ddtree with a number as its budget"),
         ({"device_rounds": "some"}, "device_rounds must be one of auto, on, off, both"),
     ],
 )

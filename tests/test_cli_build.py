@@ -14,7 +14,8 @@ import pytest
 from ddtree_trt import __version__, terminal
 from ddtree_trt.artifact import Limits
 from ddtree_trt.cli import app
-from ddtree_trt.doctor import find_gpus, read_cpu
+from ddtree_trt.cpu import read_cpu
+from ddtree_trt.doctor import find_gpus
 
 
 def run(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:

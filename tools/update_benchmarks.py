@@ -13,6 +13,7 @@ little.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import re
 import shutil
@@ -61,6 +62,24 @@ class Section:
     needs_reference: bool = False
 
 
+def _round_times(precision: str) -> Section:
+    """Of a random pair of a real shape."""
+    return Section(
+        lambda _, reference: BenchSettings(
+            "qwen3-0.6b",
+            random_weights=True,
+            precision=precision,
+            forced_acceptance=6,
+            budgets=(16, 32, 64, 128),
+            max_tokens=49,
+            limit=2,
+            peers=(f"ddtree-reference={reference}",),
+        ),
+        ("stages",),
+        needs_reference=True,
+    )
+
+
 SECTIONS = {
     "tiny": Section(
         lambda engine, _: BenchSettings(
@@ -82,21 +101,10 @@ SECTIONS = {
         ("speedup", "stages"),
         needs_reference=True,
     ),
-    "round-times": Section(
-        lambda _, reference: BenchSettings(
-            "qwen3-0.6b",
-            random_weights=True,
-            forced_acceptance=6,
-            budgets=(16, 32, 64, 128),
-            max_tokens=49,
-            limit=2,
-            peers=(f"ddtree-reference={reference}",),
-        ),
-        ("stages",),
-        needs_reference=True,
-    ),
+    "round-times": _round_times("fp32"),
+    "round-times-int8": _round_times("int8"),
 }
-CHECK = "check"
+CHECKS = {"check": "tiny", "check-int8": "tiny-int8"}  # and the engines whose losslessness report is shown
 
 
 def replace_section(text: str, name: str, content: str) -> str:
@@ -145,7 +153,10 @@ def build_engines(names: set[str], progress: Progress) -> dict[str, Path]:
     for name, engine in engines.items():
         with tempfile.TemporaryDirectory() as folder:
             drafter = make_useless(Path(folder) / "drafter") if name == "useless" else None
-            compile_engine(BuildRequest(target="tiny", drafter=drafter, output=engine, force=True), progress)
+            request = BuildRequest(target="tiny", drafter=drafter, output=engine, force=True)
+            if name == "tiny-int8":
+                request = dataclasses.replace(request, precision="int8")
+            compile_engine(request, progress)
         measure_engine(engine, progress)
     return engines
 
@@ -154,10 +165,10 @@ def measure(names: list[str], reference: str | None) -> None:
     os.chdir(ROOT)  # so that results name the engine and the checkout as a reader of the repository would
     checkout = os.path.relpath(reference) if reference else None
     with progress_bars() as progress:
-        engines = build_engines({SECTIONS[name].engine if name in SECTIONS else "tiny" for name in names}, progress)
+        engines = build_engines({CHECKS.get(name) or SECTIONS[name].engine for name in names}, progress)
         for name in names:
-            if name == CHECK:
-                lines = describe(check_engine(CheckSettings(str(engines["tiny"]), limit=60), progress))
+            if name in CHECKS:
+                lines = describe(check_engine(CheckSettings(str(engines[CHECKS[name]]), limit=60), progress))
                 write_section(name, "\n".join(["```text", *lines, "```"]))
                 continue
             section = SECTIONS[name]
@@ -179,12 +190,12 @@ def refuse_if_busy(anyway: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reference", help="a checkout of https://github.com/liranringel/ddtree")
-    parser.add_argument("--only", nargs="+", choices=[*SECTIONS, CHECK], help="these sections")
+    parser.add_argument("--only", nargs="+", choices=[*SECTIONS, *CHECKS], help="these sections")
     parser.add_argument("--render", action="store_true", help="draw and write from kept results; measure nothing")
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine too")
     args = parser.parse_args()
     here = args.render or args.reference
-    wanted = args.only or [n for n in [*SECTIONS, CHECK] if here or n == CHECK or not SECTIONS[n].needs_reference]
+    wanted = args.only or [n for n in [*SECTIONS, *CHECKS] if here or n in CHECKS or not SECTIONS[n].needs_reference]
     try:
         if args.render:
             for name in wanted:

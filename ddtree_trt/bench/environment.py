@@ -11,7 +11,7 @@ from ddtree_trt import __version__
 from ddtree_trt.artifact import DrafterDims, Manifest, installed_versions
 from ddtree_trt.doctor import diagnose
 from ddtree_trt.runtime.engine import Engine
-from ddtree_trt.runtime.profile import fingerprint, machine_name
+from ddtree_trt.runtime.profile import fingerprint
 
 _PEER_PACKAGES = ("torch", "transformers", "tensorrt", "tensorrt_llm", "openai", "datasets")
 
@@ -66,7 +66,7 @@ def read_environment() -> Environment:
     diagnosis = diagnose()
     gpus = tuple(f"{g.name}, {g.memory}, driver {g.driver}" for g in diagnosis.gpus)
     return Environment(
-        machine=machine_name(),
+        machine=str(diagnosis.cpu),
         cores=diagnosis.cpu.cores,
         cpu_features=diagnosis.cpu.features,
         gpus=gpus,

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact import DrafterDims, Limits, Progress, TransformerDims
 from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.build.checkpoint import EMBEDDING, HEAD, drafter_shapes, target_shapes
-from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.compile import BuildRequest, Precision, compile_engine
 from ddtree_trt.build.config import default_tap_layers
 from ddtree_trt.errors import UsageError
 
@@ -97,6 +98,7 @@ def random_engine(settings: BenchSettings, progress: Progress) -> Iterator[Path]
             target=f"random-{settings.engine}",
             checkpoint=pair / "target",
             drafter=pair / "drafter",
+            precision=cast("Precision", settings.precision),
             max_seq_len=limits.max_seq_len,
             max_tree_budget=limits.max_tree_budget,
             max_batch=limits.max_batch,

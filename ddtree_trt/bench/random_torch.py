@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,7 +18,9 @@ from ddtree_trt.artifact import SCHEMA_VERSION, CheckpointIdentity, Limits, Mani
 from ddtree_trt.bench.random_pair import LOGIT_STD, PairShape, find_shape, random_limits, write_tokenizer
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import BenchSettings
-from ddtree_trt.build.backend import PrecisionName
+from ddtree_trt.build.backend import PrecisionName, resolve_precision
+from ddtree_trt.build.compile import Precision
+from ddtree_trt.build.torch import TorchBuild
 from ddtree_trt.doctor import available_bytes
 from ddtree_trt.errors import UsageError
 from ddtree_trt.memory import plan_engine
@@ -30,11 +33,14 @@ _NOBODY = CheckpointIdentity("random", "random", "")
 
 def random_session(settings: BenchSettings, folder: Path) -> Session:
     """The pair of shape `settings.engine` on the GPU, or where there is none on the CPU; `folder`, which is empty, is
-    its directory. Raises UsageError for an unknown shape, or one too large for the device's free memory."""
+    its directory. Raises UsageError for an unknown shape, a precision the device has not, or a pair too large for its
+    free memory."""
     shape, device = find_shape(settings.engine), choose_device()
     if device.type == "cpu" and settings.threads:
         torch.set_num_threads(settings.threads)
-    precision: PrecisionName = "bf16" if device.type == "cuda" else "fp32"
+    precision = resolve_precision(TorchBuild(on_gpu=device.type == "cuda"), cast("Precision", settings.precision))
+    if precision == "fp16" and device.type == "cpu":
+        raise UsageError("precision fp16 is for GPUs, and no GPU was found; use --precision fp32 or bf16")
     engine, _ = random_torch_engine(
         settings.engine, shape, precision, random_limits(settings, shape), device, settings.seed
     )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from ddtree_trt.build.backend import PrecisionName
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.params import DEVICE_ROUNDS, METHODS
 
@@ -84,6 +85,7 @@ class BenchSettings:
     assistant: str | None = None  # an autoregressive drafter for Hugging Face assisted generation
     random_weights: bool = False
     backend: str = "onnxruntime"  # of a random pair; an engine directory says its own
+    precision: str = "auto"  # likewise
     device_rounds: str = "auto"  # for fixed budgets; auto: on a GPU; both: measured on the host and on the device
     prompt_tokens: int = 128  # of the random prompts of a random pair
     forced_acceptance: int | None = None  # tokens each round commits, whatever the target says
@@ -103,11 +105,23 @@ class BenchSettings:
             raise UsageError("method ddtree needs at least one budget, or auto")
         if bad := [b for b in self.budgets if b != "auto" and b < 1]:
             raise UsageError(f"budget {bad[0]} draws no tree; use 1 or more, or auto (method ar is the budget 0)")
-        for name, known in (("backend", RANDOM_BACKENDS), ("device_rounds", DEVICE_ROUNDS_MEASURED)):
+        known_values = {
+            "backend": RANDOM_BACKENDS,
+            "precision": ("auto", *get_args(PrecisionName)),
+            "device_rounds": DEVICE_ROUNDS_MEASURED,
+        }
+        for name, known in known_values.items():
             if getattr(self, name) not in known:
                 raise UsageError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         if self.backend != BenchSettings.backend and not self.random_weights:
             raise UsageError(f"an engine directory has its backend; {self.backend} can be chosen for random weights")
+        if self.precision != BenchSettings.precision and not self.random_weights:
+            raise UsageError(f"an engine directory has its precision; {self.precision} is for random weights")
+        if self.device_rounds in ("on", "both") and not any(case.device for case in self.cases(dflash=True)):
+            raise UsageError(
+                f"device_rounds {self.device_rounds} is for method ddtree with a number as its budget, which is not "
+                "among what is measured"
+            )
         if self.backend == "torch" and self.peers:
             raise UsageError(
                 f"peer {self.peers[0]} cannot load random weights of the torch backend, which are made on the device; "

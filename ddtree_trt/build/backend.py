@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint import Checkpoint
 
 BackendName = Literal["onnxruntime", "torch", "tensorrt"]
-PrecisionName = Literal["fp32", "fp16", "bf16"]
+PrecisionName = Literal["fp32", "fp16", "bf16", "int8"]
 
 
 @dataclass(frozen=True)

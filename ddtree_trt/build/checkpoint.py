@@ -38,7 +38,7 @@ from ddtree_trt.errors import CheckpointError
 
 Shapes = dict[str, tuple[int, ...]]
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING, HEAD, FC = "model.embed_tokens.weight", "lm_head.weight", "fc.weight"
 # What some files hold beside the weights in use: a copy of tied weights, buffers, a drafter's unused embedding.
 _IGNORED = (HEAD, EMBEDDING, "embed_tokens.weight")
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", *CACHE_SCALES)
@@ -189,7 +189,7 @@ def target_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
 def drafter_shapes(dims: DrafterDims) -> Shapes:
     """Tensors of a DFlash drafter; its embedding and head are the target's."""
     hidden = dims.hidden_size
-    fc = {"fc.weight": (hidden, len(dims.tap_layers) * hidden), "hidden_norm.weight": (hidden,)}
+    fc = {FC: (hidden, len(dims.tap_layers) * hidden), "hidden_norm.weight": (hidden,)}
     return fc | _layer_shapes(dims, "")
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from ddtree_trt.artifact import DrafterDims, Limits, TransformerDims
 from ddtree_trt.build.backend import BackendName, PrecisionName, backend_build, resolve_precision
 from ddtree_trt.build.compile import BuildRequest, check_numbers, resolve_limits, resolve_preset
+from ddtree_trt.build.onnxruntime import weight_bytes
 from ddtree_trt.build.presets import PackagedSource, Source
 from ddtree_trt.build.quantization import MODELOPT_CONFIG, Quantization
 from ddtree_trt.doctor import available_bytes, find_gpus
@@ -83,8 +84,11 @@ def dry_run(request: BuildRequest) -> DryRun:
     target = _describe(preset.target if preset else None, request.checkpoint, "--checkpoint")
     drafter = _describe(preset.drafter if preset else None, request.drafter, "--drafter")
     limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend)
-    size, plans = ELEMENT_BYTES[precision], backend.name == "tensorrt"
-    weights = target.weights_bytes(size, as_stored=plans) + drafter.weights_bytes(size, as_stored=False)
+    if backend.name == "onnxruntime":
+        weights = weight_bytes(target.shapes, precision) + weight_bytes(drafter.shapes, precision)
+    else:
+        size, plans = ELEMENT_BYTES[precision], backend.name == "tensorrt"
+        weights = target.weights_bytes(size, as_stored=plans) + drafter.weights_bytes(size, as_stored=False)
     memory = plan_engine(backend.name, precision, target.dims, drafter.dims, limits, weights)
     return DryRun(request.name, backend.name, precision, limits, memory, available_bytes(memory.place, find_gpus()))
 

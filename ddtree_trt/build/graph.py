@@ -13,7 +13,7 @@ from onnx import ModelProto
 
 from ddtree_trt import tensors as names
 from ddtree_trt.artifact import DrafterDims, Limits, TransformerDims
-from ddtree_trt.build.ops import Attention, Graph
+from ddtree_trt.build.ops import Attention, Graph, Table
 from ddtree_trt.build.scales import QuantizedWeights, side_by_side
 
 Weights = Callable[[str], np.ndarray]  # Hugging Face tensor name → float32 array
@@ -46,13 +46,9 @@ class _Network:
         self.rotary = (cos, sin)
         self.caches = graph.cache(dims, limits)
 
-    def weight(self, name: str, *sources: str) -> str:
-        """One or several projections side by side, stored as [in, out]."""
-
-        def make() -> np.ndarray:
-            return np.ascontiguousarray(np.concatenate([self.weights(s) for s in sources], axis=0).T)
-
-        return self.g.weight(self.prefix + name, make)
+    def joined(self, *sources: str) -> np.ndarray:
+        """One or several projections side by side [in, out], by their Hugging Face names."""
+        return np.ascontiguousarray(np.concatenate([self.weights(s) for s in sources], axis=0).T)
 
     def linear(self, x: str, name: str, *sources: str, out: str) -> str:
         """x [..., in] times one or several projections side by side, by their Hugging Face names.
@@ -64,7 +60,7 @@ class _Network:
         each = [quantized.scales(source) if quantized else None for source in sources]
         found = [scales for scales in each if scales is not None]
         if quantized is None or not found:
-            return self.g.linear(x, self.weight(name, *sources), out)
+            return self.g.linear(x, self.prefix + name, lambda: self.joined(*sources), out)
         shared = side_by_side(found) if len(found) == len(sources) else None
         if shared is None:
             parts = [self.linear(x, source, source, out=f"{source}.out") for source in sources]
@@ -112,18 +108,17 @@ class _Network:
         return self.linear(attn, f"{layer}.o", f"{layer}.self_attn.o_proj.weight", out=f"{layer}.o.out")
 
 
-def _embedding(g: Graph, dims: TransformerDims, weights: Weights, prefix: str) -> str:
+def _embedding(dims: TransformerDims, weights: Weights, prefix: str) -> Table:
     name = "model.embed_tokens.weight"
-    shape = (dims.vocab_size, dims.hidden_size)
-    return g.table(names.EMBEDDING, prefix + name, lambda: weights(name), shape)
+    return Table(names.EMBEDDING, prefix + name, lambda: weights(name), (dims.vocab_size, dims.hidden_size))
 
 
-def _head(g: Graph, dims: TransformerDims, weights: Weights, prefix: str, tied: bool) -> str:
-    """The language-model head [V, H]: the embedding itself when tied."""
+def _head(dims: TransformerDims, weights: Weights, prefix: str, tied: bool) -> Table:
+    """The language-model head: the embedding itself when tied."""
     if tied:
-        return _embedding(g, dims, weights, prefix)
+        return _embedding(dims, weights, prefix)
     shape = (dims.vocab_size, dims.hidden_size)
-    return g.table(names.HEAD, f"{prefix}lm_head", lambda: weights("lm_head.weight"), shape)
+    return Table(names.HEAD, f"{prefix}lm_head", lambda: weights("lm_head.weight"), shape)
 
 
 def build_target_graph(
@@ -137,7 +132,8 @@ def build_target_graph(
     prefix: str = "",
     quantized: QuantizedWeights | None = None,
 ) -> ModelProto:
-    """The target: T tokens of N slots on top of their caches → choices, logits of R rows, tapped hidden states.
+    """The target: T tokens of N slots on top of their caches → logits of R rows, tapped hidden states, and where the
+    logits stay on a device, the choices.
 
     A chain under a causal mask is a prefill, a tree under an ancestor-only mask a verification; the graph is the same.
     With no tap_layers it is a plain language model (an autoregressive drafter); `prefix` keeps its weights apart.
@@ -149,7 +145,7 @@ def build_target_graph(
     net = _Network(g, dims, weights, limits, prefix, quantized)
     eps = dims.rms_norm_eps
 
-    x = g.embed(_embedding(g, dims, weights, prefix), token_ids, "embedded")
+    x = g.embed(_embedding(dims, weights, prefix), token_ids, "embedded")
     h = g.rms_norm(x, net.norm("model.layers.0.input_layernorm.weight"), "layers.0.input", eps)
     taps = []
     for i in range(dims.num_layers):
@@ -169,7 +165,7 @@ def build_target_graph(
         g.output(names.TAPS, g.floats, ["N", "T", len(taps) * dims.hidden_size])
     flat = g.reshape(h, [-1, dims.hidden_size], "hidden")
     wanted = g.op("Gather", [flat, rows], ["wanted"], axis=0)
-    g.head(wanted, _head(g, dims, weights, prefix, tied), names.LOGITS)
+    g.head(wanted, _head(dims, weights, prefix, tied), names.LOGITS)
     g.output(names.LOGITS, "float32", ["R", dims.vocab_size])
     g.choices(names.LOGITS)
     return g.model()
@@ -198,9 +194,10 @@ def build_drafter_graph(
     g.place("C+block", max(limits.prefill_chunk, block) + block, masked=False)
     net = _Network(g, dims, weights, limits, "drafter.")
 
-    projected = g.linear(taps, net.weight("fc", "fc.weight"), "fc.out")
+    # Hidden states have a few values so large that in 8 bits the others would vanish: this product is never rounded.
+    projected = g.product(taps, g.weight("drafter.fc", lambda: net.joined("fc.weight")), "fc.out")
     context = g.rms_norm(projected, net.norm("hidden_norm.weight"), "context", eps)
-    x = g.embed(_embedding(g, dims, target_weights, ""), token_ids, "embedded")
+    x = g.embed(_embedding(dims, target_weights, ""), token_ids, "embedded")
     h = g.rms_norm(x, net.norm("layers.0.input_layernorm.weight"), "layers.0.input", eps)
     for i in range(dims.num_layers):
         layer = f"layers.{i}"
@@ -213,7 +210,7 @@ def build_drafter_graph(
         norm = net.norm("norm.weight" if last else f"layers.{i + 1}.input_layernorm.weight")
         h, x = g.add_rms_norm(mlp, x, norm, f"{layer}.next", eps)
     flat = g.reshape(g.rows_from(h, 1, "masks"), [-1, dims.hidden_size], "hidden")
-    logits = g.head(flat, _head(g, dims, target_weights, "", target_tied), "flat_logits")
+    logits = g.head(flat, _head(dims, target_weights, "", target_tied), "flat_logits")
     logits = g.reshape(logits, [-1, block - 1, dims.vocab_size], "logits")
     candidates = min(max(limits.max_tree_budget, 1), dims.vocab_size)
     k = g.most_probable(logits, candidates, (names.LOG_PROBS, names.CANDIDATES))

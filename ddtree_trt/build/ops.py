@@ -1,6 +1,7 @@
 """The operator vocabulary of the graphs: what every runtime's lowering shares, and the verbs each lowers in its way.
 
-`graph.py` speaks in these verbs only. `ops_onnxruntime.py` and `ops_tensorrt.py` are the two lowerings.
+`graph.py` speaks in these verbs only. `ops_onnxruntime.py` and `ops_tensorrt.py` are the two lowerings; `ops_int8.py`
+is the first with integer products.
 """
 
 from __future__ import annotations
@@ -40,6 +41,16 @@ class Sink(Protocol):
     """Where weights go: stores an array once under its key and returns the initialiser that refers to it."""
 
     def add(self, key: str, make: Make, dtype: str) -> TensorProto: ...
+
+
+@dataclass(frozen=True)
+class Table:
+    """An embedding or language-model head that both networks may use."""
+
+    name: str  # of the graph's input, in engines that keep tables outside their graphs
+    key: str  # in the weight file, of engines that keep them there
+    make: Make
+    shape: tuple[int, int]  # [V, H]
 
 
 @dataclass(frozen=True)
@@ -111,12 +122,17 @@ class Graph(ABC):
         assert self._nodes.setdefault(outputs[0], node) == node, f"two nodes write {outputs[0]}"
         return outputs[0]
 
-    def embed(self, table: str, token_ids: str, out: str) -> str:
-        return self.op("Gather", [table, token_ids], [out], axis=0)
+    def embed(self, table: Table, token_ids: str, out: str) -> str:
+        return self.op("Gather", [self.table(table), token_ids], [out], axis=0)
 
-    def linear(self, x: str, weight: str, out: str) -> str:
+    def product(self, x: str, weight: str, out: str) -> str:
         """x [..., in] times weight [in, out]."""
         return self.op("MatMul", [x, weight], [out])
+
+    def linear(self, x: str, key: str, make: Make, out: str) -> str:
+        """A projection of a layer: rows x [..., in] times the weight [in, out] that `make` returns, which is stored
+        under `key` in whatever form this graph multiplies it in."""
+        return self.product(x, self.weight(key, make), out)
 
     def linear_quantized(self, x: str, weight: str, scales: Scales, out: str) -> str:
         """As `linear`, for a quantised weight [in, out]; x is scaled and rounded as `scales` say."""
@@ -132,7 +148,7 @@ class Graph(ABC):
         # One scale for all, for each column of [in, out], or for each group of rows of a column.
         attrs: dict[str, Any] = ({}, {"axis": 1}, {"axis": 0, "block_size": scales.group})[scales.weight.ndim]
         inputs = [weight, self._scale(f"{weight}.scale", scales.weight.T), *(() if attrs else (zero,))]
-        return self.linear(x, self.op("DequantizeLinear", inputs, [f"{weight}.values"], **attrs), out)
+        return self.product(x, self.op("DequantizeLinear", inputs, [f"{weight}.values"], **attrs), out)
 
     def _scale(self, name: str, values: NDArray[np.float32] | np.float32) -> str:
         """Scales in `floats`, which are what DequantizeLinear returns. Raises BuildError where that type cannot hold
@@ -172,8 +188,8 @@ class Graph(ABC):
         """The first dimension of a cache."""
 
     @abstractmethod
-    def table(self, name: str, key: str, make: Make, shape: tuple[int, int]) -> str:
-        """An embedding or language-model head [V, H] that both networks may use: stored once."""
+    def table(self, table: Table) -> str:
+        """The edge that carries its values [V, H]."""
 
     @abstractmethod
     def place(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
@@ -181,9 +197,9 @@ class Graph(ABC):
         `masked`, which of them see which."""
 
     @abstractmethod
-    def head(self, x: str, weight: str, out: str) -> str:
-        """Logits float32: x [R, H] times the transpose of weight [V, H], the layout the embedding has, so that both can
-        share it."""
+    def head(self, x: str, table: Table, out: str) -> str:
+        """Logits float32: x [R, H] times the transpose of a table [V, H], the layout the embedding has, so that both
+        can share it."""
 
     @abstractmethod
     def choices(self, logits: str) -> None:

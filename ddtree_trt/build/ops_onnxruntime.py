@@ -9,7 +9,7 @@ from onnx import TensorProto
 
 from ddtree_trt import tensors as names
 from ddtree_trt.artifact import Limits
-from ddtree_trt.build.ops import Attention, Graph, Make, Sink
+from ddtree_trt.build.ops import Attention, Graph, Sink, Table
 
 MICROSOFT = "com.microsoft"
 
@@ -37,8 +37,8 @@ class OnnxRuntimeGraph(Graph):
     def slots(self, limits: Limits) -> str:
         return "N"
 
-    def table(self, name: str, key: str, make: Make, shape: tuple[int, int]) -> str:
-        return self.weight(key, make)
+    def table(self, table: Table) -> str:
+        return self.weight(table.key, table.make)
 
     def place(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
         self.input(names.SEQLENS_K, "int32", ["N"])
@@ -47,8 +47,8 @@ class OnnxRuntimeGraph(Graph):
         if masked:
             self._bias = self.input(names.ATTENTION_BIAS, "float32", ["N", 1, tokens, "W"])
 
-    def head(self, x: str, weight: str, out: str) -> str:
-        return self.op("Gemm", [x, weight], [out], transB=1)
+    def head(self, x: str, table: Table, out: str) -> str:
+        return self.op("Gemm", [x, self.table(table)], [out], transB=1)
 
     def choices(self, logits: str) -> None:
         """None: ArgMax takes several times as long as NumPy does over the same memory."""

@@ -15,7 +15,7 @@ import numpy as np
 from ddtree_trt import plugins
 from ddtree_trt import tensors as names
 from ddtree_trt.artifact import Limits
-from ddtree_trt.build.ops import TYPES, Attention, Graph, Make, Sink
+from ddtree_trt.build.ops import TYPES, Attention, Graph, Sink, Table
 from ddtree_trt.plugins import MaskMode
 
 # Most candidates per position. A tree of B nodes never looks past rank B, and beyond this rank a node is worth nothing;
@@ -38,11 +38,11 @@ class TensorRtGraph(Graph):
     def slots(self, limits: Limits) -> int:
         return limits.max_batch
 
-    def table(self, name: str, key: str, make: Make, shape: tuple[int, int]) -> str:
-        if name not in self._tables:
-            self._tables.add(name)
-            self.input(name, self.floats, shape)
-        return name
+    def table(self, table: Table) -> str:
+        if table.name not in self._tables:
+            self._tables.add(table.name)
+            self.input(table.name, self.floats, table.shape)
+        return table.name
 
     def place(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
         self._max_tokens = max_tokens
@@ -52,8 +52,8 @@ class TensorRtGraph(Graph):
         if masked:
             self._mask = self.input(names.TREE_MASK, "int32", ["N", tokens, -(-max_tokens // 32)])
 
-    def head(self, x: str, weight: str, out: str) -> str:
-        return self._cast(self.op("Gemm", [x, weight], [f"{out}.product"], transB=1), "float32", out)
+    def head(self, x: str, table: Table, out: str) -> str:
+        return self._cast(self.op("Gemm", [x, self.table(table)], [f"{out}.product"], transB=1), "float32", out)
 
     def choices(self, logits: str) -> None:
         wide = self.op("ArgMax", [logits], [f"{names.CHOICES}.wide"], axis=1, keepdims=0)

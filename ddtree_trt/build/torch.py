@@ -27,8 +27,9 @@ class TorchBuild:
 
     name: BackendName = "torch"
 
-    def __init__(self) -> None:
-        on_gpu = _GPU_CONTROL.exists()
+    def __init__(self, *, on_gpu: bool | None = None) -> None:
+        """`on_gpu`: whether it is for a machine with a GPU; None looks at this one."""
+        on_gpu = _GPU_CONTROL.exists() if on_gpu is None else on_gpu
         self.precisions: tuple[PrecisionName, ...] = ("bf16", "fp16", "fp32") if on_gpu else ("fp32", "bf16", "fp16")
         self.toolchain = {"python": platform.python_version(), **installed_versions("numpy", "torch")}
 

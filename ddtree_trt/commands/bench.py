@@ -102,6 +102,9 @@ def run(
         str | None,
         typer.Option(metavar="NAME", help=f"Of a random pair: {', '.join(RANDOM_BACKENDS)}, made on the device."),
     ] = None,
+    precision: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Of a random pair, as in ddtree-trt build. Default auto.")
+    ] = None,
     device_rounds: Annotated[
         str | None,
         typer.Option(
@@ -149,6 +152,7 @@ def run(
         "drafter": drafter,
         "assistant": assistant,
         "backend": backend,
+        "precision": precision,
         "device_rounds": device_rounds,
         "prompt_tokens": prompt_tokens,
         "forced_acceptance": forced_acceptance,

@@ -116,4 +116,4 @@ class Engine(Protocol):
         waits for them by itself."""
 
     def close(self) -> None:
-        """Release the engine's memory and threads."""
+        """Release the engine's memory and threads; a second call does nothing."""

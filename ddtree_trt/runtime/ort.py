@@ -103,4 +103,5 @@ class OrtEngine:
 
     def close(self) -> None:
         self._passed.clear()
-        del self._target, self._drafter
+        for network in ("_target", "_drafter"):
+            vars(self).pop(network, None)

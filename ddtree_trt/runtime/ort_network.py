@@ -18,10 +18,25 @@ from numpy.typing import NDArray
 from ddtree_trt import _native
 from ddtree_trt import tensors as names
 from ddtree_trt.artifact import TransformerDims
+from ddtree_trt.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.runtime.drafters import Pass
 from ddtree_trt.runtime.kv import SlotCache
 from ddtree_trt.runtime.tree import TokenTree
+
+
+def session_options(threads: int) -> ort.SessionOptions:
+    """How networks run on this processor; 0 threads are one per core."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    options.enable_mem_pattern = False  # planned per set of input shapes, and the bias has another every pass
+    # Target and drafter have threads of their own: those of one would spin on the cores the other computes on.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    if "vnni" not in read_cpu().features:
+        # There x86 processors sum products of bytes in 16 bits, which overflow, unless weights are unsigned.
+        options.add_session_config_entry("session.x64quantprecision", "1")
+    return options
 
 
 class _Buffers:
@@ -73,14 +88,8 @@ class Network:
     """A session and the cache of its slots: runs passes over one slot at a time."""
 
     def __init__(self, path: Path, dims: TransformerDims, slots: int, rows: int, threads: int) -> None:
-        options = ort.SessionOptions()
-        options.intra_op_num_threads = threads
-        options.log_severity_level = 3
-        # Target and drafter have threads of their own: those of one would spin on the cores the other computes on.
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-        options.enable_mem_pattern = False  # planned per set of input shapes, and the bias has another every pass
         try:
-            self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+            self.session = ort.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's exceptions share no useful base
             raise ArtifactError(f"ONNX Runtime {ort.__version__} cannot load {path}: {error}; rebuild it") from error
         self.dims = dims

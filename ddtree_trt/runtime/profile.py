@@ -10,7 +10,6 @@ import dataclasses
 import hashlib
 import json
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact import PROFILE, Manifest, Progress, no_progress
+from ddtree_trt.cpu import read_cpu
 from ddtree_trt.runtime.engine import DraftRequest, Engine, VerifyRequest
 from ddtree_trt.runtime.sampling import DrawnFrom
 from ddtree_trt.runtime.tree import TokenTree, chain_parents
@@ -54,11 +54,11 @@ class ContextCost:
         wanted = np.arange(1, largest + 2, dtype=float)
         if len(sizes) == 1:
             return costs[0] * wanted
-        curve = convex_fit(sizes[1:], np.maximum(costs[1:], costs[0])) if len(sizes) > 2 else costs[1:]
+        curve = convex_fit(sizes[1:], costs[1:]) if len(sizes) > 2 else costs[1:]
         slope = (curve[-1] - curve[-2]) / (sizes[-1] - sizes[-2]) if len(curve) > 1 else costs[-1] / sizes[-1]
         result = np.interp(wanted, sizes[1:], curve) + np.maximum(wanted - sizes[-1], 0) * slope
         result[0] = costs[0]
-        return result
+        return np.maximum(result, costs[0])
 
 
 @dataclass(frozen=True)
@@ -103,21 +103,10 @@ def convex_fit(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.flo
     return np.asarray(curve + np.median(y - curve))
 
 
-def machine_name() -> str:
-    """The processor's name and how many cores this process may use."""
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-        name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), name)
-    except OSError:
-        pass
-    return f"{name}, {len(os.sched_getaffinity(0))} cores"
-
-
 def fingerprint(manifest: Manifest, threads: int) -> str:
     """What a profile is valid for: the machine, the engine's graphs, the runtime and its threads."""
     graphs = {name: entry.sha256 for name, entry in manifest.files.items()}
-    parts = [machine_name(), manifest.backend, manifest.toolchain, graphs, threads]
+    parts = [str(read_cpu()), manifest.backend, manifest.toolchain, graphs, threads]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -171,7 +160,7 @@ def measure(engine: Engine, *, seconds: float = 6.0, progress: Progress = no_pro
             costs.append(_measure_context(engine, context, share))
     finally:
         engine.truncate(0, 0)
-    return LatencyProfile(fingerprint(engine.manifest, engine.threads), machine_name(), tuple(costs))
+    return LatencyProfile(fingerprint(engine.manifest, engine.threads), str(read_cpu()), tuple(costs))
 
 
 def _fill(engine: Engine, context: int) -> None:

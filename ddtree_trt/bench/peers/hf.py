@@ -48,7 +48,7 @@ class HuggingFacePeer:
         transformers.utils.logging.disable_progress_bar()
         torch.set_num_threads(context.threads)
         self._device = device_for(context)
-        self._options = {"dtype": dtype_for(context), "attn_implementation": "sdpa"}
+        self._options = {"dtype": getattr(self._torch, context.dtype), "attn_implementation": "sdpa"}
         directories = context.checkpoints()
         self._target = self._load(directories.target)
         self._assistant = self._load(directories.assistant) if directories.assistant else None
@@ -100,10 +100,3 @@ def device_for(context: PeerContext) -> str:
     import torch
 
     return "cuda" if context.manifest.backend != "onnxruntime" and torch.cuda.is_available() else "cpu"
-
-
-def dtype_for(context: PeerContext) -> Any:
-    """The engine's precision as a PyTorch type."""
-    import torch
-
-    return {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[context.manifest.precision]

@@ -9,7 +9,7 @@ from typing import Any
 
 from ddtree_trt.bench.contender import Outcome, Request
 from ddtree_trt.bench.peers import PeerContext
-from ddtree_trt.bench.peers.hf import device_for, dtype_for
+from ddtree_trt.bench.peers.hf import device_for
 from ddtree_trt.bench.reference import commit_of, forced_acceptance, import_published, surroundings
 from ddtree_trt.bench.settings import Case
 from ddtree_trt.errors import MissingDependency
@@ -39,7 +39,7 @@ class ReferencePeer:
         self._torch = torch
         transformers.utils.logging.disable_progress_bar()
         torch.set_num_threads(context.threads)
-        self._device, self._dtype = device_for(context), dtype_for(context)
+        self._device, self._dtype = device_for(context), getattr(torch, context.dtype)
         directories = context.checkpoints()
         options = {"dtype": self._dtype, "attn_implementation": "sdpa"}
         target = transformers.AutoModelForCausalLM.from_pretrained(str(directories.target), **options)

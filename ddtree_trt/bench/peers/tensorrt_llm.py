@@ -45,7 +45,7 @@ class TensorRTLLMPeer:
         return self._module.LLM(
             model=self._target,
             backend="pytorch",
-            dtype={"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}[self._context.manifest.precision],
+            dtype=self._context.dtype,
             max_seq_len=limits.max_seq_len,
             max_batch_size=1,
             kv_cache_config=self._api.KvCacheConfig(

@@ -1,0 +1,49 @@
+"""The processor this process runs on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+CPUINFO = Path("/proc/cpuinfo")
+
+# Its words, by what they are good for. x86 names first, then Arm's.
+_FEATURES = {
+    "avx2": ("avx2",),
+    "avx512": ("avx512f",),
+    "vnni": ("avx512_vnni", "avx_vnni"),
+    "bf16": ("avx512_bf16", "bf16"),
+    "amx": ("amx_tile",),
+    "neon": ("asimd",),
+    "dotprod": ("asimddp",),
+    "i8mm": ("i8mm",),
+    "sve": ("sve",),
+}
+
+
+@dataclass(frozen=True)
+class Cpu:
+    model: str
+    cores: int  # usable by this process
+    features: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.model}, {self.cores} cores"
+
+
+def read_cpu(cpuinfo: Path = CPUINFO) -> Cpu:
+    """Model and features from a /proc/cpuinfo; no features where there is none."""
+    try:
+        text = cpuinfo.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+    fields = dict(re.findall(r"^([^\t:\n]+?)\s*: (.*)$", text, re.MULTILINE))
+    words = set((fields.get("flags") or fields.get("Features") or "").split())
+    return Cpu(
+        model=fields.get("model name", platform.processor() or platform.machine()),
+        cores=len(os.sched_getaffinity(0)),
+        features=tuple(name for name, any_of in _FEATURES.items() if words.intersection(any_of)),
+    )
