@@ -277,6 +277,16 @@ def test_a_foreign_or_damaged_profile_is_measured_again(tiny_engine: Path, monke
         (tiny_engine / PROFILE).write_text(stored.to_json())
 
 
+@given(st.lists(st.floats(1e-4, 1e-1), min_size=1, max_size=8), st.integers(1, 80))
+def test_a_curve_is_monotone_and_convex_whatever_was_measured(costs: list[float], largest: int) -> None:
+    """No tree is cheaper than a single token, also where noise said so."""
+    sizes = (1, 2, 3, 5, 9, 17, 33, 65)[: len(costs)]
+    curve = ContextCost(64, 1e-3, sizes, tuple(costs)).verify_curve(largest)
+    assert curve.shape == (largest + 1,) and curve[0] == costs[0]
+    steps = np.diff(curve)
+    assert (steps >= -1e-12).all() and (np.diff(steps[1:]) >= -1e-9).all()
+
+
 def test_measured_profile_is_plausible_and_leaves_the_engine_empty(tiny_engine: Path) -> None:
     with LLM(tiny_engine) as llm:
         profile = profiles.measure(llm.engine, seconds=0.2)

@@ -162,6 +162,7 @@ def test_bf16_is_lossless_up_to_its_rounding(tmp_path: Path) -> None:
     engine = build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", tmp_path / "e", precision="bf16")
     assert engine.cache.slab.dtype == torch.bfloat16
     engine.close()
+    engine.close()  # again is no error
     settings = CheckSettings(str(tmp_path / "e"), limit=3, max_tokens=32, seeds=0, threads=1)
     report = check_engine(settings)
     assert report.precision == "bf16"

@@ -222,7 +222,8 @@ class TorchEngine:
                 self.rounds = None
             self._passed.clear()
             self.graphs.clear()
-            del self.target, self.drafter, self.cache, self.logits, self._taps
+            for name in ("target", "drafter", "cache", "logits", "_taps"):
+                vars(self).pop(name, None)
 
 
 def _readable(logits: Tensor) -> NDArray[np.float32]:

@@ -113,6 +113,8 @@ class Qwen3:
         self.dims, self.cache, self.taps = dims, cache, taps
         self.embedding = weights[f"{prefix}embedding"]
         self.head = weights.get(f"{prefix}head", self.embedding)
+        if not self.head.is_cuda:
+            self.head = self.head.float()  # only CUDA multiplies halves and keeps the sums
         self._decoder = Decoder(dims, weights, prefix, cache, attention)
 
     def forward(
@@ -130,7 +132,7 @@ class Qwen3:
             out = torch.empty(len(hidden), self.dims.vocab_size, device=hidden.device)
         if hidden.is_cuda and hidden.dtype != torch.float32:
             return torch.ops.aten.mm.dtype_out(hidden, self.head.t(), torch.float32, out=out)
-        return torch.mm(hidden.float(), self.head.float().t(), out=out)
+        return torch.mm(hidden.to(self.head.dtype), self.head.t(), out=out)
 
 
 class DFlash:
