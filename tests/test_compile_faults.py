@@ -320,7 +320,8 @@ def test_an_unexpected_error_is_one_line_too(
 # Interruptions
 
 SLOW_BUILD = """
-import sys, time
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background starts with it ignored
 from ddtree_trt.build.weights import WeightFile
 write, count = WeightFile._write, 0
 def slow(self, key, array):
