@@ -79,7 +79,7 @@ class OnnxRuntimeBuild:
 
 def weight_bytes(shapes: Mapping[str, tuple[int, ...]], precision: PrecisionName) -> int:
     """What the tensors of a network take in the weight file. In int8 a projection [out, in] takes a byte a value and a
-    step for each output; so does the head, beside the embedding even when it is tied to it."""
+    scale for each output; so does the head, beside the embedding even when it is tied to it."""
     sizes = {name: FLOAT_BYTES * math.prod(shape) for name, shape in shapes.items()}
     if precision == "int8":
         heads = {HEAD: shapes[EMBEDDING]} if EMBEDDING in shapes else {}
