@@ -44,11 +44,7 @@ WIDTH, OUTPUTS = 48, 33
 class Memory:
     """Weights inside the graph, so that a model is whole in memory."""
 
-    def __init__(self) -> None:
-        self.asked: list[str] = []
-
     def add(self, key: str, make: Any, dtype: str) -> TensorProto:
-        self.asked.append(key)
         return onnx.numpy_helper.from_array(np.ascontiguousarray(make()), key)
 
 
@@ -65,11 +61,10 @@ def session(weight: NDArray[np.float32], *, head: bool = False) -> ort.Inference
 
 
 @pytest.fixture(params=["this", "old"])
-def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """What products are made for: this processor, and one that does not sum bytes exactly."""
     if request.param == "old":
         monkeypatch.setattr("ddtree_trt.runtime.ort_network.read_cpu", lambda: Cpu("old", 2, ("avx2",)))
-    return str(request.param)
 
 
 def rounded_rows(x: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -85,9 +80,9 @@ def test_a_product_is_the_integers_one(rows: int, head: bool) -> None:
     weight = rng.standard_normal((WIDTH, OUTPUTS), dtype=np.float32)
     x = (rng.standard_normal((rows, WIDTH)) * np.exp(rng.normal(size=(rows, 1)) * 4)).astype(np.float32)
     (found,) = session(weight, head=head).run(None, {"x": x})
-    values, steps = quantize_channels(weight)
-    whole, row_steps = rounded_rows(x)
-    expected = (whole @ values.astype(np.int64)) * row_steps * steps
+    values, scales = quantize_channels(weight)
+    whole, row_scales = rounded_rows(x)
+    expected = (whole @ values.astype(np.int64)) * row_scales * scales
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7 * np.abs(expected).max())
     exact = x @ weight
     assert np.abs(found - exact).max() < 0.03 * np.abs(exact).max()  # and it is about the product itself
@@ -119,11 +114,11 @@ def test_rounding_a_weight(height: int, width: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     weight = (rng.standard_normal((height, width)) * 10.0 ** rng.integers(-8, 8, width)).astype(np.float32)
     weight[:, rng.random(width) < 0.2] = 0
-    values, step = quantize_channels(weight)
-    assert values.dtype == np.int8 and (step > 0).all() and np.isfinite(step).all()
+    values, scale = quantize_channels(weight)
+    assert values.dtype == np.int8 and (scale > 0).all() and np.isfinite(scale).all()
     assert np.abs(values.astype(int)).max() <= LARGEST
-    assert (np.abs(values * step - weight) <= step / 2 * (1 + 1e-5)).all()
-    assert (np.abs(values).max(0) == LARGEST)[weight.any(0)].all()  # no step is larger than it must be
+    assert (np.abs(values * scale - weight) <= scale / 2 * (1 + 1e-5)).all()
+    assert (np.abs(values).max(0) == LARGEST)[weight.any(0)].all()  # no scale is larger than it must be
 
 
 class RoundedTruth(Truth):
@@ -133,8 +128,8 @@ class RoundedTruth(Truth):
         super().__init__(directory, tap_layers)
         for module in self.model.modules():
             if isinstance(module, torch.nn.Linear):
-                values, step = quantize_channels(module.weight.detach().numpy().T)
-                weight = torch.from_numpy(np.ascontiguousarray((values * step).T))
+                values, scale = quantize_channels(module.weight.detach().numpy().T)
+                weight = torch.from_numpy(np.ascontiguousarray((values * scale).T))
                 module.weight = torch.nn.Parameter(weight)  # a new one: a tied embedding keeps its own
                 module.register_forward_pre_hook(self._round)
 
@@ -147,8 +142,8 @@ class RoundedTruth(Truth):
 class Errors:
     """In place of `numerics.assert_close`: the largest error of every row, in units of the expected values' scale.
 
-    A value on the border of two steps may be rounded either way, by the last bit of the sum before it. Rows where that
-    happens are few, and what they get is another rounding of the same network; all others are equal.
+    A value on the border of two integers may be rounded either way, by the last bit of the sum before it. Rows where
+    that happens are few, and what they get is another rounding of the same network; all others are equal.
     """
 
     def __init__(self) -> None:

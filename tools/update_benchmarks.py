@@ -13,7 +13,6 @@ little.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import re
 import shutil
@@ -153,9 +152,8 @@ def build_engines(names: set[str], progress: Progress) -> dict[str, Path]:
     for name, engine in engines.items():
         with tempfile.TemporaryDirectory() as folder:
             drafter = make_useless(Path(folder) / "drafter") if name == "useless" else None
-            request = BuildRequest(target="tiny", drafter=drafter, output=engine, force=True)
-            if name == "tiny-int8":
-                request = dataclasses.replace(request, precision="int8")
+            precision = "int8" if name == "tiny-int8" else "fp32"
+            request = BuildRequest(target="tiny", drafter=drafter, precision=precision, output=engine, force=True)
             compile_engine(request, progress)
         measure_engine(engine, progress)
     return engines

@@ -13,6 +13,7 @@ from onnx import ModelProto
 
 from ddtree_trt import tensors as names
 from ddtree_trt.artifact import DrafterDims, Limits, TransformerDims
+from ddtree_trt.build.checkpoint import EMBEDDING, FC, HEAD
 from ddtree_trt.build.ops import Attention, Graph, Table
 from ddtree_trt.build.scales import QuantizedWeights, side_by_side
 
@@ -109,8 +110,8 @@ class _Network:
 
 
 def _embedding(dims: TransformerDims, weights: Weights, prefix: str) -> Table:
-    name = "model.embed_tokens.weight"
-    return Table(names.EMBEDDING, prefix + name, lambda: weights(name), (dims.vocab_size, dims.hidden_size))
+    shape = (dims.vocab_size, dims.hidden_size)
+    return Table(names.EMBEDDING, f"{prefix}{EMBEDDING}", lambda: weights(EMBEDDING), shape)
 
 
 def _head(dims: TransformerDims, weights: Weights, prefix: str, tied: bool) -> Table:
@@ -118,7 +119,7 @@ def _head(dims: TransformerDims, weights: Weights, prefix: str, tied: bool) -> T
     if tied:
         return _embedding(dims, weights, prefix)
     shape = (dims.vocab_size, dims.hidden_size)
-    return Table(names.HEAD, f"{prefix}lm_head", lambda: weights("lm_head.weight"), shape)
+    return Table(names.HEAD, f"{prefix}lm_head", lambda: weights(HEAD), shape)
 
 
 def build_target_graph(
@@ -195,7 +196,7 @@ def build_drafter_graph(
     net = _Network(g, dims, weights, limits, "drafter.")
 
     # Hidden states have a few values so large that in 8 bits the others would vanish: this product is never rounded.
-    projected = g.product(taps, g.weight("drafter.fc", lambda: net.joined("fc.weight")), "fc.out")
+    projected = g.product(taps, g.weight(f"{net.prefix}fc", lambda: net.joined(FC)), "fc.out")
     context = g.rms_norm(projected, net.norm("hidden_norm.weight"), "context", eps)
     x = g.embed(_embedding(dims, target_weights, ""), token_ids, "embedded")
     h = g.rms_norm(x, net.norm("layers.0.input_layernorm.weight"), "layers.0.input", eps)
