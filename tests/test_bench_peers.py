@@ -221,7 +221,7 @@ def test_tensorrt_llm_runs_both_methods_cold(tiny_engine: Path, monkeypatch: pyt
     record = SimpleNamespace
     llmapi = record(DFlashDecodingConfig=lambda **o: ("dflash", o), KvCacheConfig=lambda **o: ("kv", o))
     module = record(LLM=FakeLLM, SamplingParams=lambda **o: o, llmapi=llmapi, __version__="9")
-    monkeypatch.setitem(sys.modules, "tensorrt_llm", module)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", module)
     FakeLLM.made.clear()
     peer = open_peer("tensorrt-llm", context(tiny_engine))
     assert [c.label for c in peer.cases] == ["tensorrt-llm:ar", "tensorrt-llm:dflash"]

@@ -195,7 +195,7 @@ def test_completions_take_texts_and_token_ids(client: openai.OpenAI, llm: LLM) -
     ids = [llm.codec.encode(p) for p in prompts]
     expected = [reference(llm, p, max_tokens=12).outputs[0].text for p in prompts]
     for given in (prompts, ids):
-        answer = client.completions.create(model="tiny", prompt=given, max_tokens=12)  # type: ignore[arg-type]
+        answer = client.completions.create(model="tiny", prompt=given, max_tokens=12)
         assert [(c.index, c.text) for c in answer.choices] == list(enumerate(expected))
         assert answer.usage is not None and answer.usage.prompt_tokens == sum(map(len, ids))
         assert answer.usage.completion_tokens == 24
@@ -242,7 +242,7 @@ def test_a_completions_stream_never_cuts_a_character(server: ThreadServer, clien
     said = llm.codec.encode("🙂你")
     for token in said:
         bias = {str(token): 100}
-        parts = client.completions.create(model="tiny", prompt="x", max_tokens=4, logit_bias=bias, stream=True)  # type: ignore[arg-type]
+        parts = client.completions.create(model="tiny", prompt="x", max_tokens=4, logit_bias=bias, stream=True)
         text = "".join(part.choices[0].text for part in parts)
         expected = reference(llm, "x", max_tokens=4, logit_bias={token: 100.0}).outputs[0].text
         assert text == expected

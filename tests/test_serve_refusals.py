@@ -30,7 +30,7 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
     (error,) = response.json().values()
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"] and error["type"].endswith("_error")
-    return error  # type: ignore[no-any-return]
+    return error
 
 
 def message(**fields: Any) -> dict[str, Any]:

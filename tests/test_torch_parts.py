@@ -50,7 +50,7 @@ def test_dense_attention_is_the_reference(mode: MaskMode, tokens: int) -> None:
     arrays = [t.numpy().copy() for t in tensors]
     assert place.mask is not None
     control = [t.numpy() for t in (place.slots, place.past, place.mask)]
-    expected, keys, values = reference.attention(*arrays, *control, mode, 0.3)  # type: ignore[arg-type]
+    expected, keys, values = reference.attention(*arrays, *control, mode, 0.3)  # type: ignore[call-arg]
     found = DenseAttention()(*tensors, place, mode, 0.3)  # type: ignore[arg-type]
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
     np.testing.assert_array_equal(tensors[3].numpy(), keys)
