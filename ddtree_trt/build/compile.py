@@ -7,7 +7,7 @@ import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from ddtree_trt import __version__, artifact
 from ddtree_trt.artifact import (
@@ -16,7 +16,6 @@ from ddtree_trt.artifact import (
     Limits,
     Manifest,
     Progress,
-    TransformerDims,
     no_progress,
 )
 from ddtree_trt.build.backend import (
@@ -33,7 +32,7 @@ from ddtree_trt.build.tokenizer import copy_tokenizer, find_tokenizer
 from ddtree_trt.errors import BuildError, UsageError
 
 if TYPE_CHECKING:
-    from ddtree_trt.build.checkpoint import Checkpoint
+    from ddtree_trt.build.checkpoint import Checkpoint, Network
 
 Backend = Literal["auto", BackendName]
 Precision = Literal["auto", PrecisionName]
@@ -123,16 +122,6 @@ def compile_engine(request: BuildRequest, progress: Progress = no_progress) -> M
     return manifest
 
 
-class Described(Protocol):
-    """A network by its configuration."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def dims(self) -> TransformerDims: ...
-
-
 def resolve_preset(request: BuildRequest) -> Preset | None:
     """The preset, or None when the request names both networks and its own name for them."""
     name = request.name
@@ -173,7 +162,7 @@ def check_numbers(request: BuildRequest) -> None:
 
 
 def resolve_limits(
-    request: BuildRequest, defaults: Limits, target: Described, drafter: Described, backend: BackendBuild
+    request: BuildRequest, defaults: Limits, target: Network, drafter: Network, backend: BackendBuild
 ) -> Limits:
     """The request's limits over the preset's. A default longer than the models' positions is cut, a request refused."""
     positions, model = min((c.dims.max_positions, c.name) for c in (target, drafter))

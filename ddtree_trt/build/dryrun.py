@@ -77,12 +77,16 @@ def dry_run(request: BuildRequest) -> DryRun:
 
     Raises UsageError for a wrong request and CheckpointError for a configuration that cannot be used.
     """
+    # Imported here because NumPy has no place in `ddtree-trt --help`.
+    from ddtree_trt.build.checkpoint import check_pair
+
     backend = backend_build(request.backend, request.builder, dry_run=True)
     precision = resolve_precision(backend, request.precision)
     preset = resolve_preset(request)
     check_numbers(request)
     target = _describe(preset.target if preset else None, request.checkpoint, "--checkpoint")
     drafter = _describe(preset.drafter if preset else None, request.drafter, "--drafter")
+    check_pair(target, drafter)
     limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend)
     if backend.name == "onnxruntime":
         weights = weight_bytes(target.shapes, precision) + weight_bytes(drafter.shapes, precision)
