@@ -231,16 +231,37 @@ def test_nothing_runs_when_one_of_many_calls_is_wrong(llm: LLM) -> None:
 
 def test_the_longest_prompt_leaves_room_for_one_token(llm: LLM) -> None:
     limit = llm.engine.manifest.limits.max_seq_len
-    (output,) = llm.generate([[7] * (limit - 1)], SamplingParams(max_tokens=50, ignore_eos=True))
+    (output,) = llm.generate([[7] * (limit - 1)], SamplingParams(ignore_eos=True))
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (1, "length")
 
 
+@pytest.mark.parametrize("max_tokens", [None, 9])
 @pytest.mark.parametrize("method", ["ar", "dflash", "ddtree"])
-def test_generation_up_to_the_engines_last_token(llm: LLM, method: str) -> None:
+def test_generation_up_to_the_engines_last_token(llm: LLM, method: str, max_tokens: int | None) -> None:
     limit = llm.engine.manifest.limits.max_seq_len
-    params = SamplingParams(max_tokens=500, ignore_eos=True, method=method)
+    params = SamplingParams(ignore_eos=True, method=method, max_tokens=max_tokens)
     (output,) = llm.generate([[7] * (limit - 9)], params)
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (9, "length")
+
+
+def test_unless_given_there_are_at_most_256_tokens(llm: LLM) -> None:
+    for params, size in (
+        (SamplingParams(ignore_eos=True), 256),
+        (SamplingParams(ignore_eos=True, min_tokens=300), 300),
+    ):
+        (output,) = llm.generate([7, 8], params)
+        assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (size, "length")
+
+
+@pytest.mark.parametrize("tokens", [10, 500, 100_000, 2**31 - 1])
+@pytest.mark.parametrize("name", ["max_tokens", "min_tokens"])
+def test_more_tokens_than_fit_are_refused(llm: LLM, name: str, tokens: int) -> None:
+    limit = llm.engine.manifest.limits.max_seq_len
+    message = f"{name} {tokens} does not fit: the prompt leaves 9 of this engine's {limit} tokens; lower it"
+    for work in (llm.generate, llm.stream):
+        with pytest.raises(UsageError, match=message):
+            work([7] * (limit - 9), SamplingParams(**{name: tokens}))  # type: ignore[operator]
+    assert not llm._scheduler.busy
 
 
 def test_echo_puts_the_prompt_in_front(llm: LLM) -> None:
