@@ -78,3 +78,13 @@ def shown(value: object) -> str:
     except Exception:  # the value's own `__repr__`
         text = f"a {type(value).__name__}"
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+
+
+MAX_COUNT = 1 << 20  # of things that cost memory or time each: far above any use, so what is larger is a slip
+MAX_THREADS = 1024
+
+
+def check_range(name: str, value: float, lowest: float, highest: float) -> None:
+    """Raises UsageError where the number is below `lowest` or above `highest`, or is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
+        raise UsageError(f"{name} must be from {lowest} to {highest}, not {shown(value)}")

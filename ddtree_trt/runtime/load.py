@@ -13,15 +13,17 @@ from ddtree_trt.artifact import (
     rebuild_command,
     verify_files,
 )
-from ddtree_trt.errors import ArtifactError, MissingDependency
+from ddtree_trt.errors import MAX_THREADS, ArtifactError, MissingDependency, check_range
 from ddtree_trt.runtime.engine import Engine
 
 
 def open_engine(directory: Path, *, threads: int = 0) -> Engine:
     """Load the engine in `directory`, after checking schema and digests. Backends are imported only when needed.
 
-    Raises ArtifactError with what differs and the command that rebuilds the engine.
+    `threads`: of the CPU; 0 chooses. Raises UsageError where that is no number of threads, ArtifactError with what
+    differs and the command that rebuilds the engine.
     """
+    check_range("threads", threads, 0, MAX_THREADS)
     manifest = load_manifest(directory)
     verify_files(directory, manifest)
     return _open_backend(directory, manifest, threads)
