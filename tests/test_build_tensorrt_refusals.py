@@ -223,7 +223,7 @@ def test_precisions(machine: Machine, tmp_path: Path) -> None:
     ("options", "words"),
     [
         (BuilderOptions(optimization_level=6), "--builder-optimization-level must be from 0 to 5, not 6"),
-        (BuilderOptions(workspace_mib=0), "--builder-workspace-mib must be from 1 to, not 0"),
+        (BuilderOptions(workspace_mib=0), "--builder-workspace-mib must be from 1 to 1048576, not 0"),
     ],
 )
 def test_options_out_of_range(machine: Machine, tmp_path: Path, options: BuilderOptions, words: str) -> None:
