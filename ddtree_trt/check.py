@@ -45,7 +45,7 @@ RELATIVE_ROUNDING = {"fp32": 2.0**-16, "fp16": 2.0**-8, "bf16": 2.0**-5, "int8":
 
 CAUSES = (
     "wrong chat template: the drafter must see prompts as it was trained on them",
-    "thinking mode: published Qwen3 drafters are for non-thinking chat (chat_template_args enable_thinking: false)",
+    "thinking mode: published Qwen3 drafters are for non-thinking chat (--chat-template-arg enable_thinking=false)",
     "wrong block slot: slot 0 of the draft block must hold the last committed token; otherwise τ is near 1.5",
     "another drafter or other tapped layers than the pair was trained with",
 )

@@ -114,7 +114,7 @@ def test_dflash_of_an_autoregressive_engine() -> None:
         (
             ("drafter_dims", "tap_layers"),
             [0, "x"],
-            "m: drafter_dims.tap_layers[1] must be an integer from 0 to 999, found 'x'",
+            "m: drafter_dims.tap_layers[1] must be an integer from 0 to 999",
         ),
         (("drafter_dims", "tap_layers"), 3, "m: drafter_dims.tap_layers must be a list, found 3"),
         (("golden_tau", "ddtree"), [1.0], "m: golden_tau.ddtree must be a list of 2 entries"),

@@ -188,7 +188,8 @@ def _no_network(*args: Any, **kwargs: Any) -> str:
     ("args", "words"),
     [
         ([], ["nothing to build", "tiny, qwen3-4b"]),
-        (["--target", "llama"], ["unknown target 'llama'", "--checkpoint DIR and --drafter DIR"]),
+        (["--target", "llama-3.1-8b"], ["unknown target 'llama-3.1-8b'", "no other architecture is supported"]),
+        (["--target", "x\x1b[2J"], ["'x\\x1b[2J' cannot name an engine"]),
         (["--target", "../up"], ["cannot name an engine"]),
         (["--checkpoint", "somewhere"], ["--checkpoint without --target needs --drafter DIR too"]),
         (
@@ -199,9 +200,10 @@ def _no_network(*args: Any, **kwargs: Any) -> str:
         (["--target", "tiny", "--backend", "abacus"], ["--backend", "abacus"]),
         (["--target", "tiny", "--precision", "fp16"], ["precision 'fp16' is not available"]),
         (["--target", "tiny", "--max-seq-len", "1000000"], ["--max-seq-len 1000000", "positions"]),
-        (["--target", "tiny", "--max-seq-len", "1"], ["--max-seq-len must be at least 2, not 1"]),
-        (["--target", "tiny", "--max-tree-budget", "-1"], ["--max-tree-budget must be 0 to 4096"]),
-        (["--target", "tiny", "--max-tree-budget", "5000"], ["--max-tree-budget must be 0 to 4096"]),
+        (["--target", "tiny", "--max-seq-len", "1"], ["--max-seq-len must be 2 to 134217728, not 1"]),
+        (["--target", "tiny", "--max-tree-budget", "-1"], ["--max-tree-budget must be 1 to 4096"]),
+        (["--target", "tiny", "--max-tree-budget", "0"], ["--max-tree-budget must be 1 to 4096, not 0", "--method ar"]),
+        (["--target", "tiny", "--max-tree-budget", "5000"], ["--max-tree-budget must be 1 to 4096"]),
         (["--target", "tiny", "--max-batch", "0"], ["--max-batch must be 1 to 1024"]),
         (["--target", "tiny", "--max-batch", "many"], ["--max-batch", "integer"]),
         (["--target", "tiny", "--colour"], ["--colour"]),
@@ -275,8 +277,10 @@ def test_disk_full_at_the_manifest(
     write_text = Path.write_text
 
     def failing(path: Path, *args: Any, **kwargs: Any) -> int:
+        if path.name != MANIFEST:
+            return write_text(path, *args, **kwargs)
         assert {"target.onnx", "drafter.onnx", "weights.bin"} <= {p.name for p in path.parent.iterdir()}
-        return no_space() if path.name == MANIFEST else write_text(path, *args, **kwargs)
+        return no_space()
 
     monkeypatch.setattr(Path, "write_text", failing)
     assert_refused(cli(*build_args(pair, old.path, "--force")), 1, "No space left on device")
