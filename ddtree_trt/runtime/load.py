@@ -14,6 +14,7 @@ from ddtree_trt.artifact import (
     verify_files,
 )
 from ddtree_trt.errors import ArtifactError, MissingDependency
+from ddtree_trt.memory import plan_manifest
 from ddtree_trt.runtime.engine import Engine
 
 
@@ -24,7 +25,14 @@ def open_engine(directory: Path, *, threads: int = 0) -> Engine:
     """
     manifest = load_manifest(directory)
     verify_files(directory, manifest)
-    return _open_backend(directory, manifest, threads)
+    try:
+        return _open_backend(directory, manifest, threads)
+    except MemoryError as error:
+        needed = plan_manifest(manifest).total_bytes
+        raise ArtifactError(
+            f"{directory} needs about {needed / 1e9:.1f} GB of memory and did not get it ({error}); rebuild with a "
+            f"smaller --max-batch or --max-seq-len: {rebuild_command(directory, manifest)}"
+        ) from error
 
 
 def _open_backend(directory: Path, manifest: Manifest, threads: int) -> Engine:
@@ -37,7 +45,12 @@ def _open_backend(directory: Path, manifest: Manifest, threads: int) -> Engine:
         require_torch(f"{directory} was built for the torch backend")
         from ddtree_trt.runtime.torch import TorchEngine
 
-        return TorchEngine.open(directory, manifest, threads=threads)
+        try:
+            return TorchEngine.open(directory, manifest, threads=threads)
+        except RuntimeError as error:
+            if "alloc" not in str(error):  # PyTorch has no other sign of it on a CPU
+                raise
+            raise MemoryError(str(error).splitlines()[0]) from error
     from ddtree_trt.runtime.trt import TrtEngine
 
     return TrtEngine.open(directory, manifest)

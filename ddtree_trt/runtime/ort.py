@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt import artifact
+from ddtree_trt import tensors as names
 from ddtree_trt.artifact import DrafterDims, Manifest, always_causal
 from ddtree_trt.runtime.drafters import AutoregressiveDrafter, Drafter, check_told
 from ddtree_trt.runtime.engine import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
@@ -42,7 +43,8 @@ class OrtEngine:
         self._drafter: Drafter
         if isinstance(draft_dims, DrafterDims):
             scratch = draft_dims.block_size if always_causal(manifest.toolchain) else 0
-            self._drafter = BlockDrafter(Network(path, draft_dims, *shape), draft_dims, chunk, scratch)
+            widths = {names.TOKEN_IDS: draft_dims.block_size, names.TAPS: taps * draft_dims.hidden_size}
+            self._drafter = BlockDrafter(Network(path, draft_dims, *shape, widths=widths), draft_dims, chunk, scratch)
         else:
             self._drafter = AutoregressiveDrafter(LanguageModel(path, draft_dims, *shape), chunk)
         self._passed: dict[int, _Passed] = {}  # slot → its last target pass
