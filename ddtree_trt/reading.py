@@ -24,7 +24,18 @@ MAX_JSON_BYTES = 4 << 20  # of a configuration or manifest; real ones have some 
 _ECHO = 120  # characters of a foreign value in one complaint
 _T = TypeVar("_T")
 
-_shown = reprlib.Repr()
+
+class _Shown(reprlib.Repr):
+    """Python's notation for all but JSON's own words."""
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return str(value).lower()
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
+
+
+_shown = _Shown()
 _shown.maxlevel, _shown.maxlist, _shown.maxdict, _shown.maxtuple = 2, 6, 4, 6
 _shown.maxstring = _shown.maxlong = _shown.maxother = 60
 

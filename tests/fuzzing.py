@@ -136,10 +136,7 @@ def mutate_weights(data: bytes, rng: random.Random) -> bytes:
         return data + rng.randbytes(rng.choice((1, 8, 4096)))
     if kind < 0.3:
         return data[: rng.randrange(len(data))]
-    if kind < 0.5:
-        header = _change_offsets(header, rng)
-    else:
-        header = mutate_json(header.decode(), rng)
+    header = _change_offsets(header, rng) if kind < 0.5 else mutate_json(header.decode(), rng)
     return struct.pack("<Q", len(header)) + header + values
 
 

@@ -454,7 +454,7 @@ def test_incomplete_shards(tmp_path: Path) -> None:
     swapped = "model-00001-of-00003.safetensors"
     assert placed["model.norm.weight"] != swapped
     edit_json(index, weight_map={**placed, "model.norm.weight": swapped})
-    assert f"puts model.norm.weight in {swapped}" in refusal(tmp_path)
+    assert f"puts 'model.norm.weight' in {swapped}" in refusal(tmp_path)
     index.write_text(whole)
     (tmp_path / swapped).unlink()
     assert "is missing, but model.safetensors.index.json names it" in refusal(tmp_path)

@@ -11,7 +11,6 @@ import json
 import random
 import shutil
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,7 @@ from ddtree_trt.runtime.load import open_engine
 from ddtree_trt.runtime.sampling import DrawnFrom
 from ddtree_trt.runtime.text import TextCodec
 
-FAST, SLOW = 6, 50  # seeds, of 40 cases of builds and 10 of manifests each
+FAST, SLOW = 6, 50  # seeds, of 40 cases of builds and 40 of manifests each
 HANG_S = 60.0  # what one case may take, thirty times what it takes on a busy machine
 PROMPT = np.array([3, 1, 4, 1, 5, 9, 2, 6])
 FILES = (
@@ -112,14 +111,12 @@ def one_build(whole: Whole, folder: Path, rng: random.Random) -> bool:
         refused_in_one_line(error)
         assert not (folder / "engine").exists()
         return False
-    reference, same = load_manifest(whole.engine), [WEIGHTS]
-    if manifest.target_dims == reference.target_dims and manifest.limits == reference.limits:
-        same.append(TARGET_GRAPH)
-        if manifest.drafter_dims == reference.drafter_dims:
-            same.append(DRAFTER_GRAPH)
-    if name.endswith(".json"):
-        assert {n: manifest.files[n] for n in same} == {n: reference.files[n] for n in same}
-    assert all(len(part) > 1 for part in says(folder / "engine"))
+    reference, numbers = load_manifest(whole.engine), ("target_dims", "drafter_dims", "limits")
+    unchanged = all(getattr(manifest, n) == getattr(reference, n) for n in numbers)
+    if name.endswith(".json") and unchanged:
+        for same in (TARGET_GRAPH, DRAFTER_GRAPH, WEIGHTS):
+            assert manifest.files[same] == reference.files[same]
+    assert all(says(folder / "engine"))
     return True
 
 
@@ -159,18 +156,16 @@ def run_cases(case: object, whole: Whole, folder: Path, seed: int, count: int) -
     return accepted
 
 
-def seeds() -> Iterator[object]:
-    yield from range(FAST)
-    yield from (pytest.param(seed, marks=pytest.mark.slow) for seed in range(FAST, SLOW))
+SEEDS = [*range(FAST), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(FAST, SLOW))]
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", SEEDS)
 def test_checkpoints(whole: Whole, tmp_path: Path, seed: int) -> None:
     assert 0 < run_cases(one_build, whole, tmp_path, seed, 40) < 40
 
 
-@pytest.mark.parametrize("seed", seeds())
+@pytest.mark.parametrize("seed", SEEDS)
 def test_manifests(whole: Whole, tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int) -> None:
-    run_cases(one_manifest, whole, tmp_path, seed, 10)
+    assert 0 < run_cases(one_manifest, whole, tmp_path, seed, 40) < 40
     shown = capsys.readouterr().out
     assert all(line.isprintable() for line in shown.splitlines()) and "\x1b" not in shown

@@ -61,7 +61,7 @@ def open_tensors(directory: Path) -> dict[str, StoredTensor]:
                 tensors[name] = tensor
     for name, file_name in (placed or {}).items():
         if name not in tensors:
-            raise CheckpointError(f"{directory / INDEX_FILE} puts {name} in {file_name}, which does not hold it")
+            raise CheckpointError(f"{directory / INDEX_FILE} puts {shown(name)} in {file_name}, which does not hold it")
     return tensors
 
 

@@ -128,7 +128,7 @@ class Network:
         }
         for name, axes in expected.items():
             shape = there.get(name)
-            if shape is None or any(shape[axis] != wanted for axis, wanted in axes.items()):
+            if shape is None or any(shape[axis:][:1] != [wanted] for axis, wanted in axes.items()):
                 wanted = " and ".join(f"{wanted} on axis {axis}" for axis, wanted in axes.items())
                 raise ArtifactError(f"{path}: {name} is {shape}, the manifest asks for {wanted}; rebuild the engine")
 
