@@ -83,7 +83,7 @@ def template_variables(tokenizer: Any, directory: Path) -> set[str] | None:
         source = Source(str(directory), CheckpointError, "fetch the tokenizer again")
         raise source.fault(f"the chat template cannot be parsed ({' '.join(str(error).split())[:200]})") from error
     names = list(tree.find_all(nodes.Name))
-    stored = {name.name for name in names if name.ctx != "load"}
+    stored = {name.name for name in names if name.ctx != "load"} | {macro.name for macro in tree.find_all(nodes.Macro)}
     # Stored too, but asked for first: `x is defined`, `x | default(…)`.
     asked: list[Any] = [test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")]
     asked += [call.node for call in tree.find_all(nodes.Filter) if call.name in ("default", "d")]
