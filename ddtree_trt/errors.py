@@ -5,6 +5,12 @@
 
 from __future__ import annotations
 
+import reprlib
+from itertools import islice
+from typing import Any
+
+SHOWN_CHARACTERS = 200
+
 
 class DDTreeError(Exception):
     """Base of every error this package raises on purpose."""
@@ -36,3 +42,39 @@ class EngineError(DDTreeError):
 
 class MissingDependency(DDTreeError):
     """An optional package or native library is not installed."""
+
+
+class _Shown(reprlib.Repr):
+    """`reprlib` without the parts that take as long as the value is large, or fail: it writes an integer out, and
+    sorts what has no order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = SHOWN_CHARACTERS
+
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() <= 1024:
+            return repr(x)
+        return f"an integer of about {int(x.bit_length() * 0.30103) + 1} digits"
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        if level <= 0 and x:
+            return "{...}"
+        pieces = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in islice(x.items(), self.maxdict)]
+        return "{" + ", ".join(pieces + ["..."] * (len(x) > self.maxdict)) + "}"
+
+    def repr_set(self, x: set[Any], level: int) -> str:
+        return f"a set of {len(x)}"
+
+    def repr_frozenset(self, x: frozenset[Any], level: int) -> str:
+        return f"a set of {len(x)}"
+
+
+def shown(value: object) -> str:
+    """A caller's value for an error message, as `repr` writes it, in at most 200 characters and a time that does not
+    grow with the value."""
+    try:
+        text = _Shown().repr(value)
+    except Exception:  # the value's own `__repr__`
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."

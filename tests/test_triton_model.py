@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_triton import Instance, TritonError, loaded
+from fake_triton import Instance, Request, TritonError, loaded
 
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.build.triton import ExportRequest, export_triton
@@ -157,12 +157,71 @@ def test_an_engine_failure_is_told_and_the_next_request_runs(
 
     with monkeypatch.context() as patch:
         patch.setattr(instance.model._service._llm.engine, "verify", fails)
-        with pytest.raises(TritonError, match="out of luck") as caught:
+        with pytest.raises(TritonError, match="unexpected RuntimeError; the server's log says more") as caught:
             list(instance.start(trtllm()).responses())
     assert caught.value.code == "INTERNAL"
     truth = llm.generate(PROMPT, SamplingParams(max_tokens=9))[0].outputs[0].text
     assert joined(instance.start(trtllm(max_tokens=9))) == truth
     eventually(instance, ddtree_requests_running=0, ddtree_engine_failed=0)
+
+
+def raw(text: str) -> dict[str, np.ndarray]:
+    return {**trtllm(), "sampling_parameters": strings(text)}
+
+
+class Unreadable(np.ndarray):
+    """A tensor that cannot be read, in a way nobody foresaw."""
+
+    def reshape(self, *_: Any) -> np.ndarray:
+        raise MemoryError("/secret/path")
+
+
+HOSTILE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    (
+        raw('{"seed": 1' + "0" * 400 + "}"),
+        {},
+        "INVALID_ARG",
+        "seed must be from 0 to .* an integer of about 401 digits",
+    ),
+    (raw('{"seed": ' + "9" * 5000 + "}"), {}, "INVALID_ARG", "a number has too many digits"),
+    (raw('{"seed": "' + "9" * 5000 + '"}'), {}, "INVALID_ARG", "seed must be an integer"),
+    (raw('{"seed": "' + "[" * 100_000 + '"}'), {}, "INVALID_ARG", "seed must be an integer"),
+    (raw("[" * 100_000), {}, "INVALID_ARG", "nested too deeply"),
+    (raw('{"a":' * 100_000), {}, "INVALID_ARG", "nested too deeply"),
+    (raw("{"), {}, "INVALID_ARG", "sampling_parameters is not JSON"),
+    (raw('["' + "x" * 5000 + '"]'), {}, "INVALID_ARG", "must be a JSON object, not"),
+    (raw('{"logit_bias": {"' + "9" * 5000 + '": 1}}'), {}, "INVALID_ARG", "is not a token id"),
+    (raw('{"temperature": 1e999}'), {}, "INVALID_ARG", "temperature must be a number from 0 to 100"),
+    (raw('{"\\ud800": 1}'), {}, "INVALID_ARG", "unknown sampling parameter"),
+    (raw('{"\\ud800": 1}'), {"parameters": {"\ud800": 1}}, "INVALID_ARG", "is given twice"),
+    (raw('{"' + "k" * 9000 + '": 1}'), {"parameters": {"k" * 9000: 1}}, "INVALID_ARG", "kkkkk"),
+    (raw('{"stop": "\\ud800"}'), {}, "INVALID_ARG", "stop is not valid Unicode"),
+    (raw('{"method": {}}'), {}, "INVALID_ARG", "method must be auto or one of"),
+    (trtllm(), {"parameters": {"timeout": 10**400}}, "INVALID_ARG", "timeout must be microseconds"),
+    (trtllm(), {"parameters": {"timeout": "x"}}, "INVALID_ARG", "timeout must be microseconds"),
+    ({"text_input": np.array([[b"\xff\xfe"]], object)}, {}, "INVALID_ARG", "text_input is not valid UTF-8"),
+    ({**trtllm(), "seed": np.zeros((0,))}, {}, "INVALID_ARG", "seed must hold one value"),
+    ({**trtllm(), "seed": np.zeros(1).view(Unreadable)}, {}, "INTERNAL", "unexpected MemoryError; the server's log"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "options", "code", "message"), HOSTILE, ids=lambda v: str(v)[:40])
+def test_one_bad_request_touches_no_other_of_its_batch(
+    instance: Instance, llm: LLM, inputs: dict[str, Any], options: dict[str, Any], code: str, message: str
+) -> None:
+    good = trtllm(max_tokens=9)
+    calls: list[tuple[dict[str, Any], dict[str, Any]]] = [(good, {}), (inputs, options), (good, {})]
+    batch = [Request(instance.declared, given, **more) for given, more in calls]
+    instance.model.execute(batch)
+    with pytest.raises(TritonError, match=message) as caught:
+        list(batch[1].responses())
+    assert caught.value.code == code
+    text = str(caught.value)
+    assert len(text) <= 1000 and "\n" not in text and "/" not in text and "Traceback" not in text
+    text.encode()
+    truth = llm.generate(PROMPT, SamplingParams(max_tokens=9))[0].outputs[0].text
+    assert [joined(batch[0]), joined(batch[2])] == [truth, truth]
+    eventually(instance, ddtree_requests_running=0)
 
 
 def test_closing_ends_what_is_under_way(tiny_engine: Path, tmp_path: Path) -> None:

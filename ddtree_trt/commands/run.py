@@ -72,12 +72,15 @@ def run(
         raise UsageError("--show-tree draws one run; give it without --compare")
 
     from ddtree_trt import console
+    from ddtree_trt.runtime import chat_template
     from ddtree_trt.runtime.llm import LLM
     from ddtree_trt.runtime.methods import resolve_method
     from ddtree_trt.runtime.params import SamplingParams, check_device_rounds
 
     params = SamplingParams.from_mapping({k: v for k, v in given.items() if v is not None})
     rounds = check_device_rounds(device_rounds)
+    if not raw:
+        chat_template.start()  # beside the loading of the engine
     with LLM(directory, threads=threads, profile=profile, device_rounds=rounds) as llm:
         params = replace(params, method=resolve_method(params.method, llm.engine.manifest.drafter_kind))
         if text is None:

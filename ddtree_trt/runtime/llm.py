@@ -13,7 +13,7 @@ from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.requests import Request, RequestMaker
 from ddtree_trt.runtime.scheduler import Scheduler
-from ddtree_trt.runtime.text import Prompt, TextCodec
+from ddtree_trt.runtime.text import Prompt, TextCodec, as_prompts
 
 
 class LLM:
@@ -109,11 +109,11 @@ class LLM:
     def _make(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
-        items = _as_prompts(prompts)
+        items = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(items)
         else:
-            each = list(params)
+            each = list(params) if isinstance(params, Sequence) else [params] * len(items)
             if len(each) != len(items):
                 raise UsageError(f"{len(items)} prompts but {len(each)} sampling params; give one, or one per prompt")
         return [self._maker.make(prompt, p) for prompt, p in zip(items, each, strict=True)]
@@ -127,13 +127,3 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt (text, token ids, messages) or a list of them, as a list."""
-    if isinstance(prompts, str):
-        return [prompts]
-    items = list(prompts)
-    if (items and all(isinstance(p, int) for p in items)) or (items and all(isinstance(p, dict) for p in items)):
-        return [items]
-    return items

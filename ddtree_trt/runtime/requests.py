@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.budget import AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.decode import Watcher
 from ddtree_trt.runtime.device_rounds import check_mode, why_host
@@ -88,6 +88,11 @@ class RequestMaker:
     ) -> Request:
         """`device_rounds` is for this request instead of all. Raises UsageError for a prompt that is empty, out of
         vocabulary or too long, or params the engine cannot honour."""
+        if not isinstance(params, SamplingParams):
+            raise UsageError(
+                f"sampling_params must be SamplingParams, not {shown(params)}; make them of names with "
+                "SamplingParams.from_mapping"
+            )
         ids = self._codec.encode(prompt)
         params = replace(params, method=resolve_method(params.method, self._manifest.drafter_kind))
         self._check(ids, params)
@@ -112,18 +117,22 @@ class RequestMaker:
                 f"(max_seq_len {limits.max_seq_len}); shorten it or rebuild with a larger --max-seq-len"
             )
         if (out := next((t for t in ids if not 0 <= t < vocab), None)) is not None:
-            raise UsageError(f"token id {out} in the prompt is outside the vocabulary of {vocab}")
+            raise UsageError(f"token id {shown(out)} in the prompt is outside the vocabulary of {vocab}")
         for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if (out := next((t for t in tokens if t >= vocab), None)) is not None:
-                raise UsageError(f"{name}: token id {out} is outside the vocabulary of {vocab}")
+                raise UsageError(f"{name}: token id {shown(out)} is outside the vocabulary of {vocab}")
+        if params.min_tokens and len(self._ends(params)) >= vocab:
+            raise UsageError(
+                f"min_tokens ({params.min_tokens}) needs a token that does not end the text, and stop_token_ids name "
+                f"the whole vocabulary of {vocab}; leave one of the two out"
+            )
         if params.tree_budget != "auto" and params.tree_budget > limits.max_tree_budget:
             raise UsageError(
-                f"tree_budget {params.tree_budget} is above this engine's {limits.max_tree_budget}; "
+                f"tree_budget {shown(params.tree_budget)} is above this engine's {limits.max_tree_budget}; "
                 "lower it or rebuild with a larger --max-tree-budget"
             )
 
     def _sequence(self, index: int, ids: list[int], params: SamplingParams, echo: str, why: str | None) -> Sequence:
-        eos = frozenset() if params.ignore_eos else frozenset(self._manifest.stop_token_ids)
         stream = TextStream(
             self._codec,
             params.stop,
@@ -134,16 +143,21 @@ class RequestMaker:
             index=index,
             prompt=ids,
             params=params,
-            eos_ids=eos,
+            eos_ids=self._eos(params),
             capacity=self._manifest.limits.max_seq_len,
-            sampler=Sampler(
-                params, self._manifest.target_dims.vocab_size, ids, eos | set(params.stop_token_ids), index
-            ),
+            sampler=Sampler(params, self._manifest.target_dims.vocab_size, ids, self._ends(params), index),
             stream=stream,
             budget=self._budget(params),
             metrics=RequestMetrics(on_device=why is None, why_host=why),
             echo=echo,
         )
+
+    def _eos(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset() if params.ignore_eos else frozenset(self._manifest.stop_token_ids)
+
+    def _ends(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end the text, all of which min_tokens forbids."""
+        return self._eos(params) | set(params.stop_token_ids)
 
     def _budget(self, params: SamplingParams) -> Budget:
         if params.tree_budget != "auto":
