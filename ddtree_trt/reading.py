@@ -10,8 +10,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 import reprlib
+import stat
 import types
 import typing
 from dataclasses import dataclass
@@ -93,13 +95,20 @@ class Source:
 def read_json(path: Path, source: Source, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """The content of a JSON file in UTF-8 of at most `max_bytes`. Raises the source's error."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise source.fault("it is not a regular file")
             data = file.read(max_bytes + 1)
     except OSError as error:
         raise source.fault(f"it cannot be read ({error.strerror or error})") from error
     if len(data) > max_bytes:
         raise source.fault(f"it has more than {max_bytes >> 20} MiB")
     return parse_json(data, source)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Opening a pipe would wait for somebody to write into it."""
+    return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
 def read_object(path: Path, source: Source, *, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:

@@ -17,8 +17,9 @@ import pytest
 import ddtree_trt
 from ddtree_trt import LLM, RequestOutput, SamplingParams
 from ddtree_trt.errors import EngineError, UsageError
-from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull, as_they_come
+from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull
 from ddtree_trt.runtime.requests import Request
+from ddtree_trt.runtime.submission import as_they_come
 
 PROMPTS_FILE = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "prompts.jsonl"
 LINES = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()

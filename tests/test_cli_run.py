@@ -91,6 +91,7 @@ def test_the_newest_engine_is_the_default(tiny_engine: Path, tmp_path: Path) -> 
     ("options", "message"),
     [
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens must be at least 1, not 0"),
+        (["--prompt", "x", "--max-tokens", "100000"], "max_tokens 100000 does not fit: the prompt leaves"),
         (["--prompt", "x", "--temperature", "-1"], "temperature must be from 0 to 100, not -1.0"),
         (["--prompt", "x", "--method", "magic"], "method must be auto or one of"),
         (["--prompt", "x", "--tree-budget", "many"], "--tree-budget must be a number or auto, not 'many'"),

@@ -27,6 +27,7 @@ OWNERS = {
 # What build and runtime share, with the leaves each of them may import beside `errors`.
 LEAVES: dict[str, tuple[str, ...]] = {
     "errors.py": (),
+    "files.py": (),
     "reading.py": (),
     "dimensions.py": ("reading",),
     "artifact.py": ("dimensions", "reading"),

@@ -141,12 +141,16 @@ def test_wrong_requests_are_told_so(instance: Instance) -> None:
     for inputs, message in (
         ({}, "text_input is missing"),  # the server lets this through
         (trtllm(max_tokens=0), "max_tokens must be at least 1"),
+        (
+            trtllm(max_tokens=100_000),
+            r"max_tokens 100000 does not fit: the prompt leaves \d+ of this engine's \d+ tokens",
+        ),
         (trtllm(""), "the prompt has no tokens"),
     ):
         with pytest.raises(TritonError, match=message) as caught:
             list(instance.start(inputs).responses())
         assert caught.value.code == "INVALID_ARG"
-    eventually(instance, refused=before + 3)
+    eventually(instance, refused=before + 4)
 
 
 def test_an_engine_failure_is_told_and_the_next_request_runs(

@@ -7,6 +7,7 @@ an engine: beside its place, the marker last, then put there in one step.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -27,8 +28,10 @@ from ddtree_trt.artifact import (
     verify_files,
 )
 from ddtree_trt.build.directory import atomic_directory
-from ddtree_trt.errors import BuildError, UsageError
+from ddtree_trt.errors import ArtifactError, BuildError, UsageError
 from ddtree_trt.triton import ENGINE_FOLDER, LAYOUT_NAMES, LayoutName
+
+_log = logging.getLogger(__name__)
 
 MARKER = "export.json"
 VERSION_FOLDER = "1"
@@ -169,12 +172,25 @@ def _check_untouched(destination: Path) -> None:
 def _copy_engine(source: Path, manifest: Manifest, destination: Path, progress: Progress) -> None:
     destination.mkdir()
     total, done = sum(entry.size for entry in manifest.files.values()), 0
-    for name in (*manifest.files, PROFILE, MANIFEST):
-        if name == PROFILE and not (source / name).is_file():
-            continue
-        shutil.copyfile(source / name, destination / name)
+    for name in (*manifest.files, MANIFEST):
+        _copy(source / name, destination / name)
         done += manifest.files[name].size if name in manifest.files else 0
         progress("copy engine", done, total)
+    if (source / PROFILE).is_file():
+        try:
+            _copy(source / PROFILE, destination / PROFILE)
+        except ArtifactError as error:
+            _log.warning("%s; the exported model measures latencies itself, at every start", error)
+
+
+def _copy(source: Path, destination: Path) -> None:
+    """Raises ArtifactError where the source cannot be read, OSError where the destination cannot be written."""
+    try:
+        with source.open("rb"):
+            pass
+    except OSError as error:
+        raise ArtifactError(f"{source} cannot be read ({error.strerror})") from error
+    shutil.copyfile(source, destination)
 
 
 def _curl(name: str, layout: str, *, stream: bool) -> str:

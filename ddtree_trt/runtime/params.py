@@ -13,6 +13,7 @@ from ddtree_trt.errors import UsageError, shown
 
 Method = Literal["ddtree", "dflash", "ar", "dflash-sample", "draft-model"]
 METHODS: tuple[str, ...] = get_args(Method)
+DEFAULT_MAX_TOKENS = 256
 MAX_LOGPROBS = 20
 
 # Whether rounds stay on the device. auto: where the engine has a GPU, for requests they can serve; on: refuse others.
@@ -29,7 +30,7 @@ class SamplingParams:
     """
 
     n: int = 1  # completions of one prompt
-    max_tokens: int = 256
+    max_tokens: int | None = None  # None: DEFAULT_MAX_TOKENS, or as many as fit; more than fit is refused
     min_tokens: int = 0  # no stop token and no stop string before this many
     temperature: float = 0.0  # 0 is greedy
     top_k: int = 0  # 0: all
@@ -66,7 +67,7 @@ class SamplingParams:
             raise UsageError("top_p must be above 0 and at most 1; for greedy decoding set temperature=0")
         if 0 < self.temperature < _COLDEST:
             raise UsageError(f"temperature must be 0, for greedy decoding, or from {_COLDEST} to 100")
-        if self.min_tokens > self.max_tokens:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise UsageError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
         if not isinstance(self.method, str) or self.method not in ("auto", *METHODS):
             raise UsageError(f"method must be auto or one of {', '.join(METHODS)}, not {shown(self.method)}")
@@ -100,6 +101,11 @@ class SamplingParams:
                 raise UsageError(f"logit_bias: {shown(key)} is not a token id")
             biases[token] = _real(f"logit_bias[{shown(token)}]", bias, -100, 100)
         object.__setattr__(self, "logit_bias", biases)
+
+    @property
+    def wanted_tokens(self) -> int:
+        """Output tokens at most, if the engine has room for them."""
+        return max(DEFAULT_MAX_TOKENS, self.min_tokens) if self.max_tokens is None else self.max_tokens
 
     @property
     def stochastic(self) -> bool:
@@ -136,7 +142,7 @@ _REALS: tuple[tuple[str, float, float], ...] = (
     ("frequency_penalty", -2, 2),
 )
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "echo", "skip_special_tokens")
-_OPTIONAL = {"seed", "logprobs", "prompt_logprobs"}
+_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:

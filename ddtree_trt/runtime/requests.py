@@ -116,6 +116,13 @@ class RequestMaker:
                 f"the prompt has {len(ids)} tokens, this engine takes at most {limits.max_seq_len - 1} "
                 f"(max_seq_len {limits.max_seq_len}); shorten it or rebuild with a larger --max-seq-len"
             )
+        room = limits.max_seq_len - len(ids)
+        for name in ("max_tokens", "min_tokens"):
+            if (getattr(params, name) or 0) > room:
+                raise UsageError(
+                    f"{name} {getattr(params, name)} does not fit: the prompt leaves {room} of this engine's "
+                    f"{limits.max_seq_len} tokens; lower it, shorten the prompt or rebuild with a larger --max-seq-len"
+                )
         if (out := next((t for t in ids if not 0 <= t < vocab), None)) is not None:
             raise UsageError(f"token id {shown(out)} in the prompt is outside the vocabulary of {vocab}")
         for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):

@@ -13,10 +13,11 @@ from typing import Any
 from fastapi import Request
 
 from ddtree_trt.errors import UsageError, shown
-from ddtree_trt.runtime.async_llm import AsyncLLM, Submission
+from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.stats import merge
+from ddtree_trt.runtime.submission import Submission
 from ddtree_trt.serve.errors import INVALID, SERVER, ApiError, cut
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.protocol import ChatRequest, CompletionRequest
