@@ -46,7 +46,6 @@ def test_known_peers_are_listed() -> None:
 
 
 @has_torch
-@pytest.mark.timeout(300)
 def test_transformers_gives_the_engines_tokens(tiny_engine: Path) -> None:
     result = run_bench(
         BenchSettings(str(tiny_engine), methods=("ar",), limit=1, max_tokens=12, warmup_tokens=2, peers=("hf",))
@@ -62,7 +61,6 @@ def test_transformers_gives_the_engines_tokens(tiny_engine: Path) -> None:
 
 
 @has_torch
-@pytest.mark.timeout(300)
 def test_assisted_generation_runs_with_an_assistant(tiny_engine: Path) -> None:
     target = Path(str(context(tiny_engine).checkpoints().target))
     peer = open_peer("hf", context(tiny_engine, assistant=str(target)))

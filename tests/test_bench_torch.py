@@ -21,8 +21,6 @@ from ddtree_trt.check import check_engine
 from ddtree_trt.cli import app
 from ddtree_trt.errors import MissingDependency, UsageError
 
-pytestmark = pytest.mark.usefixtures("quick_profile")
-
 RANDOM = BenchSettings(
     "micro",
     random_weights=True,

@@ -128,7 +128,7 @@ def test_a_name_tensorrt_has_not_is_seen(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_the_types_of_the_bindings(tmp_path: Path) -> None:
     """mypy over the file that speaks to TensorRT, with stubs made from the real bindings; and over wrong versions."""
     if shutil.which("mypy", path=str(Path(sys.executable).parent)) is None:
