@@ -36,3 +36,12 @@ class EngineError(DDTreeError):
 
 class MissingDependency(DDTreeError):
     """An optional package or native library is not installed."""
+
+
+def install_with(extra: str = "") -> str:
+    """The command that installs this package, with an extra of it. It is on no index, so it comes from its source tree.
+
+    Begins with an imperative, to stand after "; " in a message.
+    """
+    target = f"'.[{extra}]'" if extra else "."
+    return f"run in a checkout of ddtree-trt: pip install {target}"

@@ -83,8 +83,8 @@ def test_a_peer_runs_the_engines_checkpoints_and_no_others(tiny_engine: Path, tm
 @pytest.mark.parametrize(
     ("spec", "module", "message"),
     [
-        ("hf", "torch", r"ddtree-trt\[torch\]"),
-        ("tensorrt-llm", "tensorrt_llm", r"ddtree-trt\[trtllm\]"),
+        ("hf", "torch", r"\.\[torch\]"),
+        ("tensorrt-llm", "tensorrt_llm", r"\.\[trtllm\]"),
         ("openai=http://localhost", "openai", "pip install openai"),
     ],
 )

@@ -72,7 +72,10 @@ def test_a_shape_too_large_for_the_device_is_refused() -> None:
 
 def test_torch_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match=r"are made by it and PyTorch is not installed; run: pip install"):
+    with pytest.raises(
+        MissingDependency,
+        match=r"are made by it and PyTorch is not installed; run in a checkout of ddtree-trt: pip install",
+    ):
         run_bench(RANDOM)
 
 

@@ -15,6 +15,8 @@ import pytest
 from pacing import WAIT_S, wait_for
 from serving import LONG, ProcessServer, metrics
 
+from ddtree_trt.errors import install_with
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import load_test
 
@@ -129,10 +131,7 @@ def test_without_the_extra_the_command_names_it(tiny_engine: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 1
-    assert (
-        done.stderr
-        == "error: the server needs the Python package uvicorn; install it with: pip install 'ddtree-trt[serve]'\n"
-    )
+    assert done.stderr == f"error: the server needs the Python package uvicorn; {install_with('serve')}\n"
 
 
 def test_a_crowd_of_clients(tiny_engine: Path) -> None:

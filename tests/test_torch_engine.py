@@ -331,7 +331,7 @@ def test_the_kernels_are_called_right(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_torch_missing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match=r"pip install 'ddtree-trt\[torch\]'"):
+    with pytest.raises(MissingDependency, match=r"pip install '\.\[torch\]'"):
         open_engine(directory)
 
 

@@ -167,13 +167,14 @@ def curl_lines(path: Path) -> list[tuple[str, str, dict[str, object]]]:
 def test_the_documents_examples_run(
     server: TritonServer, repository: Path, llm: LLM, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    truth = expected(llm, "def fib(n):", max_tokens=64)
     documents = [DEPLOYMENT, repository / "tiny" / "README.md", repository / "tiny-vllm" / "README.md"]
     lines = [line for document in documents for line in curl_lines(document)]
     assert len(lines) == 7
+    (prompt,) = {body["text_input"] for _, _, body in lines}
+    truth = expected(llm, prompt, max_tokens=64)
     for model, verb, body in lines:
         responses = [generate(server, model, body)[1]] if verb == "generate" else generate_stream(server, model, body)
-        assert text(responses).removeprefix("def fib(n):") == truth
+        assert text(responses).removeprefix(prompt) == truth
     (program,) = re.findall(r"^```python\n(.*?)^```$", DEPLOYMENT.read_text(), re.MULTILINE | re.DOTALL)
     exec(program.replace("localhost:8001", server.grpc), {})
     assert capsys.readouterr().out.startswith(f"{truth}\nacceptance rate ")
