@@ -1,4 +1,4 @@
-"""The engine directory: the only thing `build` and `runtime` share.
+"""The engine directory and its manifest: all that passes from `build` to `runtime`.
 
 `build` writes it; `runtime` reads it through `load_manifest` and `verify_files` before it opens anything else in it.
 The records here are the manifest: what they hold is what the JSON holds, plus a digest over the whole.

@@ -15,7 +15,7 @@ from pathlib import Path
 from ddtree_trt import __version__
 from ddtree_trt.artifact import installed_versions, load_manifest, newest_engine
 from ddtree_trt.cpu import Cpu, read_cpu
-from ddtree_trt.errors import ArtifactError
+from ddtree_trt.errors import ArtifactError, install_with
 from ddtree_trt.memory import Place, plan_manifest
 from ddtree_trt.plugins import ABI, library
 
@@ -116,7 +116,7 @@ def _driver_version() -> str:
 
 def _check_native() -> Check:
     spec = importlib.util.find_spec("ddtree_trt._native")
-    detail = str(spec.origin) if spec else "not built; run: pip install . (needs a C++17 compiler)"
+    detail = str(spec.origin) if spec else f"not built; {install_with()} (needs a C++17 compiler)"
     return Check("native module", spec is not None, detail, "running any engine: trees and cache compaction in C++")
 
 
@@ -134,7 +134,6 @@ def _check_gpu(gpus: tuple[Gpu, ...]) -> Check:
 def _check_gpu_software() -> tuple[Check, ...]:
     torch, full, cuda = (installed_versions(*names) for names in (("torch",), _TENSORRT, _CUDA_PYTHON))
     nvcc, driver = shutil.which("nvcc"), cuda_of_driver()
-    hint = "not installed; run: pip install 'ddtree-trt[{}]'".format
     return (
         Check(
             "CUDA driver",
@@ -142,10 +141,18 @@ def _check_gpu_software() -> tuple[Check, ...]:
             f"libcuda.so.1, for CUDA up to {driver}" if driver else "no libcuda.so.1",
             "running anything on the GPU",
         ),
-        Check("torch", bool(torch), _listing(torch) or hint("torch"), "the torch backend"),
-        Check("TensorRT", bool(full), _listing(full) or hint("tensorrt"), "building and running tensorrt engines"),
+        Check("torch", bool(torch), _listing(torch) or f"not installed; {install_with('torch')}", "the torch backend"),
         Check(
-            "CUDA for Python", bool(cuda), _listing(cuda) or hint("tensorrt"), "memory and graphs of tensorrt engines"
+            "TensorRT",
+            bool(full),
+            _listing(full) or f"not installed; {install_with('tensorrt')}",
+            "building and running tensorrt engines",
+        ),
+        Check(
+            "CUDA for Python",
+            bool(cuda),
+            _listing(cuda) or f"not installed; {install_with('tensorrt')}",
+            "memory and graphs of tensorrt engines",
         ),
         Check("nvcc", nvcc is not None, nvcc or "not on PATH", "compiling the CUDA kernels and the plugin library"),
     )

@@ -200,7 +200,7 @@ def test_the_plugins_are_loaded_into_a_real_registry(tmp_path: Path) -> None:
     (tmp_path / "other.so").write_bytes(b"not a library")
     command = [lean_python(), "-c", LEAN, str(path), str(tmp_path / "other.so")]
     run = subprocess.run(
-        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=100
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=500
     )
     assert run.returncode == 0, run.stdout + run.stderr
     refusal, ours = run.stdout.splitlines()[-2:]

@@ -128,7 +128,7 @@ def test_a_name_tensorrt_has_not_is_seen(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_the_types_of_the_bindings(tmp_path: Path) -> None:
     """mypy over the file that speaks to TensorRT, with stubs made from the real bindings; and over wrong versions."""
     if shutil.which("mypy", path=str(Path(sys.executable).parent)) is None:
@@ -171,7 +171,7 @@ def test_the_types_of_the_bindings(tmp_path: Path) -> None:
 
 def test_tensorrt_is_not_installed(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
-    refused(machine, tmp_path, MissingDependency, "cannot import tensorrt", "pip install 'ddtree-trt[tensorrt]'")
+    refused(machine, tmp_path, MissingDependency, "cannot import tensorrt", "pip install '.[tensorrt]'")
 
 
 def test_cuda_python_is_not_installed(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,7 +219,7 @@ def test_wrong_call(
 def test_a_backend_that_is_not_installed(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     result = cli("build", "--target", "tiny", "--backend", "tensorrt", "--output", tmp_path / "e")
-    assert_refused(result, 1, "cannot import tensorrt", "pip install 'ddtree-trt[tensorrt]'")
+    assert_refused(result, 1, "cannot import tensorrt", "pip install '.[tensorrt]'")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -333,7 +332,7 @@ def slow(self, key, array):
     count += 1
     if count == 20:
         print("in the middle", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     return write(self, key, array)
 WeightFile._write = slow
 from ddtree_trt.cli import main
@@ -348,7 +347,7 @@ def interrupt_build(args: list[object], signal_number: int) -> subprocess.Comple
         assert process.stdout is not None
         assert process.stdout.readline() == "in the middle\n", process.communicate()
         process.send_signal(signal_number)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
@@ -378,7 +377,7 @@ def test_sigkill_in_the_middle_of_a_build(cli: Cli, pair: tuple[Path, Path], old
 def test_a_running_build_survives_another_of_the_same_name(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Two builds at once: neither removes the other's files, and the last to end replaces nothing by accident."""
     engine = tmp_path / "engines" / "mine"
-    code = SLOW_BUILD.replace("time.sleep(60)", "sys.stdin.read()")
+    code = SLOW_BUILD.replace("time.sleep(600)", "sys.stdin.read()")
     command = [sys.executable, "-c", code, *map(str, build_args(pair, engine))]
     streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **streams) as slow:
@@ -386,7 +385,7 @@ def test_a_running_build_survives_another_of_the_same_name(pair: tuple[Path, Pat
         assert slow.stdout.readline() == "in the middle\n"
         compile_engine(BuildRequest(target="mine", checkpoint=pair[0], drafter=pair[1], output=engine))
         before = fingerprint(engine)
-        out, err = slow.communicate(timeout=30)
+        out, err = slow.communicate(timeout=300)
     assert_refused((slow.returncode, out, err), 1, f"cannot write {engine}", "nothing was changed")
     assert fingerprint(engine) == before
     assert [p.name for p in engine.parent.iterdir()] == ["mine"]
@@ -412,9 +411,8 @@ def test_peak_memory_is_below_two_and_a_half_times_the_weights(tmp_path: Path) -
     pair = make_pair(tmp_path / "pair", dtype="bf16", vocab_size=16384, intermediate_size=3072, **dims)
     weights = sum((directory / "model.safetensors").stat().st_size for directory in pair)
     assert weights > 200e6
-    start = time.monotonic()
     command = [sys.executable, "-c", MEASURE, *map(str, pair), str(tmp_path / "engine")]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     result = json.loads(run.stdout)
     assert result["written"] > 1.9 * weights
-    assert result["peak"] < 2.5 * weights, f"{result}, {time.monotonic() - start:.1f} s"
+    assert result["peak"] < 2.5 * weights, result

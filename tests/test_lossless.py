@@ -205,7 +205,7 @@ def test_first_tokens_are_distributed_as_the_targets(method: str, name: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("filtered", ["all", "top-k", "top-p"])

@@ -56,7 +56,7 @@ def test_the_library_carries_its_abi(plugin_library):
 
 def test_the_lean_registry_finds_and_creates_the_plugins(plugin_library):
     run = subprocess.run(
-        [lean_python(), str(REGISTRY), str(plugin_library)], capture_output=True, text=True, timeout=100
+        [lean_python(), str(REGISTRY), str(plugin_library)], capture_output=True, text=True, timeout=500
     )
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(run.stdout.splitlines()[-1])

@@ -43,7 +43,7 @@ TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=6)
 
 
 @given(options=OPTIONS, prompt=TOKENS, output=TOKENS, seed=st.integers(0, 10**6))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_distribution_is_the_documented_one(
     options: dict[str, Any], prompt: list[int], output: list[int], seed: int
 ) -> None:
@@ -182,7 +182,7 @@ class Fixed(Sampler):
 
 
 @given(p=PROBS, q=PROBS, p_holes=HOLES, q_holes=HOLES, width=st.integers(1, 5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_acceptance_gives_back_the_targets_distribution(
     p: list[float], q: list[float], p_holes: set[int], q_holes: set[int], width: int
 ) -> None:

@@ -38,8 +38,6 @@ from ddtree_trt.runtime.tree import TokenTree
 TOKENS = 64
 VOCAB = 2048
 
-pytestmark = pytest.mark.usefixtures("quick_profile")
-
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -305,7 +303,6 @@ def test_buckets_rise_to_the_largest_pass() -> None:
         assert steps[-1] == largest and steps[0] == 1 and steps == sorted(set(steps))
 
 
-@pytest.mark.timeout(300)
 def test_the_kernels_are_called_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine as it runs on a GPU, but for the graphs: the operators are the kernels' own source on the CPU."""
     library = torch_operators()
@@ -334,7 +331,7 @@ def test_the_kernels_are_called_right(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_torch_missing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match=r"pip install 'ddtree-trt\[torch\]'"):
+    with pytest.raises(MissingDependency, match=r"pip install '\.\[torch\]'"):
         open_engine(directory)
 
 

@@ -42,8 +42,6 @@ LOGITS: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_p": 0.1},
 ]
 
-pytestmark = pytest.mark.usefixtures("quick_profile")
-
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:

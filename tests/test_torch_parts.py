@@ -119,7 +119,6 @@ def assert_rounded_once(found: Tensor, exact: Tensor, half_step: float) -> None:
     torch.testing.assert_close(found.double(), exact, rtol=1.02 * half_step, atol=1e-5)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("width", [8, 192, 2560, 4096])
 def test_the_kernels_norm(operators: None, precision: str, width: int) -> None:
@@ -133,7 +132,6 @@ def test_the_kernels_norm(operators: None, precision: str, width: int) -> None:
         assert_rounded_once(normed, exact, half_step)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (1, 1, 64), (8, 2, 128), (3, 3, 128)])
 def test_the_kernels_split_and_turn(operators: None, precision: str, heads: tuple[int, int, int]) -> None:
@@ -154,7 +152,6 @@ def test_the_kernels_split_and_turn(operators: None, precision: str, heads: tupl
             torch.testing.assert_close(x.double(), expected, rtol=1.02 * half_step, atol=2e-4)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("inner", [8, 512, 2056])
 def test_the_kernels_swiglu(operators: None, precision: str, inner: int) -> None:
@@ -165,7 +162,6 @@ def test_the_kernels_swiglu(operators: None, precision: str, inner: int) -> None
     assert_rounded_once(KernelMath().swiglu(gate_up), F.silu(gate) * up, half_step)
 
 
-@pytest.mark.timeout(300)
 def test_the_kernels_refuse_what_they_do_not_have(operators: None) -> None:
     ops, half = torch.ops.ddtree, torch.bfloat16
     x, w, tables = torch.zeros(2, 16, dtype=half), torch.zeros(16, dtype=half), torch.zeros(2, 5, 64)

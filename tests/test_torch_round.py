@@ -33,8 +33,6 @@ from ddtree_trt.runtime.torch_round_ops import HostOps, KernelOps
 
 TOKENS = 50
 
-pytestmark = pytest.mark.usefixtures("quick_profile")
-
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -228,7 +226,6 @@ def test_forced_rounds_commit_what_is_forced(engine: TorchEngine, prompts: list[
     assert set(lengths[0]) == {5}
 
 
-@pytest.mark.timeout(300)
 def test_rounds_on_the_kernels(
     directory: Path, tmp_path: Path, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

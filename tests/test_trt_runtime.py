@@ -29,7 +29,7 @@ from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.stats import ROUND_STAGES
 from ddtree_trt.runtime.trt import TrtEngine
 
-pytestmark = [pytest.mark.trt, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.trt, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PROMPTS = ["def fib(n):", "There are 13 muffins on Yaya's table. She sells 6 of them. How many are left?", "a"]
 

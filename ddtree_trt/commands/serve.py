@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.artifact import newest_engine
-from ddtree_trt.errors import MissingDependency
+from ddtree_trt.errors import MissingDependency, install_with
 from ddtree_trt.runtime.params import check_device_rounds
 from ddtree_trt.serve.options import ServeOptions
 
@@ -77,7 +77,5 @@ def serve(
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("ddtree_trt"):
             raise
-        raise MissingDependency(
-            f"the server needs the Python package {error.name}; install it with: pip install 'ddtree-trt[serve]'"
-        ) from error
+        raise MissingDependency(f"the server needs the Python package {error.name}; {install_with('serve')}") from error
     serve_engine(directory, options)

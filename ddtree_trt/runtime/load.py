@@ -13,7 +13,7 @@ from ddtree_trt.artifact import (
     rebuild_command,
     verify_files,
 )
-from ddtree_trt.errors import ArtifactError, MissingDependency
+from ddtree_trt.errors import ArtifactError, MissingDependency, install_with
 from ddtree_trt.memory import plan_manifest
 from ddtree_trt.runtime.engine import Engine
 
@@ -59,7 +59,7 @@ def _open_backend(directory: Path, manifest: Manifest, threads: int) -> Engine:
 def require_torch(why: str) -> None:
     """Raises MissingDependency, which begins with `why`, where PyTorch is not installed."""
     if importlib.util.find_spec("torch") is None:
-        raise MissingDependency(f"{why} and PyTorch is not installed; run: pip install 'ddtree-trt[torch]'")
+        raise MissingDependency(f"{why} and PyTorch is not installed; {install_with('torch')}")
 
 
 def _check_onnxruntime(directory: Path, manifest: Manifest) -> None:

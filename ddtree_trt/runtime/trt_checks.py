@@ -11,11 +11,9 @@ from typing import Any
 
 from ddtree_trt import artifact, plugins
 from ddtree_trt.artifact import Manifest, rebuild_command
-from ddtree_trt.errors import ArtifactError, EngineError, MissingDependency
+from ddtree_trt.errors import ArtifactError, EngineError, MissingDependency, install_with
 from ddtree_trt.plugins import library
 from ddtree_trt.runtime.cuda import call, cuda_bindings
-
-_INSTALL = "run: pip install 'ddtree-trt[tensorrt]'"
 
 
 def check_machine(directory: Path, manifest: Manifest) -> tuple[Any, Any, Path]:
@@ -36,7 +34,7 @@ def import_tensorrt(directory: Path, manifest: Manifest) -> Any:
         version = manifest.toolchain.get("tensorrt", "of an unknown version")
         raise MissingDependency(
             f"{directory} was built with TensorRT {version}, which cannot be imported here "
-            f"({str(error).splitlines()[0]}); {_INSTALL}"
+            f"({str(error).splitlines()[0]}); {install_with('tensorrt')}"
         ) from error
 
 
