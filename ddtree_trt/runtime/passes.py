@@ -1,4 +1,4 @@
-"""Trees of several slots as one target pass of a fixed size: buckets of T, and rows that pad to them."""
+"""Trees of several slots as one target pass of a fixed size, and the rows that pad them to it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt.buckets import buckets as buckets  # where the sizes come from
 from ddtree_trt.runtime.engine import VerifyRequest
 
 Int32 = NDArray[np.int32]
-
-
-def buckets(largest: int) -> list[int]:
-    """Numbers of tree tokens a graph is made for, rising to `largest`: a pass of T tokens takes the next one up.
-
-    Matrix products work in tiles of 16 rows and more, so that finer steps would save nothing.
-    """
-    steps = [1, 2, 4, 8, *range(16, 128, 16), *range(128, 256, 32), *range(256, largest, 128)]
-    return [*(t for t in steps if t < largest), largest]
 
 
 @dataclass(frozen=True)
