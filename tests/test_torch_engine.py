@@ -30,7 +30,7 @@ from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.passes import buckets
 from ddtree_trt.runtime.profile import fingerprint
 from ddtree_trt.runtime.torch import TorchEngine
-from ddtree_trt.runtime.torch_attention import KernelAttention
+from ddtree_trt.runtime.torch_attention import KernelAttention, Scratch
 from ddtree_trt.runtime.torch_drafters import BlockDrafter
 from ddtree_trt.runtime.torch_graphs import Graphs
 from ddtree_trt.runtime.tree import TokenTree
@@ -311,7 +311,8 @@ def test_the_kernels_are_called_right(tmp_path: Path, monkeypatch: pytest.Monkey
     library = torch_operators()
     monkeypatch.setattr(torch_attention, "find", lambda name: library)
     plain = build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", tmp_path / "e", precision="bf16", max_batch=2)
-    monkeypatch.setattr("ddtree_trt.runtime.torch.attention_for", lambda device, *_: KernelAttention(device))
+    torch_attention.load_operators()
+    monkeypatch.setattr("ddtree_trt.runtime.torch.attention_for", lambda *given: KernelAttention(given[-1]))
     kernels = open_engine(tmp_path / "e")
     assert isinstance(kernels, TorchEngine) and kernels.cache._kernels
     rng = np.random.default_rng(1)
@@ -349,9 +350,39 @@ def test_kernels_missing_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch_attention, "find", missing)
     monkeypatch.setattr(torch.ops, "ddtree", object())
+    cuda, scratch = torch.device("cuda"), Scratch(0, torch.device("cpu"))
     with pytest.raises(MissingDependency, match="libddtree_torch"):
-        torch_attention.attention_for(torch.device("cuda"), torch.bfloat16, 128)
-    assert not torch_attention.attention_for(torch.device("cuda"), torch.float32, 128).kernels
+        torch_attention.attention_for(cuda, torch.bfloat16, 128, scratch)
+    assert not torch_attention.attention_for(cuda, torch.float32, 128, scratch).kernels
+
+
+PRODUCTS = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
+PRODUCTS += ["allow_tf32", "allow_fp16_accumulation"]
+
+
+@pytest.fixture
+def products() -> Iterator[Any]:
+    """PyTorch's settings of matrix products on a GPU, all loose."""
+    settings = torch.backends.cuda.matmul
+    before = {name: getattr(settings, name) for name in PRODUCTS}
+    for name in PRODUCTS:
+        setattr(settings, name, True)
+    yield settings
+    for name, value in before.items():
+        setattr(settings, name, value)
+
+
+def test_sums_of_products_stay_single_on_a_gpu(directory: Path, products: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening on a GPU turns off what PyTorch leaves on: sums of a product's parts in half precision."""
+    built = load_manifest(directory)
+    TorchEngine.open(directory, built).close()
+    assert all(getattr(products, name) for name in PRODUCTS)  # a CPU engine leaves the process alone
+    monkeypatch.setattr("ddtree_trt.runtime.torch.choose_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("ddtree_trt.runtime.torch.check_device", lambda *_: None)
+    monkeypatch.setattr("ddtree_trt.runtime.torch.read_weights", lambda *_: {})
+    with pytest.raises((AssertionError, RuntimeError)):  # there is no GPU to go on with
+        TorchEngine.open(directory, built)
+    assert not any(getattr(products, name) for name in PRODUCTS)
 
 
 def test_a_weight_file_of_another_model(tmp_path: Path) -> None:

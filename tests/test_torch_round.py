@@ -236,7 +236,8 @@ def test_rounds_on_the_kernels(
     library = torch_operators()
     monkeypatch.setattr(torch_attention, "find", lambda name: library)
     build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", tmp_path / "e", precision="bf16").close()
-    monkeypatch.setattr("ddtree_trt.runtime.torch.attention_for", lambda device, *_: KernelAttention(device))
+    torch_attention.load_operators()
+    monkeypatch.setattr("ddtree_trt.runtime.torch.attention_for", lambda *given: KernelAttention(given[-1]))
     found = {}
     for way in ("device", "host"):
         engine = open_engine(tmp_path / "e")

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddtree_trt import artifact
+from ddtree_trt import artifact, memory
 from ddtree_trt.artifact import DrafterDims, Manifest
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins import MaskMode
@@ -25,13 +25,20 @@ from ddtree_trt.runtime.drafters import AutoregressiveDrafter, check_told
 from ddtree_trt.runtime.engine import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.lazy_rows import LazyRows
 from ddtree_trt.runtime.passes import buckets, pad_trees
-from ddtree_trt.runtime.torch_attention import Place, attention_for
+from ddtree_trt.runtime.torch_attention import Place, Scratch, attention_for
 from ddtree_trt.runtime.torch_cache import DeviceCache
 from ddtree_trt.runtime.torch_drafters import BlockDrafter, TorchLanguageModel
 from ddtree_trt.runtime.torch_flight import TorchRounds
 from ddtree_trt.runtime.torch_graphs import Download, Graphs, Upload
 from ddtree_trt.runtime.torch_model import Qwen3
-from ddtree_trt.runtime.torch_weights import DTYPES, check_device, choose_device, device_name, read_weights
+from ddtree_trt.runtime.torch_weights import (
+    DTYPES,
+    check_device,
+    choose_device,
+    device_name,
+    keep_sums_single,
+    read_weights,
+)
 from ddtree_trt.runtime.tree import token_chain
 from ddtree_trt.weight_layout import DRAFTER, TARGET
 
@@ -54,26 +61,29 @@ class TorchEngine:
         self, manifest: Manifest, weights: dict[str, Tensor], device: torch.device, *, capture: bool = True
     ) -> None:
         """`weights` by the names of `weight_layout`, on the device and in the manifest's precision."""
+        if device.type == "cuda":
+            keep_sums_single()
         # Latencies measured on one device are not those of another: a profile is known by the toolchain it is for.
         toolchain = {**manifest.toolchain, "device": device_name(device)}
         self.manifest, self.device = replace(manifest, toolchain=toolchain), device
         self.threads = 1 if device.type == "cuda" else torch.get_num_threads()
         self.limits, dims, draft_dims = manifest.limits, manifest.target_dims, manifest.drafter_dims
         slots, rows, dtype = self.limits.max_batch, self.limits.cache_rows, DTYPES[manifest.precision]
-        attention = attention_for(device, dtype, dims.head_dim)
+        scratch = Scratch(memory.attention_workspace_bytes((dims, draft_dims), self.limits), device)
+        attention = attention_for(device, dtype, dims.head_dim, scratch)
         self.kernels = attention.kernels
         self.cache = DeviceCache(dims, slots, rows, dtype, device, kernels=attention.kernels)
         taps = draft_dims.tap_layers if isinstance(draft_dims, DrafterDims) else ()
         self.target = Qwen3(dims, weights, TARGET, self.cache, attention, taps)
         self.graphs = Graphs(device, capture=capture)
-        draft_attention = attention_for(device, dtype, draft_dims.head_dim)
+        draft_attention = attention_for(device, dtype, draft_dims.head_dim, scratch)
         draft_cache = DeviceCache(draft_dims, slots, rows, dtype, device, kernels=draft_attention.kernels)
         self.drafter: BlockDrafter | AutoregressiveDrafter
         self.rounds: TorchRounds | None = None
         if isinstance(draft_dims, DrafterDims):
-            draft_graphs = Graphs(device, capture=capture)
+            draft_graphs = self.graphs.sharing()
             self.drafter = BlockDrafter(draft_dims, weights, self.target, draft_cache, draft_attention, draft_graphs)
-            self.rounds = TorchRounds(self, self.drafter, capture=capture)
+            self.rounds = TorchRounds(self, self.drafter)
         else:
             model = Qwen3(draft_dims, weights, DRAFTER, draft_cache, draft_attention)
             self.drafter = AutoregressiveDrafter(TorchLanguageModel(model), self.limits.prefill_chunk)

@@ -19,7 +19,6 @@ from ddtree_trt.plugins import MAX_DEVICE_BUDGET
 from ddtree_trt.runtime.drafters import check_told
 from ddtree_trt.runtime.engine import RoundRequest, RoundResult
 from ddtree_trt.runtime.torch_drafters import BlockDrafter
-from ddtree_trt.runtime.torch_graphs import Graphs
 from ddtree_trt.runtime.torch_round import DeviceRound
 
 if TYPE_CHECKING:
@@ -31,10 +30,10 @@ AHEAD = 2  # rounds in flight: the host reads one while the device does the next
 class TorchRounds:
     """`engine.DeviceRounds` of the PyTorch engine."""
 
-    def __init__(self, engine: TorchEngine, drafter: BlockDrafter, *, capture: bool = True) -> None:
+    def __init__(self, engine: TorchEngine, drafter: BlockDrafter) -> None:
         self.by_default = engine.device.type == "cuda"
         self._engine, self._drafter = engine, drafter
-        self._graphs = Graphs(engine.device, capture=capture)
+        self._graphs = engine.graphs.sharing()
         self._made: dict[tuple[object, ...], DeviceRound] = {}
         # The flight: what the next call must ask for to go on with it, and the end of each round under way.
         self._flying: DeviceRound | None = None
