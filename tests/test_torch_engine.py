@@ -299,6 +299,38 @@ def test_padding_changes_nothing(tmp_path: Path) -> None:
             follower.commit(path_to(tree, len(tree) - 1))
 
 
+def test_a_single_sequence_finds_every_graph_captured(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: opening runs each of its stages once, so that a first request captures none of them."""
+    captured: set[tuple[int, Any]] = set()
+    run = Graphs.run
+
+    def record(self: Graphs, key: Any, work: Any) -> None:
+        captured.add((id(self), key))
+        run(self, key, work)
+
+    monkeypatch.setattr(Graphs, "run", record)
+    limits, device = engine.limits, engine.device
+    sizes = buckets(limits.max_tokens_per_pass)
+    monkeypatch.setattr(engine, "_buckets", sizes)
+    engine.warm_up()
+    assert not captured  # a CPU captures nothing
+    monkeypatch.setattr(engine, "device", torch.device("cuda"))
+    engine.warm_up()
+    monkeypatch.setattr(engine, "device", device)
+    before = set(captured)
+    largest = next(size for size in sizes if size > limits.max_tree_budget)
+    assert {key for graphs, key in captured if graphs == id(engine.graphs)} == {
+        (1, size) for size in sizes if size <= largest
+    }
+    assert not any(engine.length(slot) or engine.draftable_length(slot) for slot in range(limits.max_batch))
+    fill(engine, (30,))
+    for size in (1, 2, 7, 40, limits.max_tree_budget + 1):
+        request = DraftRequest(0, 5, min(size, limits.max_tree_budget), 7, lambda *_: pytest.fail("draws nothing"))
+        engine.draft([request])
+        engine.verify([VerifyRequest(0, random_tree(np.random.default_rng(size), size, VOCAB))])
+    assert captured == before
+
+
 def test_buckets_rise_to_the_largest_pass() -> None:
     for largest in (1, 2, 5, 16, 17, 65, 257, 1025):
         steps = buckets(largest)

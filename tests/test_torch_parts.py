@@ -19,7 +19,6 @@ from ddtree_trt.errors import MissingDependency
 from ddtree_trt.plugins import MaskMode, reference
 from ddtree_trt.runtime import torch_attention
 from ddtree_trt.runtime.engine import DraftRequest
-from ddtree_trt.runtime.lazy_rows import LazyRows
 from ddtree_trt.runtime.torch_attention import DenseAttention, Place
 from ddtree_trt.runtime.torch_graphs import Download, Upload
 from ddtree_trt.runtime.torch_pointwise import KernelMath, PlainMath, rotary_tables
@@ -183,26 +182,6 @@ def test_what_comes_down_is_a_copy() -> None:
     download.on_device.zero_()
     assert found.tolist() == [0, 1, 2, 3] and download.fetch(2).tolist() == [0, 0]
     assert download.waits == 2
-
-
-def test_lazy_rows_fetch_what_is_read() -> None:
-    fetched: list[tuple[int, int]] = []
-    whole = np.arange(12, dtype=np.float32).reshape(4, 3)
-
-    def fetch(start: int, stop: int) -> Any:
-        fetched.append((start, stop))
-        return whole[start:stop].copy()
-
-    rows = LazyRows(4, 3, fetch)
-    assert rows.shape == (4, 3) and len(rows) == 4 and not fetched
-    np.testing.assert_array_equal(rows[np.int32(2)], whole[2])
-    np.testing.assert_array_equal(rows[-1], whole[3])
-    assert fetched == [(2, 3), (3, 4)]
-    np.testing.assert_array_equal(rows[[0, 3]], whole[[0, 3]])
-    np.testing.assert_array_equal(np.asarray(rows), whole)
-    assert [r.tolist() for r in rows] == whole.tolist()
-    with pytest.raises(IndexError):
-        rows[4]
 
 
 def test_random_weights_make_an_engine() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
@@ -22,7 +21,7 @@ from ddtree_trt.artifact import DrafterDims, Manifest
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.drafters import AutoregressiveDrafter, check_told
-from ddtree_trt.runtime.engine import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engine import Draft, DraftRequest, LogitRows, Rows, Verdict, VerifyRequest
 from ddtree_trt.runtime.lazy_rows import LazyRows
 from ddtree_trt.runtime.passes import buckets, pad_trees
 from ddtree_trt.runtime.torch_attention import Place, Scratch, attention_for
@@ -80,6 +79,7 @@ class TorchEngine:
         draft_cache = DeviceCache(draft_dims, slots, rows, dtype, device, kernels=draft_attention.kernels)
         self.drafter: BlockDrafter | AutoregressiveDrafter
         self.rounds: TorchRounds | None = None
+        self.flights: list[TorchRounds] = []  # whatever launches rounds ahead: told of every other verb
         if isinstance(draft_dims, DrafterDims):
             draft_graphs = self.graphs.sharing()
             self.drafter = BlockDrafter(draft_dims, weights, self.target, draft_cache, draft_attention, draft_graphs)
@@ -125,13 +125,13 @@ class TorchEngine:
         return self.drafter.known(slot)
 
     def truncate(self, slot: int, length: int) -> None:
-        self._leave(slot)
+        self.leave(slot)
         self.cache.truncate(slot, length)
         self.drafter.truncate(slot, length)
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         """Not captured: a chunk has work enough to hide its launches."""
-        self._leave(slot)
+        self.leave(slot)
         size = len(token_ids)
         tree = token_chain(token_ids)
         place, ids, positions = self._send([VerifyRequest(slot, tree)], self.bucket(size), MaskMode.CAUSAL)
@@ -144,7 +144,7 @@ class TorchEngine:
         return Verdict(choices, _readable(logits))
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
-        self._leave(*(r.slot for r in requests))
+        self.leave(*(r.slot for r in requests))
         batch, tokens = len(requests), self.bucket(max(len(r.tree) for r in requests))
         place, ids, positions = self._send(requests, tokens, MaskMode.TREE)
         rows, on_device = batch * tokens, self._choices.on_device
@@ -206,39 +206,57 @@ class TorchEngine:
         self.cache.append(slot, size)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        self._leave(*(r.slot for r in requests))
+        self.leave(*(r.slot for r in requests))
         for request in requests:
             check_told(self.drafter, self.cache, request.slot)
         if isinstance(self.drafter, BlockDrafter):
             return self.drafter.draft_all(requests) if requests else []
         return [self.drafter.draft(request) for request in requests]
 
+    def warm_up(self) -> None:
+        """On a GPU: a prompt's chunk, and every graph of one sequence's rounds by stages. Graphs of more sequences and
+        of rounds on the device are captured when they are first needed, each in the time of a pass or two."""
+        if self.device.type != "cuda":
+            return
+        limits = self.limits
+        largest = self.bucket(1 + limits.max_tree_budget)
+        try:
+            for tokens in reversed([size for size in self._buckets if size <= largest]):
+                self.verify([VerifyRequest(0, token_chain(np.zeros(tokens, np.int64)))])
+            chunk = min(limits.prefill_chunk, limits.max_seq_len - 1)
+            self.prefill(0, np.zeros(chunk, np.int64), rows="last", taps=isinstance(self.drafter, BlockDrafter))
+            if isinstance(self.drafter, BlockDrafter):
+                self.drafter.warm_up(limits.max_tree_budget)
+        finally:
+            self.truncate(0, 0)
+            self._passed.clear()
+
     def settle(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _leave(self, *slots: int) -> None:
-        """A verb other than a device round is about to touch these slots."""
-        if self.rounds is not None:
+    def leave(self, *slots: int) -> None:
+        """Something other than a flight's own rounds is about to touch these slots."""
+        for flight in self.flights:
             for slot in slots:
-                self.rounds.leave(slot)
+                flight.leave(slot)
 
     def close(self) -> None:
         try:
             self.settle()  # rounds may still be under way, in the memory that is given back here
         finally:
-            if self.rounds is not None:
-                self.rounds.close()
-                self.rounds = None
+            for flight in list(self.flights):
+                flight.close()
+            self.rounds = None
             self._passed.clear()
             self.graphs.clear()
             for name in ("target", "drafter", "cache", "logits", "_taps"):
                 vars(self).pop(name, None)
 
 
-def _readable(logits: Tensor) -> NDArray[np.float32]:
+def _readable(logits: Tensor) -> Rows:
     """Logits [R, V] as the host reads them: on a CPU the same memory, from a GPU row by row when asked for."""
     if logits.device.type == "cpu":
-        return cast("NDArray[np.float32]", logits.numpy())
-    rows = LazyRows(logits.shape[0], logits.shape[1], lambda start, stop: logits[start:stop].cpu().numpy())
-    return cast("NDArray[np.float32]", rows)
+        array: NDArray[np.float32] = logits.numpy()
+        return array
+    return LazyRows(logits.shape[0], logits.shape[1], lambda start, stop: logits[start:stop].cpu().numpy())
