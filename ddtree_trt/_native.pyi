@@ -1,4 +1,4 @@
-"""Host part of ddtree-trt: tree build, masks, walk, budgets, sampling and KV row compaction.
+"""Host part of ddtree-trt: tree build, masks, walk, budgets, sampling, KV row compaction and the kernels' workspace.
 
 Arrays are read in place and must be C-contiguous with exactly the dtype given; another dtype raises TypeError, another
 shape or an impossible value raises ValueError. T = 1 + n tree tokens, node 0 the root with parent -1, parents[i] < i.
@@ -72,6 +72,12 @@ def draw(weights: NDArray[np.float64], uniform: float) -> int:
 
     Weights are finite and not negative; ValueError when none is positive.
     """
+
+def attention_workspace_bound(
+    sequences: int, tokens: int, q_heads: int, kv_heads: int, head_dim: int, capacity: int
+) -> int:
+    """Bytes of scratch that tree attention on a GPU needs at most, over every call of 1 to `sequences` sequences and 1
+    to `tokens` tokens, behind caches of `capacity` rows. What the TensorRT plugin asks for."""
 
 def compact_rows(
     bases: NDArray[np.uint64],

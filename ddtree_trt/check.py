@@ -252,7 +252,7 @@ def target_logits(session: Session, prompt: list[int], output: Sequence[int]) ->
     rows = []
     for start in range(0, len(tail), chunk):
         verdict = engine.prefill(0, np.array(tail[start : start + chunk], np.int64), rows="all", taps=False)
-        rows.append(verdict.logits.copy())
+        rows.append(np.array(verdict.logits))
     engine.truncate(0, 0)
     return np.concatenate(rows)
 

@@ -207,7 +207,8 @@ class ScriptedEngine:
         tree = token_chain(token_ids)
         (verdict,) = self._pass("prefill", [VerifyRequest(slot, tree)])
         self._keep(slot, np.arange(size), taps)
-        return verdict if rows == "all" else Verdict(verdict.choices[-1:], verdict.logits[-1:])
+        first = {"all": 0, "last": size - 1, "none": size}[rows]
+        return Verdict(verdict.choices[first:], verdict.logits[first:])
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         slots = [r.slot for r in requests]
@@ -272,6 +273,9 @@ class ScriptedEngine:
     def _log(self, verb: str, slots: Sequence[int], tokens: int) -> None:
         self.calls.append(Call(verb, tuple(slots), tokens))
         self.fail(verb, tuple(slots))
+
+    def warm_up(self) -> None:
+        self._log("warm_up", [], 0)
 
     def settle(self) -> None:
         self._log("settle", [], 0)

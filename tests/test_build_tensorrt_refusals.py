@@ -36,7 +36,7 @@ def test_missing_plugin_library(machine: Machine, tmp_path: Path) -> None:
 
 def test_stale_plugin_library(machine: Machine, tmp_path: Path) -> None:
     machine.plugins.write_bytes(b"ddtree-plugin-abi=99;")
-    refused(machine, tmp_path, MissingDependency, "plugin ABI 99, this version needs 1")
+    refused(machine, tmp_path, MissingDependency, "plugin ABI 99, this version needs 2")
 
 
 def test_a_library_tensorrt_does_not_take(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,8 @@ OWNERS = {
     "onnxruntime": {"runtime/ort_network.py"},
     "torch": {
         *(f"runtime/{path.name}" for path in (PACKAGE / "runtime").glob("torch*.py")),
-        *("bench/random_torch.py", "bench/reference.py", "bench/peers/hf.py", "bench/peers/reference.py"),
+        *("bench/forced_torch.py", "bench/random_torch.py", "bench/reference.py"),
+        *("bench/peers/hf.py", "bench/peers/reference.py"),
     },
     "tensorrt": {"build/tensorrt_engine.py"},  # the runtime asks for it by name, in runtime/trt_checks.py
 }
@@ -101,6 +102,8 @@ def test_import_law(path: Path) -> None:
             assert not {other for other in others if not other.startswith(side)}, f"{side} and leaf modules only"
     if place.startswith("build/"):
         assert not within(names, NATIVE)
+    # What the kernels and the host are tested against is for tests alone.
+    assert not within(names, "ddtree_trt.plugins.reference")
     for module, owners in OWNERS.items():
         assert place in owners or not within(names, module)
     if within(loaded_imports(tree), "onnx"):

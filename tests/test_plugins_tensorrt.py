@@ -30,8 +30,9 @@ def plugin_library(request) -> Path:
     return path
 
 
-def test_glue_without_tensorrt():
-    run = subprocess.run([str(glue() / "ddtree_glue_test")], capture_output=True, text=True)
+@pytest.mark.parametrize("program", ["ddtree_glue_test", "ddtree_glue_workspace_test"])
+def test_glue_without_tensorrt(program):
+    run = subprocess.run([str(glue() / program)], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "0 failed" in run.stdout
 

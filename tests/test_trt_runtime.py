@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_builds import PACKAGED
+from fake_trt_engine import BLOCK
 from numerics import path_to, random_tree
 from quantized import ALGORITHMS, quantize
 
@@ -90,7 +91,7 @@ def test_it_says_what_the_onnxruntime_engine_says(engine: TrtEngine, other: OrtE
             np.testing.assert_array_equal(found.choices, np.asarray(found.logits).argmax(-1))
         for slot, tree in enumerate(trees):
             for e in (engine, other):
-                e.commit(slot, path_to(tree, len(tree) - 1)[:8], taps=True)
+                e.commit(slot, path_to(tree, len(tree) - 1)[:BLOCK], taps=True)
 
 
 def test_it_is_lossless_and_its_drafter_is_wired_right(built: Path) -> None:

@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 
+#include "ddtree/attention_plan.h"
 #include "ddtree/budget.h"
 #include "ddtree/kv.h"
 #include "ddtree/sampling.h"
@@ -310,6 +311,16 @@ void compact_rows(const Input& bases, int64_t heads, int64_t head_stride_bytes, 
     ddtree::compact_rows({addresses, count, heads, head_stride_bytes, row_bytes}, start, kept, m);
 }
 
+uint64_t attention_workspace_bound(int32_t sequences, int32_t tokens, int32_t q_heads, int32_t kv_heads,
+                                   int32_t head_dim, int32_t capacity) {
+    if (sequences < 1 || tokens < 1 || kv_heads < 1 || q_heads < kv_heads || q_heads % kv_heads || head_dim < 1 ||
+        capacity < tokens) {
+        bad_value("sequences, tokens, heads and head_dim must be positive, q_heads a multiple of kv_heads, and tokens at "
+                  "most capacity");
+    }
+    return ddtree::most_partial_bytes({sequences, tokens, q_heads, kv_heads, head_dim, capacity, 0});
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -325,6 +336,8 @@ NB_MODULE(_native, m) {
           "highest"_a);
     m.def("keep_nucleus", &keep_nucleus, "weights"_a, "share"_a);
     m.def("draw", &draw, "weights"_a, "uniform"_a);
+    m.def("attention_workspace_bound", &attention_workspace_bound, "sequences"_a, "tokens"_a, "q_heads"_a,
+          "kv_heads"_a, "head_dim"_a, "capacity"_a);
     m.def("compact_rows", &compact_rows, "bases"_a, "heads"_a, "head_stride_bytes"_a, "row_bytes"_a, "start"_a,
           "keep"_a, "rows"_a);
 }

@@ -68,7 +68,7 @@ class AsyncLLM:
     ) -> None:
         directory = Path(engine_dir)
         self._home = Home("AsyncLLM")
-        self.engine = open_engine(directory, threads=threads)
+        self.engine = open_engine(directory, threads=threads, warm=True)
         self.codec = TextCodec(directory, self.engine.manifest.chat_template_args)
         self.max_waiting = max_waiting
         self._on_finished = on_finished

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.engine import Draft, DraftRequest
+from ddtree_trt.runtime.engine import Draft, DraftRequest, Rows
 from ddtree_trt.runtime.kv import SlotLengths
 from ddtree_trt.runtime.tree import TokenTree, token_chain
 
@@ -23,7 +23,7 @@ class Pass:
     """What a language model says of a tree's T rows. The arrays are overwritten by its next pass."""
 
     choices: NDArray[np.int64]  # [R]
-    logits: NDArray[np.float32]  # [R, V]
+    logits: Rows  # [R, V]
     taps: Any  # [T, M·H], an array of the backend; None for a network without tapped layers
 
 

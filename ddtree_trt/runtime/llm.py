@@ -42,7 +42,7 @@ class LLM:
         device_rounds: DeviceRoundsMode = "auto",
     ) -> None:
         directory = Path(engine_dir)
-        self.engine = open_engine(directory, threads=threads)
+        self.engine = open_engine(directory, threads=threads, warm=True)
         self.codec = TextCodec(directory, self.engine.manifest.chat_template_args)
         self._maker = RequestMaker(directory, self.engine, self.codec, device_rounds=device_rounds)
         self._scheduler = Scheduler(self.engine, profile=profile)

@@ -18,21 +18,29 @@ from ddtree_trt.memory import plan_manifest
 from ddtree_trt.runtime.engine import Engine
 
 
-def open_engine(directory: Path, *, threads: int = 0) -> Engine:
+def open_engine(directory: Path, *, threads: int = 0, warm: bool = False) -> Engine:
     """Load the engine in `directory`, after checking schema and digests. Backends are imported only when needed.
 
-    Raises ArtifactError with what differs and the command that rebuilds the engine.
+    `warm`: what the first requests would wait for is done here, see `Engine.warm_up`. Raises ArtifactError with what
+    differs and the command that rebuilds the engine.
     """
     manifest = load_manifest(directory)
     verify_files(directory, manifest)
     try:
-        return _open_backend(directory, manifest, threads)
+        engine = _open_backend(directory, manifest, threads)
     except MemoryError as error:
         needed = plan_manifest(manifest).total_bytes
         raise ArtifactError(
             f"{directory} needs about {needed / 1e9:.1f} GB of memory and did not get it ({error}); rebuild with a "
             f"smaller --max-batch or --max-seq-len: {rebuild_command(directory, manifest)}"
         ) from error
+    if warm:
+        try:
+            engine.warm_up()
+        except BaseException:
+            engine.close()
+            raise
+    return engine
 
 
 def _open_backend(directory: Path, manifest: Manifest, threads: int) -> Engine:

@@ -65,6 +65,8 @@ class OrtEngine:
         first = 0 if rows == "all" else tokens - 1
         verdict = self._pass(slot, tree, np.arange(first, tokens))
         self.commit(slot, np.arange(tokens, dtype=np.int32), taps=taps)
+        if rows == "none":  # the graph computes one at least
+            return Verdict(verdict.choices[:0], np.empty((0, self.manifest.target_dims.vocab_size), np.float32))
         return verdict
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
@@ -77,7 +79,7 @@ class OrtEngine:
             v = self._pass(r.slot, r.tree, np.arange(len(r.tree)))
             token_ids, taps = self._passed[r.slot]
             self._passed[r.slot] = (token_ids, None if taps is None else taps.copy())
-            verdicts.append(Verdict(v.choices, v.logits.copy()))
+            verdicts.append(Verdict(v.choices, np.array(v.logits)))
         return verdicts
 
     def _pass(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Verdict:
@@ -99,6 +101,9 @@ class OrtEngine:
             check_told(self._drafter, self._target.cache, request.slot)
             drafts.append(self._drafter.draft(request))
         return drafts
+
+    def warm_up(self) -> None:
+        """Its sessions set themselves up when they are made."""
 
     def settle(self) -> None:
         """Every verb returns when its work is done."""
