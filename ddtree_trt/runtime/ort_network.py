@@ -22,7 +22,7 @@ from ddtree_trt.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.runtime.drafters import Pass
 from ddtree_trt.runtime.kv import SlotCache
-from ddtree_trt.runtime.tree import TokenTree
+from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 
 def session_options(threads: int) -> ort.SessionOptions:
@@ -142,14 +142,35 @@ class LanguageModel(Network):
     """A network with the target's graph: a tree of tokens in, logits out."""
 
     def __init__(
-        self, path: Path, dims: TransformerDims, slots: int, rows: int, threads: int, *, taps: int = 0
+        self,
+        path: Path,
+        dims: TransformerDims,
+        slots: int,
+        rows: int,
+        threads: int,
+        *,
+        taps: int = 0,
+        exact: bool = False,
     ) -> None:
-        """`taps` is M, the number of tapped layers."""
+        """`taps` is M, the number of tapped layers. `exact`: a row's results do not depend on how many others are in
+        its pass, as long as its ancestors lie right before it and there is room for two rows."""
         super().__init__(path, dims, slots, rows, threads)
-        self._tap_width = taps * dims.hidden_size
+        self._tap_width, self._exact = taps * dims.hidden_size, exact
 
     def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
         """Write a tree's T rows behind the slot's committed ones; logits for the wanted rows [R]."""
+        if not self._exact:
+            return self._extend(slot, tree, rows)
+        # Kernels for one row add in another order than those for several: a second, idle row is computed beside one
+        # that is alone. It lies behind the row in the cache, which sees nothing of it, and is never committed.
+        size, wanted = len(tree), len(rows)
+        if size == 1 and self.cache.lengths[slot] + 2 <= self.cache.rows:
+            tree = token_chain(np.repeat(tree.token_ids, 2))
+        said = self._extend(slot, tree, np.repeat(rows, 2) if wanted == 1 else rows)
+        taps = None if said.taps is None else said.taps[:size]
+        return Pass(said.choices[:wanted], said.logits[:wanted], taps)
+
+    def _extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
         past, tokens, take = self.cache.lengths[slot], len(tree), self.buffers.take
         token_ids = take(names.TOKEN_IDS, (1, tokens), np.int64)
         positions = take(names.POSITIONS, (1, tokens), np.int64)
