@@ -246,9 +246,9 @@ class ScriptedEngine:
         if isinstance(dims, DrafterDims):
             return Draft(*_most_probable(self.drafter.block(context, dims.block_size - 1), request.top_k))
         rows, drawn = [], []
-        for _ in range(request.length):
+        for depth in range(request.length):
             rows.append(_most_probable(self.drafter.block(context, 1), request.top_k))
-            drawn.append(request.draw(rows[-1][0][0], rows[-1][1][0]))
+            drawn.append(request.draw(rows[-1][0][0], rows[-1][1][0], depth))
             context.append(drawn[-1].token)
         log_probs, token_ids = (np.concatenate(part) for part in zip(*rows, strict=True))
         return Draft(log_probs, token_ids, tuple(drawn))

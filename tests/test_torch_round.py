@@ -26,10 +26,10 @@ from ddtree_trt.runtime import torch_attention
 from ddtree_trt.runtime.engine import RoundRequest
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.load import open_engine
+from ddtree_trt.runtime.noise import Noise
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.passes import buckets
-from ddtree_trt.runtime.sampling import Sampler
 from ddtree_trt.runtime.text import TextCodec
 from ddtree_trt.runtime.torch import TorchEngine
 from ddtree_trt.runtime.torch_attention import KernelAttention
@@ -70,7 +70,7 @@ def expected(request: pytest.FixtureRequest, directory: Path, prompts: list[Any]
 
 def seed_of(seed: int | None, index: int) -> int:
     """What a request's completion `index` draws with on a device."""
-    return Sampler(SamplingParams(seed=seed), 8, [], frozenset(), index).noise_seed
+    return Noise(seed, index).target_seed
 
 
 def decode(engine: TorchEngine, bonus: list[int], tokens: int, **request: Any) -> tuple[list[Any], list[Any]]:

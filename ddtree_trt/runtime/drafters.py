@@ -109,10 +109,10 @@ class AutoregressiveDrafter:
         self._model.cache.truncate(slot, context.roll_back())
         tokens = [*context.committed[context.agreed :], request.bonus_token]
         log_probs, token_ids, drawn = [], [], []
-        for _ in range(request.length):
+        for depth in range(request.length):
             logits = self._append(slot, context, tokens)
             best, ids = _most_probable(logits, request.top_k)
-            drawn.append(request.draw(best, ids))
+            drawn.append(request.draw(best, ids, depth))
             tokens = [drawn[-1].token]
             log_probs.append(best)
             token_ids.append(ids)

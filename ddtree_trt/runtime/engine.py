@@ -19,7 +19,8 @@ from ddtree_trt.runtime.sampling import DrawnFrom
 from ddtree_trt.runtime.tree import TokenTree
 
 LogitRows = Literal["none", "last", "all"]
-Draw = Callable[[NDArray[np.float32], NDArray[np.int32]], DrawnFrom]  # (log_probs [K], token_ids [K]) → a draw
+# (log_probs [K], token_ids [K], depth from 0) → a draw
+Draw = Callable[[NDArray[np.float32], NDArray[np.int32], int], DrawnFrom]
 
 
 @dataclass(frozen=True)

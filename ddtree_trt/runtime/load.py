@@ -13,21 +13,27 @@ from ddtree_trt.artifact import (
     rebuild_command,
     verify_files,
 )
-from ddtree_trt.errors import ArtifactError, MissingDependency, install_with
+from ddtree_trt.errors import ArtifactError, MissingDependency, UsageError, install_with
 from ddtree_trt.memory import plan_manifest
 from ddtree_trt.runtime.engine import Engine
 
 
-def open_engine(directory: Path, *, threads: int = 0, warm: bool = False) -> Engine:
+def open_engine(directory: Path, *, threads: int = 0, warm: bool = False, exact: bool | None = None) -> Engine:
     """Load the engine in `directory`, after checking schema and digests. Backends are imported only when needed.
 
-    `warm`: what the first requests would wait for is done here, see `Engine.warm_up`. Raises ArtifactError with what
-    differs and the command that rebuilds the engine.
+    `warm`: what the first requests would wait for is done here, see `Engine.warm_up`. `exact`: whether a single token
+    gets the same logits, bit for bit, as in a pass of several; None is the engine's default. Raises UsageError where it
+    cannot be chosen, ArtifactError with what differs and the command that rebuilds the engine.
     """
     manifest = load_manifest(directory)
+    if exact is not None and manifest.backend != "onnxruntime":
+        raise UsageError(
+            f"exact can be chosen for engines of the onnxruntime backend, {directory} is for {manifest.backend}; "
+            "leave it out"
+        )
     verify_files(directory, manifest)
     try:
-        engine = _open_backend(directory, manifest, threads)
+        engine = _open_backend(directory, manifest, threads, exact)
     except MemoryError as error:
         needed = plan_manifest(manifest).total_bytes
         raise ArtifactError(
@@ -43,12 +49,12 @@ def open_engine(directory: Path, *, threads: int = 0, warm: bool = False) -> Eng
     return engine
 
 
-def _open_backend(directory: Path, manifest: Manifest, threads: int) -> Engine:
+def _open_backend(directory: Path, manifest: Manifest, threads: int, exact: bool | None) -> Engine:
     if manifest.backend == "onnxruntime":
         _check_onnxruntime(directory, manifest)
         from ddtree_trt.runtime.ort import OrtEngine
 
-        return OrtEngine(directory, manifest, threads=threads)
+        return OrtEngine(directory, manifest, threads=threads, exact=exact)
     if manifest.backend == "torch":
         require_torch(f"{directory} was built for the torch backend")
         from ddtree_trt.runtime.torch import TorchEngine

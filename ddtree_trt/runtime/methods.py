@@ -74,5 +74,5 @@ def propose(method: str, draft: Draft, budget: int, sampler: Sampler) -> Proposa
     drawn = draft.drawn
     if drawn is None:
         rows = zip(draft.log_probs[:budget], draft.token_ids[:budget], strict=True)
-        drawn = tuple(sampler.draft(log_probs, token_ids) for log_probs, token_ids in rows)
+        drawn = tuple(sampler.draft(*row, depth) for depth, row in enumerate(rows))
     return Proposal(chain([d.token for d in drawn]), drawn if sampler.params.stochastic else ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,10 @@ from ddtree_trt.runtime.tree import TokenTree, token_chain
 # Below this many bytes of weights a pass is too short for threads to help: waking them costs more than they save.
 SINGLE_THREAD_BYTES = 64 << 20
 
+# Where the last bits of single tokens matter, and are worth their cost: in 8 bits a difference in the last bit of a sum
+# decides to which integer a value is rounded, and grows from layer to layer.
+EXACT_PRECISIONS = ("int8",)
+
 _Passed = tuple[NDArray[np.int64], NDArray[np.float32] | None]  # token ids [T], tapped states [T, M·H]
 
 
@@ -29,7 +34,12 @@ class OrtEngine:
 
     rounds = None
 
-    def __init__(self, directory: Path, manifest: Manifest, *, threads: int = 0) -> None:
+    def __init__(self, directory: Path, manifest: Manifest, *, threads: int = 0, exact: bool | None = None) -> None:
+        """`exact`: give a single token the same logits, bit for bit, as in a pass of several; None chooses."""
+        self.exact = manifest.precision in EXACT_PRECISIONS if exact is None else exact
+        if self.exact:
+            # Single tokens cost more then: a profile is known by the toolchain it is for.
+            manifest = replace(manifest, toolchain={**manifest.toolchain, "single_tokens": "exact"})
         self.manifest = manifest
         weights = manifest.files[artifact.WEIGHTS].size
         if threads <= 0:
@@ -38,7 +48,7 @@ class OrtEngine:
         limits, dims, draft_dims = manifest.limits, manifest.target_dims, manifest.drafter_dims
         shape = (limits.max_batch, limits.cache_rows, threads)
         taps = len(draft_dims.tap_layers) if isinstance(draft_dims, DrafterDims) else 0
-        self._target = LanguageModel(directory / artifact.TARGET_GRAPH, dims, *shape, taps=taps)
+        self._target = LanguageModel(directory / artifact.TARGET_GRAPH, dims, *shape, taps=taps, exact=self.exact)
         path, chunk = directory / artifact.DRAFTER_GRAPH, limits.prefill_chunk
         self._drafter: Drafter
         if isinstance(draft_dims, DrafterDims):

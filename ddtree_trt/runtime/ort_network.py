@@ -23,7 +23,7 @@ from ddtree_trt.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.runtime.drafters import Pass
 from ddtree_trt.runtime.kv import SlotCache
-from ddtree_trt.runtime.tree import TokenTree
+from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 
 def session_options(threads: int) -> ort.SessionOptions:
@@ -175,15 +175,35 @@ class LanguageModel(Network):
     """A network with the target's graph: a tree of tokens in, logits out."""
 
     def __init__(
-        self, path: Path, dims: TransformerDims, slots: int, rows: int, threads: int, *, taps: int = 0
+        self,
+        path: Path,
+        dims: TransformerDims,
+        slots: int,
+        rows: int,
+        threads: int,
+        *,
+        taps: int = 0,
+        exact: bool = False,
     ) -> None:
-        """`taps` is M, the number of tapped layers."""
-        self._tap_width = taps * dims.hidden_size
+        """`taps` is M, the number of tapped layers. `exact`: a row's results do not depend on how many others are in
+        its pass, as long as its ancestors lie right before it and there is room for two rows."""
+        self._tap_width, self._exact = taps * dims.hidden_size, exact
         widths = {names.LOGITS: dims.vocab_size} | ({names.TAPS: self._tap_width} if taps else {})
         super().__init__(path, dims, slots, rows, threads, widths=widths)
 
     def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
         """Write a tree's T rows behind the slot's committed ones; logits for the wanted rows [R]."""
+        size, wanted = len(tree), len(rows)
+        if not self._exact:
+            return self._extend(slot, tree, rows, size, wanted)
+        # Kernels for one row add in another order than those for several: a second, idle row is computed beside one
+        # that is alone. It lies behind the row in the cache, which sees nothing of it, and is never committed.
+        if size == 1 and self.cache.lengths[slot] + 2 <= self.cache.rows:
+            tree = token_chain(np.repeat(tree.token_ids, 2))
+        return self._extend(slot, tree, np.repeat(rows, 2) if wanted == 1 else rows, size, wanted)
+
+    def _extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64], size: int, wanted_rows: int) -> Pass:
+        """One pass, of which the first `size` tokens and the first `wanted_rows` rows of logits count."""
         past, tokens, take = self.cache.lengths[slot], len(tree), self.buffers.take
         token_ids = take(names.TOKEN_IDS, (1, tokens), np.int64)
         positions = take(names.POSITIONS, (1, tokens), np.int64)
@@ -204,4 +224,5 @@ class LanguageModel(Network):
         if self._tap_width:
             outputs[names.TAPS] = taps = take(names.TAPS, (1, tokens, self._tap_width), np.float32)
         self.run(slot, tokens, inputs, outputs)
-        return Pass(logits.argmax(-1), logits, None if taps is None else taps[0])
+        logits = logits[:wanted_rows]
+        return Pass(logits.argmax(-1), logits, None if taps is None else taps[0, :size])

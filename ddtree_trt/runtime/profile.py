@@ -246,7 +246,7 @@ def _verify(engine: Engine, tokens: int) -> None:
 
 
 def _draft(engine: Engine) -> None:
-    def most_probable(log_probs: NDArray[np.float32], token_ids: NDArray[np.int32]) -> DrawnFrom:
+    def most_probable(log_probs: NDArray[np.float32], token_ids: NDArray[np.int32], depth: int) -> DrawnFrom:
         return DrawnFrom(int(token_ids[0]), token_ids[:1], np.ones(1))
 
     engine.draft([DraftRequest(0, 1, 16, 16, most_probable)])

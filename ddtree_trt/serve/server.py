@@ -47,6 +47,7 @@ def make_server(engine_dir: Path, options: ServeOptions, listener: socket.socket
         engine_dir,
         threads=options.threads,
         device_rounds=options.device_rounds,
+        exact=options.exact,
         max_waiting=options.max_waiting,
         on_finished=metrics.finished,
     )
