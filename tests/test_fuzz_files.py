@@ -166,6 +166,6 @@ def test_checkpoints(whole: Whole, tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_manifests(whole: Whole, tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int) -> None:
-    assert 0 < run_cases(one_manifest, whole, tmp_path, seed, 40) < 40
+    assert run_cases(one_manifest, whole, tmp_path, seed, 40) < 40
     shown = capsys.readouterr().out
     assert all(line.isprintable() for line in shown.splitlines()) and "\x1b" not in shown
