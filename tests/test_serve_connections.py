@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
+import random
 import socket
 import threading
 from collections.abc import Iterator
@@ -17,6 +18,8 @@ from pacing import WAIT_S, wait_for
 from serving import LONG, ThreadServer, thread_server
 
 from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime import chat_template
+from ddtree_trt.runtime.chat_template import Limits, Renderer
 
 ROUND_S = 0.02
 
@@ -138,6 +141,57 @@ def test_a_reader_that_takes_nothing_is_cut_off(tiny_engine: Path) -> None:
         wait_for(lambda: server.ended() == 2)
         wait_for(lambda: server.idle)
         assert b"[DONE]" not in read_all(connection)
+
+
+def test_clients_that_leave_at_any_moment_change_no_answer(server: ThreadServer) -> None:
+    rng = random.Random(7)
+    fields = {"max_tokens": 40, "ignore_eos": True}
+    truth = server.chat("What is 12 + 30?", **fields).json()["choices"][0]["message"]["content"]
+
+    def leave(_: int) -> None:
+        body = long_chat(stream=rng.random() < 0.5, n=rng.choice((1, 2)), temperature=rng.choice((0, 1)))
+        connection = server.raw(body)
+        time.sleep(rng.random() / 5)
+        connection.close()
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        leaving = [pool.submit(leave, number) for number in range(60)]
+        answered = 0
+        while not all(future.done() for future in leaving):
+            response = server.chat("What is 12 + 30?", **fields)
+            assert response.status_code in (200, 429)
+            if response.status_code == 200:
+                answered += 1
+                assert response.json()["choices"][0]["message"]["content"] == truth
+        for future in leaving:
+            future.result()
+    assert answered
+
+
+def test_a_template_that_does_not_end_holds_up_its_own_request_only(
+    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    patient = Renderer(Limits(seconds=100))
+    monkeypatch.setattr(chat_template, "render", patient.render)
+    with thread_server(tiny_engine) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        server.llm.codec.tokenizer.chat_template = endless
+        chat = pool.submit(server.chat, "hello")
+        wait_for(lambda: patient._ready, timeout=60)
+        for _ in range(3):
+            response = server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3})
+            assert response.status_code == 200
+            assert server.http.get("/health").status_code == 200
+        assert not chat.done()
+        assert patient._process is not None
+        patient._process.kill()
+        assert chat.result().status_code == 400
+        hasty = Renderer(Limits(seconds=0.5))
+        monkeypatch.setattr(chat_template, "render", hasty.render)
+        response = server.chat("hello")
+        assert response.status_code == 400 and "took more than 0.5 s" in response.json()["error"]["message"]
+    patient.close()
+    hasty.close()
 
 
 def test_a_full_queue_answers_429_and_when_to_come_back(server: ThreadServer) -> None:

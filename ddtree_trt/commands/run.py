@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ddtree_trt.artifact import newest_engine
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import UsageError, shown
 
 
 def run(
@@ -108,7 +108,7 @@ def _budget(text: str) -> int | str:
     try:
         return int(text)
     except ValueError:
-        raise UsageError(f"--tree-budget must be a number or auto, not {text!r}") from None
+        raise UsageError(f"--tree-budget must be a number or auto, not {shown(text)}") from None
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str | None:

@@ -57,6 +57,37 @@ def test_a_stopping_server_lets_streams_finish(tiny_engine: Path, tmp_path: Path
         server.kill()
 
 
+HOSTILE = ['{"seed": 1' + "0" * 400 + "}", "[" * 100_000, '{"seed": "' + "[" * 100_000 + '"}', '{"\\ud800": 1}']
+
+
+def test_hostile_requests_touch_neither_the_others_nor_the_end(tiny_engine: Path, tmp_path: Path, truth: str) -> None:
+    export_triton(ExportRequest(tiny_engine, tmp_path, "tiny", link=True))
+    server = TritonServer(tmp_path)
+
+    def attack(text: str) -> set[str]:
+        bodies = [{"text_input": PROMPT, "sampling_parameters": text}] * 60
+        answers = [generate(server, "tiny", body) for body in bodies]
+        assert {status for status, _ in answers} == {400}
+        return {answer["error"] for _, answer in answers}
+
+    try:
+        server.start()
+        stream = Stream(server)
+        with ThreadPoolExecutor(len(HOSTILE)) as pool:
+            errors = {error for found in pool.map(attack, HOSTILE) for error in found}
+        stream.join()
+        assert stream.text == truth
+        assert len(errors) == len(HOSTILE)
+        for error in errors:
+            assert len(error) < 1000 and "Traceback" not in error and str(tmp_path) not in error and ".py" not in error
+        assert generate(server, "tiny", {"text_input": PROMPT, "max_tokens": 4})[0] == 200
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+        assert "Signal (11)" not in server.log
+    finally:
+        server.kill()
+
+
 def test_unloading_waits_and_the_model_can_come_back(tiny_engine: Path, tmp_path: Path, truth: str) -> None:
     export_triton(ExportRequest(tiny_engine, tmp_path, "tiny", link=True))
     with TritonServer(tmp_path, ["--model-control-mode=explicit", "--load-model=tiny"]) as server:
