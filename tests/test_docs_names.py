@@ -16,6 +16,7 @@ import typer.main
 from ddtree_trt.cli import app
 from ddtree_trt.errors import install_with
 from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.serve.options import ServeOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(
@@ -142,6 +143,17 @@ def test_parameters_are_the_ones_there_are() -> None:
     fields = {field.name for field in dataclasses.fields(SamplingParams)}
     assert documented - fields == set()
     assert fields - documented == set()
+
+
+def test_server_defaults_are_the_ones_there_are() -> None:
+    text = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `--([a-z-]+)` \| (\d+)( MiB| s)? \|", text, re.MULTILINE)
+    options = dataclasses.asdict(ServeOptions())
+    for name, number, unit in rows:
+        field = name.replace("-", "_") + ("_s" if unit == " s" else "")
+        expected = options[field] / (2**20 if unit == " MiB" else 1)
+        assert float(number) == expected, f"--{name}"
+    assert len(rows) >= 6
 
 
 def test_install_lines_are_those_that_work() -> None:

@@ -96,6 +96,6 @@ def test_probes_are_answered(deployed: TritonServer, probe: str) -> None:
 
 def test_the_autoscaler_s_metric_is_there(deployed: TritonServer) -> None:
     path = POD["metadata"]["annotations"]["prometheus.io/path"]
-    with urllib.request.urlopen(f"http://{deployed.metrics_address}{path}", timeout=60) as page:
+    with urllib.request.urlopen(f"http://{deployed.metrics_address}{path}", timeout=120) as page:
         names = {line.split("{")[0] for line in page.read().decode().splitlines()}
     assert one("HorizontalPodAutoscaler")["spec"]["metrics"][0]["pods"]["metric"]["name"] in names
