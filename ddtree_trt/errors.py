@@ -88,3 +88,13 @@ def install_with(extra: str = "") -> str:
     """
     target = f"'.[{extra}]'" if extra else "."
     return f"run in a checkout of ddtree-trt: pip install {target}"
+
+
+MAX_COUNT = 1 << 20  # of things that cost memory or time each: far above any use, so what is larger is a slip
+MAX_THREADS = 1024
+
+
+def check_range(name: str, value: float, lowest: float, highest: float) -> None:
+    """Raises UsageError where the number is below `lowest` or above `highest`, or is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
+        raise UsageError(f"{name} must be from {lowest} to {highest}, not {shown(value)}")

@@ -222,8 +222,8 @@ def test_precisions(machine: Machine, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (BuilderOptions(optimization_level=6), "--builder-optimization-level must be 0 to 5, not 6"),
-        (BuilderOptions(workspace_mib=0), "--builder-workspace-mib must be at least 1, not 0"),
+        (BuilderOptions(optimization_level=6), "--builder-optimization-level must be from 0 to 5, not 6"),
+        (BuilderOptions(workspace_mib=0), "--builder-workspace-mib must be from 1 to 1048576, not 0"),
     ],
 )
 def test_options_out_of_range(machine: Machine, tmp_path: Path, options: BuilderOptions, words: str) -> None:

@@ -28,14 +28,14 @@ from ddtree_trt.artifact import (
     verify_files,
 )
 from ddtree_trt.build.directory import atomic_directory
-from ddtree_trt.errors import ArtifactError, BuildError, UsageError
+from ddtree_trt.errors import MAX_COUNT, ArtifactError, BuildError, UsageError, check_range
 from ddtree_trt.triton import ENGINE_FOLDER, LAYOUT_NAMES, LayoutName
 
 _log = logging.getLogger(__name__)
 
 MARKER = "export.json"
 VERSION_FOLDER = "1"
-_MAX_INSTANCES, _MAX_QUEUE = 64, 1 << 20  # far above any use: what is larger is a slip of the finger
+_MAX_INSTANCES, _MAX_GPUS = 64, 1024  # far above any use: what is larger is a slip of the finger
 _CONVENTIONS = {
     "trtllm": "TensorRT-LLM's `tensorrt_llm_bls` model",
     "vllm": "Triton's vLLM backend",
@@ -127,13 +127,9 @@ def export_triton(request: ExportRequest, progress: Progress = no_progress) -> P
 def _check_numbers(request: ExportRequest) -> None:
     if request.layout not in LAYOUT_NAMES:
         raise UsageError(f"--layout must be one of {', '.join(LAYOUT_NAMES)}, not {request.layout!r}")
-    for option, value, lowest, highest in (
-        ("--instances", request.instances, 1, _MAX_INSTANCES),
-        ("--max-queue", request.max_queue, 0, _MAX_QUEUE),
-    ):
-        if not lowest <= value <= highest:
-            raise UsageError(f"{option} must be {lowest} to {highest}, not {value}")
-    if any(gpu < 0 for gpu in request.gpus) or len(set(request.gpus)) != len(request.gpus):
+    check_range("--instances", request.instances, 1, _MAX_INSTANCES)
+    check_range("--max-queue", request.max_queue, 0, MAX_COUNT)
+    if any(not 0 <= gpu < _MAX_GPUS for gpu in request.gpus) or len(set(request.gpus)) != len(request.gpus):
         raise UsageError(f"--gpus must be different numbers from 0, not {','.join(map(str, request.gpus))}")
 
 

@@ -13,7 +13,14 @@ from ddtree_trt.artifact import (
     rebuild_command,
     verify_files,
 )
-from ddtree_trt.errors import ArtifactError, MissingDependency, UsageError, install_with
+from ddtree_trt.errors import (
+    MAX_THREADS,
+    ArtifactError,
+    MissingDependency,
+    UsageError,
+    check_range,
+    install_with,
+)
 from ddtree_trt.memory import plan_manifest
 from ddtree_trt.runtime.engine import Engine
 
@@ -21,10 +28,12 @@ from ddtree_trt.runtime.engine import Engine
 def open_engine(directory: Path, *, threads: int = 0, warm: bool = False, exact: bool | None = None) -> Engine:
     """Load the engine in `directory`, after checking schema and digests. Backends are imported only when needed.
 
-    `warm`: what the first requests would wait for is done here, see `Engine.warm_up`. `exact`: whether a single token
-    gets the same logits, bit for bit, as in a pass of several; None is the engine's default. Raises UsageError where it
-    cannot be chosen, ArtifactError with what differs and the command that rebuilds the engine.
+    `threads`: of the CPU; 0 chooses. `warm`: what the first requests would wait for is done here, see
+    `Engine.warm_up`. `exact`: whether a single token gets the same logits, bit for bit, as in a pass of several; None
+    is the engine's default. Raises UsageError where that is no number of threads or `exact` cannot be chosen,
+    ArtifactError with what differs and the command that rebuilds the engine.
     """
+    check_range("threads", threads, 0, MAX_THREADS)
     manifest = load_manifest(directory)
     if exact is not None and manifest.backend != "onnxruntime":
         raise UsageError(

@@ -15,6 +15,7 @@ Method = Literal["ddtree", "dflash", "ar", "dflash-sample", "draft-model"]
 METHODS: tuple[str, ...] = get_args(Method)
 DEFAULT_MAX_TOKENS = 256
 MAX_LOGPROBS = 20
+MAX_SEED = 2**64 - 1
 
 # Whether rounds stay on the device. auto: where the engine has a GPU, for requests they can serve; on: refuse others.
 DeviceRoundsMode = Literal["auto", "on", "off"]
@@ -127,7 +128,7 @@ _INTEGERS: tuple[tuple[str, int, int], ...] = (
     ("max_tokens", 1, _MOST),
     ("min_tokens", 0, _MOST),
     ("top_k", 0, _MOST),
-    ("seed", 0, 2**64 - 1),
+    ("seed", 0, MAX_SEED),
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
 )

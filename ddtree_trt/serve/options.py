@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import MAX_COUNT, MAX_THREADS, UsageError, check_range
 from ddtree_trt.runtime.params import DeviceRoundsMode
 
 
@@ -32,10 +31,7 @@ class ServeOptions:
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if not math.isfinite(value) or not low <= value <= high:
-                bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-                raise UsageError(f"{name} must be {bounds}, not {value}")
+            check_range(name, getattr(self, name), low, high)
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
             raise UsageError("the API key must be printable ASCII text that is not empty")
         if self.model_name == "":
@@ -44,11 +40,11 @@ class ServeOptions:
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("port", 0, 65535),
-    ("max_requests", 1, math.inf),
-    ("max_waiting", 0, math.inf),
+    ("max_requests", 1, MAX_COUNT),
+    ("max_waiting", 0, MAX_COUNT),
     ("max_body_bytes", 1024, 1 << 30),
     ("request_timeout_s", 0, 86400),
     ("stall_timeout_s", 1, 3600),
     ("drain_timeout_s", 0, 86400),
-    ("threads", 0, 1024),
+    ("threads", 0, MAX_THREADS),
 )
