@@ -10,7 +10,7 @@ from typing import Any
 from ddtree_trt.errors import BuildError, MissingDependency, install_with
 from ddtree_trt.plugins import library
 
-LOWEST, BELOW = (10, 13), (12, 0)  # releases of TensorRT whose API is the one used here
+LOWEST, BELOW = (11, 1), (12, 0)  # releases of TensorRT whose API is the one used here; as in pyproject.toml
 LOWEST_SM = 80  # the first GPUs with bfloat16, and the oldest the kernels are compiled for
 LOWEST_FP8_SM = 89  # the first GPUs that multiply FP8
 
