@@ -171,7 +171,7 @@ def test_the_command_takes_a_value_or_says_why_not(command: Door, name: str) -> 
 
 
 PROMPTS: tuple[Any, ...] = (
-    *(None, 5, 0.5, True, b"x", {}, {"role": "user", "content": "x"}, {"a"}, object(), np.array(["x"])),
+    *(None, 5, 0.5, True, b"x", {}, {"role": "user", "content": "x"}, {"a"}, object(), np.array([0.5])),
     *("", "\ud800", "a\udfff", [], [None], [0.5], [True], [10**400], [-1], [2**31], [[]], [[], "x"], [b"x"], [["x"]]),
     *([[{"role": "user"}]], [{"content": "x"}], [{"role": "user", "content": None}], [{"role": 5, "content": "x"}]),
     *([{"role": "user", "content": "\ud800"}], [{"role": "user", "content": "x", "more": object()}], [{}], [{}, 5]),
