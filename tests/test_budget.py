@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from simulated import random_tree, walk_with
 
 from ddtree_trt import LLM, SamplingParams, _native
 from ddtree_trt.artifact import PROFILE
 from ddtree_trt.runtime import profile as profiles
-from ddtree_trt.runtime.budget import AutoBudget, AutoBudgets, CostModel, Decision
+from ddtree_trt.runtime.budget import AutoBudget, AutoBudgets, Decision
 from ddtree_trt.runtime.calibration import HIGHEST, LOWEST, Calibration
+from ddtree_trt.runtime.costs import CostModel
 from ddtree_trt.runtime.profile import ContextCost, LatencyProfile, convex_fit
-from ddtree_trt.runtime.tree import DraftTree, build_tree
+from ddtree_trt.runtime.tree import build_tree
 
 SIZES = (1, 2, 3, 5, 9, 17, 33, 65)
 
@@ -28,26 +29,6 @@ def make_profile(draft_s: float = 0.5, slope: float = 0.05) -> LatencyProfile:
     long = tuple(1.5 * v for v in verify)
     costs = (ContextCost(64, draft_s, SIZES, verify), ContextCost(1024, draft_s, SIZES, long))
     return LatencyProfile("fingerprint", "machine", costs)
-
-
-def random_tree(rng: np.random.Generator, budget: int, depth: int = 7, sharp: float = 0.1) -> DraftTree:
-    marginals = np.sort(rng.dirichlet(np.full(16, sharp), depth))[:, ::-1]
-    token_ids = np.tile(np.arange(16, dtype=np.int32), (depth, 1))
-    return build_tree(np.log(np.maximum(marginals, 1e-12)), token_ids, budget)
-
-
-def walk_with(rng: np.random.Generator, tree: DraftTree, trust: float) -> NDArray[np.int32]:
-    """A path of a target that takes each drafted child with `trust` times its marginal probability."""
-    path = [0]
-    weights = np.concatenate(([0.0], tree.log_weights))
-    while True:
-        children = np.flatnonzero(tree.parents == path[-1])
-        chances = trust * np.exp(weights[children] - weights[path[-1]])
-        draw = rng.random()
-        taken = np.searchsorted(np.cumsum(chances), draw, side="right")
-        if taken == len(children):
-            return np.array(path, np.int32)
-        path.append(int(children[taken]))
 
 
 @given(
@@ -122,13 +103,13 @@ def test_convex_fit_is_convex_and_rising_and_keeps_convex_data(values: list[floa
 
 
 def test_the_cost_model_interpolates_contexts_and_sizes() -> None:
-    model = CostModel(make_profile(), 100)
+    model = CostModel(make_profile(), 100, 7)
     short, long, between = model.at(0), model.at(10_000), model.at(512)
     assert short.single_s == pytest.approx(1.0)
     assert long.single_s == pytest.approx(1.5)
     assert short.single_s < between.single_s < long.single_s
-    assert short.verify_s[7] == pytest.approx(1.35)
-    assert short.verify_s[100] == pytest.approx(6.0), "past the last measured size the last slope goes on"
+    assert short.nodes_s[7] == pytest.approx(1.35)
+    assert short.nodes_s[100] == pytest.approx(6.0), "past the last measured size the last slope goes on"
 
 
 @pytest.mark.parametrize("trust", [1.0, 0.7, 0.3])
@@ -196,8 +177,8 @@ def run_rounds(auto: AutoBudget, shared: AutoBudgets, tokens: int, trust: float,
         if ceiling:
             tree = tree.cut(auto.choose(tree, made))
         path = walk_with(rng, tree, trust)
-        auto.observe(tree, path)
-        spent += (costs.draft_s if ceiling else 0) + costs.verify_s[len(tree)]
+        auto.observe(tree, path, -1)
+        spent += costs.round_s(len(tree)) if ceiling else costs.single_s
         made += len(path)
     return spent, made
 
@@ -227,11 +208,11 @@ def test_auto_is_about_as_good_as_the_best_fixed_budget() -> None:
     profile = make_profile()
 
     def fixed(budget: int) -> float:
-        costs, rng, spent, made = CostModel(profile, 64), np.random.default_rng(4), 0.0, 0
+        costs, rng, spent, made = CostModel(profile, 64, 7), np.random.default_rng(4), 0.0, 0
         while made < 4000:
             tree = random_tree(rng, budget)
             path = walk_with(rng, tree, 0.8)
-            spent += costs.at(0).draft_s + costs.at(0).verify_s[len(tree)]
+            spent += costs.at(0).round_s(len(tree))
             made += len(path)
         return made / spent
 
@@ -248,7 +229,7 @@ def test_decisions_explain_themselves() -> None:
 def test_the_profile_round_trips_and_refuses_what_is_not_one() -> None:
     profile = make_profile()
     assert LatencyProfile.from_json(profile.to_json()) == profile
-    for text in ("", "[]", "{}", profile.to_json().replace('"version": 1', '"version": 99')):
+    for text in ("", "[]", "{}", profile.to_json().replace('"version": 2', '"version": 1')):
         with pytest.raises((ValueError, KeyError, TypeError)):
             LatencyProfile.from_json(text)
 

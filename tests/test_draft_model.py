@@ -17,7 +17,6 @@ from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.engine import DraftRequest
 from ddtree_trt.runtime.llm import LLM
-from ddtree_trt.runtime.methods import DRAFT_MODEL_LENGTH
 from ddtree_trt.runtime.ort import OrtEngine
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.sampling import Sampler
@@ -65,15 +64,15 @@ def test_greedy_output_is_that_of_ar(smaller: LLM, length: Any) -> None:
 
 def test_a_perfect_drafter_is_always_accepted(same: LLM) -> None:
     """Its cache must follow the target's through full acceptance, where the last drafted token was never fed to it."""
-    params = SamplingParams(method="draft-model", max_tokens=1 + 12 * (1 + DRAFT_MODEL_LENGTH), ignore_eos=True)
+    params = SamplingParams(method="draft-model", tree_budget=4, max_tokens=61, ignore_eos=True)
     (output,) = same.generate(PROMPT, params)
-    assert output.metrics.acceptance_lengths == [1 + DRAFT_MODEL_LENGTH] * 12
+    assert output.metrics.acceptance_lengths == [5] * 12
 
 
 def test_a_perfect_drafter_is_kept_at_temperature_1(same: LLM) -> None:
-    params = SamplingParams(method="draft-model", temperature=1, top_k=20, seed=1, max_tokens=61, ignore_eos=True)
+    params = SamplingParams(tree_budget=4, temperature=1, top_k=20, seed=1, max_tokens=61, ignore_eos=True)
     (output,) = same.generate(PROMPT, params)
-    assert output.metrics.acceptance_lengths == [1 + DRAFT_MODEL_LENGTH] * 12
+    assert output.metrics.acceptance_lengths == [5] * 12
 
 
 def test_what_is_drafted_depends_on_the_committed_tokens_only(smaller: LLM) -> None:
@@ -154,8 +153,8 @@ def test_first_tokens_are_distributed_as_the_targets(smaller: LLM) -> None:
 
 
 def test_the_default_method_suits_the_drafter(smaller: LLM) -> None:
-    named = SamplingParams(method="draft-model", max_tokens=12, ignore_eos=True)
-    (found,) = smaller.generate(PROMPT, SamplingParams(max_tokens=12, ignore_eos=True))
+    named = SamplingParams(method="draft-model", tree_budget=3, max_tokens=12, ignore_eos=True)
+    (found,) = smaller.generate(PROMPT, SamplingParams(tree_budget=3, max_tokens=12, ignore_eos=True))
     (expected,) = smaller.generate(PROMPT, named)
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
     assert found.metrics.drafted_tokens == expected.metrics.drafted_tokens > 0

@@ -148,12 +148,12 @@ def test_what_a_graph_would_replay_is_all_that_changes(
     with LLM(directory) as llm:
         engine = llm.engine
         assert isinstance(engine, TorchEngine) and isinstance(engine.drafter, BlockDrafter)
-        engine._buckets = buckets(engine.limits.max_tokens_per_pass)
+        engine.buckets = buckets(engine.limits.max_tokens_per_pass)
         replayed.clear()
         for options in ({"method": "dflash"}, {"method": "ddtree", "tree_budget": 20}):
             assert outputs(llm, prompts, **options) == plain
         sizes = {key for graphs, key in replayed if graphs is engine.graphs}
-        chain = next(t for t in engine._buckets if t >= engine.manifest.dflash.block_size)
+        chain = next(t for t in engine.buckets if t >= engine.manifest.dflash.block_size)
         assert sizes <= {(n, t) for n in (1, 2, 3) for t in (chain, 32)} and (3, 32) in sizes
         assert sum(replayed.values()) > 5 * len(replayed)
 
@@ -284,7 +284,7 @@ def test_padding_changes_nothing(tmp_path: Path) -> None:
     """The padded sizes of a GPU, on the CPU: logits, states told to the drafter and later rounds are the truth's."""
     target, drafter = make_pair(tmp_path, max_positions=512)
     engine = build_torch_engine(target, drafter, tmp_path / "engine", max_batch=2)
-    engine._buckets = buckets(engine.limits.max_tokens_per_pass)
+    engine.buckets = buckets(engine.limits.max_tokens_per_pass)
     truth = Truth(target, engine.manifest.dflash.tap_layers)
     followers = [Follower(engine, slot, truth) for slot in range(2)]
     rng = np.random.default_rng(2)

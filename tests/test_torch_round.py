@@ -153,7 +153,7 @@ def test_padding_changes_nothing(engine: TorchEngine, prompts: list[Any], monkey
     """The sizes of a GPU: trees of 3, 16 and 40 nodes in passes of 4, 32 and 48 tokens, which other budgets share."""
     assert engine.rounds is not None
     expected = [decode(engine, prefill(engine, prompts[:1]), 20, budget=budget) for budget in (3, 16, 40)]
-    engine._buckets = buckets(engine.limits.max_tokens_per_pass)
+    engine.buckets = buckets(engine.limits.max_tokens_per_pass)
     found = [decode(engine, prefill(engine, prompts[:1]), 20, budget=budget) for budget in (3, 16, 40)]
     assert found == expected
     made = [engine.rounds.made_for([RoundRequest(0, 0, budget)]) for budget in (3, 16, 17, 31, 40)]

@@ -52,7 +52,7 @@ class ForcedEngine:
 
     def __init__(self, engine: Engine, acceptance_length: int, banned: frozenset[int] = frozenset()) -> None:
         self.manifest: Manifest = engine.manifest
-        self.threads = engine.threads
+        self.threads, self.buckets = engine.threads, engine.buckets
         self._engine, self._accepted, self._banned = engine, acceptance_length - 1, banned
         self.rounds = None if engine.rounds is None else ForcedRounds(engine.rounds, acceptance_length)
 

@@ -92,6 +92,6 @@ def build(
         return
     with terminal.progress_bars() as progress:
         manifest = compile_engine(request, progress)
-        if profile and manifest.drafter_kind == "dflash":
+        if profile:
             measure_engine(request.destination, progress)
     terminal.print_built(request.destination, manifest)

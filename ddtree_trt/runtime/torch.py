@@ -79,7 +79,7 @@ class TorchEngine:
             self.drafter = AutoregressiveDrafter(TorchLanguageModel(model), self.limits.prefill_chunk)
         # T counts padding; a CPU pads to the longest tree of the call only.
         tokens = self.limits.max_tokens_per_pass
-        self._buckets = buckets(tokens) if device.type == "cuda" else list(range(1, tokens + 1))
+        self.buckets = buckets(tokens) if device.type == "cuda" else list(range(1, tokens + 1))
         words = -(-tokens // 32)
         self._control = Upload(Upload.size((slots,), (slots,), *[(slots, tokens)] * 2, (slots, tokens, words)), device)
         # One for each slot: commits of a round follow each other without a wait.
@@ -159,10 +159,10 @@ class TorchEngine:
 
     def bucket(self, tokens: int) -> int:
         """The T of a pass with so many real rows. Raises EngineError when there is none."""
-        for size in self._buckets:
+        for size in self.buckets:
             if size >= tokens:
                 return size
-        raise EngineError(f"a pass of {tokens} tokens is longer than the {self._buckets[-1]} this engine was made for")
+        raise EngineError(f"a pass of {tokens} tokens is longer than the {self.buckets[-1]} this engine was made for")
 
     def _send(self, requests: Sequence[VerifyRequest], tokens: int, mode: MaskMode) -> tuple[Place, Tensor, Tensor]:
         """A pass's control data, T padded to `tokens`: where it goes, token ids and positions int32 [N, T]."""

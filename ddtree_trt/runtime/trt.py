@@ -52,7 +52,7 @@ class TrtEngine:
         self.device: Device = loaded.device
         self.limits, dims, drafter_dims = manifest.limits, manifest.target_dims, manifest.drafter_dims
         size = memory.ELEMENT_BYTES[manifest.precision]
-        self._buckets = buckets(1 + self.limits.max_tree_budget)
+        self.buckets = buckets(1 + self.limits.max_tree_budget)
         taps = drafter_dims.tap_layers if isinstance(drafter_dims, DrafterDims) else ()
         self._state_bytes = len(taps) * dims.hidden_size * size
         self._cache_shape = CacheShape.of(dims, self.limits, size)
@@ -141,9 +141,9 @@ class TrtEngine:
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         longest = max(len(r.tree) for r in requests)
-        if longest > self._buckets[-1]:
-            raise EngineError(f"a tree of {longest} tokens, the engine was built for {self._buckets[-1]}")
-        tokens = next(t for t in self._buckets if t >= longest)
+        if longest > self.buckets[-1]:
+            raise EngineError(f"a tree of {longest} tokens, the engine was built for {self.buckets[-1]}")
+        tokens = next(t for t in self.buckets if t >= longest)
         choices = self._target_pass(requests, tokens, np.arange(len(requests) * tokens), VERIFY)
         starts, sizes = range(0, len(choices), tokens), [len(r.tree) for r in requests]
         return [
