@@ -24,7 +24,7 @@ from ddtree_trt.runtime.costs import Costs
 
 STAKE, TRIAL = 0.9, 2.0  # what a request may lose, in single-token passes
 SHARE = 1 / 128  # of the time of single-token rounds
-MEMORY = 16.0  # rounds after which a gain counts for a third, so that a request that gets worse is noticed
+MEMORY = 32.0  # rounds after which a gain counts for a third, so that a request that gets worse is noticed
 PATIENCE = 2  # a request whose probes failed so often waits for 2 ** PATIENCE prices: newer ones come first
 
 
@@ -83,7 +83,7 @@ class Account:
             self.probing = False
             self.stopped = gain_s <= 0
             self._failed = self._failed + 1 if self.stopped else 0
-            self._balance_s = gain_s - STAKE * costs.single_s
+            self._balance_s = gain_s
         else:
             kept = 1 - 1 / MEMORY if self._balance_s > 0 else 1.0
             self._balance_s = kept * self._balance_s + gain_s

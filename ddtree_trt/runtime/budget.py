@@ -182,7 +182,10 @@ class AutoBudget:
             return
         self._account.settle(self._costs, self.last.nodes, len(path))
         self._calibration.observe(tree, path, share=self._account.gains)
-        self._failed = _FailedDraft(self._drafted, len(path)) if self._account.stopped else None
+        self._failed = None
+        if self._account.stopped:
+            self._failed = _FailedDraft(self._drafted, len(path))
+            self._calibration.withhold()
 
 
 class AutoLength(AutoBudget):

@@ -55,3 +55,7 @@ class Calibration:
             for each in self._held:
                 _native.learn(self._parent._evidence, each, self._parent._keep)
             self._held.clear()
+
+    def withhold(self) -> None:
+        """Never let the parent learn what was held back so far."""
+        self._held.clear()
