@@ -36,11 +36,14 @@ def best_prefix(
     ratios: NDArray[np.float64],
     draft_s: float,
     verify_s: NDArray[np.float64],
+    filled: NDArray[np.int64] | None = None,
+    least: int = 0,
 ) -> tuple[int, float]:
     """(nodes, expected tokens) of the beginning of a tree that maximises expected tokens per second; smallest on ties.
 
     A node [n] is accepted with probability min(1, exp(log_weight) · r_1 · … · r_depth), ratios [D]; verifying i
-    nodes takes verify_s[i], at least n + 1 of them, after draft_s.
+    nodes takes verify_s[i], at least n + 1 of them, after draft_s. No fewer than `least` nodes are chosen, as far as
+    there are so many, and of a choice of i nodes the first filled[i], at least n + 1 of them, are verified.
     """
 
 def tried_mass(
@@ -56,10 +59,15 @@ def learn(evidence: NDArray[np.float64], mass: NDArray[np.float64], keep: float)
     """
 
 def calibrated_ratios(
-    evidence: NDArray[np.float64], priors: NDArray[np.float64] | None, weight: float, lowest: float, highest: float
+    evidence: NDArray[np.float64],
+    priors: NDArray[np.float64] | None,
+    weight: float,
+    lowest: float,
+    highest: float,
+    root: float = 1.0,
 ) -> NDArray[np.float64]:
     """[D]: observed over predicted, the rows of evidence [2, D], shrunk by `weight` pseudo-observations towards priors
-    [D], without them towards the ratio of the depth above (1 at the root), and kept between lowest and highest."""
+    [D], without them towards the ratio of the depth above (`root` at the first), kept between lowest and highest."""
 
 def keep_nucleus(weights: NDArray[np.float64], share: float) -> None:
     """Zero, in place, all but the smallest set of largest weights [n] whose sum reaches `share` of the whole.

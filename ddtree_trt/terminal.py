@@ -167,4 +167,7 @@ def print_profile(profile: LatencyProfile) -> None:
     print(profile.machine)
     for cost in profile.contexts:
         verify = "  ".join(f"{t}: {1000 * s:.2f}" for t, s in zip(cost.tree_tokens, cost.verify_s, strict=True))
-        print(f"context {cost.context}: draft {1000 * cost.draft_s:.2f} ms, verify by tree tokens (ms)  {verify}")
+        token = f" and {1000 * cost.draft_token_s:.2f} a token" if cost.draft_token_s else ""
+        print(
+            f"context {cost.context}: draft {1000 * cost.draft_s:.2f} ms{token}, verify by tree tokens (ms)  {verify}"
+        )

@@ -164,7 +164,7 @@ class _Slot:
 class ScriptedEngine:
     """See the module. `fail` is called before every verb's work with (verb, slots) and may raise."""
 
-    threads, rounds = 1, None
+    threads, rounds, buckets = 1, None, None
 
     def __init__(
         self,
@@ -328,6 +328,9 @@ _LETTERS = [chr(97 + t) for t in range(4096)]
 _letter = _LETTERS.__getitem__
 
 
+CHAIN = 4  # γ of an autoregressive drafter
+
+
 class Letters:
     """A codec for tiny vocabularies: token 0 is "a", token 1 "b", …"""
 
@@ -345,12 +348,14 @@ def completion(
     index: int = 0,
     sampler: type[Sampler] = Sampler,
 ) -> Completion:
-    """A sequence as `requests` makes it, with a fixed budget."""
+    """A sequence as `requests` makes it; where it would choose budgets by costs, whole blocks or chains of CHAIN."""
     manifest, stops = engine.manifest, frozenset(() if params.ignore_eos else eos)
     params = replace(params, method=resolve_method(params.method, manifest.drafter_kind))
     budget = params.tree_budget
     if budget == "auto":
         budget = default_budget(params.method, manifest.drafter_dims)
+        if budget is None:
+            budget = manifest.dflash.block_size - 1 if manifest.drafter_kind == "dflash" else CHAIN
     return Completion(
         index=index,
         prompt=list(prompt),

@@ -130,7 +130,7 @@ class Remembering:
     seconds.
     """
 
-    threads, rounds = 1, None
+    threads, rounds, buckets = 1, None, None
 
     def __init__(self, engine: Engine, change: Change) -> None:
         self.manifest = engine.manifest

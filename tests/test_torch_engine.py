@@ -19,6 +19,7 @@ from plugin_libraries import torch_operators
 
 from ddtree_trt.artifact import load_manifest
 from ddtree_trt.bench.settings import CheckSettings
+from ddtree_trt.buckets import buckets
 from ddtree_trt.check import check_engine
 from ddtree_trt.errors import ArtifactError, EngineError, MissingDependency
 from ddtree_trt.runtime import torch_attention
@@ -27,7 +28,6 @@ from ddtree_trt.runtime.lazy_rows import LazyRows
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.load import open_engine
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.passes import buckets
 from ddtree_trt.runtime.profile import fingerprint
 from ddtree_trt.runtime.torch import TorchEngine
 from ddtree_trt.runtime.torch_attention import KernelAttention, Scratch
@@ -146,12 +146,12 @@ def test_what_a_graph_would_replay_is_all_that_changes(
     with LLM(directory) as llm:
         engine = llm.engine
         assert isinstance(engine, TorchEngine) and isinstance(engine.drafter, BlockDrafter)
-        engine._buckets = buckets(engine.limits.max_tokens_per_pass)
+        engine.buckets = buckets(engine.limits.max_tokens_per_pass)
         replayed.clear()
         for options in ({"method": "dflash"}, {"method": "ddtree", "tree_budget": 20}):
             assert outputs(llm, prompts, **options) == plain
         sizes = {key for graphs, key in replayed if graphs is engine.graphs}
-        chain = next(t for t in engine._buckets if t >= engine.manifest.dflash.block_size)
+        chain = next(t for t in engine.buckets if t >= engine.manifest.dflash.block_size)
         assert sizes <= {(n, t) for n in (1, 2, 3) for t in (chain, 32)} and (3, 32) in sizes
         assert sum(replayed.values()) > 5 * len(replayed)
 
@@ -282,7 +282,7 @@ def test_padding_changes_nothing(tmp_path: Path) -> None:
     """The padded sizes of a GPU, on the CPU: logits, states told to the drafter and later rounds are the truth's."""
     target, drafter = make_pair(tmp_path, max_positions=512)
     engine = build_torch_engine(target, drafter, tmp_path / "engine", max_batch=2)
-    engine._buckets = buckets(engine.limits.max_tokens_per_pass)
+    engine.buckets = buckets(engine.limits.max_tokens_per_pass)
     truth = Truth(target, engine.manifest.dflash.tap_layers)
     followers = [Follower(engine, slot, truth) for slot in range(2)]
     rng = np.random.default_rng(2)

@@ -20,6 +20,7 @@ from truth import FALSE_ALARM, chi_square
 
 from ddtree_trt.bench.forced import ForcedEngine
 from ddtree_trt.bench.forced_torch import ForcedRounds
+from ddtree_trt.buckets import buckets
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins import reference as plugin_reference
 from ddtree_trt.runtime import torch_attention
@@ -29,7 +30,6 @@ from ddtree_trt.runtime.load import open_engine
 from ddtree_trt.runtime.noise import Noise
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.passes import buckets
 from ddtree_trt.runtime.text import TextCodec
 from ddtree_trt.runtime.torch import TorchEngine
 from ddtree_trt.runtime.torch_attention import KernelAttention
@@ -156,7 +156,7 @@ def test_padding_changes_nothing(engine: TorchEngine, prompts: list[Any], monkey
     """The sizes of a GPU: trees of 3, 16 and 40 nodes in passes of 4, 32 and 48 tokens, which other budgets share."""
     assert engine.rounds is not None
     expected = [decode(engine, prefill(engine, prompts[:1]), 20, budget=budget) for budget in (3, 16, 40)]
-    engine._buckets = buckets(engine.limits.max_tokens_per_pass)
+    engine.buckets = buckets(engine.limits.max_tokens_per_pass)
     found = [decode(engine, prefill(engine, prompts[:1]), 20, budget=budget) for budget in (3, 16, 40)]
     assert found == expected
     made = [engine.rounds.made_for([RoundRequest(0, 0, budget)]) for budget in (3, 16, 17, 31, 40)]

@@ -18,6 +18,7 @@ from fake_trt_engine import BLOCK, LIMITS, PROMPTS, FakeContext, Machine, genera
 from numerics import random_tree
 from real_tensorrt import check_call, cuda_names, real_tensorrt, site
 
+from ddtree_trt.buckets import buckets
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins.reference import packed_mask
 from ddtree_trt.runtime.cuda import Device, Upload
@@ -25,7 +26,7 @@ from ddtree_trt.runtime.engine import VerifyRequest
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.load import open_engine
 from ddtree_trt.runtime.outputs import RequestOutput
-from ddtree_trt.runtime.passes import buckets, pad_trees
+from ddtree_trt.runtime.passes import pad_trees
 from ddtree_trt.runtime.trt import TrtEngine
 from ddtree_trt.runtime.trt_load import make_log
 

@@ -202,7 +202,7 @@ nb::object walk(const Input& parents, const Input& token_ids, const Input& choic
 }
 
 nb::tuple best_prefix(const Input& log_weights, const Input& depths, const Input& ratios, double draft_s,
-                      const Input& verify_s) {
+                      const Input& verify_s, const std::optional<Input>& filled, int64_t least) {
     const double* weights = checked<double>(log_weights, "log_weights", "[n]", 1);
     const int32_t* deep = checked<int32_t>(depths, "depths", "[n]", 1);
     const double* scale = checked<double>(ratios, "ratios", "[D]", 1);
@@ -216,7 +216,13 @@ nb::tuple best_prefix(const Input& log_weights, const Input& depths, const Input
     if (std::any_of(deep, deep + n, [&](int32_t d) { return d < 1 || d > deepest; })) {
         bad_value("depths must be 1 ... D with a ratio for each: ratios has shape " + shape_text(ratios));
     }
-    const ddtree::Prefix best = ddtree::best_prefix(weights, deep, n, scale, deepest, draft_s, costs);
+    const int64_t* as_cheap = filled ? checked<int64_t>(*filled, "filled", "[n + 1] or longer", 1) : nullptr;
+    if (filled && extent(*filled, 0) < n + 1) {
+        bad_value("filled must have at least n + 1 entries for n = " + std::to_string(n) + ", found " +
+                  shape_text(*filled));
+    }
+    const ddtree::Prefix best =
+        ddtree::best_prefix(weights, deep, n, scale, deepest, {draft_s, costs, as_cheap}, least);
     return nb::make_tuple(best.nodes, best.expected_tokens);
 }
 
@@ -251,7 +257,7 @@ void learn(const Output& evidence, const Input& mass, double keep) {
 }
 
 nb::object calibrated_ratios(const Input& evidence, const std::optional<Input>& priors, double weight, double lowest,
-                             double highest) {
+                             double highest, double root) {
     const double* observed = checked<double>(evidence, "evidence", "[2, D]", 2);
     const int64_t deepest = extent(evidence, 1);
     if (extent(evidence, 0) != 2) {
@@ -265,7 +271,7 @@ nb::object calibrated_ratios(const Input& evidence, const std::optional<Input>& 
         bad_value("weight must be positive and lowest at most highest");
     }
     std::unique_ptr<double[]> ratios(new double[static_cast<size_t>(deepest)]);
-    ddtree::calibrated_ratios(observed, observed + deepest, deepest, {expected, weight}, lowest, highest, ratios.get());
+    ddtree::calibrated_ratios(observed, observed + deepest, deepest, {expected, weight, root}, lowest, highest, ratios.get());
     return to_numpy(std::move(ratios), {static_cast<size_t>(deepest)});
 }
 
@@ -356,11 +362,12 @@ NB_MODULE(_native, m) {
     m.def("attention_bias", &attention_bias, "parents"_a, "past"_a, "out"_a);
     m.def("packed_mask", &packed_mask, "parents"_a);
     m.def("walk", &walk, "parents"_a, "token_ids"_a, "choices"_a);
-    m.def("best_prefix", &best_prefix, "log_weights"_a, "depths"_a, "ratios"_a, "draft_s"_a, "verify_s"_a);
+    m.def("best_prefix", &best_prefix, "log_weights"_a, "depths"_a, "ratios"_a, "draft_s"_a, "verify_s"_a,
+          "filled"_a.none() = nb::none(), "least"_a = 0);
     m.def("tried_mass", &tried_mass, "parents"_a, "log_weights"_a, "path"_a);
     m.def("learn", &learn, "evidence"_a, "mass"_a, "keep"_a);
     m.def("calibrated_ratios", &calibrated_ratios, "evidence"_a, "priors"_a.none(), "weight"_a, "lowest"_a,
-          "highest"_a);
+          "highest"_a, "root"_a = 1.0);
     m.def("keep_nucleus", &keep_nucleus, "weights"_a, "share"_a);
     m.def("attention_workspace_bound", &attention_workspace_bound, "sequences"_a, "tokens"_a, "q_heads"_a,
           "kv_heads"_a, "head_dim"_a, "capacity"_a);

@@ -49,7 +49,7 @@ class ForcedEngine:
 
     def __init__(self, engine: Engine, acceptance_length: int, banned: frozenset[int] = frozenset()) -> None:
         self.manifest: Manifest = engine.manifest
-        self.threads = engine.threads
+        self.threads, self.buckets = engine.threads, engine.buckets
         self._engine, self._accepted, self._banned = engine, acceptance_length - 1, banned
         self.rounds = None if engine.rounds is None else _forced_rounds(engine, acceptance_length)
 

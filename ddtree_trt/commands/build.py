@@ -102,6 +102,6 @@ def build(
     with terminal.progress_bars() as progress:
         notes: list[str] = []
         manifest = compile_engine(request, progress, notes.append)
-        if profile and manifest.drafter_kind == "dflash":
+        if profile:
             measure_engine(request.destination, progress)
     terminal.print_built(request.destination, manifest, notes)

@@ -100,6 +100,10 @@ class Engine(Protocol):
     threads: int  # CPU threads of its own; 1 where the work is done elsewhere
 
     @property
+    def buckets(self) -> Sequence[int] | None:
+        """Tree tokens T that a verification is padded to, rising; None where it is not padded."""
+
+    @property
     def rounds(self) -> DeviceRounds | None:
         """Rounds that stay on the device, where the engine has them."""
 

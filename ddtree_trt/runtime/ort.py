@@ -32,7 +32,7 @@ _Passed = tuple[NDArray[np.int64], NDArray[np.float32] | None]  # token ids [T],
 class OrtEngine:
     """The `Engine` protocol over two ONNX Runtime sessions."""
 
-    rounds = None
+    rounds, buckets = None, None
 
     def __init__(self, directory: Path, manifest: Manifest, *, threads: int = 0, exact: bool | None = None) -> None:
         """`exact`: give a single token the same logits, bit for bit, as in a pass of several; None chooses."""

@@ -9,7 +9,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt import _native
-from ddtree_trt.buckets import buckets as buckets  # where the sizes come from
 from ddtree_trt.runtime.engine import VerifyRequest
 
 Int32 = NDArray[np.int32]

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from ddtree_trt import artifact, memory
 from ddtree_trt.artifact import DrafterDims, Manifest
+from ddtree_trt.buckets import buckets
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.drafters import AutoregressiveDrafter, check_told
 from ddtree_trt.runtime.engine import Draft, DraftRequest, LogitRows, Rows, Verdict, VerifyRequest
 from ddtree_trt.runtime.lazy_rows import LazyRows
-from ddtree_trt.runtime.passes import buckets, pad_trees
+from ddtree_trt.runtime.passes import pad_trees
 from ddtree_trt.runtime.torch_attention import Place, Scratch, attention_for
 from ddtree_trt.runtime.torch_cache import DeviceCache
 from ddtree_trt.runtime.torch_drafters import BlockDrafter, TorchLanguageModel
@@ -89,7 +90,7 @@ class TorchEngine:
             self.drafter = AutoregressiveDrafter(TorchLanguageModel(model), self.limits.prefill_chunk)
         # T counts padding; a CPU pads to the longest tree of the call only.
         tokens = self.limits.max_tokens_per_pass
-        self._buckets = buckets(tokens) if device.type == "cuda" else list(range(1, tokens + 1))
+        self.buckets = buckets(tokens) if device.type == "cuda" else list(range(1, tokens + 1))
         words = -(-tokens // 32)
         self._control = Upload(Upload.size((slots,), (slots,), *[(slots, tokens)] * 2, (slots, tokens, words)), device)
         # One for each slot: commits of a round follow each other without a wait.
@@ -169,10 +170,10 @@ class TorchEngine:
 
     def bucket(self, tokens: int) -> int:
         """The T of a pass with so many real rows. Raises EngineError when there is none."""
-        for size in self._buckets:
+        for size in self.buckets:
             if size >= tokens:
                 return size
-        raise EngineError(f"a pass of {tokens} tokens is longer than the {self._buckets[-1]} this engine was made for")
+        raise EngineError(f"a pass of {tokens} tokens is longer than the {self.buckets[-1]} this engine was made for")
 
     def _send(self, requests: Sequence[VerifyRequest], tokens: int, mode: MaskMode) -> tuple[Place, Tensor, Tensor]:
         """A pass's control data, T padded to `tokens`: where it goes, token ids and positions int32 [N, T]."""
@@ -221,7 +222,7 @@ class TorchEngine:
         limits = self.limits
         largest = self.bucket(1 + limits.max_tree_budget)
         try:
-            for tokens in reversed([size for size in self._buckets if size <= largest]):
+            for tokens in reversed([size for size in self.buckets if size <= largest]):
                 self.verify([VerifyRequest(0, token_chain(np.zeros(tokens, np.int64)))])
             chunk = min(limits.prefill_chunk, limits.max_seq_len - 1)
             self.prefill(0, np.zeros(chunk, np.int64), rows="last", taps=isinstance(self.drafter, BlockDrafter))
