@@ -1,4 +1,4 @@
-"""The engine directory: the only thing `build` and `runtime` share.
+"""The engine directory and its manifest: all that passes from `build` to `runtime`.
 
 `build` writes it; `runtime` reads it through `load_manifest` and `verify_files` before it opens anything else in it.
 The records here are the manifest: what they hold is what the JSON holds, plus a digest over the whole.
@@ -54,11 +54,11 @@ _REQUIRED_FILES = {
     "tensorrt": (TARGET_PLAN, DRAFTER_PLAN, SHARED_WEIGHTS, *TOKENIZER_FILES),
 }
 _HASH_BLOCK = 4 << 20
-# What each backend computes in.
+# What each backend can compute in; what `build` offers may be less.
 PRECISIONS = {
     "onnxruntime": ("fp32", "int8"),
     "torch": ("fp32", "bf16", "fp16"),
-    "tensorrt": ("bf16", "fp16"),
+    "tensorrt": ("bf16", "fp16", "fp32"),
 }
 _CAUSAL_OPTION = (1, 30)  # the first ONNX Runtime whose attention kernel takes `causal=0`; Python 3.10 has none of them
 

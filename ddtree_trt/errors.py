@@ -44,13 +44,21 @@ class MissingDependency(DDTreeError):
     """An optional package or native library is not installed."""
 
 
-class _Shown(reprlib.Repr):
-    """`reprlib` without the parts that take as long as the value is large, or fail: it writes an integer out, and
-    sorts what has no order."""
+class Shown(reprlib.Repr):
+    """Values in messages: `reprlib` without the parts that take as long as the value is large, or fail (it writes an
+    integer out, and sorts what has no order)."""
 
-    def __init__(self) -> None:
+    def __init__(self, longest: int = SHOWN_CHARACTERS) -> None:
         super().__init__()
-        self.maxstring = self.maxother = self.maxlong = SHOWN_CHARACTERS
+        self.maxstring = self.maxother = self.maxlong = self.longest = longest
+
+    def __call__(self, value: object) -> str:
+        """The value as `repr` writes it, in at most `longest` characters and a time that does not grow with it."""
+        try:
+            text = self.repr(value)
+        except Exception:  # the value's own `__repr__`
+            text = f"a {type(value).__name__}"
+        return text if len(text) <= self.longest else text[: self.longest - 3] + "..."
 
     def repr_int(self, x: int, level: int) -> str:
         if x.bit_length() <= 1024:
@@ -70,14 +78,16 @@ class _Shown(reprlib.Repr):
         return f"a set of {len(x)}"
 
 
-def shown(value: object) -> str:
-    """A caller's value for an error message, as `repr` writes it, in at most 200 characters and a time that does not
-    grow with the value."""
-    try:
-        text = _Shown().repr(value)
-    except Exception:  # the value's own `__repr__`
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
+shown = Shown()  # a caller's value for an error message
+
+
+def install_with(extra: str = "") -> str:
+    """The command that installs this package, with an extra of it. It is on no index, so it comes from its source tree.
+
+    Begins with an imperative, to stand after "; " in a message.
+    """
+    target = f"'.[{extra}]'" if extra else "."
+    return f"run in a checkout of ddtree-trt: pip install {target}"
 
 
 MAX_COUNT = 1 << 20  # of things that cost memory or time each: far above any use, so what is larger is a slip

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ddtree_trt import artifact
 from ddtree_trt.artifact import DrafterDims, Limits, Manifest, TransformerDims
+from ddtree_trt.buckets import buckets
+from ddtree_trt.plugins import HEAD_DIMS
 
 ALIGNMENT = 256  # bytes: what TensorRT asks of every tensor's address
 # Of what is no weight, by precision: int8 rounds weights, and rows while they are multiplied.
 ELEMENT_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 4}
 INT_BYTES = FLOAT_BYTES = 4
+# Of a layer in a captured pass: a dozen kernels' nodes and arguments, TensorRT's context. Estimated, never measured.
+CAPTURED_LAYER_BYTES = 32 << 10
 
 # Names of the TensorRT engine's buffers.
 EMBEDDING, HEAD = "embedding", "head"
@@ -199,7 +203,7 @@ class MemoryPlan:
     kv_bytes_per_slot: int  # both networks, at full length
     slots: int
     buffers_bytes: int  # logits, tapped states, results: what a pass reads and writes beside its cache
-    workspace_bytes: int  # inside passes; an estimate, TensorRT says the exact figure once it has built
+    workspace_bytes: int  # inside passes, and captured ones; an estimate, TensorRT knows more once it has built
 
     @property
     def kv_bytes_all_slots(self) -> int:
@@ -266,10 +270,48 @@ def _buffers_bytes(
     return rows * (target.vocab_size * FLOAT_BYTES + taps * size)
 
 
+def attention_workspace_bytes(networks: Iterable[TransformerDims], limits: Limits) -> int:
+    """Scratch of the attention kernels for any pass of these networks: one piece serves all layers and passes, which
+    follow each other. The TensorRT plugin asks for the same."""
+    from ddtree_trt import _native  # here, so that `doctor` can say that it is not built
+
+    most = 0
+    for dims in networks:
+        if dims.head_dim not in HEAD_DIMS:
+            continue
+        tokens = limits.max_tokens_per_pass
+        if isinstance(dims, DrafterDims):  # in TensorRT its block follows the context's rows
+            tokens = max(limits.prefill_chunk, dims.block_size) + dims.block_size
+        heads = (dims.num_heads, dims.num_kv_heads, dims.head_dim)
+        tokens = min(tokens, limits.cache_rows)
+        most = max(most, _native.attention_workspace_bound(limits.max_batch, tokens, *heads, limits.cache_rows))
+    return most
+
+
 def _workspace_bytes(
     backend: Backend, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
 ) -> int:
-    """About what a pass holds at its widest: the fused projections of the target's rows, or the drafter's logits."""
+    """About what a pass holds: its widest arrays, and on a GPU the attention kernels' scratch and captured passes."""
+    wide = _widest_bytes(backend, size, target, drafter, limits)
+    if backend == "onnxruntime":
+        return wide
+    # The kernels compute in halves only.
+    scratch = attention_workspace_bytes((target, drafter), limits) if size == 2 else 0
+    # PyTorch keeps what is inside captured passes, which share it, apart from what is inside the others.
+    return (2 if backend == "torch" else 1) * wide + scratch + _captured_bytes(target, drafter, limits)
+
+
+def _captured_bytes(target: TransformerDims, drafter: TransformerDims, limits: Limits) -> int:
+    """About what the passes captured for a single sequence take beside the memory they work in. More are captured as
+    more sequences are decoded together."""
+    trees = len(buckets(1 + limits.max_tree_budget))
+    return trees * (target.num_layers + drafter.num_layers) * CAPTURED_LAYER_BYTES
+
+
+def _widest_bytes(
+    backend: Backend, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
+) -> int:
+    """The fused projections of the target's rows, or the drafter's logits."""
     slots = 1 if backend == "onnxruntime" else limits.max_batch
     rows = max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)
     heads = (target.num_heads + 2 * target.num_kv_heads) * target.head_dim

@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import reprlib
 import stat
 import types
 import typing
@@ -20,20 +19,29 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from ddtree_trt.errors import DDTreeError
+from ddtree_trt.errors import DDTreeError, Shown
 
 MAX_JSON_BYTES = 4 << 20  # of a configuration or manifest; real ones have some kilobytes
 _ECHO = 120  # characters of a foreign value in one complaint
 _T = TypeVar("_T")
 
-_shown = reprlib.Repr()
-_shown.maxlevel, _shown.maxlist, _shown.maxdict, _shown.maxtuple = 2, 6, 4, 6
-_shown.maxstring = _shown.maxlong = _shown.maxother = 60
+
+class _ShownJson(Shown):
+    """JSON's own words for what it has words for."""
+
+    def __init__(self) -> None:
+        super().__init__(_ECHO)
+        self.maxlevel, self.maxlist, self.maxdict, self.maxtuple = 2, 6, 4, 6
+        self.maxstring = self.maxlong = self.maxother = 60
+
+    def repr_bool(self, value: bool, level: int) -> str:
+        return str(value).lower()
+
+    def repr_NoneType(self, value: None, level: int) -> str:
+        return "null"
 
 
-def shown(value: Any) -> str:
-    """A JSON value for a message: at most `_ECHO` characters, control characters escaped."""
-    return _cut(_shown.repr(value))
+shown = _ShownJson()  # a JSON value for a message, control characters escaped
 
 
 def printable(text: str) -> str:

@@ -164,7 +164,7 @@ class _Slot:
 class ScriptedEngine:
     """See the module. `fail` is called before every verb's work with (verb, slots) and may raise."""
 
-    threads, rounds = 1, None
+    threads, rounds, buckets = 1, None, None
 
     def __init__(
         self,
@@ -207,7 +207,8 @@ class ScriptedEngine:
         tree = token_chain(token_ids)
         (verdict,) = self._pass("prefill", [VerifyRequest(slot, tree)])
         self._keep(slot, np.arange(size), taps)
-        return verdict if rows == "all" else Verdict(verdict.choices[-1:], verdict.logits[-1:])
+        first = {"all": 0, "last": size - 1, "none": size}[rows]
+        return Verdict(verdict.choices[first:], verdict.logits[first:])
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         slots = [r.slot for r in requests]
@@ -245,9 +246,9 @@ class ScriptedEngine:
         if isinstance(dims, DrafterDims):
             return Draft(*_most_probable(self.drafter.block(context, dims.block_size - 1), request.top_k))
         rows, drawn = [], []
-        for _ in range(request.length):
+        for depth in range(request.length):
             rows.append(_most_probable(self.drafter.block(context, 1), request.top_k))
-            drawn.append(request.draw(rows[-1][0][0], rows[-1][1][0]))
+            drawn.append(request.draw(rows[-1][0][0], rows[-1][1][0], depth))
             context.append(drawn[-1].token)
         log_probs, token_ids = (np.concatenate(part) for part in zip(*rows, strict=True))
         return Draft(log_probs, token_ids, tuple(drawn))
@@ -272,6 +273,9 @@ class ScriptedEngine:
     def _log(self, verb: str, slots: Sequence[int], tokens: int) -> None:
         self.calls.append(Call(verb, tuple(slots), tokens))
         self.fail(verb, tuple(slots))
+
+    def warm_up(self) -> None:
+        self._log("warm_up", [], 0)
 
     def settle(self) -> None:
         self._log("settle", [], 0)
@@ -324,6 +328,9 @@ _LETTERS = [chr(97 + t) for t in range(4096)]
 _letter = _LETTERS.__getitem__
 
 
+CHAIN = 4  # γ of an autoregressive drafter
+
+
 class Letters:
     """A codec for tiny vocabularies: token 0 is "a", token 1 "b", …"""
 
@@ -341,12 +348,14 @@ def completion(
     index: int = 0,
     sampler: type[Sampler] = Sampler,
 ) -> Completion:
-    """A sequence as `requests` makes it, with a fixed budget."""
+    """A sequence as `requests` makes it; where it would choose budgets by costs, whole blocks or chains of CHAIN."""
     manifest, stops = engine.manifest, frozenset(() if params.ignore_eos else eos)
     params = replace(params, method=resolve_method(params.method, manifest.drafter_kind))
     budget = params.tree_budget
     if budget == "auto":
         budget = default_budget(params.method, manifest.drafter_dims)
+        if budget is None:
+            budget = manifest.dflash.block_size - 1 if manifest.drafter_kind == "dflash" else CHAIN
     return Completion(
         index=index,
         prompt=list(prompt),

@@ -9,15 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
+from scripted import MarkovTarget, ScriptedEngine, Useless
+from simulated import CPU, MACHINES, random_tree, walk_with
 
 from ddtree_trt import LLM, SamplingParams, _native
 from ddtree_trt.artifact import PROFILE
+from ddtree_trt.buckets import buckets
 from ddtree_trt.runtime import profile as profiles
-from ddtree_trt.runtime.budget import AutoBudget, AutoBudgets, CostModel, Decision
+from ddtree_trt.runtime.budget import AutoBudget, AutoBudgets, Decision
 from ddtree_trt.runtime.calibration import HIGHEST, LOWEST, Calibration
-from ddtree_trt.runtime.profile import ContextCost, LatencyProfile, convex_fit
-from ddtree_trt.runtime.tree import DraftTree, build_tree
+from ddtree_trt.runtime.costs import CostModel
+from ddtree_trt.runtime.profile import ContextCost, LatencyProfile, convex_fit, measure
+from ddtree_trt.runtime.tree import EMPTY, build_tree
 
 SIZES = (1, 2, 3, 5, 9, 17, 33, 65)
 
@@ -28,26 +31,6 @@ def make_profile(draft_s: float = 0.5, slope: float = 0.05) -> LatencyProfile:
     long = tuple(1.5 * v for v in verify)
     costs = (ContextCost(64, draft_s, SIZES, verify), ContextCost(1024, draft_s, SIZES, long))
     return LatencyProfile("fingerprint", "machine", costs)
-
-
-def random_tree(rng: np.random.Generator, budget: int, depth: int = 7, sharp: float = 0.1) -> DraftTree:
-    marginals = np.sort(rng.dirichlet(np.full(16, sharp), depth))[:, ::-1]
-    token_ids = np.tile(np.arange(16, dtype=np.int32), (depth, 1))
-    return build_tree(np.log(np.maximum(marginals, 1e-12)), token_ids, budget)
-
-
-def walk_with(rng: np.random.Generator, tree: DraftTree, trust: float) -> NDArray[np.int32]:
-    """A path of a target that takes each drafted child with `trust` times its marginal probability."""
-    path = [0]
-    weights = np.concatenate(([0.0], tree.log_weights))
-    while True:
-        children = np.flatnonzero(tree.parents == path[-1])
-        chances = trust * np.exp(weights[children] - weights[path[-1]])
-        draw = rng.random()
-        taken = np.searchsorted(np.cumsum(chances), draw, side="right")
-        if taken == len(children):
-            return np.array(path, np.int32)
-        path.append(int(children[taken]))
 
 
 @given(
@@ -122,13 +105,13 @@ def test_convex_fit_is_convex_and_rising_and_keeps_convex_data(values: list[floa
 
 
 def test_the_cost_model_interpolates_contexts_and_sizes() -> None:
-    model = CostModel(make_profile(), 100)
+    model = CostModel(make_profile(), 100, 7)
     short, long, between = model.at(0), model.at(10_000), model.at(512)
     assert short.single_s == pytest.approx(1.0)
     assert long.single_s == pytest.approx(1.5)
     assert short.single_s < between.single_s < long.single_s
-    assert short.verify_s[7] == pytest.approx(1.35)
-    assert short.verify_s[100] == pytest.approx(6.0), "past the last measured size the last slope goes on"
+    assert short.nodes_s[7] == pytest.approx(1.35)
+    assert short.nodes_s[100] == pytest.approx(6.0), "past the last measured size the last slope goes on"
 
 
 @pytest.mark.parametrize("trust", [1.0, 0.7, 0.3])
@@ -196,8 +179,8 @@ def run_rounds(auto: AutoBudget, shared: AutoBudgets, tokens: int, trust: float,
         if ceiling:
             tree = tree.cut(auto.choose(tree, made))
         path = walk_with(rng, tree, trust)
-        auto.observe(tree, path)
-        spent += (costs.draft_s if ceiling else 0) + costs.verify_s[len(tree)]
+        auto.observe(tree, path, -1)
+        spent += costs.round_s(len(tree)) if ceiling else costs.single_s
         made += len(path)
     return spent, made
 
@@ -227,11 +210,11 @@ def test_auto_is_about_as_good_as_the_best_fixed_budget() -> None:
     profile = make_profile()
 
     def fixed(budget: int) -> float:
-        costs, rng, spent, made = CostModel(profile, 64), np.random.default_rng(4), 0.0, 0
+        costs, rng, spent, made = CostModel(profile, 64, 7), np.random.default_rng(4), 0.0, 0
         while made < 4000:
             tree = random_tree(rng, budget)
             path = walk_with(rng, tree, 0.8)
-            spent += costs.at(0).draft_s + costs.at(0).verify_s[len(tree)]
+            spent += costs.at(0).round_s(len(tree))
             made += len(path)
         return made / spent
 
@@ -285,11 +268,11 @@ def test_a_curve_is_monotone_and_convex_whatever_was_measured(costs: list[float]
 
 def test_measured_profile_is_plausible_and_leaves_the_engine_empty(tiny_engine: Path) -> None:
     with LLM(tiny_engine) as llm:
-        profile = profiles.measure(llm.engine, seconds=0.2)
+        profile = measure(llm.engine, seconds=0.2)
         assert llm.engine.length(0) == 0
     for cost in profile.contexts:
         assert cost.tree_tokens[0] == 1 and len(cost.tree_tokens) >= 2
-        assert 0 < cost.draft_s < 1
+        assert 0 < cost.draft_s < float("inf")
         curve = cost.verify_curve(64)
         assert np.all(np.diff(curve[1:]) >= 0) and curve[1] >= curve[0] > 0
 
@@ -303,3 +286,73 @@ def test_auto_is_lossless_and_says_why(tiny_engine: Path) -> None:
         tokens = [t for part in llm.stream(prompt, params, on_round=rounds.append) for t in part.outputs[0].token_ids]
         assert tokens == truth.outputs[0].token_ids
         assert all(r.decision is not None and r.decision.nodes == len(r.tree) for r in rounds)
+
+
+def test_paid_rows_up_to_the_bucket_are_used() -> None:
+    """Where passes are padded, a choice ends at a bucket's end or with the tree, and costs what the bucket does."""
+    steps = buckets(65)
+    for machine in MACHINES.values():
+        shared = AutoBudgets(machine, 64, 15, buckets=steps)
+        auto, rng = shared.for_sequence(), np.random.default_rng(0)
+        for round_ in range(60):
+            most = auto.ceiling(round_)
+            tree = random_tree(rng, most, 15, 0.05)
+            nodes = auto.choose(tree, round_)
+            assert nodes + 1 in steps or nodes == len(tree) <= 64
+            assert most + 1 in steps or most == 64
+            padded = next(t for t in steps if t > nodes)
+            assert shared.costs.at(0).nodes_s[nodes] == pytest.approx(shared.costs.at(0).nodes_s[min(padded - 1, 64)])
+            auto.observe(tree.cut(nodes), walk_with(rng, tree.cut(nodes), 1.0), -1)
+
+
+def test_rows_are_filled_also_with_nodes_that_promise_nothing() -> None:
+    weights, depths = np.array([-0.1, -900.0, -900.0, -900.0]), np.ones(4, np.int32)
+    filled, costs = np.array([0, 3, 3, 3, 4]), np.array([1.0, 1.1, 1.1, 1.1, 1.5])
+    nodes, expected = _native.best_prefix(weights, depths, np.ones(1), 0.1, costs, filled)
+    assert (nodes, expected) == (3, pytest.approx(1 + np.exp(-0.1)))
+    assert _native.best_prefix(weights[:2], depths[:2], np.ones(1), 0.1, costs, filled)[0] == 2, (
+        "no more than there are"
+    )
+    assert _native.best_prefix(weights, depths, np.ones(1), 0.1, costs, None, 2)[0] == 2
+    with pytest.raises(ValueError, match="filled must have at least n"):
+        _native.best_prefix(weights, depths, np.ones(1), 0.1, costs, filled[:2])
+
+
+def test_an_engine_that_pads_is_measured_at_the_sizes_it_pads_to() -> None:
+    engine = ScriptedEngine(MarkovTarget(), Useless(6))
+    engine.buckets = [1, 2, 4, 8, 16, 32, 48, 65]
+    sizes = profiles.measure(engine, seconds=0.0).contexts[0].tree_tokens
+    assert set(sizes) <= set(engine.buckets)
+
+
+def test_a_drafted_token_has_its_own_cost_where_tokens_are_drafted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ScriptedEngine(MarkovTarget(), Useless(6), kind="autoregressive")
+    clock = [0.0]
+    monkeypatch.setattr(profiles.time, "perf_counter", lambda: clock[0])
+
+    def spend(verb: str, slots: tuple[int, ...]) -> None:
+        call = engine.calls[-1]
+        clock[0] += {"draft": 0.5 + 0.25 * call.tokens, "verify": 1.0 + 0.1 * call.tokens}.get(verb, 0.0)
+
+    engine.fail = spend
+    (cost,) = profiles.measure(engine, seconds=0.0).contexts
+    assert (cost.draft_s, cost.draft_token_s) == (pytest.approx(0.5), pytest.approx(0.25))
+
+
+def test_a_drafter_that_can_never_pay_is_never_asked() -> None:
+    shared = AutoBudgets(make_profile(draft_s=9.0), 64, 7)
+    auto = shared.for_sequence()
+    assert [auto.ceiling(past) for past in range(300)] == [0] * 300
+
+
+def test_the_tokens_behind_a_failed_draft_may_bring_drafting_back() -> None:
+    """The draft missed its first token and had the next ones: it is tried again; had it nothing, it is not."""
+    for foreseen in (True, False):
+        shared = AutoBudgets(CPU, 64, 15)
+        auto = shared.for_sequence()
+        ids = np.tile(np.arange(10, 26, dtype=np.int32)[:, None], (1, 2)) + np.array([0, 100], np.int32)
+        tree = build_tree(np.log([[0.9, 0.1]] * 15), ids[:15], auto.ceiling(0))
+        auto.observe(tree.cut(auto.choose(tree, 0)), np.array([0], np.int32), 7)
+        assert auto.ceiling(1) == 0
+        auto.observe(EMPTY, np.array([0], np.int32), 11 if foreseen else 7)
+        assert (auto.ceiling(2) > 0) is foreseen

@@ -94,6 +94,27 @@ def test_the_process_may_be_killed_between_renderings(renderer: Renderer) -> Non
     assert renderer.render("b", MESSAGES, {}) == "b"
 
 
+def test_an_interrupted_rendering_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = Renderer()
+    renderer.wait()
+
+    def interrupted(*_: object) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(renderer, "_line", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            renderer.render("a", MESSAGES, {})
+    assert renderer.render("b", MESSAGES, {}) == "b"
+    renderer.close()
+
+
+def test_a_process_that_never_gets_ready_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_START_S", 0.0)
+    with pytest.raises(EngineError, match="no process in 0 s"):
+        Renderer().wait()
+
+
 def test_long_messages_pass_through_the_pipe(renderer: Renderer) -> None:
     chat = [{"role": "user", "content": "ß" * 90_000}, {"role": "user", "content": "x" * 2_000_000}]
     assert renderer.render("{{ messages[0].content }}", chat, {}) == "ß" * 90_000

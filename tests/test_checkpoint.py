@@ -432,7 +432,7 @@ def test_damaged_weight_files(tmp_path: Path) -> None:
     assert "git lfs pull" in refusal(tmp_path)
     file.write_bytes(whole)
     edit_header(file, lambda h: h["model.norm.weight"].update(data_offsets=[0, 4]))
-    assert "model.norm.weight [32] 'F32' has 4 bytes" in refusal(tmp_path)
+    assert "model.norm.weight [32] F32 has 4 bytes" in refusal(tmp_path)
     file.write_bytes(whole)
     edit_header(file, lambda h: h["model.norm.weight"].pop("shape"))
     assert "damaged or cut short" in refusal(tmp_path)
@@ -454,7 +454,7 @@ def test_incomplete_shards(tmp_path: Path) -> None:
     swapped = "model-00001-of-00003.safetensors"
     assert placed["model.norm.weight"] != swapped
     edit_json(index, weight_map={**placed, "model.norm.weight": swapped})
-    assert f"puts model.norm.weight in {swapped}" in refusal(tmp_path)
+    assert f"puts 'model.norm.weight' in {swapped}" in refusal(tmp_path)
     index.write_text(whole)
     (tmp_path / swapped).unlink()
     assert "is missing, but model.safetensors.index.json names it" in refusal(tmp_path)
@@ -508,3 +508,58 @@ def test_pairs_that_fit_and_swapped_roles(tmp_path: Path) -> None:
     check_pair(*pair)
     with pytest.raises(CheckpointError, match="is a DFlash drafter, not a target"):
         check_pair(pair[1], pair[0])
+
+
+# Headers that lie
+
+
+def swapped(header: dict[str, Any], name: str, **changes: Any) -> None:
+    header[name] = {**header[name], **changes}
+
+
+def stacked(header: dict[str, Any]) -> None:
+    """All tensors at the beginning of the data."""
+    for name in header.keys() - {"__metadata__"}:
+        begin, end = header[name]["data_offsets"]
+        swapped(header, name, data_offsets=[0, end - begin])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda h: stacked(h), "begins at byte 0 of the data, where"),
+        (lambda h: swapped(h, "model.norm.weight", data_offsets=[0, 128]), "begins at byte 0 of the data, where"),
+        (lambda h: h.pop("model.layers.0.mlp.up_proj.weight"), "of the data, where"),
+        (lambda h: h.pop(list(h)[-1]), "bytes behind its last tensor belong to none"),
+        (lambda h: swapped(h, "model.norm.weight", data_offsets=[0.0, 128.0]), "data_offsets[0] must be an integer"),
+        (lambda h: swapped(h, "model.norm.weight", data_offsets=["0", "128"]), "data_offsets[0] must be an integer"),
+        (lambda h: swapped(h, "model.norm.weight", data_offsets=[128, 0]), "has -128 bytes"),
+        (lambda h: swapped(h, "model.norm.weight", data_offsets=[0]), "data_offsets must be a list of 2 entries"),
+        (lambda h: swapped(h, "model.norm.weight", shape=[1 << 60]), "shape[0] must be an integer from 0 to"),
+        (lambda h: swapped(h, "model.norm.weight", shape=[-32]), "shape[0] must be an integer from 0 to"),
+        (lambda h: swapped(h, "model.norm.weight", shape=[1] * 5000 + [32]), "has 5001 axes"),
+        (lambda h: swapped(h, "model.norm.weight", shape="32"), "shape must be a list, found '32'"),
+        (lambda h: swapped(h, "model.norm.weight", dtype="\x1b[2J"), "must be a type of safetensors, found '\\x1b[2J'"),
+        (lambda h: swapped(h, "model.norm.weight", colour=1), "has unknown fields ['colour']"),
+        (lambda h: h.update({"a\nb": h["model.norm.weight"]}), "'a\\nb' is no name of a tensor"),
+        (lambda h: h.update({"x": 5}), "x must be an object, found 5"),
+    ],
+)  # fmt: skip
+def test_headers_that_lie(tmp_path: Path, change: Any, message: str) -> None:
+    file = make_target(tmp_path) / "model.safetensors"
+    edit_header(file, change)
+    assert message in refusal(tmp_path)
+
+
+def test_files_with_something_behind_them(tmp_path: Path) -> None:
+    file = make_target(tmp_path) / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole + b"junk")
+    assert "4 bytes behind its last tensor belong to none" in refusal(tmp_path)
+    length = struct.unpack("<Q", whole[:8])[0]
+    for text in (b'{"a":' * 100_000, b"[]", b'{"a": NaN}', whole[8 : 8 + length].rstrip() + b"x"):
+        file.write_bytes(struct.pack("<Q", len(text)) + text + whole[8 + length :])
+        assert "damaged or cut short" in refusal(tmp_path)
+    twin = whole[8 : 8 + length].rstrip()[:-1] + b', "model.norm.weight": {}}'
+    file.write_bytes(struct.pack("<Q", len(twin)) + twin + whole[8 + length :])
+    assert "'model.norm.weight' is there twice" in refusal(tmp_path)

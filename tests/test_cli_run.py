@@ -20,7 +20,7 @@ QUESTION = "Lars has 9 keys. Lenlot has double that number. What number of keys 
 
 def run(*arguments: str | Path, stdin: str | None = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ddtree_trt.cli", *map(str, arguments)]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=cwd, timeout=120)
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=cwd, timeout=500)
 
 
 def test_compare_proves_the_output_is_the_targets(tiny_engine: Path) -> None:
@@ -119,7 +119,7 @@ def test_a_chat_remembers_and_ends(tiny_engine: Path) -> None:
     process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     os.close(theirs)
     os.write(ours, f"{QUESTION}\nAnd two more?\n/reset\n/exit\n".encode())
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=500)
     os.close(ours)
     assert process.returncode == 0, err
     assert out.count("tokens/round") == 2

@@ -11,15 +11,19 @@ import numpy as np
 import pytest
 from checkpoints import TARGET_DIMS, make_target
 from scripted import completion, finish
+from simulated import CHAINS, costs
 from truth import FALSE_ALARM, chi_square, distribution
 
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime import requests
+from ddtree_trt.runtime.costs import CostModel
 from ddtree_trt.runtime.engine import DraftRequest
 from ddtree_trt.runtime.llm import LLM
-from ddtree_trt.runtime.methods import DRAFT_MODEL_LENGTH
 from ddtree_trt.runtime.ort import OrtEngine
+from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.profile import LatencyProfile
 from ddtree_trt.runtime.sampling import Sampler
 from ddtree_trt.runtime.scheduler import Scheduler
 
@@ -44,10 +48,22 @@ def smaller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
 
 
 @pytest.fixture(scope="module")
-def same(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+def same_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The drafter is the target itself: what it drafts greedily is always right."""
-    with LLM(build(tmp_path_factory.mktemp("same"))) as llm:
+    return build(tmp_path_factory.mktemp("same"))
+
+
+@pytest.fixture(scope="module")
+def same(same_engine: Path) -> Iterator[LLM]:
+    with LLM(same_engine) as llm:
         yield llm
+
+
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The drafter is another random network, whose tokens are hardly ever the target's."""
+    shape = {"num_layers": 1, "hidden_size": 24, "num_heads": 2, "num_kv_heads": 1, "tied": False, "seed": 3}
+    return build(tmp_path_factory.mktemp("unlike"), **shape)
 
 
 def prompts(count: int, size: int = 6) -> list[list[int]]:
@@ -65,15 +81,15 @@ def test_greedy_output_is_that_of_ar(smaller: LLM, length: Any) -> None:
 
 def test_a_perfect_drafter_is_always_accepted(same: LLM) -> None:
     """Its cache must follow the target's through full acceptance, where the last drafted token was never fed to it."""
-    params = SamplingParams(method="draft-model", max_tokens=1 + 12 * (1 + DRAFT_MODEL_LENGTH), ignore_eos=True)
+    params = SamplingParams(method="draft-model", tree_budget=4, max_tokens=61, ignore_eos=True)
     (output,) = same.generate(PROMPT, params)
-    assert output.metrics.acceptance_lengths == [1 + DRAFT_MODEL_LENGTH] * 12
+    assert output.metrics.acceptance_lengths == [5] * 12
 
 
 def test_a_perfect_drafter_is_kept_at_temperature_1(same: LLM) -> None:
-    params = SamplingParams(method="draft-model", temperature=1, top_k=20, seed=1, max_tokens=61, ignore_eos=True)
+    params = SamplingParams(tree_budget=4, temperature=1, top_k=20, seed=1, max_tokens=61, ignore_eos=True)
     (output,) = same.generate(PROMPT, params)
-    assert output.metrics.acceptance_lengths == [1 + DRAFT_MODEL_LENGTH] * 12
+    assert output.metrics.acceptance_lengths == [5] * 12
 
 
 def test_what_is_drafted_depends_on_the_committed_tokens_only(smaller: LLM) -> None:
@@ -154,11 +170,44 @@ def test_first_tokens_are_distributed_as_the_targets(smaller: LLM) -> None:
 
 
 def test_the_default_method_suits_the_drafter(smaller: LLM) -> None:
-    named = SamplingParams(method="draft-model", max_tokens=12, ignore_eos=True)
-    (found,) = smaller.generate(PROMPT, SamplingParams(max_tokens=12, ignore_eos=True))
+    named = SamplingParams(method="draft-model", tree_budget=3, max_tokens=12, ignore_eos=True)
+    (found,) = smaller.generate(PROMPT, SamplingParams(tree_budget=3, max_tokens=12, ignore_eos=True))
     (expected,) = smaller.generate(PROMPT, named)
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids
     assert found.metrics.drafted_tokens == expected.metrics.drafted_tokens > 0
+
+
+def automatic(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, profile: LatencyProfile, count: int
+) -> list[RequestOutput]:
+    """One request after the other with chosen lengths, at given costs."""
+    monkeypatch.setattr(requests, "load_or_measure", lambda *_: profile)
+    with LLM(engine) as llm:
+        params = SamplingParams(max_tokens=49, ignore_eos=True)
+        return [llm.generate(prompt, params)[0] for prompt in prompts(count)]
+
+
+def test_the_length_grows_with_a_drafter_that_is_right(same_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = automatic(same_engine, monkeypatch, CHAINS["small"], 6)
+    assert outputs[-1].metrics.mean_budget > 6
+    assert outputs[-1].metrics.mean_acceptance_length > 6
+
+
+def test_a_useless_drafter_falls_back_to_single_tokens(unlike: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the time that the rounds would have taken: at least 0.95 of the speed of `ar`."""
+    cost = CostModel(CHAINS["small"], 16, 16).at(0)
+    seconds = tokens = 0.0
+    for output in automatic(unlike, monkeypatch, CHAINS["small"], 20):
+        budgets = output.metrics.budgets
+        assert any(budgets), "every request has its own first draft"
+        seconds += sum(cost.round_s(n) if n else cost.single_s for n in budgets)
+        tokens += sum(output.metrics.acceptance_lengths)
+    assert tokens * cost.single_s >= 0.95 * seconds
+
+
+def test_a_drafter_as_slow_as_its_target_is_not_asked(same_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (output,) = automatic(same_engine, monkeypatch, costs(0.0, 0.1, 0.05, draft_token_s=1.0), 1)
+    assert not any(output.metrics.budgets)
 
 
 @pytest.mark.parametrize("method", ["ddtree", "dflash", "dflash-sample"])

@@ -14,6 +14,7 @@ import ddtree_trt
 
 PACKAGE = Path(ddtree_trt.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+NATIVE = "ddtree_trt._native"
 HEAVY = {"onnx", "onnxruntime", "torch", "tensorrt", "transformers"}
 
 # The only files that may import a runtime, at any depth.
@@ -21,18 +22,10 @@ OWNERS = {
     "onnxruntime": {"runtime/ort_network.py"},
     "torch": {
         *(f"runtime/{path.name}" for path in (PACKAGE / "runtime").glob("torch*.py")),
-        *("bench/random_torch.py", "bench/reference.py", "bench/peers/hf.py", "bench/peers/reference.py"),
+        *("bench/forced_torch.py", "bench/random_torch.py", "bench/reference.py"),
+        *("bench/peers/hf.py", "bench/peers/reference.py"),
     },
     "tensorrt": {"build/tensorrt_engine.py"},  # the runtime asks for it by name, in runtime/trt_checks.py
-}
-# What build and runtime share, with the leaves each of them may import beside `errors`.
-LEAVES: dict[str, tuple[str, ...]] = {
-    "errors.py": (),
-    "files.py": (),
-    "reading.py": (),
-    "dimensions.py": ("reading",),
-    "artifact.py": ("dimensions", "reading"),
-    "plugins/__init__.py": (),
 }
 # The files that may import onnx when they are loaded; others in build/ may inside a function.
 ONNX_FILES = {f"build/{name}.py" for name in ("graph", "ops", "ops_onnxruntime", "ops_tensorrt", "weights")}
@@ -69,25 +62,59 @@ def within(names: set[str], module: str) -> set[str]:
     return {name for name in names if name == module or name.startswith(f"{module}.")}
 
 
+def leaf_modules() -> set[str]:
+    """Files below the package: those of the documented list."""
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.split("\nLeaf modules\n\n")[1].split("\n\n")[0]
+    listed = set(re.findall(r"^- `ddtree_trt/([\w/]+\.py)`", section, re.MULTILINE))
+    assert {"artifact.py", "errors.py"} <= listed
+    return listed
+
+
+def our_files(names: set[str]) -> set[str]:
+    """The files of ours behind imported names. A public name of the package is its `__init__.py`, which loads it; the
+    version and the native module are nobody's file."""
+    found = set()
+    for name in within(names, "ddtree_trt") - {"ddtree_trt", "ddtree_trt.__version__"} - within(names, NATIVE):
+        parts = name.split(".")[1:]
+        ways = [
+            ("/".join(parts[:end]) + end_of)
+            for end in (len(parts), len(parts) - 1)
+            for end_of in (".py", "/__init__.py")
+        ]
+        found.add(next((way for way in ways if (PACKAGE / way).is_file()), "__init__.py"))
+    return found
+
+
+LEAVES = leaf_modules()
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
 def test_import_law(path: Path) -> None:
     place = path.relative_to(PACKAGE).as_posix()
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = imports(tree)
-    ours = within(names, "ddtree_trt") - {"ddtree_trt", "ddtree_trt.errors"}
+    others = our_files(names) - LEAVES
     if place in LEAVES:
-        allowed = set().union(*(within(ours, f"ddtree_trt.{leaf}") for leaf in ("errors", *LEAVES[place])))
-        assert not ours - allowed
+        assert not others, "a leaf module imports leaf modules only"
+    for side in ("build/", "runtime/"):
+        if place.startswith(side):
+            assert not {other for other in others if not other.startswith(side)}, f"{side} and leaf modules only"
     if place.startswith("build/"):
-        assert not within(names, "ddtree_trt.runtime")
-    if place.startswith("runtime/"):
-        assert not within(names, "ddtree_trt.build")
+        assert not within(names, NATIVE)
+    # What the kernels and the host are tested against is for tests alone.
+    assert not within(names, "ddtree_trt.plugins.reference")
     for module, owners in OWNERS.items():
         assert place in owners or not within(names, module)
     if within(loaded_imports(tree), "onnx"):
         assert place in ONNX_FILES
     if not place.startswith("build/"):
         assert not within(names, "onnx")
+
+
+def test_the_law_finds_what_breaks_it() -> None:
+    code = "from ddtree_trt import LLM, __version__, _native, tensors\nfrom ddtree_trt.runtime.tree import TokenTree\n"
+    assert our_files(imports(ast.parse(code))) == {"__init__.py", "tensors.py", "runtime/tree.py"}
 
 
 def loaded_by(code: str) -> set[str]:

@@ -36,7 +36,7 @@ def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
     edit_json(tmp_path / "tokenizer.json", added_tokens=[{"id": 200, "content": "<|im_end|>"}])
     refused("has token 200")
     edit_json(tmp_path / "tokenizer.json", model=None)
-    refused("model.vocab must be the vocabulary, found None")
+    refused("model.vocab must be the vocabulary, found null")
     (tmp_path / "tokenizer.json").write_text("[]")
     refused("not a JSON object")
     (tmp_path / "tokenizer.json").write_text("{")

@@ -287,7 +287,7 @@ FIELDS = (
 ).split()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     path=st.sampled_from([CHAT, COMPLETIONS]),
     fields=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=3),

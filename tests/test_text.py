@@ -118,7 +118,7 @@ OPTIONS = st.fixed_dictionaries(
 @example(script=CODEC.encode("a b"), options={"max_tokens": 9, "min_tokens": 2, "stop": ["b"]}, accepted=[3])
 @example(script=CODEC.encode("a b"), options={"max_tokens": 9, "min_tokens": 3, "stop": ["b"]}, accepted=[3])
 @example(script=CODEC.encode("stop"), options={"max_tokens": 8, "stop": ["stop"]}, accepted=[3])
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_stops_and_limits_hold_at_any_block_boundary(
     script: list[int], options: dict[str, Any], accepted: list[int]
 ) -> None:
@@ -150,7 +150,7 @@ def test_stops_and_limits_hold_at_any_block_boundary(
 
 
 @given(text=TEXTS, stop=STOPS.filter(bool), accepted=st.lists(st.integers(0, 7), min_size=1, max_size=4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_one_stop_string_cuts_the_text_before_its_first_occurrence(
     text: str, stop: list[str], accepted: list[int]
 ) -> None:
@@ -162,7 +162,7 @@ def test_one_stop_string_cuts_the_text_before_its_first_occurrence(
 
 
 @given(script=SCRIPTS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_text_grows_by_whole_characters_as_soon_as_they_are_known(script: list[int]) -> None:
     stream = TextStream(CODEC)
     for i, token in enumerate(script, 1):

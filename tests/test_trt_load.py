@@ -14,7 +14,7 @@ from engine_builds import PACKAGED
 from fake_cuda import cudaError_t
 from fake_trt_engine import VERSION, Lowerings, Machine, installed
 
-from ddtree_trt import artifact, memory
+from ddtree_trt import artifact, memory, plugins
 from ddtree_trt.artifact import FileEntry, Limits, load_manifest
 from ddtree_trt.errors import ArtifactError, DDTreeError, EngineError, MissingDependency
 from ddtree_trt.inspection import inspect_engine
@@ -94,9 +94,15 @@ def test_another_plugin(machine: Machine, field: str) -> None:
     refused(machine, ArtifactError, f"plugin {field} '7'")
 
 
-def test_another_plugin_library(machine: Machine) -> None:
-    machine.plugin_library.write_bytes(b"other plugins")
-    refused(machine, ArtifactError, "another plugin library", "sha256")
+def test_another_build_of_the_plugin_library_serves(machine: Machine) -> None:
+    """Of the same ABI: the number is the promise, whatever the file's bytes."""
+    machine.plugin_library.write_bytes(b"the same plugins by another compiler")
+    plugin = load_manifest(machine.directory).plugin or {}
+    assert plugin["sha256"] != artifact.sha256_file(machine.plugin_library)
+    open_engine(machine.directory).close()
+    machine.trt.calls.clear()
+    machine.edit(plugin={**plugin, "abi": str(plugins.ABI - 1)})
+    refused(machine, ArtifactError, f"plugin abi '{plugins.ABI - 1}', this ddtree-trt has '{plugins.ABI}'")
 
 
 @pytest.mark.parametrize("part", ["plugins", "kernels"])
@@ -111,7 +117,7 @@ def test_no_native_library(machine: Machine, monkeypatch: pytest.MonkeyPatch, pa
 @pytest.mark.parametrize("module", ["tensorrt", "cuda.bindings.runtime"])
 def test_a_package_that_is_not_installed(machine: Machine, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    refused(machine, MissingDependency, module.split(".")[0], "pip install 'ddtree-trt[tensorrt]'", rebuild=False)
+    refused(machine, MissingDependency, module.split(".")[0], "pip install '.[tensorrt]'", rebuild=False)
 
 
 def test_a_gpu_that_is_too_small(machine: Machine) -> None:

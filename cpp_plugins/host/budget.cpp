@@ -9,19 +9,26 @@
 namespace ddtree {
 
 Prefix best_prefix(const double* log_weights, const int32_t* depths, int64_t n, const double* ratios, int64_t deepest,
-                   double draft_s, const double* verify_s) {
+                   const RoundCosts& costs, int64_t least) {
     std::vector<double> factors(static_cast<size_t>(deepest) + 1, 1.0);
     std::partial_sum(ratios, ratios + deepest, factors.begin() + 1, std::multiplies<>());
+    const auto accepted = [&](int64_t i) {
+        return std::min(1.0, std::exp(log_weights[i]) * factors[static_cast<size_t>(depths[i])]);
+    };
     Prefix best{0, 1.0};
-    double best_rate = 1.0 / (draft_s + verify_s[0]);
+    double best_rate = 0.0;
     double tokens = 1.0;
-    for (int64_t i = 0; i < n; ++i) {
-        tokens += std::min(1.0, std::exp(log_weights[i]) * factors[static_cast<size_t>(depths[i])]);
-        const double rate = tokens / (draft_s + verify_s[i + 1]);
-        if (rate > best_rate) {
+    for (int64_t i = 0; i <= n; ++i) {
+        tokens += i > 0 ? accepted(i - 1) : 0.0;
+        const double rate = tokens / (costs.draft_s + costs.verify_s[i]);
+        if (i >= std::min(least, n) && rate > best_rate) {
             best_rate = rate;
-            best = {i + 1, tokens};
+            best = {i, tokens};
         }
+    }
+    if (costs.filled != nullptr) {
+        const int64_t filled = std::min(n, costs.filled[best.nodes]);
+        for (; best.nodes < filled; ++best.nodes) best.expected_tokens += accepted(best.nodes);
     }
     return best;
 }
@@ -52,7 +59,7 @@ void learn(const double* mass, int64_t m, double keep, double* observed, double*
 
 void calibrated_ratios(const double* observed, const double* predicted, int64_t deepest, Prior prior, double lowest,
                        double highest, double* ratios) {
-    double ratio = 1.0;
+    double ratio = prior.root;
     for (int64_t d = 0; d < deepest; ++d) {
         const double expected = prior.ratios ? prior.ratios[d] : ratio;
         ratio = (prior.weight * expected + observed[d]) / (prior.weight + predicted[d]);

@@ -13,7 +13,7 @@ from ddtree_trt.bench.settings import BenchSettings, Case
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.engine import Engine
 from ddtree_trt.runtime.load import open_engine
-from ddtree_trt.runtime.methods import default_budget, resolve_method
+from ddtree_trt.runtime.methods import longest_draft, resolve_method
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.requests import RequestMaker
@@ -77,7 +77,7 @@ class EngineContender:
             resolve_method(case.method, kind)
         self._engine: Engine = session.engine
         if settings.forced_acceptance is not None:
-            most = 1 + default_budget(resolve_method("auto", kind), session.manifest.drafter_dims)
+            most = 1 + longest_draft(session.manifest.drafter_dims)
             if settings.forced_acceptance > most:
                 raise UsageError(
                     f"forced_acceptance {settings.forced_acceptance} is more than the {most} tokens that a round of "

@@ -7,6 +7,7 @@ open would count every page read so far as this process's memory.
 from __future__ import annotations
 
 import math
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact import NAME
 from ddtree_trt.errors import CheckpointError
-from ddtree_trt.reading import Between, Fields, Source, parse_json, read_object, read_record, shown
+from ddtree_trt.reading import Between, Fields, Pattern, Source, parse_json, read_object, read_record, shown
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -34,6 +35,7 @@ _STORED: dict[str, np.dtype[Any]] = {
 _FLOATS = ("F32", "F16", "BF16")
 _MAX_HEADER_BYTES = 100 << 20  # the format's own bound
 _EXTENT, _OFFSET, _MAX_AXES = Between(0, 1 << 40), Between(0, 1 << 62), 8
+_DTYPE, _TENSOR_NAME = Pattern("[A-Z0-9_]{1,16}", "a type of safetensors"), r"[\w./:-]{1,256}"
 _ADVICE = "fetch the checkpoint again"
 _CHECK_VALUES = 1 << 22  # values looked at in one step, so that checking needs no memory to speak of
 
@@ -61,7 +63,7 @@ def open_tensors(directory: Path) -> dict[str, StoredTensor]:
                 tensors[name] = tensor
     for name, file_name in (placed or {}).items():
         if name not in tensors:
-            raise CheckpointError(f"{directory / INDEX_FILE} puts {name} in {file_name}, which does not hold it")
+            raise CheckpointError(f"{directory / INDEX_FILE} puts {shown(name)} in {file_name}, which does not hold it")
     return tensors
 
 
@@ -128,7 +130,7 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
 class _Entry:
     """A tensor as a header has it."""
 
-    dtype: str
+    dtype: Annotated[str, _DTYPE]
     shape: tuple[Annotated[int, _EXTENT], ...]
     data_offsets: tuple[Annotated[int, _OFFSET], Annotated[int, _OFFSET]]
 
@@ -142,14 +144,14 @@ def _entries(header: dict[str, Any], source: Source) -> dict[str, _Entry]:
     for name, data in header.items():
         if name == "__metadata__":
             continue
-        if not name.isprintable():
+        if not re.fullmatch(_TENSOR_NAME, name):
             raise source.fault(f"{shown(name)} is no name of a tensor")
         entry = entries[name] = read_record(_Entry, data, source, name)
         if len(entry.shape) > _MAX_AXES:
             raise source.fault(f"{name} has {len(entry.shape)} axes")
         stored, (begin, end) = _STORED.get(entry.dtype), entry.data_offsets
         if end < begin or (stored is not None and end - begin != math.prod(entry.shape) * stored.itemsize):
-            raise source.fault(f"{name} {list(entry.shape)} {shown(entry.dtype)} has {end - begin} bytes")
+            raise source.fault(f"{name} {list(entry.shape)} {entry.dtype} has {end - begin} bytes")
     return entries
 
 

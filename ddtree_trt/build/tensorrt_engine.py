@@ -76,9 +76,7 @@ class EngineBuilder:
             )
 
     def _parse(self, name: str, graph: Path) -> trt.INetworkDefinition:
-        strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)  # the only kind from version 11 on
-        old = int(trt.__version__.split(".")[0]) < 11
-        network = self._builder.create_network(strongly_typed if old else 0)
+        network = self._builder.create_network(0)  # strongly typed, the only kind from version 11 on
         parser = trt.OnnxParser(network, self._log)
         if not parser.parse_from_file(str(graph)):
             errors = [_described(parser.get_error(i)) for i in range(parser.num_errors)]

@@ -12,6 +12,7 @@ from ddtree_trt.build.config import GENERATION_CONFIG
 from ddtree_trt.dimensions import TOKEN
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.reading import Between, Fields, Source, read_object, shown
+from ddtree_trt.tokenizer_files import load_tokenizer
 
 _MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have some 40 MB
 _TOKEN = Between(-1, TOKEN.highest)  # −1 is the last of an empty list
@@ -54,6 +55,19 @@ def copy_tokenizer(source: Path, checkpoint: Path, stop_token_ids: tuple[int, ..
     if not (destination / GENERATION_CONFIG).exists():
         text = json.dumps({"eos_token_id": list(stop_token_ids)}, indent=1)
         (destination / GENERATION_CONFIG).write_text(text + "\n", encoding="utf-8")
+
+
+def open_tokenizer(copied: Path, checkpoint: Path, vocab_size: int) -> Any:
+    """The tokenizer of copied files, as the runtime will load it.
+
+    Raises CheckpointError when it does not load or makes tokens the target has not.
+    """
+    source = _source(checkpoint)
+    tokenizer = load_tokenizer(copied, source)
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if highest >= vocab_size:
+        raise source.fault(f"the tokenizer has token {highest}, the target's vocab_size is {vocab_size}")
+    return tokenizer
 
 
 def _source(path: Path) -> Source:

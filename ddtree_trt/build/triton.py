@@ -40,9 +40,15 @@ _CONVENTIONS = {
     "trtllm": "TensorRT-LLM's `tensorrt_llm_bls` model",
     "vllm": "Triton's vLLM backend",
 }
+# A chat in the template of Qwen3, whose targets are the only ones there are. As JSON, and without apostrophes, because
+# it stands between those of a shell.
+_PROMPT = (
+    "<|im_start|>user\\nThere are 6 drawers, each with 32 cards. How many cards are there?<|im_end|>\\n"
+    "<|im_start|>assistant\\n"
+)
 _QUESTIONS = {  # layout → what curl asks for
-    "trtllm": '{"text_input": "def fib(n):", "max_tokens": 64, "stream": %s}',
-    "vllm": '{"text_input": "def fib(n):", "parameters": {"max_tokens": 64, "stream": %s}}',
+    "trtllm": f'{{"text_input": "{_PROMPT}", "max_tokens": 64, "stream": %s}}',
+    "vllm": f'{{"text_input": "{_PROMPT}", "parameters": {{"max_tokens": 64, "stream": %s}}}}',
 }
 
 

@@ -48,7 +48,7 @@ class AsyncLLM:
     Args:
         engine_dir: directory written by `ddtree-trt build`.
         threads: CPU threads of the engine; 0 chooses.
-        device_rounds: as for LLM.
+        device_rounds, exact: as for LLM.
         max_waiting: sequences that may wait for a slot before `QueueFull` is raised; None is unlimited.
         on_finished: told of every request that ended, in whatever way, on the worker thread; it must be quick. What it
             raises is logged and changes nothing.
@@ -63,12 +63,13 @@ class AsyncLLM:
         *,
         threads: int = 0,
         device_rounds: DeviceRoundsMode = "auto",
+        exact: bool | None = None,
         max_waiting: int | None = None,
         on_finished: Callable[[Request], None] | None = None,
     ) -> None:
         directory = Path(engine_dir)
         self._home = Home("AsyncLLM")
-        self.engine = open_engine(directory, threads=threads)
+        self.engine = open_engine(directory, threads=threads, warm=True, exact=exact)
         self.codec = TextCodec(directory, self.engine.manifest.chat_template_args)
         self.max_waiting = max_waiting
         self._on_finished = on_finished

@@ -2,13 +2,15 @@
 
 `auto` follows the rule of CaDDTree (arXiv 2606.01813): of the heap's pop order take the prefix of n nodes that
 maximises expected tokens per second, (1 + Σ q̂) / (C_draft + C_verify(n, context)), with the costs of the engine's
-latency profile and q̂ calibrated online. Whether to draft at all is decided before the drafter runs, from what recent
-drafting rounds brought: with a drafter that does not pay, decoding falls back to single tokens and only probes now and
-then.
+latency profile and q̂ calibrated online.
+
+Whether to draft at all is decided before the drafter runs, by what drafting has gained for the request (`account`).
+What is learnt of a request that does not gain stays its own: others start from what requests that gain have shown.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,9 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt import _native
+from ddtree_trt.runtime.account import Account, Savings
 from ddtree_trt.runtime.calibration import Calibration
+from ddtree_trt.runtime.costs import CostModel
 from ddtree_trt.runtime.profile import LatencyProfile
-from ddtree_trt.runtime.tree import DraftTree
+from ddtree_trt.runtime.tree import EMPTY, DraftTree, chain
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,8 @@ class Budget(Protocol):
     def choose(self, tree: DraftTree, past: int) -> int:
         """How many nodes of the tree, in pop order, to verify."""
 
-    def observe(self, tree: DraftTree, path: NDArray[np.int32]) -> None:
-        """Learn from a verified tree and the accepted path [m], root first."""
+    def observe(self, tree: DraftTree, path: NDArray[np.int32], next_token: int) -> None:
+        """Learn from a verified tree, the accepted path [m], root first, and the target's choice at its end."""
 
 
 class FixedBudget:
@@ -66,84 +70,54 @@ class FixedBudget:
     def choose(self, tree: DraftTree, past: int) -> int:
         return self.nodes
 
-    def observe(self, tree: DraftTree, path: NDArray[np.int32]) -> None:
+    def observe(self, tree: DraftTree, path: NDArray[np.int32], next_token: int) -> None:
         pass
 
 
-@dataclass(frozen=True)
-class Costs:
-    """What rounds cost at one context length, in seconds."""
-
-    draft_s: float
-    verify_s: NDArray[np.float64]  # of 0 … max_nodes draft nodes
-    single_s: float  # a round without drafting
-
-
-class CostModel:
-    """The latency profile, interpolated over the measured contexts."""
-
-    STEP = 64  # tokens of context over which costs are taken as constant
-
-    def __init__(self, profile: LatencyProfile, max_nodes: int) -> None:
-        self._contexts = np.array([c.context for c in profile.contexts], float)
-        self._draft = np.array([c.draft_s for c in profile.contexts])
-        self._verify = np.stack([c.verify_curve(max_nodes) for c in profile.contexts])
-        self._known: dict[int, Costs] = {}
-
-    def at(self, past: int) -> Costs:
-        """Costs at `past` committed tokens."""
-        step = past // self.STEP
-        if step not in self._known:
-            self._known[step] = self._interpolate((step + 0.5) * self.STEP)
-        return self._known[step]
-
-    def _interpolate(self, past: float) -> Costs:
-        draft = float(np.interp(past, self._contexts, self._draft))
-        place = float(np.interp(past, self._contexts, np.arange(len(self._contexts))))
-        low, share = int(place), place - int(place)
-        high = min(low + 1, len(self._contexts) - 1)
-        verify = (1 - share) * self._verify[low] + share * self._verify[high]
-        return Costs(draft, verify, float(verify[0]))
-
-
-class Experience:
-    """What drafting rounds have brought lately: rounds, tokens and seconds with exponential forgetting."""
-
-    def __init__(self, memory: float) -> None:
-        self._keep = 1 - 1 / memory
-        self.rounds = self.tokens = self.seconds = 0.0
-
-    def add(self, tokens: float, seconds: float, rounds: float = 1.0) -> None:
-        self.rounds = self.rounds * self._keep + rounds
-        self.tokens = self.tokens * self._keep + tokens
-        self.seconds = self.seconds * self._keep + seconds
-
-    def excerpt(self, rounds: float, memory: float) -> Experience:
-        """The same averages with the weight of at most `rounds` rounds."""
-        part = Experience(memory)
-        if self.rounds:
-            share = min(1.0, rounds / self.rounds)
-            part.add(self.tokens * share, self.seconds * share, self.rounds * share)
-        return part
-
-
 class AutoBudgets:
-    """What the sequences of one engine share: its costs, and what all of them have learnt about the drafter."""
+    """What the sequences of one engine share: its costs, what those that gain have learnt about the drafter, and what
+    is saved for probes."""
 
     REQUEST_MEMORY, ENGINE_MEMORY = 48.0, 512.0  # rounds
-    REQUEST_PRIOR, ENGINE_PRIOR = 8.0, 4.0  # pseudo-observations per depth
-    HEADSTART = 3.0  # rounds a new request starts with: of the engine's experience, or of the drafter's own promise
-    FIRST_PAUSE, LONGEST_PAUSE = 8, 128  # rounds without drafting between probes
+    REQUEST_PRIOR, ENGINE_PRIOR = 4.0, 4.0  # pseudo-observations per depth
+    CHAIN_PRIOR = 0.8  # how often a drafted token is accepted, before any was seen, where no drafter says its odds
 
-    def __init__(self, profile: LatencyProfile, max_nodes: int, max_depth: int) -> None:
-        self.costs = CostModel(profile, max_nodes)
+    def __init__(
+        self,
+        profile: LatencyProfile,
+        max_nodes: int,
+        max_depth: int,
+        *,
+        buckets: Sequence[int] | None = None,
+        chains: bool = False,
+    ) -> None:
+        """`buckets`: numbers of tree tokens the engine pads a verification to. `chains`: the drafter drafts token by
+        token, so that the budget, its γ, is chosen before it runs."""
+        self.costs = CostModel(profile, max_nodes, max_depth, buckets)
         self.max_nodes, self.max_depth = max_nodes, max_depth
-        self.calibration = Calibration(max_depth, prior=self.ENGINE_PRIOR, memory=self.ENGINE_MEMORY)
-        self.experience = Experience(self.ENGINE_MEMORY)
-        self.pause = self.FIRST_PAUSE  # shared, so that a useless drafter is not probed anew by every request
+        root = self.CHAIN_PRIOR if chains else 1.0
+        self.calibration = Calibration(max_depth, prior=self.ENGINE_PRIOR, memory=self.ENGINE_MEMORY, root=root)
+        self.savings = Savings()
+        self._kind: type[AutoBudget] = AutoLength if chains else AutoBudget
 
     def for_sequence(self) -> AutoBudget:
-        return AutoBudget(self)
+        return self._kind(self)
+
+
+class _FailedDraft:
+    """A draft that ended drafting. Where the target goes on as it says behind the token it missed, it was unlucky."""
+
+    PLACES = 3  # how far behind the missed token
+
+    def __init__(self, tree: DraftTree, missed: int) -> None:
+        """`missed`: depth of the first token that was not in the tree."""
+        self._tree, self._depth, self._last = tree, missed, missed + self.PLACES
+
+    def foresaw(self, token: int) -> bool:
+        """Whether the next token is the most probable one of the draft for its place."""
+        self._depth += 1
+        there = np.flatnonzero(self._tree.depths == self._depth)
+        return self._depth <= self._last and there.size > 0 and token == self._tree.token_ids[there[0]]
 
 
 class AutoBudget:
@@ -157,49 +131,83 @@ class AutoBudget:
             memory=shared.REQUEST_MEMORY,
             parent=shared.calibration,
         )
-        self._experience = shared.experience.excerpt(shared.HEADSTART, shared.REQUEST_MEMORY)
-        self._waited = 0
-        self._probing = False
+        self._account = Account(shared.savings)
+        self._costs = shared.costs.at(0)
         self._largest = 16
+        self._drafted = EMPTY
+        self._failed: _FailedDraft | None = None
         self.last: Decision | None = None
 
     def ceiling(self, past: int) -> int:
-        single_s = self._shared.costs.at(past).single_s
-        if not self._pays(single_s):
-            self._waited += 1
-            if self._waited <= self._shared.pause:
-                self.last = Decision(0, 1.0, single_s, single_s, drafted=False)
-                return 0
-            self._waited, self._probing = 0, True
-        return min(self._largest * 3 // 2, self._shared.max_nodes)
+        self._costs = self._shared.costs.at(past)
+        if self._account.may_draft(self._costs) and (most := self._most()):
+            return most
+        self.last = Decision(0, 1.0, self._costs.single_s, self._costs.single_s, drafted=False)
+        return 0
 
-    def _pays(self, single_s: float) -> bool:
-        """Whether recent drafting rounds made more tokens per second than single-token rounds would."""
-        seen = self._experience
-        return not seen.rounds or seen.tokens * single_s >= seen.seconds
+    def _most(self) -> int:
+        """Nodes worth building a tree of."""
+        return self._shared.costs.fill(min(self._largest * 3 // 2, self._shared.max_nodes))
 
     def choose(self, tree: DraftTree, past: int) -> int:
-        costs = self._shared.costs.at(past)
-        ratios = self._calibration.ratios()
-        n, expected = _native.best_prefix(tree.log_weights, tree.depths, ratios, costs.draft_s, costs.verify_s)
-        if self._probing:
-            n = max(n, min(len(tree), self._shared.max_depth))  # evidence needs nodes to accept
+        n = self._best(tree.log_weights, tree.depths, least=self._costs.least if self._account.probing else 0)
         self._largest = max(n, self._largest * 3 // 4, 8)
-        cost = costs.draft_s + float(costs.verify_s[n])
-        if not self._experience.rounds:
-            rounds = self._shared.HEADSTART
-            self._experience.add(rounds * expected, rounds * cost, rounds)
-        self.last = Decision(n, expected, cost, costs.single_s, probe=self._probing)
+        self._drafted = tree
         return n
 
-    def observe(self, tree: DraftTree, path: NDArray[np.int32]) -> None:
-        if self.last is None or not self.last.drafted:
+    def _best(self, log_weights: NDArray[np.float64], depths: NDArray[np.int32], least: int) -> int:
+        """The most profitable beginning of a tree that has `least` nodes or more and that the account affords. Rows
+        that the engine would pad are used. A probe expects of the drafter what requests that gain have seen of it."""
+        account, costs = self._account, self._costs
+        ratios = (self._shared.calibration if account.probing else self._calibration).ratios()
+        most = account.most_nodes(costs)
+        nodes, expected = _native.best_prefix(
+            log_weights[:most],
+            depths[:most],
+            ratios,
+            costs.draft_s,
+            costs.nodes_s,
+            filled=self._shared.costs.filled,
+            least=least,
+        )
+        self.last = Decision(nodes, expected, costs.round_s(nodes), costs.single_s, probe=account.probing)
+        return nodes
+
+    def observe(self, tree: DraftTree, path: NDArray[np.int32], next_token: int) -> None:
+        if self.last is None:
             return
-        self._calibration.observe(tree, path)
-        for experience in (self._experience, self._shared.experience):
-            experience.add(len(path), self.last.expected_s)
-        if self._pays(self.last.single_token_s):
-            self._shared.pause = self._shared.FIRST_PAUSE
-        elif self._probing:
-            self._shared.pause = min(2 * self._shared.pause, self._shared.LONGEST_PAUSE)
-        self._probing = False
+        if not self.last.drafted:
+            if self._failed is not None and self._failed.foresaw(next_token):
+                self._account.foreseen(self._costs)
+            return
+        self._account.settle(self._costs, self.last.nodes, len(path))
+        self._calibration.observe(tree, path, share=self._account.gains)
+        self._failed = None
+        if self._account.stopped:
+            self._failed = _FailedDraft(self._drafted, len(path))
+            self._calibration.withhold()
+
+
+class AutoLength(AutoBudget):
+    """The best length γ of each round's chain, for a drafter that drafts token by token.
+
+    The length is chosen before anything is drafted, so that the surrogate is how often a token at each depth was
+    accepted lately.
+    """
+
+    def __init__(self, shared: AutoBudgets) -> None:
+        super().__init__(shared)
+        self._any = chain(np.zeros(shared.max_depth, np.int32))
+        self._new = True
+
+    def _most(self) -> int:
+        trial = self._new or self._account.probing
+        self._new = False
+        length = self._best(self._any.log_weights, self._any.depths, self._costs.least if trial else 0)
+        if not length:
+            self._account.stop(self._costs)
+        return length
+
+    def choose(self, tree: DraftTree, past: int) -> int:
+        self._drafted = tree
+        return len(tree)

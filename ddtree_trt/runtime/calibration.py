@@ -6,10 +6,14 @@ had (predicted). Their ratio r_d scales the surrogate: a node at depth d is acce
 q̂ = exp(log_weight) · r_1 · … · r_d.
 
 Evidence is forgotten exponentially, so that what is no longer tried drifts back to the prior. A request's prior is the
-engine-wide calibration; the engine's own prior at a depth is the depth above, since few walks reach the deep ones.
+engine-wide calibration; the engine's own prior at a depth is the depth above, since few walks reach the deep ones. The
+engine learns from requests once they gain by drafting, from their first draft on: what it expects for a new request is
+what such requests have shown, whatever the others were like.
 """
 
 from __future__ import annotations
+
+from collections import deque
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,25 +21,41 @@ from numpy.typing import NDArray
 from ddtree_trt import _native
 from ddtree_trt.runtime.tree import DraftTree
 
+HELD = 16  # rounds
 LOWEST, HIGHEST = 0.02, 2.0  # bounds of r_d: no streak of luck may silence or inflate a depth
 
 
 class Calibration:
     """Ratios r_d for depths 1…max_depth, shrunk by `prior` pseudo-observations towards a parent's r_d, or without a
-    parent towards r_{d−1}, with r_0 = 1."""
+    parent towards r_{d−1}, with r_0 = `root`."""
 
-    def __init__(self, max_depth: int, *, prior: float, memory: float, parent: Calibration | None = None) -> None:
+    def __init__(
+        self, max_depth: int, *, prior: float, memory: float, parent: Calibration | None = None, root: float = 1.0
+    ) -> None:
         self._evidence = np.zeros((2, max_depth))  # observed, predicted
-        self._prior, self._keep, self._parent = prior, 1 - 1 / memory, parent
+        self._prior, self._keep, self._parent, self._root = prior, 1 - 1 / memory, parent, root
+        self._held: deque[NDArray[np.float64]] = deque(maxlen=HELD)  # masses the parent has not learnt
 
     def ratios(self) -> NDArray[np.float64]:
         """r_1 … r_max_depth."""
         priors = None if self._parent is None else self._parent.ratios()
-        return _native.calibrated_ratios(self._evidence, priors, self._prior, LOWEST, HIGHEST)
+        return _native.calibrated_ratios(self._evidence, priors, self._prior, LOWEST, HIGHEST, self._root)
 
-    def observe(self, tree: DraftTree, path: NDArray[np.int32]) -> None:
-        """Learn from a verified tree and the accepted path [m], root first. Only depths the walk tried count."""
+    def observe(self, tree: DraftTree, path: NDArray[np.int32], *, share: bool = True) -> None:
+        """Learn from a verified tree and the accepted path [m], root first. Only depths the walk tried count.
+
+        The parent learns it too, with what was held back before, if it is to `share`.
+        """
         mass = _native.tried_mass(tree.parents, tree.log_weights, path)
         _native.learn(self._evidence, mass, self._keep)
-        if self._parent is not None:
-            _native.learn(self._parent._evidence, mass, self._parent._keep)
+        if self._parent is None:
+            return
+        self._held.append(mass)
+        if share:
+            for each in self._held:
+                _native.learn(self._parent._evidence, each, self._parent._keep)
+            self._held.clear()
+
+    def withhold(self) -> None:
+        """Never let the parent learn what was held back so far."""
+        self._held.clear()

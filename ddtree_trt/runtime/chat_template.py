@@ -54,6 +54,11 @@ class Renderer:
         with self._lock:
             self._start()
 
+    def wait(self) -> None:
+        """Wait until the process is ready. Raises EngineError where it cannot be started."""
+        with self._lock:
+            self._ready_process()
+
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         """The text of a chat, with the turn of the assistant begun.
 
@@ -77,11 +82,7 @@ class Renderer:
             self._stop()
 
     def _ask(self, request: bytes) -> dict[str, Any]:
-        process = self._start()
-        end = time.monotonic() + _START_S
-        if not self._ready:
-            self._expect(self._line(process, end, 1 << 16), "start")
-            self._ready = True
+        process = self._ready_process()
         end = time.monotonic() + self._limits.seconds
         try:
             _write(process, request, end)
@@ -94,7 +95,21 @@ class Renderer:
             ) from None
         except BrokenPipeError:
             line = b""
+        except BaseException:  # Ctrl-C: the answer that is still to come is nobody's
+            self._stop()
+            raise
         return self._expect(line, "render")
+
+    def _ready_process(self) -> subprocess.Popen[bytes]:
+        process = self._start()
+        if not self._ready:
+            try:
+                self._expect(self._line(process, time.monotonic() + _START_S, 1 << 16), "start")
+            except TimeoutError:
+                self._stop()
+                raise EngineError(f"chat templates cannot be rendered: no process in {_START_S:g} s") from None
+            self._ready = True
+        return process
 
     def _expect(self, line: bytes, doing: str) -> dict[str, Any]:
         """The process's answer. Where it is the last one, or none has come, the next call starts another process."""
@@ -176,6 +191,6 @@ def _wait(descriptor: int, event: int, end: float) -> None:
 
 
 _shared = Renderer()
-start, render = _shared.start, _shared.render
+start, wait, render = _shared.start, _shared.wait, _shared.render
 atexit.register(_shared.close)
 os.register_at_fork(after_in_child=_shared._forget)

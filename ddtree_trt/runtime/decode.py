@@ -61,7 +61,7 @@ class _Turn:
 
     def round_request(self) -> RoundRequest:
         params, sampler = self.sequence.params, self.sequence.sampler
-        return RoundRequest(self.slot, self.root_token, self.ceiling, params.temperature, sampler.noise_seed)
+        return RoundRequest(self.slot, self.root_token, self.ceiling, params.temperature, sampler.noise.target_seed)
 
     def __enter__(self) -> None:
         """What fails inside is this sequence's matter only: it ends with the error, the others go on."""
@@ -97,7 +97,8 @@ class _Turn:
             return
         engine.commit(self.slot, self.path, taps=s.drafts)
         with self:
-            s.budget.observe(self.tree, self.path)
+            if not s.finished:  # the end cuts a path short: that says nothing of the draft
+                s.budget.observe(self.tree, self.path, s.bonus_token)
             if s.on_round is not None:
                 s.on_round(Round(self.root_token, self.tree, self.path, s.bonus_token, s.budget.last))
 

@@ -28,6 +28,9 @@ class LLM:
             Without it, work that a stage leaves on the GPU counts for the next one that waits.
         device_rounds: whether rounds stay on the device. `auto`: on a GPU, for every request that they can serve;
             `on`: refuse other requests; `off`: never. `metrics` of an output say what was done, and why.
+        exact: of engines of the onnxruntime backend, whether a single token gets the same logits, bit for bit, as in a
+            pass of several, so that outputs of chains are those of `ar`. Single tokens take longer then. None: for
+            int8 engines.
 
     Raises ArtifactError when the directory cannot be used. For one thread at a time and for the process that loaded it:
     every other call is a UsageError. AsyncLLM is for concurrent callers.
@@ -40,9 +43,10 @@ class LLM:
         threads: int = 0,
         profile: bool = False,
         device_rounds: DeviceRoundsMode = "auto",
+        exact: bool | None = None,
     ) -> None:
         directory = Path(engine_dir)
-        self.engine = open_engine(directory, threads=threads)
+        self.engine = open_engine(directory, threads=threads, warm=True, exact=exact)
         self.codec = TextCodec(directory, self.engine.manifest.chat_template_args)
         self._maker = RequestMaker(directory, self.engine, self.codec, device_rounds=device_rounds)
         self._scheduler = Scheduler(self.engine, profile=profile)

@@ -10,7 +10,7 @@ from ddtree_trt.runtime.engine import Draft
 from ddtree_trt.runtime.sampling import DrawnFrom, Sampler
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, build_tree, chain
 
-DRAFT_MODEL_LENGTH = 4  # γ: tokens an autoregressive drafter drafts per round unless the request says how many
+DRAFT_MODEL_LONGEST = 16  # γ: most tokens an automatic budget has an autoregressive drafter draft per round
 SAMPLED_CANDIDATES = 64  # K a sampled chain draws from: q may be any distribution, this one keeps nearly all mass
 
 _DRAFTERS = {
@@ -48,11 +48,17 @@ def resolve_method(method: str, drafter_kind: str) -> str:
     return method
 
 
-def default_budget(method: str, drafter: TransformerDims) -> int:
-    """The fixed budget of a method whose tree the engine does not size by its costs."""
-    if method == "ar":
-        return 0
-    return drafter.block_size - 1 if isinstance(drafter, DrafterDims) else DRAFT_MODEL_LENGTH
+def default_budget(method: str, drafter: TransformerDims) -> int | None:
+    """What `auto` is for a method that always drafts alike: nothing, or the whole block, as DFlash is published and
+    measured. None for a method whose budgets are chosen by what rounds cost."""
+    if method in ("ddtree", "draft-model"):
+        return None
+    return drafter.block_size - 1 if method != "ar" and isinstance(drafter, DrafterDims) else 0
+
+
+def longest_draft(drafter: TransformerDims) -> int:
+    """Most tokens of a chain that `auto` drafts in one round."""
+    return drafter.block_size - 1 if isinstance(drafter, DrafterDims) else DRAFT_MODEL_LONGEST
 
 
 def candidates(method: str, budget: int, stochastic: bool) -> int:
@@ -74,5 +80,5 @@ def propose(method: str, draft: Draft, budget: int, sampler: Sampler) -> Proposa
     drawn = draft.drawn
     if drawn is None:
         rows = zip(draft.log_probs[:budget], draft.token_ids[:budget], strict=True)
-        drawn = tuple(sampler.draft(log_probs, token_ids) for log_probs, token_ids in rows)
+        drawn = tuple(sampler.draft(*row, depth) for depth, row in enumerate(rows))
     return Proposal(chain([d.token for d in drawn]), drawn if sampler.params.stochastic else ())

@@ -66,6 +66,8 @@ class SamplingParams:
                 raise UsageError(f"{name} must be true or false, not {shown(getattr(self, name))}")
         if self.top_p == 0:
             raise UsageError("top_p must be above 0 and at most 1; for greedy decoding set temperature=0")
+        if 0 < self.temperature < _COLDEST:
+            raise UsageError(f"temperature must be 0, for greedy decoding, or from {_COLDEST} to 100")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise UsageError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
         if not isinstance(self.method, str) or self.method not in ("auto", *METHODS):
@@ -130,6 +132,7 @@ _INTEGERS: tuple[tuple[str, int, int], ...] = (
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
 )
+_COLDEST = 1e-30  # logits are divided by it; those of one below are infinite, in the float32 of a device or everywhere
 _REALS: tuple[tuple[str, float, float], ...] = (
     ("temperature", 0, 100),
     ("top_p", 0, 1),

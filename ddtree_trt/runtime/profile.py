@@ -30,19 +30,21 @@ from ddtree_trt.runtime.engine import DraftRequest, Engine, VerifyRequest
 from ddtree_trt.runtime.sampling import DrawnFrom
 from ddtree_trt.runtime.tree import TokenTree, chain_parents
 
-PROFILE_VERSION = 1
+PROFILE_VERSION = 2
 TREE_TOKENS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 513, 1025)
 CONTEXTS = (64, 512, 2048, 8192, 32768)
 COSTLY = 8.0  # trees are measured until one costs this many single-token passes: larger ones cannot pay
 REPETITIONS = (2, 10)  # of every size, at least and at most
 IN_A_ROW = 4  # rounds of one size in each repetition
 LONG_PASS_S = 0.02
+DRAFT_LENGTHS = (1, 5)  # tokens an autoregressive drafter is timed with
 DRAFT_ROWS = 4  # new context rows of the measured drafter pass, about what a round commits
 _MAX_BYTES = 1 << 20  # of the file; a real one has some kilobytes
 _log = logging.getLogger(__name__)
 
 # What a stored cost may be: no pass takes no time, and an hour is no latency.
 _Seconds = Annotated[float, Between(1e-9, 3600)]
+_PerToken = Annotated[float, Between(0, 3600)]  # 0 where a draft costs the same whatever its length
 _Tokens = Annotated[int, Between(1, 1 << 31)]
 
 
@@ -51,9 +53,10 @@ class ContextCost:
     """Costs at one context length."""
 
     context: _Tokens
-    draft_s: _Seconds
+    draft_s: _Seconds  # a draft, what each drafted token costs aside
     tree_tokens: tuple[_Tokens, ...]  # T, rising from 1
     verify_s: tuple[_Seconds, ...]  # one per T
+    draft_token_s: _PerToken = 0.0  # each drafted token, where the drafter drafts token by token
 
     def verify_curve(self, largest: int) -> NDArray[np.float64]:
         """Seconds to verify a tree of n = 0 … `largest` draft nodes, float64 [largest + 1].
@@ -196,36 +199,47 @@ def _fill(engine: Engine, context: int) -> None:
 
 
 def _measure_context(engine: Engine, context: int, seconds: float) -> ContextCost:
-    largest = 1 + engine.manifest.limits.max_tree_budget
     deadline = time.perf_counter() + seconds
     verify: dict[int, float] = {}
-    for t in (t for t in TREE_TOKENS if t <= largest):
+    for t in _tree_tokens(engine):
         verify[t] = _rounds(engine, context, t)[1]
         if verify[t] > COSTLY * verify[1]:
             break
-    draft = float("inf")  # the first draft after a prefill takes in the prompt's states: no round's cost
+    # The first draft after a prefill takes in the prompt's states: no round's cost.
+    drafts = dict.fromkeys(DRAFT_LENGTHS if engine.manifest.drafter_kind == "autoregressive" else (1,), float("inf"))
     for repetition in range(REPETITIONS[1]):
-        for t in verify:
-            draft_s, verify_s = _rounds(engine, context, t)
-            draft, verify[t] = min(draft, draft_s), min(verify[t], verify_s)
+        for length in drafts:
+            for t in verify:
+                draft_s, verify_s = _rounds(engine, context, t, length)
+                drafts[length], verify[t] = min(drafts[length], draft_s), min(verify[t], verify_s)
         if repetition + 1 >= REPETITIONS[0] and time.perf_counter() > deadline:
             break
-    return ContextCost(context, draft, tuple(verify), tuple(verify.values()))
+    token_s = max(0.0, (drafts[max(drafts)] - drafts[1]) / max(1, max(drafts) - 1))
+    return ContextCost(context, max(0.0, drafts[1] - token_s), tuple(verify), tuple(verify.values()), token_s)
 
 
-def _rounds(engine: Engine, context: int, tokens: int) -> tuple[float, float]:
+def _tree_tokens(engine: Engine) -> list[int]:
+    """Sizes to measure: where an engine pads its passes, those it pads to."""
+    largest = 1 + engine.manifest.limits.max_tree_budget
+    sizes = [t for t in TREE_TOKENS if t <= largest]
+    if engine.buckets is None:
+        return sizes
+    return sorted({next((b for b in engine.buckets if b >= t), t) for t in sizes})
+
+
+def _rounds(engine: Engine, context: int, tokens: int, length: int = 1) -> tuple[float, float]:
     """The fastest draft and verify of a few rounds in a row: the first ones still find the processor's caches and
     clock as another tree size left them. Long passes do not feel that and are timed once."""
-    draft_s, verify_s = _round(engine, context, tokens)
+    draft_s, verify_s = _round(engine, context, tokens, length)
     for _ in range(IN_A_ROW - 1):
         if verify_s > LONG_PASS_S:
             break
-        draft, verify = _round(engine, context, tokens)
+        draft, verify = _round(engine, context, tokens, length)
         draft_s, verify_s = min(draft_s, draft), min(verify_s, verify)
     return draft_s, verify_s
 
 
-def _round(engine: Engine, context: int, tokens: int) -> tuple[float, float]:
+def _round(engine: Engine, context: int, tokens: int, length: int) -> tuple[float, float]:
     """(draft, verify) seconds of one round as decoding would do it: what ran before decides what the processor's
     caches hold. A single token follows a single token, a tree its draft."""
     _verify(engine, tokens)
@@ -233,7 +247,7 @@ def _round(engine: Engine, context: int, tokens: int) -> tuple[float, float]:
         return float("inf"), _timed(_verify, engine, 1)
     rows = min(DRAFT_ROWS, tokens)
     engine.commit(0, np.arange(rows, dtype=np.int32), taps=True)
-    draft_s = _timed(_draft, engine)
+    draft_s = _timed(_draft, engine, length)
     verify_s = _timed(_verify, engine, tokens)
     engine.truncate(0, context)
     return draft_s, verify_s
@@ -245,11 +259,11 @@ def _verify(engine: Engine, tokens: int) -> None:
     engine.verify([VerifyRequest(0, tree)])
 
 
-def _draft(engine: Engine) -> None:
-    def most_probable(log_probs: NDArray[np.float32], token_ids: NDArray[np.int32]) -> DrawnFrom:
+def _draft(engine: Engine, length: int) -> None:
+    def most_probable(log_probs: NDArray[np.float32], token_ids: NDArray[np.int32], depth: int) -> DrawnFrom:
         return DrawnFrom(int(token_ids[0]), token_ids[:1], np.ones(1))
 
-    engine.draft([DraftRequest(0, 1, 16, 16, most_probable)])
+    engine.draft([DraftRequest(0, 1, 16, length, most_probable)])
 
 
 def _timed(work: Callable[..., None], *args: object) -> float:

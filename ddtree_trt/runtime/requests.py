@@ -10,7 +10,7 @@ from ddtree_trt.runtime.budget import AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.decode import Watcher
 from ddtree_trt.runtime.device_rounds import check_mode, why_host
 from ddtree_trt.runtime.engine import Engine
-from ddtree_trt.runtime.methods import default_budget, resolve_method
+from ddtree_trt.runtime.methods import default_budget, longest_draft, resolve_method
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput, Usage
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams, check_device_rounds
 from ddtree_trt.runtime.profile import load_or_measure
@@ -169,15 +169,13 @@ class RequestMaker:
     def _budget(self, params: SamplingParams) -> Budget:
         if params.tree_budget != "auto":
             return FixedBudget(params.tree_budget)
-        if params.method == "ddtree" and self._auto is not None:
-            return self._auto.for_sequence()
-        return FixedBudget(default_budget(params.method, self._manifest.drafter_dims))
+        fixed = default_budget(params.method, self._manifest.drafter_dims)
+        return self._auto.for_sequence() if fixed is None else FixedBudget(fixed)
 
 
-def _auto_budgets(directory: Path, engine: Engine) -> AutoBudgets | None:
-    """What automatic budgets need; None without a block drafter. Measures the machine if the engine has not yet."""
-    manifest = engine.manifest
-    if manifest.drafter_kind != "dflash":
-        return None
-    profile = load_or_measure(directory, engine)
-    return AutoBudgets(profile, manifest.limits.max_tree_budget, manifest.dflash.block_size - 1)
+def _auto_budgets(directory: Path, engine: Engine) -> AutoBudgets:
+    """What automatic budgets need. Measures the machine if the engine has not yet."""
+    manifest, profile = engine.manifest, load_or_measure(directory, engine)
+    most, chains = manifest.limits.max_tree_budget, manifest.drafter_kind != "dflash"
+    depth = min(most, longest_draft(manifest.drafter_dims))
+    return AutoBudgets(profile, depth if chains else most, depth, buckets=engine.buckets, chains=chains)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence, Set
 from numbers import Integral
@@ -10,8 +9,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from ddtree_trt.errors import ArtifactError, UsageError, shown
+from ddtree_trt.reading import Source
 from ddtree_trt.runtime import chat_template
 from ddtree_trt.runtime.params import as_integer, check_text
+from ddtree_trt.tokenizer_files import load_tokenizer
 
 Messages = Sequence[Mapping[str, str]]
 Prompt = str | Sequence[int] | Messages
@@ -37,15 +38,7 @@ class TextCodec:
     """The engine's tokenizer with the chat template its drafter was trained for."""
 
     def __init__(self, directory: Path, chat_template_args: Mapping[str, Any]) -> None:
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises installing torch
-        # Not AutoTokenizer: it imports the model configurations, and with them torch where that is installed.
-        from transformers import PreTrainedTokenizerFast, logging
-
-        logging.set_verbosity_error()
-        try:
-            self.tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
-        except Exception as error:  # transformers raises whatever its parsers raise
-            raise ArtifactError(f"no usable tokenizer in {directory}: {error}; rebuild the engine") from error
+        self.tokenizer = load_tokenizer(directory, Source(str(directory), ArtifactError, "rebuild the engine"))
         self._template_args = dict(chat_template_args)
 
     def encode(self, prompt: Prompt) -> list[int]:

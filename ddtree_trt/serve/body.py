@@ -29,12 +29,12 @@ Model = TypeVar("Model", bound=BaseModel)
 
 async def read(request: Request, model: type[Model]) -> Model:
     """The request's body as `model`. Raises ApiError for a body that is not one."""
+    body = await request.body()  # whole, before any answer: a client that is still sending might not see it
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media_type != "application/json" and not (
         media_type.startswith("application/") and media_type.endswith("+json")
     ):
         raise ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
-    body = await request.body()
     if len(body) <= _AT_ONCE_BYTES:
         return parse(body, model)
     return await asyncio.to_thread(parse, body, model)

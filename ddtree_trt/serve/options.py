@@ -23,6 +23,9 @@ class ServeOptions:
     stall_timeout_s: float = 30.0  # a reader that takes nothing for this long is cut off
     drain_timeout_s: float = 30.0  # after SIGTERM, before what still runs is ended
     device_rounds: DeviceRoundsMode = "auto"  # whether rounds stay on the device; on: other requests are refused
+    exact: bool | None = (
+        None  # a token alone gets the logits it gets among others; None: as the engine's precision asks
+    )
     threads: int = 0  # CPU threads of the engine; 0 chooses
     access_log: bool = False
 

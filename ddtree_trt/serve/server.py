@@ -32,7 +32,6 @@ def serve_engine(engine_dir: Path, options: ServeOptions) -> None:
     Raises ArtifactError when the engine cannot be used, UsageError when the address cannot.
     """
     with listen(options) as listener:
-        chat_template.start()  # beside the loading of the engine
         server = make_server(engine_dir, options, listener)
         # What lives as long as the process is left out of every later collection, each of which stops all threads.
         gc.collect()
@@ -43,13 +42,17 @@ def serve_engine(engine_dir: Path, options: ServeOptions) -> None:
 def make_server(engine_dir: Path, options: ServeOptions, listener: socket.socket) -> Server:
     """Load the engine and put a server in front of it. Raises ArtifactError when the directory cannot be used."""
     metrics = Metrics(load_manifest(engine_dir))
+    chat_template.start()  # beside the loading of the engine
     llm = AsyncLLM(
         engine_dir,
         threads=options.threads,
         device_rounds=options.device_rounds,
+        exact=options.exact,
         max_waiting=options.max_waiting,
         on_finished=metrics.finished,
     )
+    if llm.tokenizer.chat_template:
+        chat_template.wait()
     gate = create_app(llm, metrics, options)
     config = uvicorn.Config(
         gate,

@@ -10,11 +10,17 @@ struct Prefix {
     double expected_tokens;  // 1 + the sum of the nodes' acceptance probabilities
 };
 
-// The number of nodes in 0..n that maximises expected tokens per second, the smallest on ties: the rule of
-// arXiv 2606.01813. A node's acceptance probability is min(1, exp(log_weights [n]) * r_1 * ... * r_depth) with the
-// ratios r_1 ... r_D [deepest]; verify_s [n + 1] is the cost of verifying a tree of so many nodes.
+struct RoundCosts {
+    double draft_s;
+    const double* verify_s;  // [n + 1]: verifying a tree of so many nodes
+    const int64_t* filled;   // [n + 1]: the largest tree at the cost of each, or null
+};
+
+// The number of nodes in least..n (n, if that is fewer) that maximises expected tokens per second, the smallest on ties,
+// then as many more as cost nothing: the rule of arXiv 2606.01813. A node's acceptance probability is
+// min(1, exp(log_weights [n]) * r_1 * ... * r_depth) with the ratios r_1 ... r_D [deepest].
 Prefix best_prefix(const double* log_weights, const int32_t* depths, int64_t n, const double* ratios, int64_t deepest,
-                   double draft_s, const double* verify_s);
+                   const RoundCosts& costs, int64_t least);
 
 // mass [m]: for each node of the walked path, its children's drafted probability given that the node was reached.
 // parents [n + 1], log_weights [n], path [m] rising from the root.
@@ -26,8 +32,9 @@ void tried_mass(const int32_t* parents, const double* log_weights, int64_t n, co
 void learn(const double* mass, int64_t m, double keep, double* observed, double* predicted, int64_t deepest);
 
 struct Prior {
-    const double* ratios;  // [deepest], or null: then the prior at a depth is the ratio of the depth above, 1 at the root
+    const double* ratios;  // [deepest], or null: then the prior at a depth is the ratio of the depth above
     double weight;         // pseudo-observations, positive
+    double root;           // stands for the depth above the first
 };
 
 // r_1 ... r_D [deepest]: how often a walk went on at a depth [deepest] over how often it was predicted to, shrunk
