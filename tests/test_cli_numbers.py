@@ -49,7 +49,7 @@ REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("bench", "--prompt-tokens"): (*NO_SIZE, "64"),  # an engine's prompts have their own length
     ("bench", "--forced-acceptance"): (*NO_SIZE, "500"),
     ("build", "--max-seq-len"): ("1", *NO_SIZE),
-    ("build", "--max-tree-budget"): NO_COUNT,
+    ("build", "--max-tree-budget"): NO_SIZE,
     ("build", "--max-batch"): NO_SIZE,
     ("build", "--builder-optimization-level"): ("3", *NO_COUNT),  # for another backend
     ("build", "--builder-workspace-mib"): ("3", *NO_SIZE),
