@@ -91,6 +91,7 @@ def test_what_tensorrt_is_asked_for(machine: Machine, tmp_path: Path) -> None:
     assert limits.max_tokens_per_pass == 256
     assert fake.named("IBuilderConfig.builder_optimization_level =") == []
     assert fake.named("IBuilderConfig.set_memory_pool_limit") == []
+    assert fake.named("IBuilderConfig.set_flag") == [(real.BuilderFlag.TF32,)] * 2
     assert len(fake.named("IPluginRegistry.load_library")) == 1
     for stage in ("build target: Building Engine", "build drafter: Building Engine", "write shared tables"):
         done = [(d, t) for s, d, t in seen if s == stage]
