@@ -166,7 +166,7 @@ def test_inspect_says_what_differs(machine: Machine) -> None:
     assert report.memory.place == "GPU"
     plans = sum(report.manifest.files[name].size for name in (artifact.TARGET_PLAN, artifact.DRAFTER_PLAN))
     dims = report.manifest.target_dims
-    assert report.memory.weights_bytes == plans + 2 * 4 * dims.vocab_size * dims.hidden_size  # embedding and head
+    assert report.memory.weights_bytes == plans + (2 + 4) * dims.vocab_size * dims.hidden_size  # embedding, head
     toolchain(machine, tensorrt="11.3.0.9")
     assert "TensorRT 11.3.0.9" in str(inspect_engine(machine.directory).problem)
 
