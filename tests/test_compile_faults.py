@@ -353,7 +353,7 @@ def interrupt_build(args: list[object], signal_number: int) -> subprocess.Comple
 
 def test_ctrl_c_in_the_middle_of_a_build(pair: tuple[Path, Path], old: OldEngine) -> None:
     run = interrupt_build(build_args(pair, old.path, "--force"), signal.SIGINT)
-    assert (run.returncode, run.stdout, run.stderr) == (130, "", "interrupted\n")
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
     old.assert_untouched()
     run = interrupt_build(build_args(pair, old.path.with_name("new")), signal.SIGINT)
     assert run.returncode == 130

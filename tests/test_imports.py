@@ -143,3 +143,20 @@ def test_light_entry_points_load_no_heavy_package(code: str) -> None:
 
 def test_loaded_by_sees_a_heavy_package() -> None:
     assert "onnx" in loaded_by("import onnx")
+
+
+def test_every_runtime_dependency_ends_before_its_next_major_version() -> None:
+    """Extras of tests and of peers that are only measured aside."""
+    metadata = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    head, _, extras = metadata.partition("[project.optional-dependencies]")
+    sections = {"dependencies": head.partition("\ndependencies = [")[2].partition("\n]")[0]}
+    for line in extras.splitlines():
+        name, _, value = line.partition(" = [")
+        if name in ("tensorrt", "torch", "triton", "serve", "bench"):
+            sections[name] = value
+    assert len(sections) == 6
+    for section, text in sections.items():
+        requirements = [r.group(1) for r in re.finditer(r'"([^"]+)"', re.sub(r"#.*", "", text))]
+        assert requirements, section
+        for requirement in requirements:
+            assert re.search(r",<\d+(;|$)", requirement), f"{requirement} of {section} has no upper bound"
