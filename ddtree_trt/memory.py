@@ -32,7 +32,7 @@ DRAFTER_EMBEDDING, DRAFTER_HEAD, DRAFT_LOGITS = "drafter_embedding", "drafter_he
 RESULTS = "results"
 TARGET_CONTROL, DRAFTER_CONTROL, COMMIT_CONTROL = "target_control", "drafter_control", "commit_control"
 WORKSPACE = "workspace"
-# What a plan counts as weights, as cache or as workspace.
+# What a plan counts as weights, as cache or as workspace; the rest are its buffers.
 _ELSEWHERE = frozenset((EMBEDDING, HEAD, DRAFTER_EMBEDDING, DRAFTER_HEAD, TARGET_KV, DRAFTER_KV, WORKSPACE))
 
 Backend = Literal["onnxruntime", "torch", "tensorrt"]
@@ -127,34 +127,32 @@ def tensorrt_buffers(
     limits: Limits,
     element_bytes: int,
     *,
-    tied: bool,
-    drafter_tied: bool = True,
     candidates: int | None = None,
     workspace_bytes: int = 0,
 ) -> dict[str, int]:
     """Bytes of every buffer of a TensorRT engine on the device, weights inside the plans aside.
 
-    `candidates` is K of a block drafter; None takes the most there can be. `drafter_tied` is of one that has tables of
-    its own, an autoregressive one.
+    `candidates` is K of a block drafter; None takes the most there can be. Heads are in float32, tied or not; an
+    autoregressive drafter has tables of its own.
     """
     rows, slots = target_rows(limits), limits.max_batch
-    table = target.vocab_size * target.hidden_size * element_bytes
+    table = target.vocab_size * target.hidden_size
     if isinstance(drafter, DrafterDims):
         own, results = _block_drafter_buffers(target, drafter, limits, element_bytes, candidates)
     else:
-        drafter_table = drafter.vocab_size * drafter.hidden_size * element_bytes
+        drafter_table = drafter.vocab_size * drafter.hidden_size
         own, results = (
             {
-                DRAFTER_EMBEDDING: drafter_table,
-                **({} if drafter_tied else {DRAFTER_HEAD: drafter_table}),
+                DRAFTER_EMBEDDING: drafter_table * element_bytes,
+                DRAFTER_HEAD: drafter_table * FLOAT_BYTES,
                 DRAFT_LOGITS: drafter.vocab_size * FLOAT_BYTES,
                 DRAFTER_CONTROL: _pass_control_bytes(1, limits.prefill_chunk, limits),
             },
             0,
         )
     return {
-        EMBEDDING: table,
-        **({} if tied else {HEAD: table}),
+        EMBEDDING: table * element_bytes,
+        HEAD: table * FLOAT_BYTES,
         TARGET_KV: CacheShape.of(target, limits, element_bytes).total_bytes,
         DRAFTER_KV: CacheShape.of(drafter, limits, element_bytes).total_bytes,
         LOGITS: rows * target.vocab_size * FLOAT_BYTES,
@@ -227,8 +225,11 @@ def plan_engine(
     limits: Limits,
     weights_bytes: int,
 ) -> MemoryPlan:
-    """`weights_bytes` of both networks, what they share counted once."""
+    """`weights_bytes` of both networks, what they share counted once; for TensorRT without the heads, which are added
+    as they are on the device, in float32."""
     size = ELEMENT_BYTES[precision]
+    if backend == "tensorrt":
+        weights_bytes += sum(d.vocab_size * d.hidden_size for d in _with_tables(target, drafter)) * FLOAT_BYTES
     per_row = sum(2 * d.num_layers * d.num_kv_heads * d.head_dim * size for d in (target, drafter))
     return MemoryPlan(
         place=_PLACES[backend],
@@ -238,6 +239,11 @@ def plan_engine(
         buffers_bytes=_buffers_bytes(backend, size, target, drafter, limits),
         workspace_bytes=_workspace_bytes(backend, size, target, drafter, limits),
     )
+
+
+def _with_tables(target: TransformerDims, drafter: TransformerDims) -> tuple[TransformerDims, ...]:
+    """The networks that have an embedding and a head of their own."""
+    return (target,) if isinstance(drafter, DrafterDims) else (target, drafter)
 
 
 # What is loaded of an engine directory, whatever its backend.
@@ -254,6 +260,9 @@ def plan_manifest(manifest: Manifest) -> MemoryPlan:
     """The plan of an engine that was built."""
     m = manifest
     weights = sum(m.files[name].size for name in _WEIGHT_FILES if name in m.files)
+    if artifact.SHARED_WEIGHTS in m.files:
+        tables = sum(d.vocab_size * d.hidden_size for d in _with_tables(m.target_dims, m.drafter_dims))
+        weights += tables * ELEMENT_BYTES[m.precision] - m.files[artifact.SHARED_WEIGHTS].size
     return plan_engine(m.backend, m.precision, m.target_dims, m.drafter_dims, m.limits, weights)
 
 
@@ -261,7 +270,7 @@ def _buffers_bytes(
     backend: Backend, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
 ) -> int:
     if backend == "tensorrt":
-        buffers = tensorrt_buffers(target, drafter, limits, size, tied=True)
+        buffers = tensorrt_buffers(target, drafter, limits, size)
         return sum(buffers[name] for name in buffers.keys() - _ELSEWHERE)
     # One slot after the other on a CPU, all slots of a round in one pass on a GPU.
     slots = 1 if backend == "onnxruntime" else limits.max_batch

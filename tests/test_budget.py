@@ -321,7 +321,7 @@ def test_rows_are_filled_also_with_nodes_that_promise_nothing() -> None:
 def test_an_engine_that_pads_is_measured_at_the_sizes_it_pads_to() -> None:
     engine = ScriptedEngine(MarkovTarget(), Useless(6))
     engine.buckets = [1, 2, 4, 8, 16, 32, 48, 65]
-    sizes = profiles.measure(engine, seconds=0.0).contexts[0].tree_tokens
+    sizes = measure(engine, seconds=0.0).contexts[0].tree_tokens
     assert set(sizes) <= set(engine.buckets)
 
 
@@ -335,7 +335,7 @@ def test_a_drafted_token_has_its_own_cost_where_tokens_are_drafted_one_by_one(mo
         clock[0] += {"draft": 0.5 + 0.25 * call.tokens, "verify": 1.0 + 0.1 * call.tokens}.get(verb, 0.0)
 
     engine.fail = spend
-    (cost,) = profiles.measure(engine, seconds=0.0).contexts
+    (cost,) = measure(engine, seconds=0.0).contexts
     assert (cost.draft_s, cost.draft_token_s) == (pytest.approx(0.5), pytest.approx(0.25))
 
 

@@ -63,7 +63,8 @@ def test_the_engine_directory_of_the_tiny_pair(machine: Machine, tmp_path: Path)
     assert manifest.tensors["target"]["inputs"][:6] == [
         *("token_ids", "positions", "slot_ids", "past_len", "tree_mask", "rows")
     ]
-    assert manifest.tensors["target"]["inputs"][-1] == manifest.tensors["drafter"]["inputs"][-1] == "embedding"
+    for network in ("target", "drafter"):  # the head is an input of its own also where it is the embedding
+        assert manifest.tensors[network]["inputs"][-2:] == ["embedding", "lm_head"]
     assert "tree_mask" not in manifest.tensors["drafter"]["inputs"]
     assert manifest.tensors["drafter"]["outputs"][-2:] == ["log_probs", "candidates"]
     assert "--backend tensorrt --precision bf16" in rebuild_command(engine, manifest)
@@ -91,6 +92,7 @@ def test_what_tensorrt_is_asked_for(machine: Machine, tmp_path: Path) -> None:
     assert limits.max_tokens_per_pass == 256
     assert fake.named("IBuilderConfig.builder_optimization_level =") == []
     assert fake.named("IBuilderConfig.set_memory_pool_limit") == []
+    assert fake.named("IBuilderConfig.set_flag") == [(real.BuilderFlag.TF32,)] * 2
     assert len(fake.named("IPluginRegistry.load_library")) == 1
     for stage in ("build target: Building Engine", "build drafter: Building Engine", "write shared tables"):
         done = [(d, t) for s, d, t in seen if s == stage]

@@ -165,7 +165,6 @@ def assert_equal(llm: LLM, prompts: list[Any], count: int, seed: int) -> None:
     assert len(found) <= 1 + ALLOWED[precision] * made
 
 
-@pytest.mark.usefixtures("quick_profile")
 def test_random_requests_give_the_tokens_of_ar(directory: Path, prompts: list[Any]) -> None:
     with LLM(directory, threads=1) as llm:
         assert_equal(llm, prompts, 40, seed=1)
@@ -173,13 +172,11 @@ def test_random_requests_give_the_tokens_of_ar(directory: Path, prompts: list[An
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.usefixtures("quick_profile")
 def test_many_random_requests_give_the_tokens_of_ar(directory: Path, prompts: list[Any]) -> None:
     with LLM(directory, threads=1) as llm:
         assert_equal(llm, prompts, 1200 if llm.engine.manifest.precision == "fp32" else 400, seed=2)
 
 
-@pytest.mark.usefixtures("quick_profile")
 def test_a_difference_that_is_no_tie_is_found(
     directory: Path, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,8 +26,6 @@ from ddtree_trt.runtime.tree import token_chain
 STEPS = 120
 CHAINS = ((2,), (5,), (9,), (17,), (33,), (1, 4, 2, 9, 17, 1, 1, 3))
 
-pytestmark = pytest.mark.usefixtures("quick_profile")
-
 
 @pytest.fixture(scope="module", params=["fp32", "int8"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -97,6 +97,9 @@ class EngineBuilder:
     def _config(self, name: str, profiles: Sequence[Profile], monitor: _Monitor) -> trt.IBuilderConfig:
         config = self._builder.create_builder_config()
         config.max_aux_streams = 0  # the runtime captures a pass on one stream
+        # The one product of float32 is the head's, of values that are bf16 or fp16: TF32 holds them exactly, and sums
+        # in float32.
+        config.set_flag(trt.BuilderFlag.TF32)
         if self._options.optimization_level is not None:
             config.builder_optimization_level = self._options.optimization_level
         if self._options.workspace_mib is not None:

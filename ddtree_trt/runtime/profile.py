@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 # What a stored cost may be: no pass takes no time, and an hour is no latency.
 _Seconds = Annotated[float, Between(1e-9, 3600)]
-_PerToken = Annotated[float, Between(0, 3600)]  # 0 where a draft costs the same whatever its length
+_SecondsOrNone = Annotated[float, Between(0, 3600)]
 _Tokens = Annotated[int, Between(1, 1 << 31)]
 
 
@@ -53,10 +53,10 @@ class ContextCost:
     """Costs at one context length."""
 
     context: _Tokens
-    draft_s: _Seconds  # a draft, what each drafted token costs aside
+    draft_s: _SecondsOrNone  # a draft, what each drafted token costs aside
     tree_tokens: tuple[_Tokens, ...]  # T, rising from 1
     verify_s: tuple[_Seconds, ...]  # one per T
-    draft_token_s: _PerToken = 0.0  # each drafted token, where the drafter drafts token by token
+    draft_token_s: _SecondsOrNone = 0.0  # each drafted token, where the drafter drafts token by token
 
     def verify_curve(self, largest: int) -> NDArray[np.float64]:
         """Seconds to verify a tree of n = 0 … `largest` draft nodes, float64 [largest + 1].
