@@ -86,22 +86,19 @@ except KeyboardInterrupt:
 """
 
 
-def test_an_import_is_not_interrupted_but_what_follows_it(tmp_path: Path) -> None:
-    (tmp_path / "interrupts_itself.py").write_text(
-        "import signal, time\nsignal.raise_signal(signal.SIGINT)\ntime.sleep(0.1)\ndone = 'the import'\n"
-    )
+@pytest.mark.parametrize(
+    ("module", "ends"),
+    [
+        ("time.sleep(0.1)\ndone = 'the import'\n", (0, "interrupted after the import\n", "")),
+        ("signal.raise_signal(signal.SIGINT)\nprint('survived')\n", (130, "", "")),
+    ],
+    ids=["waits", "a second one does not"],
+)
+def test_an_interrupt_waits_for_an_import_to_end(tmp_path: Path, module: str, ends: tuple[int, str, str]) -> None:
+    (tmp_path / "interrupts_itself.py").write_text("import signal, time\nsignal.raise_signal(signal.SIGINT)\n" + module)
     script = IN_AN_IMPORT.format(folder=str(tmp_path))
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (run.returncode, run.stdout, run.stderr) == (0, "interrupted after the import\n", "")
-
-
-def test_a_second_interrupt_does_not_wait_for_an_import(tmp_path: Path) -> None:
-    (tmp_path / "interrupts_itself.py").write_text(
-        "import signal\nfor _ in range(2): signal.raise_signal(signal.SIGINT)\nprint('survived')\n"
-    )
-    script = IN_AN_IMPORT.format(folder=str(tmp_path))
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
+    assert (run.returncode, run.stdout, run.stderr) == ends
 
 
 WITH_AN_ERROR = """

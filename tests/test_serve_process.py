@@ -107,7 +107,7 @@ def test_wrong_calls_are_explained_in_one_line(tiny_engine: Path, tmp_path: Path
     code, error = serve(str(tmp_path / "none"), "--port", "0")
     assert code == 1 and error.startswith("error: no engine at ") and error.count("\n") == 1
     code, error = serve(str(tiny_engine), "--max-requests", "0")
-    assert (code, error) == (2, "error: max_requests must be at least 1, not 0\n")
+    assert (code, error) == (2, "error: max_requests must be from 1 to 1048576, not 0\n")
     code, error = serve(str(tiny_engine), "--host", "no.such.host.invalid")
     assert code == 2 and error.startswith("error: cannot listen on no.such.host.invalid: ")
     code, error = serve(str(tiny_engine), "--api-key", "")
