@@ -13,7 +13,7 @@ INSTALLED := pyproject.toml $(wildcard cpp_plugins/CMakeLists.txt cpp_plugins/cm
 # wheel carries a whole server (2.51.0); its dependencies are for another way to use it.
 TRITON_VENV := .venv-triton
 TRITON_BIN := $(TRITON_VENV)/bin
-TRITON_CLIENT := 'tritonclient[grpc,http]==2.51.0' 'pytest>=8.2' 'pytest-asyncio>=1.0' 'pytest-timeout>=2.3' kubernetes-validate
+TRITON_CLIENT := 'tritonclient[grpc,http]==2.51.0' 'pytest>=8.2' 'pytest-asyncio>=1.0' 'pytest-timeout>=2.3' 'hypothesis>=6.100' kubernetes-validate
 TRITON_SERVER := nvidia-pytriton==0.7.0
 ENGINE ?=
 

@@ -6,10 +6,10 @@ nothing.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # typing's own would have to be imported
 if TYPE_CHECKING:
+    from typing import Any
+
     from ddtree_trt.runtime.async_llm import AsyncLLM as AsyncLLM
     from ddtree_trt.runtime.llm import LLM as LLM
     from ddtree_trt.runtime.outputs import CompletionOutput as CompletionOutput
@@ -31,4 +31,6 @@ __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingPara
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'ddtree_trt' has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(f"ddtree_trt.runtime.{_HOMES[name]}"), name)

@@ -1,4 +1,4 @@
-"""Host part of ddtree-trt: tree build, masks, walk, budgets, sampling and KV row compaction.
+"""Host part of ddtree-trt: tree build, masks, walk, budgets, sampling, KV row compaction and the kernels' workspace.
 
 Arrays are read in place and must be C-contiguous with exactly the dtype given; another dtype raises TypeError, another
 shape or an impossible value raises ValueError. T = 1 + n tree tokens, node 0 the root with parent -1, parents[i] < i.
@@ -75,11 +75,31 @@ def keep_nucleus(weights: NDArray[np.float64], share: float) -> None:
     Weights are finite and not negative. Of equal ones the first stay.
     """
 
-def draw(weights: NDArray[np.float64], uniform: float) -> int:
-    """The first index at which the running sum of weights [n] exceeds `uniform`, in [0, 1), of the whole.
+def draw_logits(logits: NDArray[np.float32], temperature: float, seed: int, position: int) -> int:
+    """The token that maximises logits [V] + temperature · noise, the lowest of equal ones.
 
-    Weights are finite and not negative; ValueError when none is positive.
+    The noise of tokens 0 … V − 1 is `gumbel` of the seed (0 … 2^64 − 1) and the position. -1 where a logit is NaN or
+    +inf, or none is finite. The temperature is positive and finite.
     """
+
+def draw_weights(weights: NDArray[np.float64], seed: int, position: int, ids: NDArray[np.int32] | None = None) -> int:
+    """The index that maximises log(weights [n]) + noise of the tokens `ids` [n], 0 … n − 1 without: a draw in
+    proportion to the weights. Of equal ones that of the lowest id; -1 where no weight is positive.
+
+    Weights are finite and not negative.
+    """
+
+def noise_bits(seed: int, position: int, token: int) -> int:
+    """The 64 bits that a token's noise at a position is made of."""
+
+def gumbel(seed: int, position: int, n: int) -> NDArray[np.float64]:
+    """The noise [n] of tokens 0 … n − 1 at a position."""
+
+def attention_workspace_bound(
+    sequences: int, tokens: int, q_heads: int, kv_heads: int, head_dim: int, capacity: int
+) -> int:
+    """Bytes of scratch that tree attention on a GPU needs at most, over every call of 1 to `sequences` sequences and 1
+    to `tokens` tokens, behind caches of `capacity` rows. What the TensorRT plugin asks for."""
 
 def compact_rows(
     bases: NDArray[np.uint64],

@@ -1,4 +1,4 @@
-"""The engine directory: the only thing `build` and `runtime` share.
+"""The engine directory and its manifest: all that passes from `build` to `runtime`.
 
 `build` writes it; `runtime` reads it through `load_manifest` and `verify_files` before it opens anything else in it.
 The records here are the manifest: what they hold is what the JSON holds, plus a digest over the whole.
@@ -14,16 +14,22 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import types
-import typing
+import re
+import shlex
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol
 
+# The aliases export the names again: the records of a manifest are all found here.
+from ddtree_trt.dimensions import DrafterDims as DrafterDims
+from ddtree_trt.dimensions import Limits as Limits
+from ddtree_trt.dimensions import Token, misfit
+from ddtree_trt.dimensions import TransformerDims as TransformerDims
 from ddtree_trt.errors import ArtifactError
+from ddtree_trt.reading import Between, Pattern, Source, parse_json, printable, read_json, read_record, shown
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -48,7 +54,18 @@ _REQUIRED_FILES = {
     "tensorrt": (TARGET_PLAN, DRAFTER_PLAN, SHARED_WEIGHTS, *TOKENIZER_FILES),
 }
 _HASH_BLOCK = 4 << 20
+# What each backend can compute in; what `build` offers may be less.
+PRECISIONS = {
+    "onnxruntime": ("fp32", "int8"),
+    "torch": ("fp32", "bf16", "fp16"),
+    "tensorrt": ("bf16", "fp16", "fp32"),
+}
 _CAUSAL_OPTION = (1, 30)  # the first ONNX Runtime whose attention kernel takes `causal=0`; Python 3.10 has none of them
+
+_BYTES, _SECONDS, _TOKENS_PER_ROUND = Between(0, 1 << 62), Between(0, 1e9), Between(0, 1e6)
+_SHA256 = Pattern("[0-9a-f]{64}", "a sha256 in lower-case hex")
+# Of engines and of files in them: nothing that leaves a directory, looks like an option, or means anything to a shell.
+NAME = Pattern("[A-Za-z0-9][A-Za-z0-9._-]{0,199}", "a name of letters, digits, '.', '_' and '-'")
 
 
 class Progress(Protocol):
@@ -63,64 +80,21 @@ def no_progress(stage: str, done: int, total: int, /) -> None:
 
 
 @dataclass(frozen=True)
-class TransformerDims:
-    """Shape of a decoder-only transformer of the Qwen3 family."""
-
-    vocab_size: int  # V
-    hidden_size: int  # H
-    num_layers: int
-    num_heads: int  # Hq
-    num_kv_heads: int  # Hkv
-    head_dim: int  # D
-    intermediate_size: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_positions: int  # positions the rotary embedding was made for
-
-
-@dataclass(frozen=True)
-class DrafterDims(TransformerDims):
-    """A DFlash drafter: a block of `block_size` tokens is denoised in one pass over tapped target states."""
-
-    block_size: int  # the bonus token and L = block_size − 1 masks
-    mask_token_id: int
-    tap_layers: tuple[int, ...]  # target layers whose output is tapped, M of them
-    num_target_layers: int
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What an engine was built for. These are the only defaults; the command line reads them from here."""
-
-    max_seq_len: int = 2048  # prompt and output tokens of one slot
-    max_batch: int = 8  # slots
-    max_tree_budget: int = 256  # B: tree nodes beside the root
-    prefill_chunk: int = 256  # prompt tokens per target pass
-
-    @property
-    def max_tokens_per_pass(self) -> int:
-        """Most tokens of one slot in one target pass."""
-        return max(1 + self.max_tree_budget, self.prefill_chunk)
-
-    @property
-    def cache_rows(self) -> int:
-        """S: rows of a slot's cache. One whole pass may be written past the last committed token."""
-        return self.max_seq_len + self.max_tokens_per_pass
-
-
-@dataclass(frozen=True)
 class CheckpointIdentity:
     """Where a network's weights came from."""
 
     name: str  # hub repository or directory name
     revision: str  # hub commit, LOCAL or PACKAGED
-    sha256: str  # over config.json and every weight file, in name order
+    sha256: Annotated[str, _SHA256]  # over config.json and every weight file, in name order
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    size: int
-    sha256: str
+    size: Annotated[int, _BYTES]
+    sha256: Annotated[str, _SHA256]
+
+
+_Tau = Annotated[float, _TOKENS_PER_ROUND]
 
 
 @dataclass(frozen=True)
@@ -131,21 +105,21 @@ class Manifest:
     product_version: str
     backend: Literal["onnxruntime", "tensorrt", "torch"]
     precision: Literal["fp32", "fp16", "bf16", "int8"]
-    name: str  # preset name or the checkpoint's directory name
+    name: Annotated[str, NAME]  # preset name or the checkpoint's directory name
     target: CheckpointIdentity
     drafter: CheckpointIdentity
     drafter_kind: Literal["dflash", "autoregressive"]
     target_dims: TransformerDims
     drafter_dims: TransformerDims  # DrafterDims when drafter_kind is dflash
     limits: Limits
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: tuple[Token, ...]
     chat_template_args: dict[str, Any]  # what the drafter was trained for, e.g. {"enable_thinking": false}
     toolchain: dict[str, str]  # versions of what compiled the graphs
     tensors: dict[str, dict[str, list[str]]]  # graph → inputs / outputs, in order
-    files: dict[str, FileEntry]
-    build_seconds: float
+    files: dict[Annotated[str, NAME], FileEntry]
+    build_seconds: Annotated[float, _SECONDS]
     plugin: dict[str, str] | None = None  # name, version, namespace, abi, sha256 for TensorRT
-    golden_tau: dict[str, tuple[float, float]] = field(default_factory=dict)  # method → expected range
+    golden_tau: dict[str, tuple[_Tau, _Tau]] = field(default_factory=dict)  # method → expected range
 
     @property
     def dflash(self) -> DrafterDims:
@@ -165,90 +139,74 @@ def _body_digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-_T = TypeVar("_T")
-
-
-def _record(cls: type[_T], data: Any, where: str, **kinds: type) -> _T:
-    """Read a frozen record from JSON data; `kinds` narrows a field's type. Raises ArtifactError naming the field."""
-    if not isinstance(data, dict):
-        raise ArtifactError(f"{where}: expected an object, found {data!r}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    optional = {
-        n
-        for n, f in fields.items()
-        if f.default is not dataclasses.MISSING or f.default_factory is not dataclasses.MISSING
-    }
-    unknown, missing = sorted(data.keys() - fields.keys()), sorted(fields.keys() - data.keys() - optional)
-    if unknown or missing:
-        raise ArtifactError(f"{where}: unknown fields {unknown}, missing fields {missing}; rebuild the engine")
-    hints = typing.get_type_hints(cls) | kinds
-    return cls(**{name: _value(hints[name], value, f"{where}.{name}") for name, value in data.items()})
-
-
-def _value(kind: Any, value: Any, where: str) -> Any:
-    """Read one JSON value as the type `kind`."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return value
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return _record(kind, value, where)
-    if origin is types.UnionType:  # only `X | None` is used
-        return None if value is None else _value(args[0], value, where)
-    if origin is dict and isinstance(value, dict):
-        return {k: _value(args[1], v, f"{where}.{k}") for k, v in value.items()}
-    if origin is list and isinstance(value, list):
-        return [_value(args[0], v, f"{where}[{i}]") for i, v in enumerate(value)]
-    if origin is tuple and isinstance(value, list) and (args[-1] is Ellipsis or len(args) == len(value)):
-        items = [args[0]] * len(value) if args[-1] is Ellipsis else args
-        return tuple(_value(k, v, f"{where}[{i}]") for i, (k, v) in enumerate(zip(items, value, strict=True)))
-    if origin is Literal and value in args:
-        return value
-    if kind is float and type(value) in (int, float):
-        return float(value)
-    if kind in (int, str) and type(value) is kind:
-        return value
-    expected = " | ".join(map(str, args)) if origin is Literal else getattr(kind, "__name__", str(kind))
-    raise ArtifactError(f"{where}: expected {expected}, found {value!r}; rebuild the engine")
-
-
 def parse_manifest(text: str, where: str) -> Manifest:
     """Turn manifest JSON into a `Manifest`. Raises ArtifactError that names the field at fault."""
-    data = _json_object(text, where)
-    if data["schema_version"] != SCHEMA_VERSION:
+    source = _source(where)
+    return _parse(parse_json(text, source), source)
+
+
+def _source(where: str) -> Source:
+    return Source(where, ArtifactError, "rebuild the engine")
+
+
+def _parse(data: Any, source: Source) -> Manifest:
+    body = _body(data, source)
+    if body["schema_version"] != SCHEMA_VERSION:
         raise ArtifactError(
-            f"{where} has schema version {data['schema_version']}, this ddtree-trt reads version {SCHEMA_VERSION}; "
-            f"rebuild with: ddtree-trt build --target {data.get('name', 'NAME')} --force"
+            f"{source.where} has schema version {shown(body['schema_version'])}, this ddtree-trt reads version "
+            f"{SCHEMA_VERSION}; rebuild with: ddtree-trt build --target {_given_name(body)} --force"
         )
-    data.pop("digest", None)  # compared by verify_files, after everything that can say more exactly what is wrong
-    drafter = DrafterDims if data.get("drafter_kind") == "dflash" else TransformerDims
-    return _record(Manifest, data, where, drafter_dims=drafter)
+    body.pop("digest", None)  # compared by verify_files, after everything that can say more exactly what is wrong
+    drafter = DrafterDims if body.get("drafter_kind") == "dflash" else TransformerDims
+    manifest = read_record(Manifest, body, source, drafter_dims=drafter)
+    if (problem := _contradiction(manifest)) is not None:
+        raise source.fault(problem)
+    return manifest
 
 
-def _json_object(text: str, where: str) -> dict[str, Any]:
-    try:
-        data = json.loads(text)
-    except ValueError as error:
-        raise ArtifactError(f"{where} is not valid JSON ({error}); rebuild the engine") from error
+def _given_name(body: Mapping[str, Any]) -> str:
+    """The name in a manifest of another version, if it can be copied into a command."""
+    name = body.get("name")
+    return name if isinstance(name, str) and re.fullmatch(NAME.expression, name) else "NAME"
+
+
+def _body(data: Any, source: Source) -> dict[str, Any]:
     if not isinstance(data, dict) or "schema_version" not in data:
-        raise ArtifactError(f"{where} is not an engine manifest: no schema_version; rebuild the engine")
-    return data
+        raise source.fault("it is not an engine manifest: no schema_version")
+    return dict(data)
 
 
-def _manifest_text(directory: Path) -> str:
+def _contradiction(m: Manifest) -> str | None:
+    """What in a manifest cannot be true together; each field is right by itself."""
+    if m.precision not in PRECISIONS[m.backend]:
+        return f"precision is {m.precision}, which the {m.backend} backend does not compute in"
+    for name, dims in (("target_dims", m.target_dims), ("drafter_dims", m.drafter_dims)):
+        if dims.num_heads % dims.num_kv_heads:
+            return f"{name}.num_heads {dims.num_heads} is not a multiple of num_kv_heads {dims.num_kv_heads}"
+    if problem := misfit(m.target_dims, m.drafter_dims):
+        return f"the drafter does not fit the target: {problem}"
+    if m.drafter_kind == "dflash" and not m.dflash.tap_layers:
+        return "drafter_dims.tap_layers is empty"
+    if late := [token for token in m.stop_token_ids if token >= m.target_dims.vocab_size]:
+        return f"stop_token_ids {late[:3]} are not below vocab_size {m.target_dims.vocab_size}"
+    positions = min(m.target_dims.max_positions, m.drafter_dims.max_positions)
+    if m.limits.max_seq_len > positions:
+        return f"limits.max_seq_len {m.limits.max_seq_len} is more than the models' {positions} positions"
+    return None
+
+
+def _read_manifest(directory: Path) -> Any:
     path = directory / MANIFEST
     if not directory.is_dir():
         raise ArtifactError(f"no engine at {directory}; build one with: ddtree-trt build --target tiny")
     if not path.is_file():
         raise ArtifactError(f"{directory} is not an engine directory: it has no {MANIFEST}")
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path} cannot be read ({error}); rebuild the engine") from error
+    return read_json(path, _source(str(path)))
 
 
 def load_manifest(directory: Path) -> Manifest:
     """Read the manifest of an engine directory. Raises ArtifactError when there is none or it cannot be used."""
-    return parse_manifest(_manifest_text(directory), str(directory / MANIFEST))
+    return _parse(_read_manifest(directory), _source(str(directory / MANIFEST)))
 
 
 def verify_files(directory: Path, manifest: Manifest, progress: Progress = no_progress) -> None:
@@ -258,15 +216,13 @@ def verify_files(directory: Path, manifest: Manifest, progress: Progress = no_pr
     """
     path = directory / MANIFEST
     rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
-    body = _json_object(_manifest_text(directory), str(path))
+    body = _body(_read_manifest(directory), _source(str(path)))
     if body.pop("digest", None) != _body_digest(body):
         raise ArtifactError(f"{path} is damaged or was edited: its content differs from its digest; {rebuild}")
     for name in _REQUIRED_FILES.get(manifest.backend, ()):
         if name not in manifest.files:
             raise ArtifactError(f"{path} does not list {name}; {rebuild}")
     for name, entry in manifest.files.items():
-        if Path(name).name != name:
-            raise ArtifactError(f"{path}: file name {name!r} leaves the engine directory")
         size = _size(directory / name, rebuild)
         if size != entry.size:
             raise ArtifactError(f"{directory / name} has {size} bytes, the manifest says {entry.size}; {rebuild}")
@@ -322,8 +278,9 @@ def always_causal(toolchain: Mapping[str, str]) -> bool:
     A DFlash drafter compiled for such a kernel writes its block twice and runs everywhere. Compiled for the others it
     runs on those only.
     """
-    version = toolchain.get("onnxruntime", "0.0")  # unknown where it was packaged under another name
-    return tuple(int(part) for part in version.split(".")[:2]) < _CAUSAL_OPTION
+    found = re.match(r"(\d{1,9})\.(\d{1,9})", toolchain.get("onnxruntime", ""))
+    # Unknown where it was packaged under another name.
+    return found is None or (int(found[1]), int(found[2])) < _CAUSAL_OPTION
 
 
 def newest_engine() -> Path:
@@ -339,15 +296,17 @@ def newest_engine() -> Path:
 
 
 def rebuild_command(directory: Path, manifest: Manifest) -> str:
-    """The command that builds this engine again."""
-    command = f"ddtree-trt build --target {manifest.name}"
+    """The command that builds this engine again, quoted for a shell."""
+    words = ["ddtree-trt", "build", "--target", manifest.name]
     for option, network in (("--checkpoint", manifest.target), ("--drafter", manifest.drafter)):
-        command += f" {option} DIR" if network.revision == LOCAL else ""
+        words += [option, "DIR"] if network.revision == LOCAL else []
     for name in ("max_seq_len", "max_tree_budget", "max_batch"):
         value = getattr(manifest.limits, name)
-        command += f" --{name.replace('_', '-')} {value}" if value != getattr(Limits, name) else ""
+        words += [f"--{name.replace('_', '-')}", str(value)] if value != getattr(Limits, name) else []
+    for name, value in manifest.chat_template_args.items():
+        words += ["--chat-template-arg", f"{name}={json.dumps(value)}"]
     if (manifest.backend, manifest.precision) != ("onnxruntime", "fp32"):  # the defaults
-        command += f" --backend {manifest.backend} --precision {manifest.precision}"
+        words += ["--backend", manifest.backend, "--precision", manifest.precision]
     if directory.absolute() != (ENGINES / manifest.name).absolute():
-        command += f" --output {directory}"
-    return f"{command} --force"
+        words += ["--output", str(directory)]
+    return printable(shlex.join([*words, "--force"]))

@@ -1,4 +1,4 @@
-"""Is an engine lossless, and is its drafter wired right? The checks behind `ddtree-trt check`.
+"""Is an engine lossless up to its rounding, and is its drafter wired right? The checks behind `ddtree-trt check`.
 
 Greedy: every method gives the tokens of `ar`; where one differs, the target's logits of both tokens must be closer than
 the precision rounds. Distribution: every sampled token's place in the target's own distribution is uniform. Golden τ:
@@ -40,12 +40,13 @@ HINT_PROMPTS = 4
 # How far apart two roundings of the same logit may be, relative to the row's largest: an unfused fp32 network sums
 # thousands of products, 2^8 roundings of 2^-24; in half precisions sums are kept in fp32, and 2^3 roundings of what is
 # stored in between are what is seen. In int8 the last bit of a float32 sum decides to which integer a value is rounded,
-# and layer by layer that grows to a few of 127: on random weights of Qwen3-0.6B's shape 2^-5 was seen.
+# and layer by layer that grows to a few of 127: on random weights of Qwen3-0.6B's shape 2^-5 was seen. On trained ones
+# it can be more: a difference that fails there may be rounding all the same, which no report can tell from a fault.
 RELATIVE_ROUNDING = {"fp32": 2.0**-16, "fp16": 2.0**-8, "bf16": 2.0**-5, "int8": 2.0**-4}
 
 CAUSES = (
     "wrong chat template: the drafter must see prompts as it was trained on them",
-    "thinking mode: published Qwen3 drafters are for non-thinking chat (chat_template_args enable_thinking: false)",
+    "thinking mode: published Qwen3 drafters are for non-thinking chat (--chat-template-arg enable_thinking=false)",
     "wrong block slot: slot 0 of the draft block must hold the last committed token; otherwise τ is near 1.5",
     "another drafter or other tapped layers than the pair was trained with",
 )
@@ -252,7 +253,7 @@ def target_logits(session: Session, prompt: list[int], output: Sequence[int]) ->
     rows = []
     for start in range(0, len(tail), chunk):
         verdict = engine.prefill(0, np.array(tail[start : start + chunk], np.int64), rows="all", taps=False)
-        rows.append(verdict.logits.copy())
+        rows.append(np.array(verdict.logits))
     engine.truncate(0, 0)
     return np.concatenate(rows)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ddtree_trt import __version__, terminal
+from ddtree_trt import __version__, interrupts, terminal
 from ddtree_trt.commands import bench
 from ddtree_trt.commands.build import build
 from ddtree_trt.commands.check import check
@@ -24,30 +24,34 @@ from ddtree_trt.commands.run import run
 from ddtree_trt.commands.serve import serve
 from ddtree_trt.errors import DDTreeError
 
-_INTERRUPTED = 130
-
 
 class Commands(TyperGroup):
     """The command group; turns every exception into one line on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
+            interrupts.begin_work()
             return super().invoke(ctx)
-        except DDTreeError as error:
-            _fail(str(error), error.exit_code, ctx.params.get("debug", False))
+        except KeyboardInterrupt:
+            raise typer.Exit(interrupts.EXIT_CODE) from None
         except Exception as error:
             # Typer's own exceptions, for which `main` or Typer is responsible, and a reader that closed our pipe.
-            if hasattr(error, "exit_code") or isinstance(error, (typer.Abort, BrokenPipeError)):
+            if hasattr(error, "exit_code") and not isinstance(error, DDTreeError):
                 raise
-            message = f"unexpected {type(error).__name__}: {error} (ddtree-trt --debug shows where; please report it)"
-            _fail(message, 1, ctx.params.get("debug", False))
+            if isinstance(error, (typer.Abort, BrokenPipeError)):
+                raise
+            if interrupts.happened():
+                raise typer.Exit(interrupts.EXIT_CODE) from None
+            _report(error, ctx.params.get("debug", False))
+        finally:
+            interrupts.end_work()
 
     def main(self, *args: Any, **options: Any) -> Any:
         code: Any = 1
         try:
             code = super().main(*args, **{**options, "standalone_mode": False})
         except (KeyboardInterrupt, typer.Abort):
-            code = _INTERRUPTED
+            code = interrupts.EXIT_CODE
         except Exception as error:
             # Click's usage errors. Their class is click's or Typer's own copy of it, depending on Typer's version.
             if not hasattr(error, "format_message"):
@@ -56,18 +60,22 @@ class Commands(TyperGroup):
             help_hint = f" (see: {context.command_path} --help)" if context else ""
             terminal.print_error(error.format_message() + help_hint)
             code = getattr(error, "exit_code", 2)
-        if code == _INTERRUPTED:
-            print("interrupted", file=sys.stderr)
         if not options.get("standalone_mode", True):
             return code
         sys.exit(code if isinstance(code, int) else 0)
 
 
-def _fail(message: str, code: int, debug: bool) -> None:
+def _report(error: Exception, debug: bool) -> None:
+    """One line on stderr, and the error's exit code."""
     if debug:
         traceback.print_exc()
-    terminal.print_error(message)
-    raise typer.Exit(code)
+    if isinstance(error, DDTreeError):
+        terminal.print_error(str(error))
+        raise typer.Exit(error.exit_code)
+    terminal.print_error(
+        f"unexpected {type(error).__name__}: {error} (ddtree-trt --debug shows where; please report it)"
+    )
+    raise typer.Exit(1)
 
 
 app = typer.Typer(
@@ -99,7 +107,7 @@ app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:
-    """The console script."""
+    """Run a command; does not return. The console script calls it through `ddtree_trt.__main__`."""
     app(prog_name="ddtree-trt")
 
 

@@ -9,13 +9,14 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact import installed_versions, load_manifest, newest_engine
 from ddtree_trt.cpu import Cpu, read_cpu
-from ddtree_trt.errors import ArtifactError
+from ddtree_trt.errors import ArtifactError, install_with
 from ddtree_trt.memory import Place, plan_manifest
 from ddtree_trt.plugins import ABI, library
 
@@ -26,6 +27,11 @@ _PACKAGES = (
 # One of these is enough: the name under which TensorRT comes depends on the CUDA release.
 _TENSORRT = ("tensorrt", "tensorrt_cu13", "tensorrt_cu13_bindings", "tensorrt_cu12", "tensorrt_cu12_bindings")
 _CUDA_PYTHON = ("cuda-python", "cuda-bindings")
+
+_FLASH = ("flash-attn",)
+_FLASH_TIMEOUT_S = 60
+# The kernels carry CUDA's runtime inside, whatever CUDA the torch beside them was built for.
+KERNELS_CUDA, KERNELS_DRIVER = 13, 580
 
 _GPU_QUERY = "name,driver_version,memory.total,compute_cap"
 _GPU_TIMEOUT_S = 20
@@ -116,7 +122,7 @@ def _driver_version() -> str:
 
 def _check_native() -> Check:
     spec = importlib.util.find_spec("ddtree_trt._native")
-    detail = str(spec.origin) if spec else "not built; run: pip install . (needs a C++17 compiler)"
+    detail = str(spec.origin) if spec else f"not built; {install_with()} (needs a C++17 compiler)"
     return Check("native module", spec is not None, detail, "running any engine: trees and cache compaction in C++")
 
 
@@ -134,21 +140,56 @@ def _check_gpu(gpus: tuple[Gpu, ...]) -> Check:
 def _check_gpu_software() -> tuple[Check, ...]:
     torch, full, cuda = (installed_versions(*names) for names in (("torch",), _TENSORRT, _CUDA_PYTHON))
     nvcc, driver = shutil.which("nvcc"), cuda_of_driver()
-    hint = "not installed; run: pip install 'ddtree-trt[{}]'".format
     return (
+        _check_driver(driver),
+        Check("torch", bool(torch), _listing(torch) or f"not installed; {install_with('torch')}", "the torch backend"),
+        _check_flash(),
         Check(
-            "CUDA driver",
-            driver is not None,
-            f"libcuda.so.1, for CUDA up to {driver}" if driver else "no libcuda.so.1",
-            "running anything on the GPU",
+            "TensorRT",
+            bool(full),
+            _listing(full) or f"not installed; {install_with('tensorrt')}",
+            "building and running tensorrt engines",
         ),
-        Check("torch", bool(torch), _listing(torch) or hint("torch"), "the torch backend"),
-        Check("TensorRT", bool(full), _listing(full) or hint("tensorrt"), "building and running tensorrt engines"),
         Check(
-            "CUDA for Python", bool(cuda), _listing(cuda) or hint("tensorrt"), "memory and graphs of tensorrt engines"
+            "CUDA for Python",
+            bool(cuda),
+            _listing(cuda) or f"not installed; {install_with('tensorrt')}",
+            "memory and graphs of tensorrt engines",
         ),
         Check("nvcc", nvcc is not None, nvcc or "not on PATH", "compiling the CUDA kernels and the plugin library"),
     )
+
+
+def _check_driver(newest_cuda: str | None) -> Check:
+    use = "running anything on the GPU"
+    if newest_cuda is None:
+        return Check("CUDA driver", False, "no libcuda.so.1", use)
+    detail = f"libcuda.so.1, for CUDA up to {newest_cuda}"
+    new_enough = int(newest_cuda.split(".")[0]) >= KERNELS_CUDA
+    if not new_enough:
+        detail += (
+            f"; our kernels carry the runtime of CUDA {KERNELS_CUDA}, which needs driver {KERNELS_DRIVER} or newer, "
+            "also beside a torch for CUDA 12"
+        )
+    return Check("CUDA driver", new_enough, detail, use)
+
+
+def _check_flash() -> Check:
+    """Whether flash-attn can be imported, tried in a process of its own: a wheel for another torch may end it."""
+    use = "prefill and the drafter's block in the torch backend; without it our own kernels do them"
+    found = installed_versions(*_FLASH)
+    if not found:
+        return Check("flash-attn", False, "not installed, and not needed", use)
+    command = [sys.executable, "-c", "from flash_attn import flash_attn_with_kvcache"]
+    try:
+        run = subprocess.run(command, capture_output=True, text=True, timeout=_FLASH_TIMEOUT_S)
+        status, words = run.returncode, run.stderr.strip().splitlines()
+    except (OSError, subprocess.SubprocessError) as error:
+        status, words = 1, [str(error)]
+    detail = _listing(found)
+    if status:
+        detail += f", which cannot be imported ({words[-1] if words else f'exit status {status}'}): it is left out"
+    return Check("flash-attn", not status, detail, use)
 
 
 def cuda_of_driver() -> str | None:

@@ -5,6 +5,12 @@
 
 from __future__ import annotations
 
+import reprlib
+from itertools import islice
+from typing import Any
+
+SHOWN_CHARACTERS = 200
+
 
 class DDTreeError(Exception):
     """Base of every error this package raises on purpose."""
@@ -36,3 +42,59 @@ class EngineError(DDTreeError):
 
 class MissingDependency(DDTreeError):
     """An optional package or native library is not installed."""
+
+
+class Shown(reprlib.Repr):
+    """Values in messages: `reprlib` without the parts that take as long as the value is large, or fail (it writes an
+    integer out, and sorts what has no order)."""
+
+    def __init__(self, longest: int = SHOWN_CHARACTERS) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = self.longest = longest
+
+    def __call__(self, value: object) -> str:
+        """The value as `repr` writes it, in at most `longest` characters and a time that does not grow with it."""
+        try:
+            text = self.repr(value)
+        except Exception:  # the value's own `__repr__`
+            text = f"a {type(value).__name__}"
+        return text if len(text) <= self.longest else text[: self.longest - 3] + "..."
+
+    def repr_int(self, x: int, level: int) -> str:
+        if x.bit_length() <= 1024:
+            return repr(x)
+        return f"an integer of about {int(x.bit_length() * 0.30103) + 1} digits"
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        if level <= 0 and x:
+            return "{...}"
+        pieces = [f"{self.repr1(k, level - 1)}: {self.repr1(v, level - 1)}" for k, v in islice(x.items(), self.maxdict)]
+        return "{" + ", ".join(pieces + ["..."] * (len(x) > self.maxdict)) + "}"
+
+    def repr_set(self, x: set[Any], level: int) -> str:
+        return f"a set of {len(x)}"
+
+    def repr_frozenset(self, x: frozenset[Any], level: int) -> str:
+        return f"a set of {len(x)}"
+
+
+shown = Shown()  # a caller's value for an error message
+
+
+def install_with(extra: str = "") -> str:
+    """The command that installs this package, with an extra of it. It is on no index, so it comes from its source tree.
+
+    Begins with an imperative, to stand after "; " in a message.
+    """
+    target = f"'.[{extra}]'" if extra else "."
+    return f"run in a checkout of ddtree-trt: pip install {target}"
+
+
+MAX_COUNT = 1 << 20  # of things that cost memory or time each: far above any use, so what is larger is a slip
+MAX_THREADS = 1024
+
+
+def check_range(name: str, value: float, lowest: float, highest: float) -> None:
+    """Raises UsageError where the number is below `lowest` or above `highest`, or is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
+        raise UsageError(f"{name} must be from {lowest} to {highest}, not {shown(value)}")

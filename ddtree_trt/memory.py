@@ -8,17 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ddtree_trt import artifact
 from ddtree_trt.artifact import DrafterDims, Limits, Manifest, TransformerDims
+from ddtree_trt.buckets import buckets
+from ddtree_trt.plugins import HEAD_DIMS
 
 ALIGNMENT = 256  # bytes: what TensorRT asks of every tensor's address
 # Of what is no weight, by precision: int8 rounds weights, and rows while they are multiplied.
 ELEMENT_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 4}
 INT_BYTES = FLOAT_BYTES = 4
+# Of a layer in a captured pass: a dozen kernels' nodes and arguments, TensorRT's context. Estimated, never measured.
+CAPTURED_LAYER_BYTES = 32 << 10
 
 # Names of the TensorRT engine's buffers.
 EMBEDDING, HEAD = "embedding", "head"
@@ -28,7 +32,7 @@ DRAFTER_EMBEDDING, DRAFTER_HEAD, DRAFT_LOGITS = "drafter_embedding", "drafter_he
 RESULTS = "results"
 TARGET_CONTROL, DRAFTER_CONTROL, COMMIT_CONTROL = "target_control", "drafter_control", "commit_control"
 WORKSPACE = "workspace"
-# What a plan counts as weights, as cache or as workspace.
+# What a plan counts as weights, as cache or as workspace; the rest are its buffers.
 _ELSEWHERE = frozenset((EMBEDDING, HEAD, DRAFTER_EMBEDDING, DRAFTER_HEAD, TARGET_KV, DRAFTER_KV, WORKSPACE))
 
 Backend = Literal["onnxruntime", "torch", "tensorrt"]
@@ -123,34 +127,32 @@ def tensorrt_buffers(
     limits: Limits,
     element_bytes: int,
     *,
-    tied: bool,
-    drafter_tied: bool = True,
     candidates: int | None = None,
     workspace_bytes: int = 0,
 ) -> dict[str, int]:
     """Bytes of every buffer of a TensorRT engine on the device, weights inside the plans aside.
 
-    `candidates` is K of a block drafter; None takes the most there can be. `drafter_tied` is of one that has tables of
-    its own, an autoregressive one.
+    `candidates` is K of a block drafter; None takes the most there can be. Heads are in float32, tied or not; an
+    autoregressive drafter has tables of its own.
     """
     rows, slots = target_rows(limits), limits.max_batch
-    table = target.vocab_size * target.hidden_size * element_bytes
+    table = target.vocab_size * target.hidden_size
     if isinstance(drafter, DrafterDims):
         own, results = _block_drafter_buffers(target, drafter, limits, element_bytes, candidates)
     else:
-        drafter_table = drafter.vocab_size * drafter.hidden_size * element_bytes
+        drafter_table = drafter.vocab_size * drafter.hidden_size
         own, results = (
             {
-                DRAFTER_EMBEDDING: drafter_table,
-                **({} if drafter_tied else {DRAFTER_HEAD: drafter_table}),
+                DRAFTER_EMBEDDING: drafter_table * element_bytes,
+                DRAFTER_HEAD: drafter_table * FLOAT_BYTES,
                 DRAFT_LOGITS: drafter.vocab_size * FLOAT_BYTES,
                 DRAFTER_CONTROL: _pass_control_bytes(1, limits.prefill_chunk, limits),
             },
             0,
         )
     return {
-        EMBEDDING: table,
-        **({} if tied else {HEAD: table}),
+        EMBEDDING: table * element_bytes,
+        HEAD: table * FLOAT_BYTES,
         TARGET_KV: CacheShape.of(target, limits, element_bytes).total_bytes,
         DRAFTER_KV: CacheShape.of(drafter, limits, element_bytes).total_bytes,
         LOGITS: rows * target.vocab_size * FLOAT_BYTES,
@@ -199,7 +201,7 @@ class MemoryPlan:
     kv_bytes_per_slot: int  # both networks, at full length
     slots: int
     buffers_bytes: int  # logits, tapped states, results: what a pass reads and writes beside its cache
-    workspace_bytes: int  # inside passes; an estimate, TensorRT says the exact figure once it has built
+    workspace_bytes: int  # inside passes, and captured ones; an estimate, TensorRT knows more once it has built
 
     @property
     def kv_bytes_all_slots(self) -> int:
@@ -223,8 +225,11 @@ def plan_engine(
     limits: Limits,
     weights_bytes: int,
 ) -> MemoryPlan:
-    """`weights_bytes` of both networks, what they share counted once."""
+    """`weights_bytes` of both networks, what they share counted once; for TensorRT without the heads, which are added
+    as they are on the device, in float32."""
     size = ELEMENT_BYTES[precision]
+    if backend == "tensorrt":
+        weights_bytes += sum(d.vocab_size * d.hidden_size for d in _with_tables(target, drafter)) * FLOAT_BYTES
     per_row = sum(2 * d.num_layers * d.num_kv_heads * d.head_dim * size for d in (target, drafter))
     return MemoryPlan(
         place=_PLACES[backend],
@@ -234,6 +239,11 @@ def plan_engine(
         buffers_bytes=_buffers_bytes(backend, size, target, drafter, limits),
         workspace_bytes=_workspace_bytes(backend, size, target, drafter, limits),
     )
+
+
+def _with_tables(target: TransformerDims, drafter: TransformerDims) -> tuple[TransformerDims, ...]:
+    """The networks that have an embedding and a head of their own."""
+    return (target,) if isinstance(drafter, DrafterDims) else (target, drafter)
 
 
 # What is loaded of an engine directory, whatever its backend.
@@ -250,6 +260,9 @@ def plan_manifest(manifest: Manifest) -> MemoryPlan:
     """The plan of an engine that was built."""
     m = manifest
     weights = sum(m.files[name].size for name in _WEIGHT_FILES if name in m.files)
+    if artifact.SHARED_WEIGHTS in m.files:
+        tables = sum(d.vocab_size * d.hidden_size for d in _with_tables(m.target_dims, m.drafter_dims))
+        weights += tables * ELEMENT_BYTES[m.precision] - m.files[artifact.SHARED_WEIGHTS].size
     return plan_engine(m.backend, m.precision, m.target_dims, m.drafter_dims, m.limits, weights)
 
 
@@ -257,7 +270,7 @@ def _buffers_bytes(
     backend: Backend, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
 ) -> int:
     if backend == "tensorrt":
-        buffers = tensorrt_buffers(target, drafter, limits, size, tied=True)
+        buffers = tensorrt_buffers(target, drafter, limits, size)
         return sum(buffers[name] for name in buffers.keys() - _ELSEWHERE)
     # One slot after the other on a CPU, all slots of a round in one pass on a GPU.
     slots = 1 if backend == "onnxruntime" else limits.max_batch
@@ -266,10 +279,48 @@ def _buffers_bytes(
     return rows * (target.vocab_size * FLOAT_BYTES + taps * size)
 
 
+def attention_workspace_bytes(networks: Iterable[TransformerDims], limits: Limits) -> int:
+    """Scratch of the attention kernels for any pass of these networks: one piece serves all layers and passes, which
+    follow each other. The TensorRT plugin asks for the same."""
+    from ddtree_trt import _native  # here, so that `doctor` can say that it is not built
+
+    most = 0
+    for dims in networks:
+        if dims.head_dim not in HEAD_DIMS:
+            continue
+        tokens = limits.max_tokens_per_pass
+        if isinstance(dims, DrafterDims):  # in TensorRT its block follows the context's rows
+            tokens = max(limits.prefill_chunk, dims.block_size) + dims.block_size
+        heads = (dims.num_heads, dims.num_kv_heads, dims.head_dim)
+        tokens = min(tokens, limits.cache_rows)
+        most = max(most, _native.attention_workspace_bound(limits.max_batch, tokens, *heads, limits.cache_rows))
+    return most
+
+
 def _workspace_bytes(
     backend: Backend, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
 ) -> int:
-    """About what a pass holds at its widest: the fused projections of the target's rows, or the drafter's logits."""
+    """About what a pass holds: its widest arrays, and on a GPU the attention kernels' scratch and captured passes."""
+    wide = _widest_bytes(backend, size, target, drafter, limits)
+    if backend == "onnxruntime":
+        return wide
+    # The kernels compute in halves only.
+    scratch = attention_workspace_bytes((target, drafter), limits) if size == 2 else 0
+    # PyTorch keeps what is inside captured passes, which share it, apart from what is inside the others.
+    return (2 if backend == "torch" else 1) * wide + scratch + _captured_bytes(target, drafter, limits)
+
+
+def _captured_bytes(target: TransformerDims, drafter: TransformerDims, limits: Limits) -> int:
+    """About what the passes captured for a single sequence take beside the memory they work in. More are captured as
+    more sequences are decoded together."""
+    trees = len(buckets(1 + limits.max_tree_budget))
+    return trees * (target.num_layers + drafter.num_layers) * CAPTURED_LAYER_BYTES
+
+
+def _widest_bytes(
+    backend: Backend, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
+) -> int:
+    """The fused projections of the target's rows, or the drafter's logits."""
     slots = 1 if backend == "onnxruntime" else limits.max_batch
     rows = max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)
     heads = (target.num_heads + 2 * target.num_kv_heads) * target.head_dim

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from ddtree_trt.artifact import Manifest, Progress, no_progress
 from ddtree_trt.doctor import Diagnosis
 from ddtree_trt.inspection import EngineReport
 from ddtree_trt.memory import MemoryPlan
+from ddtree_trt.reading import printable
 
 if TYPE_CHECKING:
     from ddtree_trt.build.dryrun import DryRun
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 
 
 def print_error(message: str) -> None:
-    """One line on stderr, whatever line breaks the message has."""
-    print("error:", " ".join(message.split()), file=sys.stderr)
+    """One line on stderr, whatever line breaks and control characters the message has."""
+    print("error:", printable(" ".join(message.split())), file=sys.stderr)
 
 
 def print_json(data: Any) -> None:
@@ -72,13 +74,17 @@ def print_fields(fields: Iterable[tuple[str, str]], indent: str = "") -> None:
     rows = list(fields)
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
-        print(f"{indent}{name:<{width}}  {value}".rstrip())
+        print(printable(f"{indent}{name:<{width}}  {value}".rstrip()))
 
 
-def print_built(directory: Path, manifest: Manifest) -> None:
+def print_built(directory: Path, manifest: Manifest, notes: Iterable[str] = ()) -> None:
+    """What was built, what its user should know of it, and what comes next."""
     size = human_bytes(sum(entry.size for entry in manifest.files.values()))
-    print(f"built {directory}: {manifest.backend} {manifest.precision}, {size}, {manifest.build_seconds:.1f} s")
-    print(f"next: ddtree-trt run {directory}")
+    shown_directory = printable(str(directory))
+    print(f"built {shown_directory}: {manifest.backend} {manifest.precision}, {size}, {manifest.build_seconds:.1f} s")
+    for note in notes:
+        print(printable(note))
+    print(f"next: ddtree-trt run {printable(shlex.quote(str(directory)))}")
 
 
 def print_dry_run(would: DryRun) -> None:
@@ -96,7 +102,7 @@ def print_dry_run(would: DryRun) -> None:
 
 def print_engine(report: EngineReport) -> None:
     m, memory, without = report.manifest, report.memory, report.no_device_rounds
-    print(f"{m.name}: {m.backend} {m.precision} engine at {report.directory}, every file verified")
+    print(f"{m.name}: {m.backend} {m.precision} engine at {printable(report.directory)}, every file verified")
     print_fields(
         [
             ("target", f"{m.target.name} ({m.target.revision}) sha256 {m.target.sha256[:16]}"),

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 from google.protobuf import json_format, text_format
+from pacing import WAIT_S
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 FINAL = 1
-WAIT_S = 30
 
 
 def read_config(model: Path) -> ModelConfig:

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine_builds import PACKAGED
 from fake_cuda import FakeCuda, FakeKernels
 from lowered import Lowered, LoweredPair
 from plugin_libraries import emulated_kernels
@@ -40,7 +41,7 @@ WORKSPACE_BYTES = 5000
 ALIGNMENT = 256
 LIMITS = Limits(max_seq_len=256, max_batch=3, max_tree_budget=40, prefill_chunk=32)  # of conftest's `lowerings`
 PROMPTS = ["def fib(n):", "There are 13 muffins on Yaya's table. She sells 6 of them. How many are left?", "a"]
-BLOCK = 8  # of the packaged drafter
+BLOCK = 16  # of the packaged drafter; the most a round commits
 FLOATS = {"fp32": "float32", "fp16": "float16"}
 
 
@@ -242,6 +243,8 @@ class Lowerings:
         self._machines = 0
         self._target, self._drafter = load_checkpoint(target), load_checkpoint(drafter)
         self.pair = LoweredPair(folder / "graphs", self._target, self._drafter, limits, FLOATS[precision])
+        if target.is_relative_to(PACKAGED) and self.pair.block:
+            assert self.pair.block.block_size == BLOCK
 
     def machine(self) -> Machine:
         """Another machine, with an engine directory of its own."""

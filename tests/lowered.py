@@ -219,9 +219,10 @@ class LoweredPair:
         self.target = Lowered(folder / "target.onnx", graph, MaskMode.TREE, target.dims, limits)
         mode = MaskMode.NONE if block else MaskMode.TREE
         self.drafter = Lowered(folder / "drafter.onnx", drafter_graph, mode, dims, limits)
-        self.tables = {names.EMBEDDING: target.tensor(EMBEDDING)}
-        if not tied:
-            self.tables[names.HEAD] = target.tensor(HEAD)
+        self.tables = {
+            names.EMBEDDING: target.tensor(EMBEDDING),
+            names.HEAD: target.tensor(EMBEDDING if tied else HEAD),
+        }
         self.states: dict[int, list[NDArray[Any]]] = {slot: [] for slot in range(limits.max_batch)}
         self._taps: dict[int, NDArray[Any]] = {}
 

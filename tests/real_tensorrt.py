@@ -51,7 +51,7 @@ def _site() -> Path | str:
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:", "--upgrade"]
     try:
         run = subprocess.run(
-            [*command, "--target", str(site), *PACKAGES], capture_output=True, text=True, timeout=100, check=False
+            [*command, "--target", str(site), *PACKAGES], capture_output=True, text=True, timeout=500, check=False
         )
     except subprocess.TimeoutExpired:
         return "the TensorRT bindings could not be fetched in 100 s"
@@ -128,7 +128,7 @@ def type_stubs() -> Path:
             f"s.main(['tensorrt_bindings.tensorrt', '-o', {str(folder)!r}, '--ignore-all-errors'])"
         )
         environment = {**os.environ, "PYTHONPATH": str(site())}
-        subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, timeout=100)
+        subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, timeout=500)
         text = made.read_text()
         for pattern, replacement in _REPAIRS:
             text = re.sub(pattern, replacement, text)

@@ -207,7 +207,8 @@ class ScriptedEngine:
         tree = token_chain(token_ids)
         (verdict,) = self._pass("prefill", [VerifyRequest(slot, tree)])
         self._keep(slot, np.arange(size), taps)
-        return verdict if rows == "all" else Verdict(verdict.choices[-1:], verdict.logits[-1:])
+        first = {"all": 0, "last": size - 1, "none": size}[rows]
+        return Verdict(verdict.choices[first:], verdict.logits[first:])
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         slots = [r.slot for r in requests]
@@ -245,9 +246,9 @@ class ScriptedEngine:
         if isinstance(dims, DrafterDims):
             return Draft(*_most_probable(self.drafter.block(context, dims.block_size - 1), request.top_k))
         rows, drawn = [], []
-        for _ in range(request.length):
+        for depth in range(request.length):
             rows.append(_most_probable(self.drafter.block(context, 1), request.top_k))
-            drawn.append(request.draw(rows[-1][0][0], rows[-1][1][0]))
+            drawn.append(request.draw(rows[-1][0][0], rows[-1][1][0], depth))
             context.append(drawn[-1].token)
         log_probs, token_ids = (np.concatenate(part) for part in zip(*rows, strict=True))
         return Draft(log_probs, token_ids, tuple(drawn))
@@ -272,6 +273,9 @@ class ScriptedEngine:
     def _log(self, verb: str, slots: Sequence[int], tokens: int) -> None:
         self.calls.append(Call(verb, tuple(slots), tokens))
         self.fail(verb, tuple(slots))
+
+    def warm_up(self) -> None:
+        self._log("warm_up", [], 0)
 
     def settle(self) -> None:
         self._log("settle", [], 0)

@@ -29,7 +29,7 @@ class Machine:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.tensorrt = FakeTensorRt()
         self.plugins = folder / library.PLUGINS
-        self.plugins.write_bytes(b"\x7fELF ddtree-plugin-abi=1; and code")
+        self.plugins.write_bytes(b"\x7fELF ddtree-plugin-abi=2; and code")
         self.cuda = ModuleType("cuda.bindings.runtime")
         device = SimpleNamespace(name=b"NVIDIA H100 80GB HBM3\0\0", major=9, minor=0)
         self.device = device

@@ -32,7 +32,7 @@ from ddtree_trt.build import directory as writer
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.errors import ArtifactError, BuildError
 
-DIMS = TransformerDims(96, 32, 2, 4, 2, 16, 64, 1e-6, 1e6, 256)
+DIMS = TransformerDims(96, 32, 2, 4, 2, 16, 64, 1e-6, 1e6, 2048)
 FILES = ("target.onnx", "drafter.onnx", "weights.bin", *artifact.TOKENIZER_FILES)
 
 
@@ -103,21 +103,25 @@ def test_dflash_of_an_autoregressive_engine() -> None:
     ("place", "value", "message"),
     [
         (("schema_version",), 99, "schema version 99, this ddtree-trt reads version 1; rebuild with"),
-        (("backend",), "abacus", "m.backend: expected onnxruntime | tensorrt | torch, found 'abacus'"),
-        (("name",), 5, "m.name: expected str, found 5"),
-        (("build_seconds",), True, "m.build_seconds: expected float, found True"),
-        (("limits", "max_batch"), "8", "m.limits.max_batch: expected int, found '8'"),
-        (("limits", "max_batch"), 8.0, "m.limits.max_batch: expected int, found 8.0"),
-        (("limits", "colour"), 1, "m.limits: unknown fields ['colour'], missing fields []"),
-        (("limits",), [1], "m.limits: expected an object, found [1]"),
-        (("target_dims",), None, "m.target_dims: expected an object, found None"),
-        (("drafter_dims", "tap_layers"), [0, "x"], "m.drafter_dims.tap_layers[1]: expected int"),
-        (("drafter_dims", "tap_layers"), 3, "m.drafter_dims.tap_layers: expected"),
-        (("golden_tau", "ddtree"), [1.0], "m.golden_tau.ddtree: expected"),
-        (("files", "weights.bin", "size"), None, "m.files.weights.bin.size: expected int"),
-        (("tensors", "target", "inputs"), [1], "m.tensors.target.inputs[0]: expected str"),
-        (("plugin",), {"abi": 1}, "m.plugin.abi: expected str"),
-        (("drafter_kind",), "autoregressive", "m.drafter_dims: unknown fields ['block_size'"),
+        (("backend",), "abacus", "m: backend must be 'onnxruntime' or 'tensorrt' or 'torch', found 'abacus'"),
+        (("name",), 5, "m: name must be a name of letters, digits, '.', '_' and '-', found 5"),
+        (("build_seconds",), True, "m: build_seconds must be a number from 0 to 1e+09, found true"),
+        (("limits", "max_batch"), "8", "m: limits.max_batch must be an integer from 1 to 1024, found '8'"),
+        (("limits", "max_batch"), 8.0, "m: limits.max_batch must be an integer from 1 to 1024, found 8.0"),
+        (("limits", "colour"), 1, "m: limits has unknown fields ['colour'], lacks fields []"),
+        (("limits",), [1], "m: limits must be an object, found [1]"),
+        (("target_dims",), None, "m: target_dims must be an object, found null"),
+        (
+            ("drafter_dims", "tap_layers"),
+            [0, "x"],
+            "m: drafter_dims.tap_layers[1] must be an integer from 0 to 999",
+        ),
+        (("drafter_dims", "tap_layers"), 3, "m: drafter_dims.tap_layers must be a list, found 3"),
+        (("golden_tau", "ddtree"), [1.0], "m: golden_tau.ddtree must be a list of 2 entries"),
+        (("files", "weights.bin", "size"), None, "m: files.'weights.bin'.size must be an integer"),
+        (("tensors", "target", "inputs"), [1], "m: tensors.target.inputs[0] must be a text"),
+        (("plugin",), {"abi": 1}, "m: plugin.abi must be a text"),
+        (("drafter_kind",), "autoregressive", "m: drafter_dims has unknown fields ['block_size'"),
     ],
 )
 def test_a_wrong_field_is_named(place: tuple[str, ...], value: Any, message: str) -> None:
@@ -142,15 +146,18 @@ def test_not_a_manifest(text: str, message: str) -> None:
 def test_missing_field_is_named() -> None:
     data = json.loads(make_manifest().to_json())
     del data["limits"]
-    with pytest.raises(ArtifactError, match=r"missing fields \['limits'\]"):
+    with pytest.raises(ArtifactError, match=r"lacks fields \['limits'\]"):
         parse_manifest(json.dumps(data), "m")
 
 
 def test_rebuild_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert rebuild_command(Path("engines/pair"), make_manifest()) == "ddtree-trt build --target pair --force"
+    assert (
+        rebuild_command(Path("engines/pair"), make_manifest())
+        == "ddtree-trt build --target pair --chat-template-arg enable_thinking=false --force"
+    )
     local = CheckpointIdentity("mine", artifact.LOCAL, "0" * 64)
-    manifest = make_manifest(target=local, drafter=local, limits=Limits(max_seq_len=99))
+    manifest = make_manifest(target=local, drafter=local, limits=Limits(max_seq_len=99), chat_template_args={})
     command = rebuild_command(Path("elsewhere"), manifest)
     assert command == (
         "ddtree-trt build --target pair --checkpoint DIR --drafter DIR --max-seq-len 99 --output elsewhere --force"
@@ -225,14 +232,14 @@ def test_truncated_missing_and_unlisted_files(tmp_path: Path) -> None:
     assert "does not list weights.bin" in verify_refusal(engine)
     outside = {**manifest.files, "../secret": FileEntry(1, "0" * 64)}
     (engine / MANIFEST).write_text(dataclasses.replace(manifest, files=outside).to_json())
-    assert "'../secret' leaves the engine directory" in verify_refusal(engine)
+    assert "files: the name must be a name of letters, digits" in verify_refusal(engine)
 
 
 def test_an_edited_manifest_is_refused(tmp_path: Path) -> None:
     make_engine(tmp_path / "e")
     path = tmp_path / "e" / MANIFEST
     data = json.loads(path.read_text())
-    data["limits"]["max_seq_len"] = 1 << 20
+    data["limits"]["max_seq_len"] = 1 << 10
     path.write_text(json.dumps(data))
     assert "is damaged or was edited" in verify_refusal(tmp_path / "e")
     del data["digest"]
@@ -246,7 +253,7 @@ def test_no_engine(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match="is not an engine directory"):
         load_manifest(tmp_path)
     (tmp_path / MANIFEST).write_bytes(b"\xff\xfe\xfd")
-    with pytest.raises(ArtifactError, match="cannot be read"):
+    with pytest.raises(ArtifactError, match="is not valid JSON"):
         load_manifest(tmp_path)
 
 

@@ -7,23 +7,24 @@ import gc
 import itertools
 import json
 import random
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pacing import WAIT_S, Passes, until
 
 import ddtree_trt
 from ddtree_trt import LLM, RequestOutput, SamplingParams
 from ddtree_trt.errors import EngineError, UsageError
-from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull, as_they_come
+from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull
 from ddtree_trt.runtime.requests import Request
+from ddtree_trt.runtime.submission import as_they_come
 
 PROMPTS_FILE = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "prompts.jsonl"
 LINES = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()
 PROMPTS = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in LINES][:12]
-LONG = SamplingParams(max_tokens=1900, ignore_eos=True)
+LONG = SamplingParams(max_tokens=1900, ignore_eos=True, method="ar")
 
 
 @pytest.fixture
@@ -31,13 +32,6 @@ def llm(tiny_engine: Path) -> Iterator[AsyncLLM]:
     llm = AsyncLLM(tiny_engine)
     yield llm
     llm.shutdown()
-
-
-async def until(condition: Any, timeout: float = 10.0) -> None:
-    end = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < end, "did not happen in time"
-        await asyncio.sleep(0.005)
 
 
 def essence(output: RequestOutput) -> list[tuple[Any, ...]]:
@@ -70,7 +64,12 @@ async def test_concurrent_callers_get_what_llm_generate_gives(tiny_engine: Path,
 
 async def test_parts_joined_are_the_output_and_generate_grows_towards_it(llm: AsyncLLM) -> None:
     params = SamplingParams(max_tokens=48, n=2, logprobs=1, echo=True, stop=("zzz",))
-    parts = [part async for part in llm.stream(PROMPTS[0], params)]
+    parts: list[RequestOutput] = []
+    passes = Passes(llm.engine)
+    passes.in_step_with(lambda: len(parts), 2)
+    async for part in llm.stream(PROMPTS[0], params):
+        parts.append(part)
+    passes.release()
     grown = [whole async for whole in llm.generate(PROMPTS[0], params)]
     joined = parts[0]
     for part in parts[1:]:
@@ -87,7 +86,7 @@ async def test_parts_joined_are_the_output_and_generate_grows_towards_it(llm: As
 async def test_what_a_slow_reader_left_unread_comes_as_one_part(llm: AsyncLLM) -> None:
     with llm.submit(PROMPTS[0], SamplingParams(max_tokens=40)) as submission:
         await llm.drain()
-        await asyncio.sleep(0.05)
+        await until(lambda: submission._part is not None and submission._part.finished)
         parts = [part async for part in submission]
     assert len(parts) == 1
     assert essence(parts[0])[0][:5] == essence(await llm.complete(PROMPTS[0], SamplingParams(max_tokens=40)))[0][:5]
@@ -95,46 +94,48 @@ async def test_what_a_slow_reader_left_unread_comes_as_one_part(llm: AsyncLLM) -
 
 @pytest.mark.parametrize("way", ["close", "task", "garbage", "abort", "submission"])
 async def test_every_way_of_leaving_frees_the_slot(llm: AsyncLLM, way: str) -> None:
-    rounds: list[int] = []
-    verify = llm.engine.verify
-
-    def slowly(requests: Any) -> Any:
-        rounds.append(len(requests))
-        time.sleep(0.01)
-        return verify(requests)
-
-    llm.engine.verify = slowly  # type: ignore[method-assign]
+    """Whoever leaves during a pass has left before the next one."""
+    passes = Passes(llm.engine)
     parts = llm.stream(PROMPTS[0], LONG, "mine")
     await parts.__anext__()
     assert llm.running == 1
+    leaving: list[asyncio.Task[None]] = []
+    if way == "submission":
+        other = llm.submit(PROMPTS[1], LONG)
+        await until(lambda: llm.running == 2)
+    passes.hold()
+    await until(lambda: passes.held)
+    begun = passes.begun
+
+    async def read_on() -> None:
+        async for _ in parts:
+            pass
+
     if way == "close":
         await parts.aclose()
     elif way == "garbage":
         del parts
         gc.collect()
     elif way == "task":
-
-        async def read_on() -> None:
-            async for _ in parts:
-                pass
-
-        task = asyncio.ensure_future(read_on())
-        await asyncio.sleep(0.03)
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        leaving.append(asyncio.ensure_future(read_on()))
+        await asyncio.sleep(0)  # it has begun to read
+        leaving[0].cancel()
     elif way == "abort":
         await llm.abort("mine")
-        last = [part async for part in parts][-1]
-        assert last.finished and last.outputs[0].finish_reason == "abort"
     else:
-        with llm.submit(PROMPTS[1], LONG) as submission:
-            await asyncio.sleep(0.03)
+        with other:
+            pass
         await parts.aclose()
         with pytest.raises(StopAsyncIteration):
-            await submission.__aiter__().__anext__()
-    begun = len(rounds)
+            await other.__aiter__().__anext__()
+    await until(lambda: len(llm._commands) == (2 if way == "submission" else 1))
+    passes.release()
     await until(lambda: llm.running == 0 and llm.waiting == 0)
-    assert len(rounds) - begun <= 2, "the round under way and, if it had begun, one more"
+    assert passes.begun == begun, "no round after the one under way"
+    await asyncio.gather(*leaving, return_exceptions=True)
+    if way == "abort":
+        last = [part async for part in parts][-1]
+        assert last.finished and last.outputs[0].finish_reason == "abort"
 
 
 async def test_a_cancelled_request_changes_no_other(tiny_engine: Path, llm: AsyncLLM) -> None:
@@ -216,14 +217,14 @@ async def test_nobody_waits_for_a_worker_that_died(llm: AsyncLLM) -> None:
     with pytest.raises(EngineError, match="restart"):
         llm.submit(PROMPTS[0])
     assert isinstance(llm.failure, EngineError)
-    await asyncio.wait_for(llm.drain(), 1)
+    await asyncio.wait_for(llm.drain(), WAIT_S)
 
 
 async def test_shutdown_ends_everyone_and_refuses_newcomers(tiny_engine: Path) -> None:
     ended: list[Request] = []
     llm = AsyncLLM(tiny_engine, on_finished=ended.append)
     everyone = [llm.submit(p, LONG) for p in PROMPTS]
-    await asyncio.sleep(0.05)
+    await until(lambda: llm.running == llm.slots)
     llm.shutdown()
     llm.shutdown()
     reasons = [(await s.result()).outputs[0].finish_reason for s in everyone]
@@ -238,23 +239,25 @@ def test_a_closed_event_loop_loses_its_requests_only(tiny_engine: Path) -> None:
 
         async def leave_one() -> None:
             llm.submit(PROMPTS[0], LONG)
-            await asyncio.sleep(0.02)
+            await until(lambda: llm.running == 1)
 
         asyncio.run(leave_one())
         output = asyncio.run(llm.complete(PROMPTS[1], SamplingParams(max_tokens=8)))
         assert output.usage.completion_tokens == 8
-        asyncio.run(asyncio.wait_for(llm.drain(), 5))
+        asyncio.run(asyncio.wait_for(llm.drain(), WAIT_S))
     finally:
         llm.shutdown()
 
 
 async def test_several_requests_are_read_as_they_come(llm: AsyncLLM) -> None:
     params = [SamplingParams(max_tokens=64, ignore_eos=True), SamplingParams(max_tokens=4)]
+    singles = [(await llm.complete(p, s)).outputs[0].text for p, s in zip(PROMPTS, params, strict=False)]
+    texts, order, short_read = ["", ""], [], False
+    Passes(llm.engine).wait_until(lambda requests: short_read or llm.running + llm.waiting == 2)
     submissions = [llm.submit(p, s) for p, s in zip(PROMPTS, params, strict=False)]
-    texts, order = ["", ""], []
     async for place, part in as_they_come(submissions):
         texts[place] += part.outputs[0].text
         order.append(place)
-    singles = [(await llm.complete(p, s)).outputs[0].text for p, s in zip(PROMPTS, params, strict=False)]
+        short_read = short_read or (place == 1 and part.finished)
     assert texts == singles
     assert order.index(1) < len(order) - 1 - order[::-1].index(0), "the short one did not wait for the long one"

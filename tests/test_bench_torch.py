@@ -21,8 +21,6 @@ from ddtree_trt.check import check_engine
 from ddtree_trt.cli import app
 from ddtree_trt.errors import MissingDependency, UsageError
 
-pytestmark = pytest.mark.usefixtures("quick_profile")
-
 RANDOM = BenchSettings(
     "micro",
     random_weights=True,
@@ -74,7 +72,10 @@ def test_a_shape_too_large_for_the_device_is_refused() -> None:
 
 def test_torch_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match=r"are made by it and PyTorch is not installed; run: pip install"):
+    with pytest.raises(
+        MissingDependency,
+        match=r"are made by it and PyTorch is not installed; run in a checkout of ddtree-trt: pip install",
+    ):
         run_bench(RANDOM)
 
 

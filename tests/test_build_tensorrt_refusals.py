@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from tensorrt_builds import DIMS, ENGINE_MODULE, NO_DRIVER, SOURCE, SUCCESS, Mac
 from ddtree_trt.build import tensorrt_profiles
 from ddtree_trt.build.backend import BuilderOptions
 from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.tensorrt_machine import BELOW, LOWEST
 from ddtree_trt.errors import BuildError, MissingDependency, UsageError
 
 
@@ -36,7 +38,7 @@ def test_missing_plugin_library(machine: Machine, tmp_path: Path) -> None:
 
 def test_stale_plugin_library(machine: Machine, tmp_path: Path) -> None:
     machine.plugins.write_bytes(b"ddtree-plugin-abi=99;")
-    refused(machine, tmp_path, MissingDependency, "plugin ABI 99, this version needs 1")
+    refused(machine, tmp_path, MissingDependency, "plugin ABI 99, this version needs 2")
 
 
 def test_a_library_tensorrt_does_not_take(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +130,7 @@ def test_a_name_tensorrt_has_not_is_seen(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_the_types_of_the_bindings(tmp_path: Path) -> None:
     """mypy over the file that speaks to TensorRT, with stubs made from the real bindings; and over wrong versions."""
     if shutil.which("mypy", path=str(Path(sys.executable).parent)) is None:
@@ -171,7 +173,7 @@ def test_the_types_of_the_bindings(tmp_path: Path) -> None:
 
 def test_tensorrt_is_not_installed(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
-    refused(machine, tmp_path, MissingDependency, "cannot import tensorrt", "pip install 'ddtree-trt[tensorrt]'")
+    refused(machine, tmp_path, MissingDependency, "cannot import tensorrt", "pip install '.[tensorrt]'")
 
 
 def test_cuda_python_is_not_installed(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,10 +181,21 @@ def test_cuda_python_is_not_installed(machine: Machine, tmp_path: Path, monkeypa
     refused(machine, tmp_path, MissingDependency, "cannot import cuda.bindings.runtime", "pip install")
 
 
-@pytest.mark.parametrize("version", ["10.12.0.36", "8.6.1", "12.0.0.1"])
+@pytest.mark.parametrize("version", ["10.13.3.9", "11.0.0.1", "8.6.1", "12.0.0.1"])
 def test_another_tensorrt(machine: Machine, tmp_path: Path, version: str) -> None:
     machine.tensorrt.module.__version__ = version  # type: ignore[attr-defined]
-    refused(machine, tmp_path, MissingDependency, f"TensorRT {version} is installed", "needs 10.13 or newer below 12")
+    refused(machine, tmp_path, MissingDependency, f"TensorRT {version} is installed", "needs 11.1 or newer below 12")
+
+
+def test_the_extra_installs_what_the_build_takes() -> None:
+    """One range of releases: pip must not fetch a TensorRT that is refused with the advice to run pip."""
+    pyproject = (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    extra = re.search(
+        r'^tensorrt = \["tensorrt>=([\d.]+),<([\d.]+)", "cuda-python>=13,<14"\]$', pyproject, re.MULTILINE
+    )
+    assert extra is not None
+    lowest, below = (tuple(map(int, part.split("."))) for part in extra.groups())
+    assert (lowest, below) == (LOWEST, BELOW[:1])
 
 
 def test_no_driver(machine: Machine, tmp_path: Path) -> None:
@@ -222,8 +235,8 @@ def test_precisions(machine: Machine, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (BuilderOptions(optimization_level=6), "--builder-optimization-level must be 0 to 5, not 6"),
-        (BuilderOptions(workspace_mib=0), "--builder-workspace-mib must be at least 1, not 0"),
+        (BuilderOptions(optimization_level=6), "--builder-optimization-level must be from 0 to 5, not 6"),
+        (BuilderOptions(workspace_mib=0), "--builder-workspace-mib must be from 1 to 1048576, not 0"),
     ],
 )
 def test_options_out_of_range(machine: Machine, tmp_path: Path, options: BuilderOptions, words: str) -> None:

@@ -96,7 +96,7 @@ def test_shards_are_merged_and_shown(tmp_path: Path) -> None:
         (("--prompts", "absent.jsonl"), "no prompts called 'absent.jsonl'"),
         (("--peer", "vllm"), "unknown peer 'vllm'"),
         (("--random-weights", "micro"), "give no ENGINE_DIR"),
-        (("--max-tokens", "0"), "max_tokens must be at least 2"),
+        (("--max-tokens", "0"), "max_tokens must be from 2 to"),
     ],
 )
 def test_a_wrong_call_ends_with_two(tiny_engine: Path, args: tuple[str, ...], message: str) -> None:

@@ -60,10 +60,10 @@ def test_inspect_json(workplace: Path) -> None:
 
 
 def test_limits_on_the_command_line(workplace: Path) -> None:
-    args = ["--max-seq-len", 300, "--max-tree-budget", 0, "--max-batch", 3, "--output", "small"]
+    args = ["--max-seq-len", 300, "--max-tree-budget", 1, "--max-batch", 3, "--output", "small"]
     assert run("build", "--target", "tiny", *args, cwd=workplace).returncode == 0
     limits = json.loads((workplace / "small" / "manifest.json").read_text())["limits"]
-    assert (limits["max_seq_len"], limits["max_tree_budget"], limits["max_batch"]) == (300, 0, 3)
+    assert (limits["max_seq_len"], limits["max_tree_budget"], limits["max_batch"]) == (300, 1, 3)
 
 
 def test_second_build_needs_force(workplace: Path) -> None:

@@ -20,7 +20,7 @@ QUESTION = "Lars has 9 keys. Lenlot has double that number. What number of keys 
 
 def run(*arguments: str | Path, stdin: str | None = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ddtree_trt.cli", *map(str, arguments)]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=cwd, timeout=120)
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=cwd, timeout=500)
 
 
 def test_compare_proves_the_output_is_the_targets(tiny_engine: Path) -> None:
@@ -91,6 +91,7 @@ def test_the_newest_engine_is_the_default(tiny_engine: Path, tmp_path: Path) -> 
     ("options", "message"),
     [
         (["--prompt", "x", "--max-tokens", "0"], "max_tokens must be at least 1, not 0"),
+        (["--prompt", "x", "--max-tokens", "100000"], "max_tokens 100000 does not fit: the prompt leaves"),
         (["--prompt", "x", "--temperature", "-1"], "temperature must be from 0 to 100, not -1.0"),
         (["--prompt", "x", "--method", "magic"], "method must be auto or one of"),
         (["--prompt", "x", "--tree-budget", "many"], "--tree-budget must be a number or auto, not 'many'"),
@@ -118,7 +119,7 @@ def test_a_chat_remembers_and_ends(tiny_engine: Path) -> None:
     process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     os.close(theirs)
     os.write(ours, f"{QUESTION}\nAnd two more?\n/reset\n/exit\n".encode())
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=500)
     os.close(ours)
     assert process.returncode == 0, err
     assert out.count("tokens/round") == 2

@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -150,7 +149,7 @@ def break_target_kind(target: Path, drafter: Path) -> None:
         (break_tokenizer, ["has no tokenizer", "tokenizer.json is missing"]),
         (break_values, ["model.layers.2.mlp.down_proj.weight[3, 1] is nan", "must be finite"]),
         (break_pair, ["num_target_layers is 36, the target's layers 3", "use the drafter trained for this target"]),
-        (break_drafter_file, ["is cut short", "fetch it again"]),
+        (break_drafter_file, ["norm.weight ends 1000 bytes behind the end of the file", "fetch the checkpoint again"]),
         (break_target_kind, ["qwen3_moe", "mixture-of-experts"]),
     ],
 )
@@ -188,7 +187,8 @@ def _no_network(*args: Any, **kwargs: Any) -> str:
     ("args", "words"),
     [
         ([], ["nothing to build", "tiny, qwen3-4b"]),
-        (["--target", "llama"], ["unknown target 'llama'", "--checkpoint DIR and --drafter DIR"]),
+        (["--target", "llama-3.1-8b"], ["unknown target 'llama-3.1-8b'", "no other architecture is supported"]),
+        (["--target", "x\x1b[2J"], ["'x\\x1b[2J' cannot name an engine"]),
         (["--target", "../up"], ["cannot name an engine"]),
         (["--checkpoint", "somewhere"], ["--checkpoint without --target needs --drafter DIR too"]),
         (
@@ -199,9 +199,10 @@ def _no_network(*args: Any, **kwargs: Any) -> str:
         (["--target", "tiny", "--backend", "abacus"], ["--backend", "abacus"]),
         (["--target", "tiny", "--precision", "fp16"], ["precision 'fp16' is not available"]),
         (["--target", "tiny", "--max-seq-len", "1000000"], ["--max-seq-len 1000000", "positions"]),
-        (["--target", "tiny", "--max-seq-len", "1"], ["--max-seq-len must be at least 2, not 1"]),
-        (["--target", "tiny", "--max-tree-budget", "-1"], ["--max-tree-budget must be 0 to 4096"]),
-        (["--target", "tiny", "--max-tree-budget", "5000"], ["--max-tree-budget must be 0 to 4096"]),
+        (["--target", "tiny", "--max-seq-len", "1"], ["--max-seq-len must be 2 to 134217728, not 1"]),
+        (["--target", "tiny", "--max-tree-budget", "-1"], ["--max-tree-budget must be 1 to 4096"]),
+        (["--target", "tiny", "--max-tree-budget", "0"], ["--max-tree-budget must be 1 to 4096, not 0", "--method ar"]),
+        (["--target", "tiny", "--max-tree-budget", "5000"], ["--max-tree-budget must be 1 to 4096"]),
         (["--target", "tiny", "--max-batch", "0"], ["--max-batch must be 1 to 1024"]),
         (["--target", "tiny", "--max-batch", "many"], ["--max-batch", "integer"]),
         (["--target", "tiny", "--colour"], ["--colour"]),
@@ -218,7 +219,7 @@ def test_wrong_call(
 def test_a_backend_that_is_not_installed(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     result = cli("build", "--target", "tiny", "--backend", "tensorrt", "--output", tmp_path / "e")
-    assert_refused(result, 1, "cannot import tensorrt", "pip install 'ddtree-trt[tensorrt]'")
+    assert_refused(result, 1, "cannot import tensorrt", "pip install '.[tensorrt]'")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -275,8 +276,10 @@ def test_disk_full_at_the_manifest(
     write_text = Path.write_text
 
     def failing(path: Path, *args: Any, **kwargs: Any) -> int:
+        if path.name != MANIFEST:
+            return write_text(path, *args, **kwargs)
         assert {"target.onnx", "drafter.onnx", "weights.bin"} <= {p.name for p in path.parent.iterdir()}
-        return no_space() if path.name == MANIFEST else write_text(path, *args, **kwargs)
+        return no_space()
 
     monkeypatch.setattr(Path, "write_text", failing)
     assert_refused(cli(*build_args(pair, old.path, "--force")), 1, "No space left on device")
@@ -329,7 +332,7 @@ def slow(self, key, array):
     count += 1
     if count == 20:
         print("in the middle", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     return write(self, key, array)
 WeightFile._write = slow
 from ddtree_trt.cli import main
@@ -344,13 +347,13 @@ def interrupt_build(args: list[object], signal_number: int) -> subprocess.Comple
         assert process.stdout is not None
         assert process.stdout.readline() == "in the middle\n", process.communicate()
         process.send_signal(signal_number)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=300)
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def test_ctrl_c_in_the_middle_of_a_build(pair: tuple[Path, Path], old: OldEngine) -> None:
     run = interrupt_build(build_args(pair, old.path, "--force"), signal.SIGINT)
-    assert (run.returncode, run.stdout, run.stderr) == (130, "", "interrupted\n")
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
     old.assert_untouched()
     run = interrupt_build(build_args(pair, old.path.with_name("new")), signal.SIGINT)
     assert run.returncode == 130
@@ -374,7 +377,7 @@ def test_sigkill_in_the_middle_of_a_build(cli: Cli, pair: tuple[Path, Path], old
 def test_a_running_build_survives_another_of_the_same_name(pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Two builds at once: neither removes the other's files, and the last to end replaces nothing by accident."""
     engine = tmp_path / "engines" / "mine"
-    code = SLOW_BUILD.replace("time.sleep(60)", "sys.stdin.read()")
+    code = SLOW_BUILD.replace("time.sleep(600)", "sys.stdin.read()")
     command = [sys.executable, "-c", code, *map(str, build_args(pair, engine))]
     streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, text=True, **streams) as slow:
@@ -382,7 +385,7 @@ def test_a_running_build_survives_another_of_the_same_name(pair: tuple[Path, Pat
         assert slow.stdout.readline() == "in the middle\n"
         compile_engine(BuildRequest(target="mine", checkpoint=pair[0], drafter=pair[1], output=engine))
         before = fingerprint(engine)
-        out, err = slow.communicate(timeout=30)
+        out, err = slow.communicate(timeout=300)
     assert_refused((slow.returncode, out, err), 1, f"cannot write {engine}", "nothing was changed")
     assert fingerprint(engine) == before
     assert [p.name for p in engine.parent.iterdir()] == ["mine"]
@@ -408,9 +411,8 @@ def test_peak_memory_is_below_two_and_a_half_times_the_weights(tmp_path: Path) -
     pair = make_pair(tmp_path / "pair", dtype="bf16", vocab_size=16384, intermediate_size=3072, **dims)
     weights = sum((directory / "model.safetensors").stat().st_size for directory in pair)
     assert weights > 200e6
-    start = time.monotonic()
     command = [sys.executable, "-c", MEASURE, *map(str, pair), str(tmp_path / "engine")]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     result = json.loads(run.stdout)
     assert result["written"] > 1.9 * weights
-    assert result["peak"] < 2.5 * weights, f"{result}, {time.monotonic() - start:.1f} s"
+    assert result["peak"] < 2.5 * weights, result

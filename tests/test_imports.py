@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import ddtree_trt
 
 PACKAGE = Path(ddtree_trt.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
+NATIVE = "ddtree_trt._native"
 HEAVY = {"onnx", "onnxruntime", "torch", "tensorrt", "transformers"}
 
 # The only files that may import a runtime, at any depth.
@@ -20,7 +22,8 @@ OWNERS = {
     "onnxruntime": {"runtime/ort_network.py"},
     "torch": {
         *(f"runtime/{path.name}" for path in (PACKAGE / "runtime").glob("torch*.py")),
-        *("bench/random_torch.py", "bench/reference.py", "bench/peers/hf.py", "bench/peers/reference.py"),
+        *("bench/forced_torch.py", "bench/random_torch.py", "bench/reference.py"),
+        *("bench/peers/hf.py", "bench/peers/reference.py"),
     },
     "tensorrt": {"build/tensorrt_engine.py"},  # the runtime asks for it by name, in runtime/trt_checks.py
 }
@@ -59,24 +62,59 @@ def within(names: set[str], module: str) -> set[str]:
     return {name for name in names if name == module or name.startswith(f"{module}.")}
 
 
+def leaf_modules() -> set[str]:
+    """Files below the package: those of the documented list."""
+    text = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.split("\nLeaf modules\n\n")[1].split("\n\n")[0]
+    listed = set(re.findall(r"^- `ddtree_trt/([\w/]+\.py)`", section, re.MULTILINE))
+    assert {"artifact.py", "errors.py"} <= listed
+    return listed
+
+
+def our_files(names: set[str]) -> set[str]:
+    """The files of ours behind imported names. A public name of the package is its `__init__.py`, which loads it; the
+    version and the native module are nobody's file."""
+    found = set()
+    for name in within(names, "ddtree_trt") - {"ddtree_trt", "ddtree_trt.__version__"} - within(names, NATIVE):
+        parts = name.split(".")[1:]
+        ways = [
+            ("/".join(parts[:end]) + end_of)
+            for end in (len(parts), len(parts) - 1)
+            for end_of in (".py", "/__init__.py")
+        ]
+        found.add(next((way for way in ways if (PACKAGE / way).is_file()), "__init__.py"))
+    return found
+
+
+LEAVES = leaf_modules()
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
 def test_import_law(path: Path) -> None:
     place = path.relative_to(PACKAGE).as_posix()
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = imports(tree)
-    ours = within(names, "ddtree_trt") - {"ddtree_trt", "ddtree_trt.errors"}
-    if place in ("artifact.py", "errors.py", "plugins/__init__.py"):
-        assert not {name for name in ours if not name.startswith("ddtree_trt.errors.")}
+    others = our_files(names) - LEAVES
+    if place in LEAVES:
+        assert not others, "a leaf module imports leaf modules only"
+    for side in ("build/", "runtime/"):
+        if place.startswith(side):
+            assert not {other for other in others if not other.startswith(side)}, f"{side} and leaf modules only"
     if place.startswith("build/"):
-        assert not within(names, "ddtree_trt.runtime")
-    if place.startswith("runtime/"):
-        assert not within(names, "ddtree_trt.build")
+        assert not within(names, NATIVE)
+    # What the kernels and the host are tested against is for tests alone.
+    assert not within(names, "ddtree_trt.plugins.reference")
     for module, owners in OWNERS.items():
         assert place in owners or not within(names, module)
     if within(loaded_imports(tree), "onnx"):
         assert place in ONNX_FILES
     if not place.startswith("build/"):
         assert not within(names, "onnx")
+
+
+def test_the_law_finds_what_breaks_it() -> None:
+    code = "from ddtree_trt import LLM, __version__, _native, tensors\nfrom ddtree_trt.runtime.tree import TokenTree\n"
+    assert our_files(imports(ast.parse(code))) == {"__init__.py", "tensors.py", "runtime/tree.py"}
 
 
 def loaded_by(code: str) -> set[str]:
@@ -105,3 +143,20 @@ def test_light_entry_points_load_no_heavy_package(code: str) -> None:
 
 def test_loaded_by_sees_a_heavy_package() -> None:
     assert "onnx" in loaded_by("import onnx")
+
+
+def test_every_runtime_dependency_ends_before_its_next_major_version() -> None:
+    """Extras of tests and of peers that are only measured aside."""
+    metadata = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    head, _, extras = metadata.partition("[project.optional-dependencies]")
+    sections = {"dependencies": head.partition("\ndependencies = [")[2].partition("\n]")[0]}
+    for line in extras.splitlines():
+        name, _, value = line.partition(" = [")
+        if name in ("tensorrt", "torch", "triton", "serve", "bench"):
+            sections[name] = value
+    assert len(sections) == 6
+    for section, text in sections.items():
+        requirements = [r.group(1) for r in re.finditer(r'"([^"]+)"', re.sub(r"#.*", "", text))]
+        assert requirements, section
+        for requirement in requirements:
+            assert re.search(r",<\d+(;|$)", requirement), f"{requirement} of {section} has no upper bound"

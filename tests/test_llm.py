@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -101,7 +102,7 @@ def test_closing_a_stream_frees_its_slot(llm: LLM, chats: list[Any]) -> None:
     stream = llm.stream(chats[0], SamplingParams(max_tokens=500, ignore_eos=True))
     next(stream)
     assert llm._scheduler.free_slots == llm._scheduler.slots - 1
-    stream.close()  # type: ignore[attr-defined]
+    stream.close()
     assert llm._scheduler.free_slots == llm._scheduler.slots
 
 
@@ -126,6 +127,32 @@ def test_chat_turns_start_from_what_is_cached_and_say_the_same(llm: LLM, tiny_en
             if turn and methods[turn - 1] != "ar":
                 assert output.usage.cached_tokens > 0
             messages = [*messages, {"role": "assistant", "content": output.outputs[0].text}]
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(403, marks=pytest.mark.slow)])
+def test_reused_prefixes_say_what_a_fresh_engine_says(llm: LLM, tiny_engine: Path, count: int) -> None:
+    """Prompts that go on from, cut short or fork what some slot holds, by any method."""
+    rng = random.Random(count)
+    vocab = llm.engine.manifest.target_dims.vocab_size
+    known = [[rng.randrange(5, vocab) for _ in range(rng.randrange(1, 60))] for _ in range(4)]
+    reused = 0
+    with LLM(tiny_engine) as fresh:
+        for _ in range(count):
+            prompt = rng.choice(known)
+            prompt = prompt[: rng.randrange(1, len(prompt) + 1)] if rng.random() < 0.3 else prompt
+            prompt = prompt + [rng.randrange(5, vocab) for _ in range(rng.randrange(4))]
+            params = SamplingParams(
+                method=rng.choice(["ddtree", "ddtree", "ar", "dflash"]),
+                max_tokens=rng.randrange(1, 20),
+                ignore_eos=True,
+            )
+            (output,) = llm.generate(prompt, params)
+            forget(fresh)
+            (plain,) = fresh.generate(prompt, params)
+            assert output.outputs[0].token_ids == plain.outputs[0].token_ids
+            reused += output.usage.cached_tokens > 0
+            known[rng.randrange(len(known))] = (prompt + output.outputs[0].token_ids)[:300]
+    assert reused > count / 2
 
 
 @pytest.mark.parametrize("method", ["ar", "ddtree"])
@@ -204,16 +231,37 @@ def test_nothing_runs_when_one_of_many_calls_is_wrong(llm: LLM) -> None:
 
 def test_the_longest_prompt_leaves_room_for_one_token(llm: LLM) -> None:
     limit = llm.engine.manifest.limits.max_seq_len
-    (output,) = llm.generate([[7] * (limit - 1)], SamplingParams(max_tokens=50, ignore_eos=True))
+    (output,) = llm.generate([[7] * (limit - 1)], SamplingParams(ignore_eos=True))
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (1, "length")
 
 
+@pytest.mark.parametrize("max_tokens", [None, 9])
 @pytest.mark.parametrize("method", ["ar", "dflash", "ddtree"])
-def test_generation_up_to_the_engines_last_token(llm: LLM, method: str) -> None:
+def test_generation_up_to_the_engines_last_token(llm: LLM, method: str, max_tokens: int | None) -> None:
     limit = llm.engine.manifest.limits.max_seq_len
-    params = SamplingParams(max_tokens=500, ignore_eos=True, method=method)
+    params = SamplingParams(ignore_eos=True, method=method, max_tokens=max_tokens)
     (output,) = llm.generate([[7] * (limit - 9)], params)
     assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (9, "length")
+
+
+def test_unless_given_there_are_at_most_256_tokens(llm: LLM) -> None:
+    for params, size in (
+        (SamplingParams(ignore_eos=True), 256),
+        (SamplingParams(ignore_eos=True, min_tokens=300), 300),
+    ):
+        (output,) = llm.generate([7, 8], params)
+        assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (size, "length")
+
+
+@pytest.mark.parametrize("tokens", [10, 500, 100_000, 2**31 - 1])
+@pytest.mark.parametrize("name", ["max_tokens", "min_tokens"])
+def test_more_tokens_than_fit_are_refused(llm: LLM, name: str, tokens: int) -> None:
+    limit = llm.engine.manifest.limits.max_seq_len
+    message = f"{name} {tokens} does not fit: the prompt leaves 9 of this engine's {limit} tokens; lower it"
+    for work in (llm.generate, llm.stream):
+        with pytest.raises(UsageError, match=message):
+            work([7] * (limit - 9), SamplingParams(**{name: tokens}))  # type: ignore[operator]
+    assert not llm._scheduler.busy
 
 
 def test_echo_puts_the_prompt_in_front(llm: LLM) -> None:

@@ -16,6 +16,8 @@ import pytest
 from scripted import Adversarial, Drafter, Good, MarkovTarget, ScriptedEngine, Useless, completion, finish, generate
 from truth import FALSE_ALARM, chi_square, distribution, drift, joint
 
+from ddtree_trt import _native
+from ddtree_trt.runtime.noise import Noise
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.sampling import Sampler
 from ddtree_trt.runtime.scheduler import Scheduler
@@ -96,7 +98,7 @@ def test_filters_change_nothing_at_temperature_0(method: str) -> None:
 def test_a_fixed_set_of_candidates_does_not_touch_the_draws(
     method: str, temperature: float, filtered: str, bias: str
 ) -> None:
-    """One uniform number per token, whatever was drafted: with one seed the output is that of `ar`, token for token."""
+    """Noise belongs to a token, whatever was drafted: with one seed the output is that of `ar`, token for token."""
     target = MarkovTarget(vocab_size=8, seed=3)
     options = {"temperature": temperature, "max_tokens": 30, "seed": 11, **FILTERS[filtered], **BIASES[bias]}
     expected = generate(engine("ar", "good", target), PROMPT, SamplingParams(method="ar", **options), batch=3)
@@ -138,6 +140,37 @@ class Decisions:
             self._taken[-1] += 1
 
 
+class Decided(Noise):
+    """Noise of one run: every draw is a decision, in proportion to its weights. That the decisions are independent is
+    so only if no number is used for two of them, which is asserted here; that the numbers of different uses are
+    independent is for test_noise.py."""
+
+    def __init__(self, decisions: Decisions) -> None:
+        self._decisions = decisions
+        self._used: set[tuple[object, ...]] = set()
+
+    def _decide(self, weights: np.ndarray, *use: object) -> int:
+        assert use not in self._used, f"{use} decides twice"
+        self._used.add(use)
+        return self._decisions.decide(weights)
+
+    def draw_logits(self, position: int, logits: np.ndarray, temperature: float) -> int:
+        x = logits.astype(np.float64) / temperature
+        return self._decide(np.exp(x - x.max()), "target", position)
+
+    def draw(self, position: int, weights: np.ndarray, ids: np.ndarray | None) -> int:
+        return self._decide(weights, "target", position)
+
+    def draft(self, start: int, position: int, weights: np.ndarray, ids: np.ndarray) -> int:
+        return self._decide(weights, "draft", start, position)
+
+    def keeps(self, position: int, p: float, q: float) -> bool:
+        return bool(self._decide(np.array([1 - min(1, p / q), min(1, p / q)]), "keep", position))
+
+    def residual(self, position: int, weights: np.ndarray) -> int:
+        return self._decide(weights, "residual", position) if weights.any() else -1
+
+
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("filtered", FILTERS)
 @pytest.mark.parametrize("method", METHODS)
@@ -153,11 +186,9 @@ def test_every_possible_run_adds_up_to_the_targets_distribution(method: str, fil
         decisions = Decisions()
 
         class Deciding(Sampler):
-            def _draw(self, weights: np.ndarray, decisions: Decisions = decisions) -> int:
-                return decisions.decide(weights)
-
-            def _keeps(self, p: float, q: float, decisions: Decisions = decisions) -> bool:
-                return bool(decisions.decide(np.array([1 - min(1, p / q), min(1, p / q)])))
+            def __init__(self, *args: Any, decisions: Decisions = decisions) -> None:
+                super().__init__(*args)
+                self.noise = Decided(decisions)
 
         scripted = engine(method, name, target, block_size=3)
         scheduler = Scheduler(scripted)
@@ -205,7 +236,7 @@ def test_first_tokens_are_distributed_as_the_targets(method: str, name: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("filtered", ["all", "top-k", "top-p"])
@@ -260,7 +291,8 @@ def test_the_tests_find_a_biased_sampler(monkeypatch: pytest.MonkeyPatch) -> Non
     def draw_from_p(self: Sampler, logits: np.ndarray, drawn: Any) -> int:
         p = self.distribution(logits)
         q = drawn.probs[drawn.candidates == drawn.token].sum()
-        return drawn.token if self._keeps(p[drawn.token], q) else self._draw(p)
+        kept = self.noise.keeps(self._position, p[drawn.token], q)
+        return drawn.token if kept else self.noise.residual(self._position, p)
 
     monkeypatch.setattr(Sampler, "choose_against", draw_from_p)
     counts = draws("dflash-sample", "useless", target, {"temperature": 1.0}, 4000, batch=1)
@@ -271,3 +303,15 @@ def test_the_tests_find_a_biased_sampler(monkeypatch: pytest.MonkeyPatch) -> Non
     context = [*PROMPT, *output]
     rows = [distribution(target.row(context[:i]), params, PROMPT, ()) for i in range(len(PROMPT), len(context))]
     assert drift(output, rows, context[len(PROMPT) - 1 : -1]) < FALSE_ALARM
+
+
+def test_the_tests_find_noise_that_is_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A drafted token that was not kept is replaced by the very noise it was drawn with: no such mistake may pass."""
+
+    def draft(self: Noise, start: int, position: int, weights: np.ndarray, ids: np.ndarray) -> int:
+        return _native.draw_weights(weights, self._residual, position, ids)
+
+    monkeypatch.setattr(Noise, "draft", draft)
+    target = MarkovTarget(vocab_size=5, seed=6)
+    counts = draws("dflash-sample", "adversarial", target, {"temperature": 1.0}, 12_000, batch=1)
+    assert chi_square(counts, joint(target, SamplingParams(temperature=1), PROMPT, 3)) < FALSE_ALARM

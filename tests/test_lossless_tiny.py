@@ -92,7 +92,7 @@ def test_greedy_output_is_that_of_ar(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "method", [{"method": "dflash"}, *({"method": "ddtree", "tree_budget": b} for b in (1, 4, 64, 256))], ids=str
 )
@@ -272,7 +272,7 @@ def test_first_tokens_are_distributed_as_the_targets(llm: LLM, prompts: list[Any
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("drafter", CHANGES)
 @pytest.mark.parametrize("method", DRAWN)
 def test_first_tokens_drawn_anew_are_distributed_as_the_targets(

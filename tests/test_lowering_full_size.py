@@ -113,7 +113,8 @@ def test_checker_and_strict_shape_inference(graphs: dict[str, Path], network: st
             assert out in known, f"nothing is known of {out}"
             assert known[out].HasField("shape"), out
         if node.op_type in ("MatMul", "Gemm"):
-            assert known[node.output[0]].elem_type == TensorProto.BFLOAT16
+            head = names.HEAD in node.input  # logits are summed and kept in float32
+            assert known[node.output[0]].elem_type == (TensorProto.FLOAT if head else TensorProto.BFLOAT16)
         if node.op_type in ("ReduceMean", "Sqrt", "Exp", "Log", "Sigmoid"):
             assert known[node.output[0]].elem_type == TensorProto.FLOAT
         if node.op_type == "MatMul":
@@ -146,7 +147,7 @@ def test_inputs_and_outputs_are_the_contract(graphs: dict[str, Path]) -> None:
         }
         hidden = shapes[names.EMBEDDING][1]
         assert shapes[names.EMBEDDING] == [151936, hidden]
-        assert (names.HEAD in shapes) == (hidden == 4096)
+        assert shapes[names.HEAD] == [151936, hidden]
         assert shapes["past_key.0"] == shapes["present_value.0"] == [4, 8, rows, 128]
         assert shapes[names.SLOT_IDS] == shapes[names.PAST_LEN] == ["N"]
         if network == "target":
@@ -155,6 +156,21 @@ def test_inputs_and_outputs_are_the_contract(graphs: dict[str, Path]) -> None:
         else:
             assert shapes[names.TAPS] == ["N", "C", 5 * hidden] and shapes[names.POSITIONS] == ["N", "C+block"]
             assert shapes[names.LOG_PROBS] == shapes[names.CANDIDATES] == ["N", 15, 256]
+
+
+def test_logits_are_a_product_of_float32(graphs: dict[str, Path]) -> None:
+    """Summed and kept in float32: a product of halves would be rounded to halves before anything could cast it."""
+    for network, path in graphs.items():
+        graph = load(path).graph
+        kinds = {v.name: v.type.tensor_type.elem_type for v in graph.input}
+        assert kinds[names.HEAD] == TensorProto.FLOAT != kinds[names.EMBEDDING]
+        (product,) = (node for node in graph.node if names.HEAD in node.input)
+        made = {out: node for node in graph.node for out in node.output}
+        cast = made[product.input[0]]
+        assert (cast.op_type, cast.attribute[0].i) == ("Cast", TensorProto.FLOAT)
+        assert product.output[0] == (names.LOGITS if network == "target" else "flat_logits")
+        readers = [node.op_type for node in graph.node if product.output[0] in node.input]
+        assert "Cast" not in readers
 
 
 def test_the_tables_are_no_weights(graphs: dict[str, Path]) -> None:

@@ -3,6 +3,7 @@ batches of slots of different lengths, compaction, and the drafter on top of it.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,8 @@ from numerics import TOLERANCE, Array, path_to, random_tree
 from onnx import TensorProto, helper
 
 from ddtree_trt import plugins
+from ddtree_trt import tensors as names
+from ddtree_trt.artifact import Limits
 from ddtree_trt.build.checkpoint import load_checkpoint
 from ddtree_trt.build.ops_tensorrt import MAX_CANDIDATES
 from ddtree_trt.plugins import MaskMode
@@ -22,6 +25,7 @@ from ddtree_trt.plugins.reference import attention, packed_mask
 from ddtree_trt.runtime.engine import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.ort import OrtEngine
 from ddtree_trt.runtime.sampling import DrawnFrom
+from ddtree_trt.runtime.tree import token_chain
 
 # What the plugin's kernels take: heads of 64 or 128. Half precision rounds at 2⁻¹¹ of each value, through every layer.
 SHAPES: dict[str, dict[str, Any]] = {
@@ -160,3 +164,26 @@ def test_the_body_is_what_the_kernels_compute(mode: MaskMode) -> None:
 
 def test_the_cap_on_candidates_is_one_tensorrt_takes() -> None:
     assert MAX_CANDIDATES < 3840  # the most TensorRT's TopK takes
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_keep_what_float32_sums(tied: bool, tmp_path: Path) -> None:
+    """In half precision too: the head's products and sums are float32, though its inputs are rounded. Large logits of
+    different tokens, a half's step apart or less, stay apart."""
+    target = load_checkpoint(make_target(tmp_path / "t", tied=tied, head_dim=64, num_heads=2, num_kv_heads=1))
+    drafter = load_checkpoint(make_drafter(tmp_path / "d", head_dim=64, num_heads=2, num_kv_heads=1))
+    limits = Limits(max_seq_len=64, max_batch=1, max_tree_budget=8, prefill_chunk=16)
+    pair = LoweredPair(tmp_path / "graphs", target, drafter, limits, "float16")
+    table = 64 * pair.tables[names.HEAD].astype(np.float16).astype(np.float32)
+    # Two tokens whose rows differ by the last bit of one value, and large logits, where halves have steps of 2⁻⁶.
+    table[-1] = table[7]
+    table[-1, 0] = np.nextafter(table[7, 0].astype(np.float16), np.float16(np.inf))
+    pair.tables[names.HEAD] = table
+    choices, logits = pair.verify({0: token_chain(np.arange(3, 12))})[0]
+    assert logits.dtype == np.float32
+    rounded = logits.astype(np.float16).astype(np.float32)
+    assert np.abs(logits).max() > 16
+    assert (logits != rounded).mean() > 0.9, "logits that went through halves"
+    assert (logits[:, 7] != logits[:, -1]).all()
+    assert (rounded[:, 7] == rounded[:, -1]).any(), "these rows are not near enough to tell"
+    np.testing.assert_array_equal(choices, logits.argmax(-1))

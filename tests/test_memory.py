@@ -87,12 +87,13 @@ def test_a_layout_keeps_buffers_apart(sizes: dict[str, int]) -> None:
 
 def test_the_plan_is_the_sum_of_the_buffers() -> None:
     """`inspect` and the engine count the same things: what is not cache or table is the plan's buffers."""
-    buffers = tensorrt_buffers(TARGET, DRAFTER, LIMITS, 2, tied=False)
+    buffers = tensorrt_buffers(TARGET, DRAFTER, LIMITS, 2)
     plan = plan_engine("tensorrt", "bf16", TARGET, DRAFTER, LIMITS, 0)
-    assert buffers[memory.EMBEDDING] == buffers[memory.HEAD] == 151936 * 4096 * 2
+    assert 2 * buffers[memory.EMBEDDING] == buffers[memory.HEAD] == 151936 * 4096 * 4  # logits are sums in float32
     caches = buffers[memory.TARGET_KV] + buffers[memory.DRAFTER_KV]
     assert caches == plan.kv_bytes_all_slots  # nothing behind these planes
     tables = buffers[memory.EMBEDDING] + buffers[memory.HEAD]
+    assert plan.weights_bytes == buffers[memory.HEAD]
     assert sum(buffers.values()) == tables + caches + plan.buffers_bytes
     rows = Rows.of(DRAFTER, LIMITS)
     assert (rows.waiting, rows.context, rows.chunk) == (256 + 16, 256, 256)
@@ -101,10 +102,11 @@ def test_the_plan_is_the_sum_of_the_buffers() -> None:
 
 def test_the_plan_of_an_autoregressive_drafter_is_the_sum_too() -> None:
     drafter = TransformerDims(151936, 1024, 28, 16, 8, 128, 3072, 1e-6, 1e6, 40960)
-    buffers = tensorrt_buffers(TARGET, drafter, LIMITS, 2, tied=True, drafter_tied=False)
+    buffers = tensorrt_buffers(TARGET, drafter, LIMITS, 2)
     plan = plan_engine("tensorrt", "bf16", TARGET, drafter, LIMITS, 0)
-    tables = [memory.EMBEDDING, memory.DRAFTER_EMBEDDING, memory.DRAFTER_HEAD]
-    assert sum(buffers[name] for name in tables) == 151936 * (4096 + 2 * 1024) * 2
+    tables = [memory.EMBEDDING, memory.DRAFTER_EMBEDDING, memory.HEAD, memory.DRAFTER_HEAD]
+    assert sum(buffers[name] for name in tables) == 151936 * (4096 + 1024) * (2 + 4)
+    assert plan.weights_bytes == 151936 * (4096 + 1024) * 4
     caches = buffers[memory.TARGET_KV] + buffers[memory.DRAFTER_KV]
     assert caches == plan.kv_bytes_all_slots
     assert sum(buffers.values()) == sum(buffers[name] for name in tables) + caches + plan.buffers_bytes
@@ -169,7 +171,9 @@ def test_dry_run_counts_quantised_weights_as_they_are_stored(algorithm: str, tmp
     ours = {n: t for n, t in tensors.items() if not n.endswith(("input_scale", "k_scale"))}
     expected = sum(t.numel() * (1 if t.dtype in one_byte else 2) for t in ours.values())
     expected += 2 * load_checkpoint(drafter).num_values
-    assert dry_run(plain).memory.weights_bytes == expected < before
+    dims = load_checkpoint(target).dims
+    head = 4 * dims.vocab_size * dims.hidden_size  # in float32 on the device, the embedding's values
+    assert dry_run(plain).memory.weights_bytes == expected + head < before
     assert dry_run(on_cpu).memory.weights_bytes == before_on_cpu
     assert load_checkpoint(target).stored_bytes(2) == expected - 2 * load_checkpoint(drafter).num_values
     edit_json(

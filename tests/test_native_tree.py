@@ -7,7 +7,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ddtree_trt import _native
@@ -92,19 +92,16 @@ def native_prefixes(log_probs: np.ndarray, token_ids: np.ndarray, budget: int) -
 
 
 @given(rows=st.one_of(TIED, UNTIED), budget=BUDGETS)
-@settings(deadline=None)
 def test_tree_is_the_first_of_all_prefixes_sorted(rows, budget):
     assert native_prefixes(*rows, budget) == all_prefixes(rows[0])[:budget]
 
 
 @given(rows=st.one_of(TIED, UNTIED), budget=BUDGETS)
-@settings(deadline=None)
 def test_tree_is_algorithm_1(rows, budget):
     assert native_prefixes(*rows, budget) == algorithm_1(rows[0], budget)
 
 
 @given(rows=st.one_of(TIED, UNTIED), budget=BUDGETS)
-@settings(deadline=None)
 def test_tree_is_prefix_closed(rows, budget):
     kept = {ranks for _, ranks in native_prefixes(*rows, budget)}
     assert len(kept) == min(budget, len(all_prefixes(rows[0])))
@@ -112,7 +109,6 @@ def test_tree_is_prefix_closed(rows, budget):
 
 
 @given(rows=TIED, small=st.integers(0, 40), large=st.integers(0, 40))
-@settings(deadline=None)
 def test_smaller_budget_is_the_beginning_of_a_larger_one(rows, small, large):
     small, large = sorted((small, large))
     larger = native_prefixes(*rows, large)
@@ -188,7 +184,6 @@ def ancestors(parents: np.ndarray) -> np.ndarray:
 
 
 @given(parents=trees(), past=st.integers(0, 9), padding=st.integers(0, 5))
-@settings(deadline=None)
 def test_attention_bias(parents, past, padding):
     tree_tokens = len(parents)
     out = np.full((tree_tokens, past + tree_tokens + padding), np.nan, np.float32)
@@ -200,7 +195,6 @@ def test_attention_bias(parents, past, padding):
 
 
 @given(parents=trees(largest=100))
-@settings(deadline=None)
 def test_packed_mask(parents):
     mask = _native.packed_mask(parents)
     tree_tokens = len(parents)
@@ -232,7 +226,6 @@ def walk_plainly(parents: np.ndarray, token_ids: np.ndarray, choices: np.ndarray
 
 
 @given(parents=trees(largest=12), data=st.data(), dtype=st.sampled_from([np.int64, np.int32]))
-@settings(deadline=None)
 def test_walk(parents, data, dtype):
     # Few tokens, so that paths are long and siblings may share a token.
     count = len(parents)

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ddtree_trt.errors import UsageError
@@ -20,11 +21,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"n": True}, f"n {INTEGER} from 1 to 64, not True"),
     ({"n": 1.0}, f"n {INTEGER}"),
     ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
-    ({"max_tokens": None}, f"max_tokens {INTEGER}"),
     ({"max_tokens": "5"}, f"max_tokens {INTEGER}"),
     ({"min_tokens": -1}, "min_tokens must be at least 0"),
     ({"min_tokens": 6, "max_tokens": 5}, r"min_tokens (6) is above max_tokens (5)"),
     ({"temperature": -0.1}, "temperature must be from 0 to 100"),
+    ({"temperature": 1e-320}, "temperature must be 0, for greedy decoding, or from 1e-30 to 100"),
     ({"temperature": 101}, "temperature must be from 0 to 100"),
     ({"temperature": NAN}, f"temperature {NUMBER}"),
     ({"temperature": INFINITE}, f"temperature {NUMBER}"),
@@ -42,6 +43,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop must hold strings that are not empty"),
     ({"stop": ["a", ""]}, "stop must hold strings that are not empty"),
     ({"stop": ["a", 1]}, "stop must hold strings"),
+    ({"stop": ["a", "\ud800"]}, "stop is not valid Unicode: character 0 is half of a surrogate pair"),
+    ({"stop": b"a"}, "stop must be one value or a list"),
+    ({"stop": np.array(1.0)}, "stop must be one value or a list"),
     ({"stop": 1.5}, "stop must be one value or a list"),
     ({"stop": {"a": 1}}, "stop must be one value or a list"),
     ({"stop_token_ids": [-1]}, "stop_token_ids must hold token ids"),
@@ -55,8 +59,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 21}, "logprobs must be from 0 to 20"),
     ({"logprobs": True}, f"logprobs {INTEGER}"),
     ({"prompt_logprobs": -1}, "prompt_logprobs must be from 0 to 20"),
-    ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
-    ({"repetition_penalty": -1}, "repetition_penalty must be from 0"),
+    ({"repetition_penalty": 0}, "repetition_penalty must be from 0.01 to 100, not 0"),
+    ({"repetition_penalty": -1}, "repetition_penalty must be from 0.01"),
+    ({"repetition_penalty": 1e-38}, "repetition_penalty must be from 0.01"),
     ({"presence_penalty": 2.1}, "presence_penalty must be from -2 to 2"),
     ({"frequency_penalty": -2.1}, "frequency_penalty must be from -2 to 2"),
     ({"logit_bias": [1, 2]}, "logit_bias must map token ids to biases"),
@@ -78,6 +83,7 @@ ACCEPTED: list[dict[str, Any]] = [
     {"max_tokens": 10**9},
     {"min_tokens": 5, "max_tokens": 5},
     {"temperature": 0},
+    {"temperature": 1e-30},
     {"temperature": 100},
     {"top_k": 10**6},
     {"top_p": 1e-9},

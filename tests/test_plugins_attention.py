@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from plugin_libraries import Guarded, address, aligned, emulated_kernels
 
+from ddtree_trt import _native, memory
+from ddtree_trt.artifact import Limits, TransformerDims
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins import MaskMode, reference
 
@@ -256,3 +258,57 @@ def test_nothing_to_do_needs_no_pointers():
         fields = Case(5, [3]).fields(MaskMode.TREE) | {"q": None, empty: 0}
         assert emulated_kernels().attention_workspace_bytes(**fields) == 0
         emulated_kernels().launch("tree_attention", **fields)
+
+
+def _needs(q_heads, kv_heads, head_dim, capacity, max_batch, max_tokens):
+    """The launcher's own need of every call up to these extents, bytes [max_batch, max_tokens]."""
+    extents = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity, "slots": max_batch}
+    words = -(-max_tokens // 32)
+    return [
+        [
+            emulated_kernels().attention_workspace_bytes(sequences=n, tokens=t, scale=0.1, mask_words=words, **extents)
+            for t in range(1, max_tokens + 1)
+        ]
+        for n in range(1, max_batch + 1)
+    ]
+
+
+@pytest.mark.parametrize("max_batch", [1, 4, 17, 32])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "head_dim", "capacity"),
+    [(32, 8, 128, 4353), (16, 8, 128, 4353), (14, 2, 64, 1000), (8, 1, 64, 257), (4, 4, 64, 64), (64, 4, 128, 40960)],
+)
+def test_the_bound_is_the_largest_need_of_any_call(q_heads, kv_heads, head_dim, capacity, max_batch):
+    """What is set aside must do for every number of sequences and tokens: fewer sequences are cut into more parts."""
+    max_tokens = min(257, capacity)
+    needs = _needs(q_heads, kv_heads, head_dim, capacity, max_batch, max_tokens)
+    bound = _native.attention_workspace_bound(max_batch, max_tokens, q_heads, kv_heads, head_dim, capacity)
+    assert bound == max(map(max, needs))
+
+
+@pytest.mark.parametrize("max_batch", [4, 17, 32])
+def test_the_memory_plan_counts_the_bound(max_batch):
+    """Of Qwen3-8B's heads one sequence of 16 tokens needs most, 8,785,920 bytes, whatever the largest batch is."""
+    dims = TransformerDims(151936, 4096, 36, 32, 8, 128, 12288, 1e-6, 1e6, 40960)
+    limits = Limits(max_seq_len=4096, max_batch=max_batch)
+    assert limits.cache_rows == 4353
+    assert _needs(32, 8, 128, 4353, 1, 16)[0][15] == 8_785_920
+    assert memory.attention_workspace_bytes([dims], limits) == 8_785_920
+    for backend in ("torch", "tensorrt"):
+        halves, single = (memory.plan_engine(backend, p, dims, dims, limits, 0) for p in ("bf16", "fp32"))
+        passes = {"torch": 2, "tensorrt": 1}[backend]
+        without = [
+            plan.workspace_bytes - passes * memory._widest_bytes(backend, size, dims, dims, limits)
+            for plan, size in ((halves, 2), (single, 4))
+        ]
+        assert without[0] - without[1] == 8_785_920  # float32 has no kernels
+
+
+@pytest.mark.parametrize(
+    "change", [{"sequences": 0}, {"tokens": 300}, {"q_heads": 3}, {"kv_heads": 0}, {"head_dim": 0}]
+)
+def test_the_bound_of_impossible_extents_is_refused(change):
+    good = {"sequences": 1, "tokens": 16, "q_heads": 8, "kv_heads": 4, "head_dim": 64, "capacity": 256}
+    assert _native.attention_workspace_bound(**good) > 0
+    with pytest.raises(ValueError, match="tokens at most capacity"):
+        _native.attention_workspace_bound(**{**good, **change})

@@ -31,10 +31,10 @@ def test_a_missing_library_names_the_command_that_builds_it(tmp_path):
 
 def test_a_stale_library_is_refused_before_it_is_loaded(tmp_path):
     (tmp_path / library.KERNELS).write_bytes(b"\x7fELF no marker")
-    with pytest.raises(MissingDependency, match=r"ABI None, this version needs 1.*make plugins"):
+    with pytest.raises(MissingDependency, match=r"ABI None, this version needs 2.*make plugins"):
         library.find(library.KERNELS, tmp_path)
     (tmp_path / library.KERNELS).write_bytes(b"\x7fELF ddtree-plugin-abi=7; and so on")
-    with pytest.raises(MissingDependency, match=r"ABI 7, this version needs 1.*make plugins"):
+    with pytest.raises(MissingDependency, match=r"ABI 7, this version needs 2.*make plugins"):
         library.find(library.KERNELS, tmp_path)
 
 
@@ -79,7 +79,7 @@ def test_tensor_positions_are_those_of_the_plugins():
 def test_names_and_attributes_are_those_of_the_plugins():
     glue = (SOURCES / "trt" / "attention_plugin.cpp").read_text()
     fields = re.findall(r'PluginField\("(\w+)"', glue)
-    assert tuple(fields) == plugins.ATTENTION_ATTRIBUTES
+    assert tuple(fields) == (*plugins.ATTENTION_ATTRIBUTES, "workspace_bytes")  # the last is stored, no attribute
     assert f'kName[] = "{plugins.ATTENTION}"' in (SOURCES / "trt" / "attention_plugin.h").read_text()
     assert f'kName[] = "{plugins.KV_COMPACT}"' in (SOURCES / "trt" / "compact_plugin.h").read_text()
     identity = (SOURCES / "trt" / "plugin.h").read_text()

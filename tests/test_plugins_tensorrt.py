@@ -30,8 +30,9 @@ def plugin_library(request) -> Path:
     return path
 
 
-def test_glue_without_tensorrt():
-    run = subprocess.run([str(glue() / "ddtree_glue_test")], capture_output=True, text=True)
+@pytest.mark.parametrize("program", ["ddtree_glue_test", "ddtree_glue_workspace_test"])
+def test_glue_without_tensorrt(program):
+    run = subprocess.run([str(glue() / program)], capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     assert "0 failed" in run.stdout
 
@@ -56,7 +57,7 @@ def test_the_library_carries_its_abi(plugin_library):
 
 def test_the_lean_registry_finds_and_creates_the_plugins(plugin_library):
     run = subprocess.run(
-        [lean_python(), str(REGISTRY), str(plugin_library)], capture_output=True, text=True, timeout=100
+        [lean_python(), str(REGISTRY), str(plugin_library)], capture_output=True, text=True, timeout=500
     )
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(run.stdout.splitlines()[-1])

@@ -14,6 +14,7 @@ from truth import FALSE_ALARM, chi_square, distribution
 
 from ddtree_trt import _native
 from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.noise import Noise
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.sampling import DrawnFrom, Sampler, logprob
 
@@ -43,7 +44,7 @@ TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=6)
 
 
 @given(options=OPTIONS, prompt=TOKENS, output=TOKENS, seed=st.integers(0, 10**6))
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_distribution_is_the_documented_one(
     options: dict[str, Any], prompt: list[int], output: list[int], seed: int
 ) -> None:
@@ -108,26 +109,6 @@ def test_a_nucleus_of_very_unequal_and_of_no_weights() -> None:
         assert not empty.any()
 
 
-@given(values=WEIGHTS, numerator=st.integers(0, 2**20 - 1))
-def test_a_draw_inverts_the_running_sum(values: list[float], numerator: int) -> None:
-    total, uniform = sum(values), numerator / 2**20
-    if total == 0:
-        with pytest.raises(ValueError, match="positive"):
-            _native.draw(np.array(values), uniform)
-        return
-    running = np.cumsum(values)
-    assert _native.draw(np.array(values), uniform) == int(np.searchsorted(running, uniform * total, side="right"))
-
-
-def test_a_draw_at_the_very_end_takes_a_weight_that_is_there() -> None:
-    rng = np.random.default_rng(0)
-    for size in (1, 63, 64, 65, 1000):
-        weights = rng.random(size)
-        weights[size // 2 + 1 :] = 0
-        for uniform in (0.0, np.nextafter(1, 0), 1.0):
-            assert weights[_native.draw(weights, uniform)] > 0
-
-
 @pytest.mark.parametrize("temperature", [1e-6, 100.0])
 def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     p = sampler(temperature=temperature).distribution(LOGITS * 50)
@@ -135,10 +116,19 @@ def test_extreme_temperatures_stay_finite(temperature: float) -> None:
     assert p.argmax() == 0
 
 
+def choices(tested: Sampler, count: int) -> list[int]:
+    """Tokens of as many positions, each from LOGITS."""
+    chosen = []
+    for _ in range(count):
+        chosen.append(tested.choose(LOGITS))
+        tested.observe(chosen[-1])
+    return chosen
+
+
 @pytest.mark.parametrize("options", [{}, {"top_k": 4}, {"top_p": 0.8, "temperature": 0.7}], ids=str)
 def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
     tested = sampler(seed=5, **{"temperature": 1.0, **options})
-    counts = Counter((tested.choose(LOGITS),) for _ in range(20_000))
+    counts = Counter((token,) for token in choices(tested, 20_000))
     expected = {(t,): p for t, p in enumerate(tested.distribution(LOGITS).tolist()) if p}
     assert chi_square(counts, expected) > FALSE_ALARM
 
@@ -147,8 +137,7 @@ def test_draws_follow_the_distribution(options: dict[str, Any]) -> None:
 
 
 def stream(**options: Any) -> list[int]:
-    tested = sampler(temperature=1.0, **options)
-    return [tested.choose(LOGITS) for _ in range(40)]
+    return choices(sampler(temperature=1.0, **options), 40)
 
 
 def test_a_seed_repeats_and_its_completions_differ() -> None:
@@ -168,21 +157,22 @@ PROBS = st.lists(st.floats(0.01, 1), min_size=5, max_size=5)
 HOLES = st.sets(st.integers(0, 4), max_size=4)
 
 
-class Fixed(Sampler):
-    """Keeps or rejects as told, and shows what it would then draw from."""
+class Fixed(Noise):
+    """Keeps or rejects as told, and shows what would then be drawn from."""
 
-    keep = True
+    def __init__(self, keep: bool) -> None:
+        self.keep = keep
 
-    def _keeps(self, p: float, q: float) -> bool:
+    def keeps(self, position: int, p: float, q: float) -> bool:
         return self.keep
 
-    def _draw(self, weights: np.ndarray) -> int:
+    def residual(self, position: int, weights: np.ndarray) -> int:
         self.weights = weights.copy()
-        return int(weights.argmax())
+        return int(weights.argmax()) if weights.any() else -1
 
 
 @given(p=PROBS, q=PROBS, p_holes=HOLES, q_holes=HOLES, width=st.integers(1, 5))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_acceptance_gives_back_the_targets_distribution(
     p: list[float], q: list[float], p_holes: set[int], q_holes: set[int], width: int
 ) -> None:
@@ -195,33 +185,33 @@ def test_acceptance_gives_back_the_targets_distribution(
     if not weights.any():
         weights[0] = 1
     draft_probs = weights / weights.sum()
-    tested = Fixed(SamplingParams(temperature=1), 5, [], frozenset())
+    tested = Sampler(SamplingParams(temperature=1), 5, [], frozenset())
     exact = tested.distribution(logits)
     emitted = np.zeros(5)
     for token, probability in zip(candidates.tolist(), draft_probs.tolist(), strict=True):
         if not probability:
             continue
         kept = min(1.0, exact[token] / probability)
-        tested.keep = True
+        tested.noise = Fixed(keep=True)
         assert tested.choose_against(logits, DrawnFrom(token, candidates, draft_probs)) == token
         emitted[token] += probability * kept
         if kept < 1:
-            tested.keep = False
+            tested.noise = rejecting = Fixed(keep=False)
             tested.choose_against(logits, DrawnFrom(token, candidates, draft_probs))
-            emitted += probability * (1 - kept) * tested.weights / tested.weights.sum()
+            emitted += probability * (1 - kept) * rejecting.weights / rejecting.weights.sum()
     assert np.abs(emitted - exact).max() < 1e-9
 
 
 @pytest.mark.parametrize(("p", "q", "expected"), [(0.3, 0.6, 0.5), (0.6, 0.3, 1.0), (0.0, 0.5, 0.0)])
 def test_keeps_with_probability_p_over_q(p: float, q: float, expected: float) -> None:
-    tested = sampler(temperature=1, seed=0)
-    kept = sum(tested._keeps(p, q) for _ in range(10_000)) / 10_000
+    noise = Noise(0, 0)
+    kept = sum(noise.keeps(position, p, q) for position in range(10_000)) / 10_000
     assert kept == pytest.approx(expected, abs=0.03)  # six standard deviations
 
 
 def test_a_draft_that_rounding_alone_rejects_is_kept() -> None:
-    tested = Fixed(SamplingParams(temperature=1), 2, [], frozenset())
-    tested.keep = False
+    tested = Sampler(SamplingParams(temperature=1), 2, [], frozenset())
+    tested.noise = Fixed(keep=False)
     logits = np.array([0.0, 0.0], np.float32)
     assert tested.choose_against(logits, DrawnFrom(1, np.array([0, 1], np.int32), np.array([0.5, 0.5]))) == 1
 
@@ -242,14 +232,14 @@ def test_draft_tokens_are_drawn_at_the_requests_temperature_and_filters(
 ) -> None:
     tested = sampler(**{"temperature": 1.0, "seed": 1, **options})
     log_probs, ids = np.log(np.array([0.5, 0.3, 0.2], np.float32)), np.array([4, 2, 6], np.int32)
-    draws = [tested.draft(log_probs, ids) for _ in range(300)]
+    draws = [tested.draft(log_probs, ids, depth) for depth in range(300)]
     assert draws[0].probs == pytest.approx(expected, abs=1e-6)
     assert draws[0].candidates.tolist() == [4, 2, 6][: len(expected)]
     assert {d.token for d in draws} == {t for t, p in zip((4, 2, 6), expected, strict=False) if p}
 
 
 def test_draft_at_temperature_0_is_the_first_candidate() -> None:
-    drawn = sampler().draft(np.log(np.array([0.5, 0.3], np.float32)), np.array([4, 2], np.int32))
+    drawn = sampler().draft(np.log(np.array([0.5, 0.3], np.float32)), np.array([4, 2], np.int32), 0)
     assert (drawn.token, drawn.candidates.tolist(), drawn.probs.tolist()) == (4, [4], [1])
 
 
@@ -301,7 +291,7 @@ def test_logits_that_are_not_finite_are_refused(bad: float) -> None:
         with pytest.raises(EngineError, match="logits are not finite"):
             tested.pick(0, broken)
     with pytest.raises(EngineError, match="drafter's log-probabilities are not finite"):
-        sampler(temperature=1).draft(broken[:2], np.array([1, 2], np.int32))
+        sampler(temperature=1).draft(broken[:2], np.array([1, 2], np.int32), 0)
 
 
 # Log-probabilities

@@ -84,7 +84,7 @@ def test_sixteen_together_are_as_one_by_one() -> None:
     slots=st.integers(1, 6),
     order=st.permutations(range(len(MIXED))),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_no_schedule_and_no_cancellation_changes_what_another_says(
     arrivals: list[int], leaves: list[int | None], slots: int, order: list[int]
 ) -> None:
@@ -145,7 +145,7 @@ def test_seeds_repeat_and_unseeded_requests_are_independent() -> None:
 
 @pytest.mark.parametrize("slots", [1, 3])
 @given(data=st.data())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_reused_prefix_says_what_a_fresh_slot_says(slots: int, data: st.DataObject) -> None:
     """Chats of several turns, each turn by any method: `ar` keeps no states for the drafter, the others need them."""
     engine = make(slots)

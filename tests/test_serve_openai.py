@@ -72,9 +72,11 @@ def test_an_answer_needs_no_max_tokens(client: openai.OpenAI, llm: LLM) -> None:
     assert answer.choices[0].message.content == reference(llm, messages(QUESTIONS[0])).outputs[0].text
 
 
-def test_chat_stream_joins_to_the_whole(client: openai.OpenAI, llm: LLM) -> None:
+def test_chat_stream_joins_to_the_whole(server: ThreadServer, client: openai.OpenAI, llm: LLM) -> None:
     expected = reference(llm, messages(QUESTIONS[1]), max_tokens=60)
-    chunks = list(
+    chunks: list[Any] = []
+    server.passes.in_step_with(lambda: len(chunks), 3)
+    chunks.extend(
         client.chat.completions.create(
             model="tiny",
             messages=messages(QUESTIONS[1]),
@@ -83,6 +85,7 @@ def test_chat_stream_joins_to_the_whole(client: openai.OpenAI, llm: LLM) -> None
             stream_options={"include_usage": True},
         )
     )
+    server.passes.release()
     *parts, last = chunks
     deltas = [c.choices[0].delta for c in parts]
     assert deltas[0].role == "assistant" and not any(d.role for d in deltas[1:])
@@ -294,7 +297,7 @@ def test_bookkeeping_fields_are_accepted_and_change_nothing(client: openai.OpenA
 
 
 def curl(server: ThreadServer, path: str, body: Any, *options: str) -> str:
-    command = ["curl", "--silent", "--show-error", "--no-buffer", "--max-time", "30", f"{server.url}{path}", *options]
+    command = ["curl", "--silent", "--show-error", "--no-buffer", "--max-time", "300", f"{server.url}{path}", *options]
     command += ["--header", "Content-Type: application/json", "--data", json.dumps(body)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 

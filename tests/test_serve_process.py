@@ -8,12 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import httpx
 import pytest
-from serving import LONG, ProcessServer, metrics, wait_for
+from pacing import WAIT_S, wait_for
+from serving import LONG, ProcessServer, metrics
+
+from ddtree_trt.errors import install_with
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 import load_test
@@ -27,16 +29,29 @@ def events(client: httpx.Client, body: dict[str, object]) -> list[str]:
         return [line for line in response.iter_lines() if line]
 
 
-def test_sigterm_under_load_finishes_what_runs_and_exits_0(tiny_engine: Path) -> None:
-    body = {**STREAM, "max_tokens": 150}
-    with ProcessServer(tiny_engine) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+def under_way_at(client: httpx.Client) -> float:
+    """How many sequences run or wait."""
+    figures = metrics(client)
+    return figures["ddtree_requests_running"] + figures["ddtree_requests_waiting"]
+
+
+def test_sigterm_under_load_finishes_what_runs_and_exits_0(tiny_engine: Path, tmp_path: Path) -> None:
+    body = {**STREAM, "max_tokens": 150, "method": "auto"}
+    hold = tmp_path / "hold"
+    hold.touch()
+    options = ("--drain-timeout", str(WAIT_S))
+    with (
+        ProcessServer(tiny_engine, *options, hold=hold) as server,
+        httpx.Client(base_url=server.url, timeout=WAIT_S) as client,
+    ):
         assert "8 slots" in server.ready
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
             under_way = [pool.submit(events, client, body) for _ in range(16)]
-            wait_for(lambda: metrics(client)["ddtree_requests_waiting"] == 8)
+            wait_for(lambda: under_way_at(client) == 16)
             server.terminate()
             wait_for(lambda: client.get("/health").status_code == 503)
             assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+            hold.unlink()
             streams = [f.result() for f in under_way]
         assert all(lines[-1] == "data: [DONE]" for lines in streams)
         texts = {"".join(json.loads(x[6:])["choices"][0]["text"] for x in lines[:-1]) for lines in streams}
@@ -45,18 +60,22 @@ def test_sigterm_under_load_finishes_what_runs_and_exits_0(tiny_engine: Path) ->
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_ends_at_once(tiny_engine: Path, sig: signal.Signals) -> None:
-    with ProcessServer(tiny_engine, "--drain-timeout", "600") as server, httpx.Client(timeout=60) as client:
-        client.base_url = httpx.URL(server.url)
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            stream = pool.submit(events, client, {**STREAM, "method": "ar"})
-            wait_for(lambda: metrics(client)["ddtree_requests_running"] == 1)
-            server.process.send_signal(sig)
-            wait_for(lambda: client.get("/health").status_code == 503)
-            server.process.send_signal(sig)
-            start = time.monotonic()
-            assert json.loads(stream.result()[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
-        assert server.wait()[0] == 0 and time.monotonic() - start < 10
+def test_a_second_signal_ends_at_once(tiny_engine: Path, tmp_path: Path, sig: signal.Signals) -> None:
+    """The request under way would take more than a minute, and is not waited for."""
+    hold = tmp_path / "hold"
+    hold.touch()
+    with (
+        ProcessServer(tiny_engine, "--drain-timeout", "3600", hold=hold, hold_s=0.05) as server,
+        httpx.Client(base_url=server.url, timeout=WAIT_S) as client,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        stream = pool.submit(events, client, STREAM)
+        wait_for(lambda: metrics(client)["ddtree_requests_running"] == 1)
+        server.process.send_signal(sig)
+        wait_for(lambda: client.get("/health").status_code == 503)
+        server.process.send_signal(sig)
+        assert json.loads(stream.result()[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert server.wait()[0] == 0
 
 
 def test_the_api_key_comes_from_the_environment(tiny_engine: Path) -> None:
@@ -72,7 +91,7 @@ def test_the_api_key_comes_from_the_environment(tiny_engine: Path) -> None:
 
 def serve(*arguments: str) -> tuple[int, str]:
     command = [sys.executable, "-m", "ddtree_trt.cli", "serve", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == ""
     return done.returncode, done.stderr
 
@@ -112,17 +131,14 @@ def test_without_the_extra_the_command_names_it(tiny_engine: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == 1
-    assert (
-        done.stderr
-        == "error: the server needs the Python package uvicorn; install it with: pip install 'ddtree-trt[serve]'\n"
-    )
+    assert done.stderr == f"error: the server needs the Python package uvicorn; {install_with('serve')}\n"
 
 
 def test_a_crowd_of_clients(tiny_engine: Path) -> None:
     report = load_test.run(tiny_engine, concurrency=48, seconds=4, prompts=8)
     assert report.failures() == []
     assert report.tokens > 0 and set(report.requests) == set(load_test.KINDS)
-    assert max(running for _, _, running, _ in report.samples) == 8
+    assert max(running for _, _, running, _ in report.samples) <= 8
 
 
 def test_the_load_test_sees_what_goes_wrong() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import ThreadServer, metrics, thread_server
+
+from ddtree_trt.serve.protocol import ChatRequest, CompletionRequest
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"messages": [{"role": "user", "content": "x"}]}
@@ -52,6 +55,9 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     (message(content="\ud800"), "messages.0.content", "half of a surrogate pair"),
     ({**USER, "foo": 1}, "foo", "Unknown parameter: 'foo'"),
     ({**USER, "foo": None}, "foo", "Unknown parameter: 'foo'"),
+    ({**USER, "\ud800": True}, "\\ud800", "Unknown parameter"),
+    ({**USER, "metadata": {"\ud800": 1}}, "metadata.\ufffd\ufffd\ufffd", "valid string, not 1"),
+    ({**USER, "method": "\ud800"}, "method", "not '\\ud800'"),
     ({**USER, "echo": True}, "echo", "Unknown parameter: 'echo'"),
     ({**USER, "tools": []}, "tools", "Unsupported parameter: 'tools' (this server does not call tools)"),
     ({**USER, "tool_choice": "none"}, "tool_choice", "Unsupported parameter"),
@@ -82,7 +88,8 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({**USER, "min_p": 2}, "min_p", "from 0 to 1"),
     ({**USER, "presence_penalty": 3}, "presence_penalty", "from -2 to 2, not 3"),
     ({**USER, "frequency_penalty": -3}, "frequency_penalty", "from -2 to 2"),
-    ({**USER, "repetition_penalty": 0}, "repetition_penalty", "above 0"),
+    ({**USER, "repetition_penalty": 0}, "repetition_penalty", "from 0.01 to 100, not 0"),
+    ({**USER, "repetition_penalty": 1e-39}, "repetition_penalty", "from 0.01 to 100"),
     ({**USER, "logit_bias": {"word": 1}}, "logit_bias", "'word' is not a token id"),
     ({**USER, "logit_bias": {"5": 101}}, "logit_bias", "logit_bias[5] must be from -100 to 100"),
     ({**USER, "logit_bias": {"999999": 1}}, "logit_bias", "outside the vocabulary"),
@@ -94,6 +101,13 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({**USER, "stop": ["x"] * 17}, "stop", "at most 16"),
     ({**USER, "stop": "x" * 257}, "stop.0", "at most 256"),
     ({**USER, "stop_token_ids": [5] * 65}, "stop_token_ids", "at most 64"),
+    ({**USER, "metadata": {str(i): "x" for i in range(17)}}, "metadata", "at most 16 entries, not 17"),
+    ({**USER, "logit_bias": {str(i): 1 for i in range(301)}}, "logit_bias", "at most 300 tokens can be biased"),
+    ({**USER, "seed": 10**400}, "seed", "not an integer of about 401 digits"),
+    ({**USER, "logprobs": True, "top_logprobs": 10**400}, "top_logprobs", "not an integer of about 401 digits"),
+    ({**USER, "max_tokens": 10**400}, "max_tokens", "max_tokens an integer of about 401 digits does not fit"),
+    ({**USER, "temperature": 10**400}, "temperature", "number"),
+    ({**USER, "stream_options": {"y": 1, "x": 1}, "stream": True}, "stream_options.y", "Unknown parameter"),
     ({"messages": USER["messages"] * 2100}, "messages", "2100 messages"),
     ({**USER, "stop_token_ids": ["a"]}, "stop_token_ids.0", "valid integer"),
     ({**USER, "stop_token_ids": [999_999]}, "stop_token_ids", "outside the vocabulary"),
@@ -125,6 +139,7 @@ WRONG_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "logprobs": 21}, "logprobs", "from 0 to 20"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens", "at least 1"),
     ({"prompt": "x", "messages": []}, "messages", "Unknown parameter"),
+    ({"prompt": ["x"] * 2049}, "prompt", "at most 2048 prompts in one request, not 2049"),
     ({"prompt": ["x"] * 20}, "prompt", "20 completions in one request; at most 12"),
     ({"prompt": ["x"] * 5, "n": 3}, "prompt", "15 completions in one request; at most 12"),
 ]
@@ -183,6 +198,8 @@ def test_wrong_paths_methods_and_models(server: ThreadServer) -> None:
         (server.http.get("/nothing"), 404),
         (server.http.get(CHAT), 405),
         (server.http.delete("/health"), 405),
+        (server.http.get("/metrics/"), 404),  # and no redirect to what the Host header says
+        (server.http.get("/health/", headers={"Host": "elsewhere.example"}), 404),
         (server.chat(model="gpt-4o"), 404),
         (server.chat(model="\ud800"[:0] + "ü/ö"), 404),
     ):
@@ -231,19 +248,29 @@ def test_refusals_reach_the_official_client_as_its_exceptions(server: ThreadServ
             client.completions.create(model="tiny", prompt="x", stream=True, extra_body={"top_k": -1})
 
 
+def test_the_description_names_what_the_endpoints_take(server: ThreadServer) -> None:
+    description = server.http.get("/openapi.json").json()
+    schemas = description["components"]["schemas"]
+    for path, model in ((CHAT, ChatRequest), (COMPLETIONS, CompletionRequest)):
+        body = description["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert set(schemas[body["$ref"].rpartition("/")[2]]["properties"]) == set(model.model_fields)
+    text = json.dumps(description)
+    assert all(ref in schemas for ref in re.findall(r"#/components/schemas/(\w+)", text))
+
+
 def test_the_api_key_is_asked_for(tiny_engine: Path) -> None:
     with thread_server(tiny_engine, api_key=KEY) as server:
         assert server.chat(max_tokens=2).status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": "Bearer ü"}):
             raw = {k: v.encode() for k, v in headers.items()}
-            for method, path in (("POST", CHAT), ("GET", "/v1/models")):
+            for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("GET", "/openapi.json"), ("GET", "/nothing")):
                 with httpx.Client(base_url=server.url) as stranger:
                     response = stranger.request(method, path, headers=raw)
                 assert response.status_code == 401
                 assert error_of(response)["code"] == "invalid_api_key" and KEY not in response.text
         with httpx.Client(base_url=server.url) as stranger:
             assert stranger.get("/health").status_code == 200
-            assert metrics(stranger)['ddtree_requests_refused_total{status="401"}'] == 8
+            assert metrics(stranger)['ddtree_requests_refused_total{status="401"}'] == 16
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)
         with client, pytest.raises(openai.AuthenticationError):
             client.models.list()
@@ -260,7 +287,7 @@ FIELDS = (
 ).split()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     path=st.sampled_from([CHAT, COMPLETIONS]),
     fields=st.dictionaries(st.sampled_from(FIELDS), json_values, max_size=3),

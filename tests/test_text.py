@@ -8,6 +8,7 @@ from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,7 @@ from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.outputs import CompletionOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
-from ddtree_trt.runtime.text import INCOMPLETE, TextCodec, TextStream
+from ddtree_trt.runtime.text import INCOMPLETE, TextCodec, TextStream, as_prompts
 
 CODEC = TextCodec(Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "tokenizer", {})
 VOCAB = len(CODEC.tokenizer)
@@ -117,7 +118,7 @@ OPTIONS = st.fixed_dictionaries(
 @example(script=CODEC.encode("a b"), options={"max_tokens": 9, "min_tokens": 2, "stop": ["b"]}, accepted=[3])
 @example(script=CODEC.encode("a b"), options={"max_tokens": 9, "min_tokens": 3, "stop": ["b"]}, accepted=[3])
 @example(script=CODEC.encode("stop"), options={"max_tokens": 8, "stop": ["stop"]}, accepted=[3])
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 def test_stops_and_limits_hold_at_any_block_boundary(
     script: list[int], options: dict[str, Any], accepted: list[int]
 ) -> None:
@@ -149,7 +150,7 @@ def test_stops_and_limits_hold_at_any_block_boundary(
 
 
 @given(text=TEXTS, stop=STOPS.filter(bool), accepted=st.lists(st.integers(0, 7), min_size=1, max_size=4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_one_stop_string_cuts_the_text_before_its_first_occurrence(
     text: str, stop: list[str], accepted: list[int]
 ) -> None:
@@ -161,7 +162,7 @@ def test_one_stop_string_cuts_the_text_before_its_first_occurrence(
 
 
 @given(script=SCRIPTS)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_text_grows_by_whole_characters_as_soon_as_they_are_known(script: list[int]) -> None:
     stream = TextStream(CODEC)
     for i, token in enumerate(script, 1):
@@ -233,7 +234,17 @@ def test_acceptance_counts_what_was_committed_even_if_a_stop_string_takes_it_bac
     [
         (b"abc", "not bytes"),
         (5, "not int"),
-        ([1, "a"], "a prompt is text, a list of token ids, or a list of chat messages"),
+        (None, "not NoneType"),
+        (0.5, "not float"),
+        ("a\ud800", "the prompt is not valid Unicode: character 1 is half of a surrogate pair"),
+        ([1, 2.0], "item 1 is 2.0"),
+        ([None], "item 0 is None"),
+        (["a"], "item 0 is 'a'"),
+        ([{"role": "user", "content": "x"}, "y"], "item 0 is {'role'"),
+        ([{"role": "user", "content": "a\udfff"}], "content of message 0 is not valid Unicode"),
+        ([{"role": "\ud800", "content": "a"}], "role of message 0 is not valid Unicode"),
+        ([{"role": None, "content": "a"}], "needs a role and a content"),
+        ([1, "a"], "a prompt is text, a list of token ids, or a list of chat messages .* item 1 is 'a'"),
         ([True, 1], "a prompt is text, a list of token ids"),
         ([{"role": "user"}], "needs a role and a content"),
         ([{"role": "user", "content": 5}], "needs a role and a content"),
@@ -243,3 +254,22 @@ def test_acceptance_counts_what_was_committed_even_if_a_stop_string_takes_it_bac
 def test_what_is_no_prompt_is_refused(prompt: Any, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         CODEC.encode(prompt)
+
+
+def test_the_numbers_of_other_libraries_are_token_ids() -> None:
+    assert CODEC.encode([np.int64(5), np.uint16(6), 7]) == [5, 6, 7]
+    assert all(type(token) is int for token in CODEC.encode([np.int64(5)]))
+
+
+@pytest.mark.parametrize("prompts", [None, 5, 0.5, b"x", {"role": "user", "content": "x"}, {"a", "b"}], ids=str)
+def test_what_is_neither_a_prompt_nor_several_is_refused(prompts: Any) -> None:
+    with pytest.raises(UsageError, match="prompts must be a text, a list of token ids"):
+        as_prompts(prompts)
+
+
+def test_one_prompt_or_several() -> None:
+    chat = [{"role": "user", "content": "x"}]
+    for one in ("x", [1, 2], [np.int64(1)], chat):
+        assert as_prompts(one) == [one]
+        assert as_prompts([one, one]) == as_prompts(iter((one, one))) == [one, one]
+    assert as_prompts([]) == []

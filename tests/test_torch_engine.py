@@ -19,6 +19,7 @@ from plugin_libraries import torch_operators
 
 from ddtree_trt.artifact import load_manifest
 from ddtree_trt.bench.settings import CheckSettings
+from ddtree_trt.buckets import buckets
 from ddtree_trt.check import check_engine
 from ddtree_trt.errors import ArtifactError, EngineError, MissingDependency
 from ddtree_trt.runtime import torch_attention
@@ -27,18 +28,15 @@ from ddtree_trt.runtime.lazy_rows import LazyRows
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.load import open_engine
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.passes import buckets
 from ddtree_trt.runtime.profile import fingerprint
 from ddtree_trt.runtime.torch import TorchEngine
-from ddtree_trt.runtime.torch_attention import KernelAttention
+from ddtree_trt.runtime.torch_attention import KernelAttention, Scratch
 from ddtree_trt.runtime.torch_drafters import BlockDrafter
 from ddtree_trt.runtime.torch_graphs import Graphs
 from ddtree_trt.runtime.tree import TokenTree
 
 TOKENS = 64
 VOCAB = 2048
-
-pytestmark = pytest.mark.usefixtures("quick_profile")
 
 
 @pytest.fixture(scope="module")
@@ -299,19 +297,51 @@ def test_padding_changes_nothing(tmp_path: Path) -> None:
             follower.commit(path_to(tree, len(tree) - 1))
 
 
+def test_a_single_sequence_finds_every_graph_captured(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: opening runs each of its stages once, so that a first request captures none of them."""
+    captured: set[tuple[int, Any]] = set()
+    run = Graphs.run
+
+    def record(self: Graphs, key: Any, work: Any) -> None:
+        captured.add((id(self), key))
+        run(self, key, work)
+
+    monkeypatch.setattr(Graphs, "run", record)
+    limits, device = engine.limits, engine.device
+    sizes = buckets(limits.max_tokens_per_pass)
+    monkeypatch.setattr(engine, "_buckets", sizes)
+    engine.warm_up()
+    assert not captured  # a CPU captures nothing
+    monkeypatch.setattr(engine, "device", torch.device("cuda"))
+    engine.warm_up()
+    monkeypatch.setattr(engine, "device", device)
+    before = set(captured)
+    largest = next(size for size in sizes if size > limits.max_tree_budget)
+    assert {key for graphs, key in captured if graphs == id(engine.graphs)} == {
+        (1, size) for size in sizes if size <= largest
+    }
+    assert not any(engine.length(slot) or engine.draftable_length(slot) for slot in range(limits.max_batch))
+    fill(engine, (30,))
+    for size in (1, 2, 7, 40, limits.max_tree_budget + 1):
+        request = DraftRequest(0, 5, min(size, limits.max_tree_budget), 7, lambda *_: pytest.fail("draws nothing"))
+        engine.draft([request])
+        engine.verify([VerifyRequest(0, random_tree(np.random.default_rng(size), size, VOCAB))])
+    assert captured == before
+
+
 def test_buckets_rise_to_the_largest_pass() -> None:
     for largest in (1, 2, 5, 16, 17, 65, 257, 1025):
         steps = buckets(largest)
         assert steps[-1] == largest and steps[0] == 1 and steps == sorted(set(steps))
 
 
-@pytest.mark.timeout(300)
 def test_the_kernels_are_called_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine as it runs on a GPU, but for the graphs: the operators are the kernels' own source on the CPU."""
     library = torch_operators()
     monkeypatch.setattr(torch_attention, "find", lambda name: library)
     plain = build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", tmp_path / "e", precision="bf16", max_batch=2)
-    monkeypatch.setattr("ddtree_trt.runtime.torch.attention_for", lambda device, *_: KernelAttention(device))
+    torch_attention.load_operators()
+    monkeypatch.setattr("ddtree_trt.runtime.torch.attention_for", lambda *given: KernelAttention(given[-1]))
     kernels = open_engine(tmp_path / "e")
     assert isinstance(kernels, TorchEngine) and kernels.cache._kernels
     rng = np.random.default_rng(1)
@@ -334,7 +364,7 @@ def test_the_kernels_are_called_right(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_torch_missing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match=r"pip install 'ddtree-trt\[torch\]'"):
+    with pytest.raises(MissingDependency, match=r"pip install '\.\[torch\]'"):
         open_engine(directory)
 
 
@@ -349,9 +379,39 @@ def test_kernels_missing_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(torch_attention, "find", missing)
     monkeypatch.setattr(torch.ops, "ddtree", object())
+    cuda, scratch = torch.device("cuda"), Scratch(0, torch.device("cpu"))
     with pytest.raises(MissingDependency, match="libddtree_torch"):
-        torch_attention.attention_for(torch.device("cuda"), torch.bfloat16, 128)
-    assert not torch_attention.attention_for(torch.device("cuda"), torch.float32, 128).kernels
+        torch_attention.attention_for(cuda, torch.bfloat16, 128, scratch)
+    assert not torch_attention.attention_for(cuda, torch.float32, 128, scratch).kernels
+
+
+PRODUCTS = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
+PRODUCTS += ["allow_tf32", "allow_fp16_accumulation"]
+
+
+@pytest.fixture
+def products() -> Iterator[Any]:
+    """PyTorch's settings of matrix products on a GPU, all loose."""
+    settings = torch.backends.cuda.matmul
+    before = {name: getattr(settings, name) for name in PRODUCTS}
+    for name in PRODUCTS:
+        setattr(settings, name, True)
+    yield settings
+    for name, value in before.items():
+        setattr(settings, name, value)
+
+
+def test_sums_of_products_stay_single_on_a_gpu(directory: Path, products: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Opening on a GPU turns off what PyTorch leaves on: sums of a product's parts in half precision."""
+    built = load_manifest(directory)
+    TorchEngine.open(directory, built).close()
+    assert all(getattr(products, name) for name in PRODUCTS)  # a CPU engine leaves the process alone
+    monkeypatch.setattr("ddtree_trt.runtime.torch.choose_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr("ddtree_trt.runtime.torch.check_device", lambda *_: None)
+    monkeypatch.setattr("ddtree_trt.runtime.torch.read_weights", lambda *_: {})
+    with pytest.raises((AssertionError, RuntimeError)):  # there is no GPU to go on with
+        TorchEngine.open(directory, built)
+    assert not any(getattr(products, name) for name in PRODUCTS)
 
 
 def test_a_weight_file_of_another_model(tmp_path: Path) -> None:

@@ -42,8 +42,6 @@ LOGITS: list[dict[str, Any]] = [
     {"temperature": 1.0, "min_p": 0.1},
 ]
 
-pytestmark = pytest.mark.usefixtures("quick_profile")
-
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -246,12 +244,23 @@ def test_one_seed_gives_one_text(device: LLM, prompts: list[Any]) -> None:
     engine.truncate(0, 0)
     engine.prefill(0, np.array(prompt), rows="none", taps=True)
     said = texts[1, 16][0][:1]
-    seed = Sampler(SamplingParams(seed=1), 8, [], frozenset(), 0).noise_seed
+    seed = Sampler(SamplingParams(seed=1), 8, [], frozenset()).noise.target_seed
     while len(said) < 24:
         said += rounds.round([RoundRequest(0, said[-1], 16, 3.0, seed)])[0].tokens
     engine.truncate(0, 0)
     device._scheduler._slots[0].tokens = []
     assert said[:24] == texts[1, 16][0]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 2.0])
+def test_device_and_host_draw_the_same_tokens(device: LLM, host: LLM, prompts: list[Any], temperature: float) -> None:
+    """One rule: with one seed, rounds on the device, by stages and without drafts give one text."""
+    params = greedy(16, temperature=temperature, seed=1, max_tokens=24, n=2)
+    alone = SamplingParams(**{**vars(params), "method": "ar", "tree_budget": "auto"})
+    found = [llm.generate(prompts[:3], p) for llm, p in ((device, params), (host, params), (host, alone))]
+    tokens = [[c.token_ids for output in outputs for c in output.outputs] for outputs in found]
+    assert tokens[0] == tokens[1] == tokens[2]
+    assert all(output.metrics.on_device for output in found[0])
 
 
 def test_completions_of_one_prompt_differ(device: LLM) -> None:
@@ -293,7 +302,7 @@ def test_rounds_draw_from_the_targets_distribution(
         said = [bonus]
         while len(said) < 3:
             sampler = Sampler(SamplingParams(seed=seed), 8, [], frozenset())
-            request = RoundRequest(0, said[-1], 8, temperature, sampler.noise_seed)
+            request = RoundRequest(0, said[-1], 8, temperature, sampler.noise.target_seed)
             said += rounds.round([request])[0].tokens
         pair = (said[1], said[2])
         counts[pair if pair in likely else ()] += 1

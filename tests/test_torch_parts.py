@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,9 +19,8 @@ from ddtree_trt.errors import MissingDependency
 from ddtree_trt.plugins import MaskMode, reference
 from ddtree_trt.runtime import torch_attention
 from ddtree_trt.runtime.engine import DraftRequest
-from ddtree_trt.runtime.lazy_rows import LazyRows
-from ddtree_trt.runtime.torch_attention import DenseAttention, KernelAttention, Place
-from ddtree_trt.runtime.torch_graphs import Download, Graphs, Upload
+from ddtree_trt.runtime.torch_attention import DenseAttention, Place
+from ddtree_trt.runtime.torch_graphs import Download, Upload
 from ddtree_trt.runtime.torch_pointwise import KernelMath, PlainMath, rotary_tables
 
 CPU = torch.device("cpu")
@@ -57,52 +53,6 @@ def test_dense_attention_is_the_reference(mode: MaskMode, tokens: int) -> None:
     np.testing.assert_array_equal(tensors[4].numpy(), values)
 
 
-def flash_attn_with_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cache_seqlens: Tensor,
-    cache_batch_idx: Tensor,
-    softmax_scale: float,
-    causal: bool,
-) -> Tensor:
-    """flash-attn's function for caches [slots, S, Hkv, D], by its documentation: new rows are appended in place; a
-    causal mask is aligned to the last key."""
-    out = torch.empty_like(q)
-    for n, (slot, past) in enumerate(zip(cache_batch_idx.tolist(), cache_seqlens.tolist(), strict=True)):
-        end = past + q.shape[1]
-        k_cache[slot, past:end], v_cache[slot, past:end] = k[n], v[n]
-        keys, values = (c[slot, :end].transpose(0, 1)[None] for c in (k_cache, v_cache))
-        seen = torch.ones(q.shape[1], end, dtype=torch.bool)
-        if causal:
-            seen = seen.tril(end - q.shape[1])
-        rows = q[n].transpose(0, 1)[None]
-        attended = F.scaled_dot_product_attention(
-            rows, keys, values, attn_mask=seen, scale=softmax_scale, enable_gqa=True
-        )
-        out[n] = attended[0].transpose(0, 1)
-    return out
-
-
-@pytest.mark.parametrize("mode", [MaskMode.CAUSAL, MaskMode.NONE])
-def test_flash_attention_takes_passes_without_a_tree(mode: MaskMode, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = ModuleType("flash_attn")
-    module.flash_attn_with_kvcache = flash_attn_with_kvcache  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(torch_attention, "load_operators", lambda: None)
-    tensors, place = case(6)
-    copies = [t.clone() for t in tensors]
-    expected = DenseAttention()(*copies, place, mode, 0.25)  # type: ignore[arg-type]
-    found = KernelAttention(CPU)(*tensors, place, mode, 0.25)  # type: ignore[arg-type]
-    torch.testing.assert_close(found, expected)
-    for tensor, copy in zip(tensors[3:], copies[3:], strict=True):
-        assert torch.equal(tensor, copy)
-
-
 @pytest.fixture
 def operators(monkeypatch: pytest.MonkeyPatch) -> None:
     """`torch.ops.ddtree` on the emulated kernels."""
@@ -119,7 +69,6 @@ def assert_rounded_once(found: Tensor, exact: Tensor, half_step: float) -> None:
     torch.testing.assert_close(found.double(), exact, rtol=1.02 * half_step, atol=1e-5)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("width", [8, 192, 2560, 4096])
 def test_the_kernels_norm(operators: None, precision: str, width: int) -> None:
@@ -133,7 +82,6 @@ def test_the_kernels_norm(operators: None, precision: str, width: int) -> None:
         assert_rounded_once(normed, exact, half_step)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("heads", [(4, 2, 64), (1, 1, 64), (8, 2, 128), (3, 3, 128)])
 def test_the_kernels_split_and_turn(operators: None, precision: str, heads: tuple[int, int, int]) -> None:
@@ -154,7 +102,6 @@ def test_the_kernels_split_and_turn(operators: None, precision: str, heads: tupl
             torch.testing.assert_close(x.double(), expected, rtol=1.02 * half_step, atol=2e-4)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("precision", HALVES)
 @pytest.mark.parametrize("inner", [8, 512, 2056])
 def test_the_kernels_swiglu(operators: None, precision: str, inner: int) -> None:
@@ -165,7 +112,6 @@ def test_the_kernels_swiglu(operators: None, precision: str, inner: int) -> None
     assert_rounded_once(KernelMath().swiglu(gate_up), F.silu(gate) * up, half_step)
 
 
-@pytest.mark.timeout(300)
 def test_the_kernels_refuse_what_they_do_not_have(operators: None) -> None:
     ops, half = torch.ops.ddtree, torch.bfloat16
     x, w, tables = torch.zeros(2, 16, dtype=half), torch.zeros(16, dtype=half), torch.zeros(2, 5, 64)
@@ -209,46 +155,6 @@ def test_a_library_of_before_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
         torch_attention.load_operators()
 
 
-def test_a_stage_is_captured_at_its_first_use_and_replayed_after(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Against a stand-in for CUDA: work runs once, is captured once, and from then on its graph runs."""
-    log: list[Any] = []
-
-    class Graph:
-        def replay(self) -> None:
-            log.append("replay")
-
-    class Capture:
-        def __init__(self, graph: Graph, *, pool: Any, capture_error_mode: str) -> None:
-            assert (pool, capture_error_mode) == ("pool", "thread_local")
-
-        def __enter__(self) -> None:
-            log.append("begin")
-
-        def __exit__(self, *_: object) -> None:
-            log.append("end")
-
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", Capture)
-    graphs = Graphs(torch.device("cuda"))
-    assert not graphs.replay("a")
-    for key in ("a", "a", "b", "a"):
-        graphs.run(key, lambda key=key: log.append(key))
-    first = ["a", "begin", "a", "end"]
-    assert log == [*first, "replay", "b", "begin", "b", "end", "replay"]
-    assert len(graphs) == 2 and graphs.replay("b") and log[-1] == "replay"
-    graphs.clear()
-    assert not len(graphs)
-
-
-def test_nothing_is_captured_on_a_cpu() -> None:
-    calls: list[int] = []
-    graphs = Graphs(CPU)
-    for _ in range(3):
-        graphs.run("key", lambda: calls.append(1))
-    assert len(calls) == 3 and not len(graphs)
-
-
 def test_equal_shapes_go_up_to_equal_addresses() -> None:
     shapes = [(3,), (3,), (3, 5), (3, 5, 2)]
     upload = Upload(Upload.size(*shapes), CPU)
@@ -272,26 +178,6 @@ def test_what_comes_down_is_a_copy() -> None:
     download.on_device.zero_()
     assert found.tolist() == [0, 1, 2, 3] and download.fetch(2).tolist() == [0, 0]
     assert download.waits == 2
-
-
-def test_lazy_rows_fetch_what_is_read() -> None:
-    fetched: list[tuple[int, int]] = []
-    whole = np.arange(12, dtype=np.float32).reshape(4, 3)
-
-    def fetch(start: int, stop: int) -> Any:
-        fetched.append((start, stop))
-        return whole[start:stop].copy()
-
-    rows = LazyRows(4, 3, fetch)
-    assert rows.shape == (4, 3) and len(rows) == 4 and not fetched
-    np.testing.assert_array_equal(rows[np.int32(2)], whole[2])
-    np.testing.assert_array_equal(rows[-1], whole[3])
-    assert fetched == [(2, 3), (3, 4)]
-    np.testing.assert_array_equal(rows[[0, 3]], whole[[0, 3]])
-    np.testing.assert_array_equal(np.asarray(rows), whole)
-    assert [r.tolist() for r in rows] == whole.tolist()
-    with pytest.raises(IndexError):
-        rows[4]
 
 
 def test_random_weights_make_an_engine() -> None:

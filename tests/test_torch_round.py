@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +13,23 @@ import pytest
 import torch
 from checkpoints import make_target
 from engine_builds import PACKAGED, build_torch_engine
+from hypothesis import given
+from hypothesis import strategies as st
 from plugin_libraries import torch_operators
 from truth import FALSE_ALARM, chi_square
 
+from ddtree_trt.bench.forced import ForcedEngine
+from ddtree_trt.bench.forced_torch import ForcedRounds
+from ddtree_trt.buckets import buckets
 from ddtree_trt.errors import EngineError
+from ddtree_trt.plugins import reference as plugin_reference
 from ddtree_trt.runtime import torch_attention
 from ddtree_trt.runtime.engine import RoundRequest
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.load import open_engine
+from ddtree_trt.runtime.noise import Noise
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.passes import buckets
-from ddtree_trt.runtime.sampling import Sampler
 from ddtree_trt.runtime.text import TextCodec
 from ddtree_trt.runtime.torch import TorchEngine
 from ddtree_trt.runtime.torch_attention import KernelAttention
@@ -32,8 +37,6 @@ from ddtree_trt.runtime.torch_noise import gumbel
 from ddtree_trt.runtime.torch_round_ops import HostOps, KernelOps
 
 TOKENS = 50
-
-pytestmark = pytest.mark.usefixtures("quick_profile")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,7 @@ def expected(request: pytest.FixtureRequest, directory: Path, prompts: list[Any]
 
 def seed_of(seed: int | None, index: int) -> int:
     """What a request's completion `index` draws with on a device."""
-    return Sampler(SamplingParams(seed=seed), 8, [], frozenset(), index).noise_seed
+    return Noise(seed, index).target_seed
 
 
 def decode(engine: TorchEngine, bonus: list[int], tokens: int, **request: Any) -> tuple[list[Any], list[Any]]:
@@ -224,11 +227,52 @@ def test_logits_lie_where_the_engine_has_room_for_them(
 
 
 def test_forced_rounds_commit_what_is_forced(engine: TorchEngine, prompts: list[Any]) -> None:
-    _, lengths = decode(engine, prefill(engine, prompts[:1]), 30, budget=32, forced=5)
-    assert set(lengths[0]) == {5}
+    """In rounds of their own over the same engine; those of the engine do not know of it."""
+    (bonus,) = prefill(engine, prompts[:1])
+    assert engine.rounds is not None
+    plain = engine.rounds.round([RoundRequest(0, bonus, 128)])
+    forced = ForcedEngine(engine, 3).rounds
+    assert isinstance(forced, ForcedRounds)
+    requests = [RoundRequest(0, plain[0].tokens[-1], 128)]
+    for _ in range(6):
+        (result,) = forced.round(requests)
+        assert len(result.tokens) == 3
+        requests = [replace(requests[0], bonus_token=result.tokens[-1])]
+    # The engine's own rounds begin anew from the books, though they were in flight for this slot before.
+    expected = RoundRequest(0, plain[0].tokens[-1], 128)
+    length = engine.length(0)
+    (result,) = engine.rounds.round([expected])
+    assert engine.length(0) == length + len(result.tokens)
+    assert length == len(prompts[0]) + len(plain[0].tokens) + 18
+    forced.close()
+    assert forced not in engine.flights and engine.rounds in engine.flights
+    assert "forced" not in {field.name for field in fields(RoundRequest)}
 
 
-@pytest.mark.timeout(300)
+@given(seed=st.integers(0, 10_000), sizes=st.lists(st.integers(1, 70), min_size=1, max_size=3))
+def test_the_hosts_operators_are_the_reference(seed: int, sizes: list[int]) -> None:
+    """Masks and walks of padded trees, as the kernels compute them; neither is written in terms of the other."""
+    rng, tokens = np.random.default_rng(seed), 70
+    parents = np.full((len(sizes), tokens), -1, np.int32)
+    for row, size in zip(parents, sizes, strict=True):
+        row[1:size] = [rng.integers(0, i) for i in range(1, size)]
+    token_ids, choices = (rng.integers(0, 4, parents.shape).astype(np.int32) for _ in range(2))
+    past = rng.integers(0, 50, len(sizes)).astype(np.int32)
+    words = -(-tokens // 32) + 1
+    mask = torch.full((len(sizes), tokens, words), 7, dtype=torch.int32)
+    tree, said, drafted = (torch.from_numpy(a) for a in (parents, choices, token_ids))
+    HostOps().packed_mask(tree, mask)
+    path = torch.zeros(parents.shape, dtype=torch.int32)
+    lengths, following, new_past = (torch.zeros(len(sizes), dtype=torch.int32) for _ in range(3))
+    counts = torch.tensor(sizes, dtype=torch.int32)
+    HostOps().walk(tree, drafted, said, counts, torch.from_numpy(past), path, lengths, following, new_past)
+    for n, size in enumerate(sizes):
+        np.testing.assert_array_equal(mask[n].numpy(), plugin_reference.packed_mask(parents[n], words))
+        nodes = plugin_reference.walk(parents[n], token_ids[n], choices[n], size)
+        assert path[n].tolist() == [*nodes, *[-1] * (tokens - len(nodes))]
+        assert (lengths[n], following[n], new_past[n]) == (len(nodes), choices[n, nodes[-1]], past[n] + len(nodes))
+
+
 def test_rounds_on_the_kernels(
     directory: Path, tmp_path: Path, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -236,7 +280,8 @@ def test_rounds_on_the_kernels(
     library = torch_operators()
     monkeypatch.setattr(torch_attention, "find", lambda name: library)
     build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", tmp_path / "e", precision="bf16").close()
-    monkeypatch.setattr("ddtree_trt.runtime.torch.attention_for", lambda device, *_: KernelAttention(device))
+    torch_attention.load_operators()
+    monkeypatch.setattr("ddtree_trt.runtime.torch.attention_for", lambda *given: KernelAttention(given[-1]))
     found = {}
     for way in ("device", "host"):
         engine = open_engine(tmp_path / "e")

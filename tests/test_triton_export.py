@@ -197,8 +197,8 @@ def test_a_damaged_engine_is_refused(engine: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"instances": 0}, "--instances must be 1 to 64, not 0"),
-        ({"max_queue": -1}, "--max-queue must be 0 to"),
+        ({"instances": 0}, "--instances must be from 1 to 64, not 0"),
+        ({"max_queue": -1}, "--max-queue must be from 0 to"),
         ({"layout": "other"}, "--layout must be one of trtllm, vllm"),
         ({"gpus": (0,)}, "--gpus is for engines that run on GPUs"),
         ({"gpus": (1, 1)}, "--gpus must be different numbers"),

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_triton import Instance, TritonError, loaded
+from fake_triton import InferenceResponse, Instance, Request, TritonError, loaded
+from pacing import WAIT_S, Passes, wait_for
 
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.build.triton import ExportRequest, export_triton
 from ddtree_trt.triton.requests import parse
-from ddtree_trt.triton.service import WATCH_S
 from ddtree_trt.triton.settings import TRTLLM, VLLM, Layout
 
 PROMPT = "def fib(n):"
 LONG = {"max_tokens": 1900, "ignore_eos": True, "method": "ar"}
-PATIENCE_S = 20.0
 
 
 def strings(*texts: str, batched: bool = True) -> np.ndarray:
@@ -57,10 +55,12 @@ def instance(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 
 def eventually(instance: Instance, **metrics: float) -> None:
     """Wait until the metrics have these values."""
-    deadline = time.monotonic() + PATIENCE_S
-    while (found := {name: instance.metrics[name] for name in metrics}) != metrics:
-        assert time.monotonic() < deadline, found
-        time.sleep(0.01)
+    wait_for(lambda: {name: instance.metrics[name] for name in metrics} == metrics)
+
+
+def passes(instance: Instance) -> Passes:
+    """The instance's engine, held by the test. What is put before it stays there, open."""
+    return Passes(instance.model._service._llm.engine)
 
 
 def joined(request: Any) -> str:
@@ -72,8 +72,10 @@ def test_text_and_figures_equal_the_runtimes(instance: Instance, llm: LLM) -> No
     truth = llm.generate(PROMPT, SamplingParams(**sampling))[0]
     counts = {"return_num_input_tokens": np.array([True]), "return_num_output_tokens": np.array([True])}
     (whole,) = instance.start({**trtllm(**sampling), **counts}).responses()
-    parts = list(instance.start({**trtllm(stream=True, **sampling), **counts}).responses())
-    assert len(parts) > 1
+    parts: list[InferenceResponse] = []
+    passes(instance).in_step_with(lambda: len(parts), 2)
+    parts.extend(instance.start({**trtllm(stream=True, **sampling), **counts}).responses())
+    assert len(parts) > 2
     assert "".join(p.arrays["text_output"][0].decode() for p in parts) == truth.outputs[0].text
     assert whole.arrays["text_output"].tolist() == [truth.outputs[0].text.encode()]
     for last in (whole, parts[-1]):
@@ -88,14 +90,12 @@ def test_text_and_figures_equal_the_runtimes(instance: Instance, llm: LLM) -> No
     assert whole.arrays["finish_reason"][0].decode() == truth.outputs[0].finish_reason
 
 
-def test_metrics_add_up(instance: Instance) -> None:
-    names = ("rounds", "generation_tokens", "draft_tokens", "draft_tokens_accepted", "responses")
-    time.sleep(3 * WATCH_S)  # until the figures of the test before have arrived
-    before = {name: instance.metrics[f"ddtree_{name}_total"] for name in names}
-    ended = instance.metrics["length"]
-    responses = list(instance.start(trtllm(stream=True, max_tokens=50, ignore_eos=True)).responses())
-    eventually(instance, length=ended + 1, ddtree_requests_running=0)
-    grown = {name: instance.metrics[f"ddtree_{name}_total"] - before[name] for name in names}
+def test_metrics_add_up(tiny_engine: Path, tmp_path: Path) -> None:
+    model = export_triton(ExportRequest(tiny_engine, tmp_path, "m", link=True))
+    with loaded(model) as instance:
+        responses = list(instance.start(trtllm(stream=True, max_tokens=50, ignore_eos=True)).responses())
+        eventually(instance, length=1, ddtree_requests_running=0)
+    grown = {name.removeprefix("ddtree_").removesuffix("_total"): n for name, n in instance.metrics.items()}
     last = responses[-1].arrays
     assert grown["generation_tokens"] == 50
     assert grown["responses"] == len(responses)
@@ -109,8 +109,11 @@ def test_a_cancelled_request_frees_its_slot(instance: Instance) -> None:
     request = instance.start(trtllm(stream=True, **LONG))
     responses = request.responses()
     next(responses)
+    engine = passes(instance)
+    engine.hold()
     eventually(instance, ddtree_requests_running=1)
     request.gone = True
+    engine.release()
     with pytest.raises(TritonError, match="was cancelled") as caught:
         list(responses)
     assert caught.value.code == "CANCELLED"
@@ -128,10 +131,13 @@ def test_a_timeout_frees_the_slot(instance: Instance, options: dict[str, Any]) -
 def test_a_full_queue_is_refused_and_the_others_go_on(instance: Instance, llm: LLM) -> None:
     slots = int(instance.metrics["ddtree_slots"])
     sampling = {"max_tokens": 40, "ignore_eos": True, "method": "ar"}
+    engine = passes(instance)
+    engine.hold()
     running = [instance.start(trtllm(stream=True, **sampling)) for _ in range(slots)]
     with pytest.raises(TritonError, match="try again later") as caught:
         list(instance.start(trtllm()).responses())
     assert caught.value.code == "UNAVAILABLE"
+    engine.release()
     truth = llm.generate(PROMPT, SamplingParams(**sampling))[0].outputs[0].text
     assert [joined(request) for request in running] == [truth] * slots
 
@@ -141,12 +147,16 @@ def test_wrong_requests_are_told_so(instance: Instance) -> None:
     for inputs, message in (
         ({}, "text_input is missing"),  # the server lets this through
         (trtllm(max_tokens=0), "max_tokens must be at least 1"),
+        (
+            trtllm(max_tokens=100_000),
+            r"max_tokens 100000 does not fit: the prompt leaves \d+ of this engine's \d+ tokens",
+        ),
         (trtllm(""), "the prompt has no tokens"),
     ):
         with pytest.raises(TritonError, match=message) as caught:
             list(instance.start(inputs).responses())
         assert caught.value.code == "INVALID_ARG"
-    eventually(instance, refused=before + 3)
+    eventually(instance, refused=before + 4)
 
 
 def test_an_engine_failure_is_told_and_the_next_request_runs(
@@ -157,12 +167,71 @@ def test_an_engine_failure_is_told_and_the_next_request_runs(
 
     with monkeypatch.context() as patch:
         patch.setattr(instance.model._service._llm.engine, "verify", fails)
-        with pytest.raises(TritonError, match="out of luck") as caught:
+        with pytest.raises(TritonError, match="unexpected RuntimeError; the server's log says more") as caught:
             list(instance.start(trtllm()).responses())
     assert caught.value.code == "INTERNAL"
     truth = llm.generate(PROMPT, SamplingParams(max_tokens=9))[0].outputs[0].text
     assert joined(instance.start(trtllm(max_tokens=9))) == truth
     eventually(instance, ddtree_requests_running=0, ddtree_engine_failed=0)
+
+
+def raw(text: str) -> dict[str, np.ndarray]:
+    return {**trtllm(), "sampling_parameters": strings(text)}
+
+
+class Unreadable(np.ndarray):
+    """A tensor that cannot be read, in a way nobody foresaw."""
+
+    def reshape(self, *_: Any) -> np.ndarray:
+        raise MemoryError("/secret/path")
+
+
+HOSTILE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    (
+        raw('{"seed": 1' + "0" * 400 + "}"),
+        {},
+        "INVALID_ARG",
+        "seed must be from 0 to .* an integer of about 401 digits",
+    ),
+    (raw('{"seed": ' + "9" * 5000 + "}"), {}, "INVALID_ARG", "a number has too many digits"),
+    (raw('{"seed": "' + "9" * 5000 + '"}'), {}, "INVALID_ARG", "seed must be an integer"),
+    (raw('{"seed": "' + "[" * 100_000 + '"}'), {}, "INVALID_ARG", "seed must be an integer"),
+    (raw("[" * 100_000), {}, "INVALID_ARG", "nested too deeply"),
+    (raw('{"a":' * 100_000), {}, "INVALID_ARG", "nested too deeply"),
+    (raw("{"), {}, "INVALID_ARG", "sampling_parameters is not JSON"),
+    (raw('["' + "x" * 5000 + '"]'), {}, "INVALID_ARG", "must be a JSON object, not"),
+    (raw('{"logit_bias": {"' + "9" * 5000 + '": 1}}'), {}, "INVALID_ARG", "is not a token id"),
+    (raw('{"temperature": 1e999}'), {}, "INVALID_ARG", "temperature must be a number from 0 to 100"),
+    (raw('{"\\ud800": 1}'), {}, "INVALID_ARG", "unknown sampling parameter"),
+    (raw('{"\\ud800": 1}'), {"parameters": {"\ud800": 1}}, "INVALID_ARG", "is given twice"),
+    (raw('{"' + "k" * 9000 + '": 1}'), {"parameters": {"k" * 9000: 1}}, "INVALID_ARG", "kkkkk"),
+    (raw('{"stop": "\\ud800"}'), {}, "INVALID_ARG", "stop is not valid Unicode"),
+    (raw('{"method": {}}'), {}, "INVALID_ARG", "method must be auto or one of"),
+    (trtllm(), {"parameters": {"timeout": 10**400}}, "INVALID_ARG", "timeout must be microseconds"),
+    (trtllm(), {"parameters": {"timeout": "x"}}, "INVALID_ARG", "timeout must be microseconds"),
+    ({"text_input": np.array([[b"\xff\xfe"]], object)}, {}, "INVALID_ARG", "text_input is not valid UTF-8"),
+    ({**trtllm(), "seed": np.zeros((0,))}, {}, "INVALID_ARG", "seed must hold one value"),
+    ({**trtllm(), "seed": np.zeros(1).view(Unreadable)}, {}, "INTERNAL", "unexpected MemoryError; the server's log"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "options", "code", "message"), HOSTILE, ids=lambda v: str(v)[:40])
+def test_one_bad_request_touches_no_other_of_its_batch(
+    instance: Instance, llm: LLM, inputs: dict[str, Any], options: dict[str, Any], code: str, message: str
+) -> None:
+    good = trtllm(max_tokens=9)
+    calls: list[tuple[dict[str, Any], dict[str, Any]]] = [(good, {}), (inputs, options), (good, {})]
+    batch = [Request(instance.declared, given, **more) for given, more in calls]
+    instance.model.execute(batch)
+    with pytest.raises(TritonError, match=message) as caught:
+        list(batch[1].responses())
+    assert caught.value.code == code
+    text = str(caught.value)
+    assert len(text) <= 1000 and "\n" not in text and "/" not in text and "Traceback" not in text
+    text.encode()
+    truth = llm.generate(PROMPT, SamplingParams(max_tokens=9))[0].outputs[0].text
+    assert [joined(batch[0]), joined(batch[2])] == [truth, truth]
+    eventually(instance, ddtree_requests_running=0)
 
 
 def test_closing_ends_what_is_under_way(tiny_engine: Path, tmp_path: Path) -> None:
@@ -179,7 +248,10 @@ def test_closing_ends_what_is_under_way(tiny_engine: Path, tmp_path: Path) -> No
 def test_a_request_may_be_ended_before_it_begins(tiny_engine: Path, tmp_path: Path) -> None:
     model = export_triton(ExportRequest(tiny_engine, tmp_path, "m", link=True))
     with loaded(model) as instance:
-        instance.model._service._loop.call_soon_threadsafe(time.sleep, 0.3)
+        service, ending = instance.model._service, threading.Event()
+        end = service._end
+        service._end = lambda job, outcome: (end(job, outcome), ending.set())
+        service._loop.call_soon_threadsafe(ending.wait, WAIT_S)  # no request begins before it is ended
         request = instance.start(trtllm(**LONG))
     with pytest.raises(TritonError, match="is being unloaded"):
         list(request.responses())

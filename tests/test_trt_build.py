@@ -17,7 +17,7 @@ from ddtree_trt.build.tensorrt_machine import Machine, examine
 from ddtree_trt.errors import DDTreeError
 
 # Slow: a build searches for kernels.
-pytestmark = [pytest.mark.trt, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.trt, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,7 @@ from fake_trt_engine import BLOCK, LIMITS, PROMPTS, FakeContext, Machine, genera
 from numerics import random_tree
 from real_tensorrt import check_call, cuda_names, real_tensorrt, site
 
+from ddtree_trt.buckets import buckets
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins.reference import packed_mask
 from ddtree_trt.runtime.cuda import Device, Upload
@@ -25,7 +26,7 @@ from ddtree_trt.runtime.engine import VerifyRequest
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.load import open_engine
 from ddtree_trt.runtime.outputs import RequestOutput
-from ddtree_trt.runtime.passes import buckets, pad_trees
+from ddtree_trt.runtime.passes import pad_trees
 from ddtree_trt.runtime.trt import TrtEngine
 from ddtree_trt.runtime.trt_load import make_log
 
@@ -139,6 +140,32 @@ def test_a_graph_is_captured_once_per_bucket(machine: Machine) -> None:
         for network in engine.networks:
             assert network.engine.contexts <= 2 + network.graphs
         assert [entry for entry in machine.cuda.log if entry[0] == "malloc"] == [("malloc", engine.layout.total_bytes)]
+
+
+@pytest.mark.parametrize("options", [{"method": "ar"}, {"method": "ddtree", "tree_budget": 16}, {"method": "dflash"}])
+def test_a_single_request_captures_nothing(machine: Machine, options: dict[str, Any]) -> None:
+    """Whatever its trees: that was done when the engine was opened, which left every slot empty."""
+    machine.store_profile()
+    with LLM(machine.directory) as llm:
+        engine = llm.engine
+        assert isinstance(engine, TrtEngine)
+        captured = [entry for entry in machine.cuda.log if entry == ("capture",)]
+        assert len(captured) == sum(network.graphs for network in engine.networks)
+        assert engine.target.network.graphs == len(buckets(1 + LIMITS.max_tree_budget))
+        assert not any(engine.length(slot) or engine.draftable_length(slot) for slot in range(LIMITS.max_batch))
+        start = len(machine.cuda.log)
+        generate(llm, PROMPTS[1:2], **options)
+        assert ("capture",) not in machine.cuda.log[start:]
+    engine = open_engine(machine.directory)  # type: ignore[assignment]
+    assert engine.length(0) == 0 and machine.cuda.log[-1][0] != "capture"
+    engine.close()
+
+
+def test_an_engine_that_cannot_be_warmed_is_closed(machine: Machine) -> None:
+    machine.cuda.fail["cudaGraphInstantiate"] = cudaError_t.cudaErrorMemoryAllocation
+    with pytest.raises(EngineError, match="cudaGraphInstantiate failed with cudaErrorMemoryAllocation"):
+        open_engine(machine.directory, warm=True)
+    assert not machine.cuda.leaks
 
 
 def test_buckets_rise_to_the_largest_tree() -> None:

@@ -22,6 +22,7 @@ from ddtree_trt.runtime.engine import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.load import open_engine
 from ddtree_trt.runtime.ort import OrtEngine
+from ddtree_trt.runtime.tree import TokenTree
 from ddtree_trt.runtime.trt import TrtEngine
 
 
@@ -97,6 +98,7 @@ class Both:
         self.engine, self.other = engine, other
         self.rng = np.random.default_rng(5)
         self.vocab = engine.manifest.target_dims.vocab_size
+        self.commits: list[int] = []
 
     def prefill(self, slot: int, size: int, chunk: int) -> None:
         ids = self.rng.integers(5, self.vocab, size)
@@ -111,21 +113,33 @@ class Both:
             assert found.log_probs.shape == expected.log_probs.shape
             np.testing.assert_allclose(found.log_probs, expected.log_probs, atol=2e-3)
 
-    def round(self, sizes: dict[int, int]) -> None:
-        trees = {slot: random_tree(self.rng, size, self.vocab) for slot, size in sizes.items()}
+    def round(self, sizes: dict[int, int], *, deep: bool = False) -> None:
+        """Verify trees of these sizes and commit a path of each. `deep`: every other node goes on from the one before,
+        and the path is the longest, a block at most."""
+        make = deep_tree if deep else random_tree
+        trees = {slot: make(self.rng, size, self.vocab) for slot, size in sizes.items()}
         requests = [VerifyRequest(slot, tree) for slot, tree in trees.items()]
         said, expected = self.engine.verify(requests), self.other.verify(requests)
         for found, wanted in zip(said, expected, strict=True):
             np.testing.assert_allclose(np.asarray(found.logits), wanted.logits, atol=2e-3)
             assert found.choices.dtype == np.int64
         for slot, tree in trees.items():
-            path = path_to(tree, int(self.rng.integers(len(tree))))[:BLOCK]
+            end = int(tree.depths.argmax()) if deep else int(self.rng.integers(len(tree)))
+            path = path_to(tree, end)[:BLOCK]
+            self.commits.append(len(path))
             for engine in (self.engine, self.other):
                 engine.commit(slot, path, taps=True)
 
     def truncate(self, slot: int, length: int) -> None:
         for engine in (self.engine, self.other):
             engine.truncate(slot, length)
+
+
+def deep_tree(rng: np.random.Generator, nodes: int, vocab_size: int) -> TokenTree:
+    """A chain of the even nodes with a leaf beside each: rows move when its path is committed."""
+    parents = np.array([-1, *(i - 1 - (i + 1) % 2 for i in range(1, nodes))], np.int32)
+    depths = (np.arange(nodes, dtype=np.int32) + 1) // 2
+    return TokenTree(rng.integers(0, vocab_size, nodes), parents, depths)
 
 
 def assert_follows(both: Both) -> None:
@@ -141,6 +155,10 @@ def assert_follows(both: Both) -> None:
     both.truncate(0, both.engine.length(0) - 1)  # within them
     both.round({0: 3, 1: 5, 2: 4})
     both.draft(0, 1, 2)
+    for sizes in ({0: 24, 1: 40, 2: 5}, {1: 32, 2: 19}):  # commits of up to a block
+        both.round(sizes, deep=True)
+        both.draft(*sizes)
+    assert max(both.commits) == BLOCK and any(8 < length < BLOCK for length in both.commits)
     both.truncate(0, 0)
     both.prefill(0, 20, 8)
     both.draft(0)

@@ -9,17 +9,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from engine_builds import PACKAGED
 from fake_cuda import cudaError_t
 from fake_trt_engine import VERSION, Lowerings, Machine, installed
+from safetensors.numpy import load_file
 
-from ddtree_trt import artifact, memory
+from ddtree_trt import artifact, memory, plugins
 from ddtree_trt.artifact import FileEntry, Limits, load_manifest
 from ddtree_trt.errors import ArtifactError, DDTreeError, EngineError, MissingDependency
 from ddtree_trt.inspection import inspect_engine
 from ddtree_trt.plugins import library
 from ddtree_trt.runtime.load import open_engine
+from ddtree_trt.runtime.trt import TrtEngine
+from ddtree_trt.runtime.trt_load import _single
 
 LIMITS = Limits(max_seq_len=64, max_batch=2, max_tree_budget=8, prefill_chunk=16)
 
@@ -94,9 +99,15 @@ def test_another_plugin(machine: Machine, field: str) -> None:
     refused(machine, ArtifactError, f"plugin {field} '7'")
 
 
-def test_another_plugin_library(machine: Machine) -> None:
-    machine.plugin_library.write_bytes(b"other plugins")
-    refused(machine, ArtifactError, "another plugin library", "sha256")
+def test_another_build_of_the_plugin_library_serves(machine: Machine) -> None:
+    """Of the same ABI: the number is the promise, whatever the file's bytes."""
+    machine.plugin_library.write_bytes(b"the same plugins by another compiler")
+    plugin = load_manifest(machine.directory).plugin or {}
+    assert plugin["sha256"] != artifact.sha256_file(machine.plugin_library)
+    open_engine(machine.directory).close()
+    machine.trt.calls.clear()
+    machine.edit(plugin={**plugin, "abi": str(plugins.ABI - 1)})
+    refused(machine, ArtifactError, f"plugin abi '{plugins.ABI - 1}', this ddtree-trt has '{plugins.ABI}'")
 
 
 @pytest.mark.parametrize("part", ["plugins", "kernels"])
@@ -111,7 +122,7 @@ def test_no_native_library(machine: Machine, monkeypatch: pytest.MonkeyPatch, pa
 @pytest.mark.parametrize("module", ["tensorrt", "cuda.bindings.runtime"])
 def test_a_package_that_is_not_installed(machine: Machine, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    refused(machine, MissingDependency, module.split(".")[0], "pip install 'ddtree-trt[tensorrt]'", rebuild=False)
+    refused(machine, MissingDependency, module.split(".")[0], "pip install '.[tensorrt]'", rebuild=False)
 
 
 def test_a_gpu_that_is_too_small(machine: Machine) -> None:
@@ -153,8 +164,9 @@ def test_inspect_says_what_differs(machine: Machine) -> None:
     report = inspect_engine(machine.directory)
     assert report.problem is None
     assert report.memory.place == "GPU"
-    assert report.memory.weights_bytes == sum(f.size for n, f in report.manifest.files.items() if "token" not in n
-                                              and "generation" not in n)  # fmt: skip
+    plans = sum(report.manifest.files[name].size for name in (artifact.TARGET_PLAN, artifact.DRAFTER_PLAN))
+    dims = report.manifest.target_dims
+    assert report.memory.weights_bytes == plans + (2 + 4) * dims.vocab_size * dims.hidden_size  # embedding, head
     toolchain(machine, tensorrt="11.3.0.9")
     assert "TensorRT 11.3.0.9" in str(inspect_engine(machine.directory).problem)
 
@@ -203,4 +215,33 @@ def test_one_block_laid_out_before_it_is_allocated(machine: Machine) -> None:
     starts = [*layout.offsets.values(), layout.total_bytes]
     assert all(start % memory.ALIGNMENT == 0 for start in starts)
     assert all(end <= start for end, start in zip(ends, starts[1:], strict=True))
+    engine.close()
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)]
+)
+def test_a_head_becomes_float32_on_its_way(precision: str, dtype: torch.dtype) -> None:
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0078125, 6e-5, 3.0e4, -65280.0, float("inf")]).to(dtype)
+    found = _single(values.view(torch.uint8).numpy().copy(), precision)
+    assert found.dtype == np.float32
+    np.testing.assert_array_equal(found.view(np.uint32), values.float().numpy().view(np.uint32))
+
+
+@pytest.mark.parametrize("piece", [256, 1 << 24])
+def test_the_head_is_on_the_device_once_more_in_float32(
+    machine: Machine, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The packaged target ties it to the embedding: the plan reads both, at addresses of their own."""
+    monkeypatch.setattr("ddtree_trt.runtime.trt_load._PIECE_BYTES", piece)
+    engine = open_engine(machine.directory)
+    assert isinstance(engine, TrtEngine)
+    sizes, at = engine.layout.sizes, engine._loaded.addresses
+    dims = engine.manifest.target_dims
+    assert sizes[memory.HEAD] == 4 * dims.vocab_size * dims.hidden_size
+    stored = load_file(machine.directory / artifact.SHARED_WEIGHTS)
+    assert set(stored) == {"embedding"}
+    head = machine.cuda.device.view(at[memory.HEAD], sizes[memory.HEAD]).view(np.float32)
+    np.testing.assert_array_equal(head.reshape(stored["embedding"].shape), stored["embedding"].astype(np.float32))
+    assert engine._loaded.target_tables == {"embedding": at[memory.EMBEDDING], "lm_head": at[memory.HEAD]}
     engine.close()

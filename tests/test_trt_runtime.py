@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from engine_builds import PACKAGED
+from fake_trt_engine import BLOCK
 from numerics import path_to, random_tree
 from quantized import ALGORITHMS, quantize
 
@@ -29,7 +30,7 @@ from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.stats import ROUND_STAGES
 from ddtree_trt.runtime.trt import TrtEngine
 
-pytestmark = [pytest.mark.trt, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.trt, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 PROMPTS = ["def fib(n):", "There are 13 muffins on Yaya's table. She sells 6 of them. How many are left?", "a"]
 
@@ -90,7 +91,7 @@ def test_it_says_what_the_onnxruntime_engine_says(engine: TrtEngine, other: OrtE
             np.testing.assert_array_equal(found.choices, np.asarray(found.logits).argmax(-1))
         for slot, tree in enumerate(trees):
             for e in (engine, other):
-                e.commit(slot, path_to(tree, len(tree) - 1)[:8], taps=True)
+                e.commit(slot, path_to(tree, len(tree) - 1)[:BLOCK], taps=True)
 
 
 def test_it_is_lossless_and_its_drafter_is_wired_right(built: Path) -> None:

@@ -97,6 +97,9 @@ class IdleEngine:
     def commit(self, slot: int, path: Any, *, taps: bool) -> None:
         self._lengths[slot] += len(path)
 
+    def warm_up(self) -> None:
+        pass
+
     def settle(self) -> None:
         pass
 

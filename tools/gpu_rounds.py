@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from ddtree_trt.bench.forced import ForcedEngine
+from ddtree_trt.bench.forced_torch import ForcedRounds
 from ddtree_trt.runtime.engine import DraftRequest, Engine, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.sampling import DrawnFrom
 from ddtree_trt.runtime.stats import ROUND_STAGES, StageClock
@@ -139,9 +140,8 @@ def time_host(
 def time_device(engine: TorchEngine, bonus: int, *, budget: int, forced: int, rounds: int) -> dict[str, Any]:
     """Round times with everything on the device: rounds launched one behind the other, the stages as graphs of their
     own, and the whole loop as the host sees it."""
-    assert engine.rounds is not None, "a random pair has a block drafter"
-    past, rounds_of = engine.length(0), engine.rounds
-    request = RoundRequest(0, bonus, budget, forced=forced)
+    past, rounds_of = engine.length(0), ForcedRounds(engine, forced)
+    request = RoundRequest(0, bonus, budget)
     device_round = rounds_of.made_for([request])
 
     def restart() -> None:
@@ -186,6 +186,7 @@ def time_device(engine: TorchEngine, bonus: int, *, budget: int, forced: int, ro
         request = replace(request, bonus_token=result.tokens[-1])
     synchronize(engine.device)
     engine.truncate(0, past)
+    rounds_of.close()
     visible_ms = 1e3 * (seen[-1] - seen[0]) / max(1, len(seen) - 1)
     return {
         "budget": budget,

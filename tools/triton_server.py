@@ -33,11 +33,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-READY_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 120.0
 _POLL_S = 0.1
 _FIRST_PORT = 20000
-_PATIENCE_S = 5.0
+_PATIENCE_S = 30.0
 _PR_SET_PDEATHSIG = 1
 _TROUBLE = ("E", "F", "UNAVAILABLE", "Signal")  # how lines worth showing begin, or what they hold
 
@@ -149,7 +149,7 @@ class TritonServer:
             region.unlink(missing_ok=True)
         shutil.rmtree(self._home, ignore_errors=True)
 
-    def get(self, path: str, *, method: str = "GET", timeout: float = 10) -> Any:
+    def get(self, path: str, *, method: str = "GET", timeout: float = 60) -> Any:
         """JSON (or None for an empty body) of a path of the HTTP endpoint. Raises urllib's errors."""
         request = urllib.request.Request(f"http://{self.http}{path}", method=method)
         with urllib.request.urlopen(request, timeout=timeout) as response:
@@ -162,7 +162,7 @@ class TritonServer:
 
     def metrics(self) -> dict[str, float]:
         """Every sample of the metrics endpoint: `name{labels}` → value."""
-        with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=10) as response:
+        with urllib.request.urlopen(f"http://{self.metrics_address}/metrics", timeout=60) as response:
             lines = response.read().decode().splitlines()
         samples = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
         return {name: float(value) for name, _, value in samples}

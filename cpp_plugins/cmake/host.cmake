@@ -1,6 +1,6 @@
 # The host part, bound with nanobind as ddtree_trt._native.
 # Framework-free host code. No -march flag: wheels must run on every CPU of their platform.
-add_library(ddtree_host STATIC host/budget.cpp host/sampling.cpp host/tree.cpp host/kv.cpp)
+add_library(ddtree_host STATIC host/budget.cpp host/sampling.cpp host/draw.cpp host/tree.cpp host/kv.cpp)
 target_include_directories(ddtree_host PUBLIC include)
 if(NOT MSVC)
   target_compile_options(ddtree_host PRIVATE -Wall -Wextra)

@@ -5,14 +5,17 @@
 #include <nanobind/stl/optional.h>
 
 #include <algorithm>
+#include <cmath>
 #include <initializer_list>
 #include <limits>
 #include <memory>
 #include <optional>
 #include <string>
 
+#include "ddtree/attention_plan.h"
 #include "ddtree/budget.h"
 #include "ddtree/kv.h"
+#include "ddtree/noise.h"
 #include "ddtree/sampling.h"
 #include "ddtree/tree.h"
 
@@ -277,12 +280,37 @@ void keep_nucleus(const Output& weights, double share) {
     ddtree::keep_nucleus(kept, static_cast<int64_t>(weights.shape(0)), share);
 }
 
-int64_t draw(const Input& weights, double uniform) {
-    const int64_t index = ddtree::draw(checked<double>(weights, "weights", "[n]", 1), extent(weights, 0), uniform);
-    if (index < 0) {
-        bad_value("weights must have a positive one to draw");
+int64_t draw_logits(const Input& logits, double temperature, uint64_t seed, int64_t position) {
+    const float* values = checked<float>(logits, "logits", "[V]", 1);
+    if (!(temperature > 0) || !std::isfinite(temperature)) {
+        bad_value("temperature must be positive and finite, found " + std::to_string(temperature));
     }
-    return index;
+    return ddtree::draw_logits(values, extent(logits, 0), temperature, {seed, position});
+}
+
+int64_t draw_weights(const Input& weights, uint64_t seed, int64_t position, const std::optional<Input>& ids) {
+    const double* values = checked<double>(weights, "weights", "[n]", 1);
+    const int32_t* tokens = ids ? checked<int32_t>(*ids, "ids", "[n]", 1) : nullptr;
+    const int64_t n = extent(weights, 0);
+    if (ids && extent(*ids, 0) != n) {
+        bad_value("ids must have shape [n] = [" + std::to_string(n) + "], found " + shape_text(*ids));
+    }
+    return ddtree::draw_weights(values, tokens, n, {seed, position});
+}
+
+uint64_t noise_bits(uint64_t seed, int64_t position, int64_t token) {
+    return ddtree::token_bits(ddtree::noise_state(seed, position), token);
+}
+
+nb::object gumbel(uint64_t seed, int64_t position, int64_t n) {
+    if (n < 0) {
+        bad_value("n must not be negative, found " + std::to_string(n));
+    }
+    std::unique_ptr<double[]> noise(new double[static_cast<size_t>(n)]);
+    for (int64_t token = 0; token < n; ++token) {
+        noise[static_cast<size_t>(token)] = ddtree::gumbel(noise_bits(seed, position, token));
+    }
+    return to_numpy(std::move(noise), {static_cast<size_t>(n)});
 }
 
 void compact_rows(const Input& bases, int64_t heads, int64_t head_stride_bytes, int64_t row_bytes, int64_t start,
@@ -316,6 +344,16 @@ void compact_rows(const Input& bases, int64_t heads, int64_t head_stride_bytes, 
     ddtree::compact_rows({addresses, count, heads, head_stride_bytes, row_bytes}, start, kept, m);
 }
 
+uint64_t attention_workspace_bound(int32_t sequences, int32_t tokens, int32_t q_heads, int32_t kv_heads,
+                                   int32_t head_dim, int32_t capacity) {
+    if (sequences < 1 || tokens < 1 || kv_heads < 1 || q_heads < kv_heads || q_heads % kv_heads || head_dim < 1 ||
+        capacity < tokens) {
+        bad_value("sequences, tokens, heads and head_dim must be positive, q_heads a multiple of kv_heads, and tokens at "
+                  "most capacity");
+    }
+    return ddtree::most_partial_bytes({sequences, tokens, q_heads, kv_heads, head_dim, capacity, 0});
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -331,7 +369,12 @@ NB_MODULE(_native, m) {
     m.def("calibrated_ratios", &calibrated_ratios, "evidence"_a, "priors"_a.none(), "weight"_a, "lowest"_a,
           "highest"_a, "root"_a = 1.0);
     m.def("keep_nucleus", &keep_nucleus, "weights"_a, "share"_a);
-    m.def("draw", &draw, "weights"_a, "uniform"_a);
+    m.def("attention_workspace_bound", &attention_workspace_bound, "sequences"_a, "tokens"_a, "q_heads"_a,
+          "kv_heads"_a, "head_dim"_a, "capacity"_a);
+    m.def("draw_logits", &draw_logits, "logits"_a, "temperature"_a, "seed"_a, "position"_a);
+    m.def("draw_weights", &draw_weights, "weights"_a, "seed"_a, "position"_a, "ids"_a.none() = nb::none());
+    m.def("noise_bits", &noise_bits, "seed"_a, "position"_a, "token"_a);
+    m.def("gumbel", &gumbel, "seed"_a, "position"_a, "n"_a);
     m.def("compact_rows", &compact_rows, "bases"_a, "heads"_a, "head_stride_bytes"_a, "row_bytes"_a, "start"_a,
           "keep"_a, "rows"_a);
 }

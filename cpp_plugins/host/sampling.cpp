@@ -11,7 +11,6 @@ namespace ddtree {
 
 namespace {
 
-constexpr int64_t kBlock = 64;
 constexpr int64_t kBuckets = 1024;  // 64 octaves: what is smaller by more adds nothing to a sum of doubles
 
 // Four running sums: one alone waits for each addition.
@@ -76,30 +75,6 @@ void keep_nucleus(double* weights, int64_t n, double share) {
         }
         weights[i] = 0.0;
     }
-}
-
-int64_t draw(const double* weights, int64_t n, double uniform) {
-    std::vector<double> blocks(static_cast<size_t>((n + kBlock - 1) / kBlock));
-    for (size_t b = 0; b < blocks.size(); ++b) {
-        const int64_t first = static_cast<int64_t>(b) * kBlock;
-        blocks[b] = sum(weights + first, std::min(kBlock, n - first));
-    }
-    const double wanted = uniform * std::accumulate(blocks.begin(), blocks.end(), 0.0);
-    double running = 0.0;
-    size_t block = 0;
-    while (block < blocks.size() && running + blocks[block] <= wanted) {
-        running += blocks[block++];
-    }
-    for (int64_t i = static_cast<int64_t>(block) * kBlock; i < n; ++i) {
-        running += weights[i];
-        if (running > wanted) {
-            return i;
-        }
-    }
-    while (n > 0 && !(weights[n - 1] > 0)) {  // rounding at the very end
-        --n;
-    }
-    return n - 1;
 }
 
 }  // namespace ddtree

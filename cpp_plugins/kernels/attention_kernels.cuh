@@ -13,9 +13,6 @@ namespace ddtree {
 
 namespace {
 
-constexpr int kTileKeys = 64;
-constexpr int kWarpRows = 16;  // rows of one tensor-core product
-
 template <int kHeadDim>
 constexpr size_t shared_bytes(int warps) {
     // Two stages of keys and values, where the output of every warp is gathered in the end, and its maxima and sums.

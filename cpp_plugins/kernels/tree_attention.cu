@@ -1,4 +1,4 @@
-// The launcher of tree attention: how a call is cut into blocks, and every check the host can make.
+// The launcher of tree attention: every check the host can make, and the kernel for a call's extents.
 
 #include <initializer_list>
 
@@ -9,28 +9,9 @@ namespace ddtree {
 
 namespace {
 
-Plan make_plan(const TreeAttention& call) {
-    Plan plan{};
-    plan.rows = call.tokens * (call.q_heads / call.kv_heads);
-    // Few rows leave the warps of a block nothing but keys to share.
-    plan.row_warps = plan.rows <= kWarpRows ? 1 : plan.rows <= 4 * kWarpRows ? 4 : 8;
-    plan.key_warps = plan.row_warps == 1 ? 4 : 1;
-    plan.row_tiles = ceil_div(plan.rows, kWarpRows * plan.row_warps);
-    if (call.splits > 0) {
-        plan.splits = call.splits;
-        return plan;
-    }
-    // One wave of blocks on the largest GPU in mind, 132 multiprocessors with registers for so many blocks each.
-    // past_len is on the device, so one cut must serve every length: a short past leaves parts empty.
-    const int64_t wanted = 132 * (plan.row_warps == 8 ? 1 : plan.row_warps == 4 ? 2 : 3);
-    const int64_t blocks = static_cast<int64_t>(call.sequences) * call.kv_heads * plan.row_tiles;
-    const int64_t tiles = ceil_div(call.capacity, kTileKeys);
-    plan.splits = static_cast<int32_t>(larger<int64_t>(1, smaller(wanted / larger<int64_t>(blocks, 1), tiles)));
-    return plan;
-}
-
-int64_t partial_rows(const TreeAttention& call, const Plan& plan) {
-    return plan.splits == 1 ? 0 : static_cast<int64_t>(call.sequences) * call.kv_heads * plan.splits * plan.rows;
+AttentionExtents extents(const TreeAttention& call) {
+    return {call.sequences, call.tokens,   call.q_heads, call.kv_heads,
+            call.head_dim,  call.capacity, call.splits};
 }
 
 template <ElementType kType, int kHeadDim, int kRowWarps, int kKeyWarps>
@@ -85,17 +66,11 @@ size_t attention_workspace_bytes(const TreeAttention& call) {
     if (check(call) != Status::ok || call.sequences == 0 || call.tokens == 0) {
         return 0;
     }
-    return static_cast<size_t>(partial_rows(call, make_plan(call))) * (call.head_dim + 2) * sizeof(float);
+    return partial_bytes(extents(call));
 }
 
 size_t attention_workspace_bound(const TreeAttention& call) {
-    size_t bound = attention_workspace_bytes(call);
-    TreeAttention shorter = call;
-    while (shorter.tokens > 1) {
-        --shorter.tokens;
-        bound = larger(bound, attention_workspace_bytes(shorter));
-    }
-    return bound;
+    return check(call) != Status::ok || call.sequences == 0 || call.tokens == 0 ? 0 : most_partial_bytes(extents(call));
 }
 
 Status tree_attention(const TreeAttention& call, Stream stream) {
@@ -120,9 +95,9 @@ Status tree_attention(const TreeAttention& call, Stream stream) {
         return Status::workspace_too_small;
     }
 
-    AttentionArgs args{call, make_plan(call), call.scale * kLog2E, nullptr, nullptr};
+    AttentionArgs args{call, plan_attention(extents(call)), call.scale * kLog2E, nullptr, nullptr};
     args.partial_out = static_cast<float*>(call.workspace);
-    args.partial_sum = args.partial_out + partial_rows(call, args.plan) * call.head_dim;
+    args.partial_sum = args.partial_out + partial_rows(extents(call), args.plan) * call.head_dim;
     if (call.type == ElementType::bf16) {
         return call.head_dim == 64 ? launch_typed<ElementType::bf16, 64>(args, stream)
                                    : launch_typed<ElementType::bf16, 128>(args, stream);

@@ -1,6 +1,7 @@
 // What the tests of the glue are written with: checks that count, a logger, and tensors by hand.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdio>
 #include <cstring>
@@ -119,5 +120,20 @@ std::vector<DynamicPluginTensorDesc> dynamic(const std::array<PluginTensorDesc, 
     }
     return result;
 }
+
+// 16-byte aligned halves whose bits are small finite numbers in bf16 and fp16 alike.
+struct Halves {
+    explicit Halves(size_t count, uint32_t seed = 1) : memory(count + 8), data(memory.data()) {
+        while (reinterpret_cast<uintptr_t>(data) % 16 != 0) {
+            ++data;
+        }
+        for (size_t i = 0; i < count; ++i) {
+            seed = seed * 1664525u + 1013904223u;
+            data[i] = static_cast<uint16_t>((seed >> 16 & 0x8000) | (0x3800 + (seed >> 20 & 0x7ff)));
+        }
+    }
+    std::vector<uint16_t> memory;
+    uint16_t* data;
+};
 
 }  // namespace

@@ -1,4 +1,4 @@
-// The TensorRT glue without TensorRT: shapes, types, formats, workspace, fields, clones, arity and enqueue, the last on
+// The TensorRT glue without TensorRT: shapes, types, formats, fields, clones, arity and enqueue, the last on
 // the emulated kernels. Headers are all it needs. Prints what failed; exits 0 only when nothing did.
 
 #include "glue_support.h"
@@ -82,13 +82,13 @@ void test_serialisation_and_clone() {
         CHECK(plugin != nullptr);
         CHECK(id == build(*plugin).getTimingCacheID());
         const PluginFieldCollection* saved = runtime(*plugin).getFieldsToSerialize();
-        CHECK(saved->nbFields == 6);
+        CHECK(saved->nbFields == 7);
         const Owned again(attention_creator.createPlugin("node", saved, TensorRTPhase::kRUNTIME));
         CHECK(again != nullptr);
         CHECK(id == build(*again).getTimingCacheID());
         const PluginFieldCollection* twice = runtime(*again).getFieldsToSerialize();
         const std::vector<PluginField> wanted = a.fields();
-        for (int32_t i = 0; i < twice->nbFields; ++i) {
+        for (int32_t i = 0; i < static_cast<int32_t>(wanted.size()); ++i) {
             CHECK(std::string(twice->fields[i].name) == wanted[i].name);
             CHECK(twice->fields[i].type == wanted[i].type && twice->fields[i].length == 1);
             CHECK(std::memcmp(twice->fields[i].data, wanted[i].data, 4) == 0);
@@ -186,7 +186,7 @@ void test_formats() {
     }
 }
 
-void test_configuration_and_workspace() {
+void test_configuration() {
     const Attributes a;
     const Owned plugin = create(attention_creator, a.fields(), TensorRTPhase::kBUILD);
     const auto tensors = attention_tensors(a, 2, 65, 3, 512, DataType::kBF16);
@@ -216,17 +216,6 @@ void test_configuration_and_workspace() {
     const auto large = attention_tensors(a, 2, 66, 3, 512, DataType::kBF16);
     CHECK(runtime(*plugin).onShapeChange(large.data(), 8, &large[8], 3) != 0);
 
-    // One figure must do for every T of the profile.
-    const auto most = dynamic(tensors);
-    const size_t bytes = build(*plugin).getWorkspaceSize(most.data(), 8, &most[8], 3);
-    CHECK(bytes > 0);
-    for (int32_t t = 1; t <= 65; ++t) {
-        ddtree::TreeAttention call{};
-        call.sequences = 2, call.tokens = t, call.q_heads = a.hq, call.kv_heads = a.hkv, call.head_dim = a.d;
-        call.slots = 3, call.capacity = 512, call.mask_words = 3, call.scale = a.scale;
-        CHECK(ddtree::attention_workspace_bytes(call) <= bytes);
-    }
-
     const Owned compact = create(compact_creator, {}, TensorRTPhase::kBUILD);
     std::array<PluginTensorDesc, 6> slab{};
     const Dims cache = dims({4, 3, 2, 64, 64});
@@ -246,21 +235,6 @@ void test_configuration_and_workspace() {
     }
 }
 
-// 16-byte aligned halves whose bits are small finite numbers in bf16 and fp16 alike.
-struct Halves {
-    explicit Halves(size_t count, uint32_t seed = 1) : memory(count + 8), data(memory.data()) {
-        while (reinterpret_cast<uintptr_t>(data) % 16 != 0) {
-            ++data;
-        }
-        for (size_t i = 0; i < count; ++i) {
-            seed = seed * 1664525u + 1013904223u;
-            data[i] = static_cast<uint16_t>((seed >> 16 & 0x8000) | (0x3800 + (seed >> 20 & 0x7ff)));
-        }
-    }
-    std::vector<uint16_t> memory;
-    uint16_t* data;
-};
-
 void test_attention_enqueue() {
     const Attributes a{4, 2, 64, 65, 0, 0.125f};
     const int64_t n = 2, t = 17, slots = 3, s = 96;
@@ -273,6 +247,7 @@ void test_attention_enqueue() {
     const Owned plugin = create(attention_creator, a.fields());
     const auto described = dynamic(tensors);
     Halves workspace(build(*plugin).getWorkspaceSize(described.data(), 8, &described[8], 3) / 2);
+    CHECK(runtime(*plugin).onShapeChange(tensors.data(), 8, &tensors[8], 3) == 0);
 
     const void* inputs[] = {q.data, k.data, v.data, past_k.data, past_v.data, slot_ids.data(), past_len.data(), mask.data()};
     void* outputs[] = {out.data, past_k.data, past_v.data};
@@ -297,6 +272,7 @@ void test_attention_enqueue() {
     CHECK(runtime(*plugin).enqueue(tensors.data(), &tensors[8], inputs, apart, workspace.data, nullptr) != 0);
     CHECK(logger.last.find("present_k") != std::string::npos);
     const Owned built = create(attention_creator, a.fields(), TensorRTPhase::kBUILD);
+    CHECK(build(*built).configurePlugin(described.data(), 8, &described[8], 3) == 0);
     CHECK(runtime(*built).enqueue(tensors.data(), &tensors[8], inputs, apart, workspace.data, nullptr) == 0);
 
     const void* missing[] = {nullptr, k.data, v.data, past_k.data, past_v.data, slot_ids.data(), past_len.data(), mask.data()};
@@ -342,7 +318,7 @@ int main() {
     test_serialisation_and_clone();
     test_shapes_types_arity();
     test_formats();
-    test_configuration_and_workspace();
+    test_configuration();
     test_attention_enqueue();
     test_compact_enqueue();
     std::printf("%d checks, %d failed\n", checks, failures);

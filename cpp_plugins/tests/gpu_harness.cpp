@@ -264,13 +264,15 @@ void run_plugins(const char* path) {
 
     const int32_t max_tree = x.t, mode = 0;
     const float scale = direct.call.scale;
+    const auto given = static_cast<int64_t>(through.call.workspace_bytes);
     auto* attention = attached(library, "DDTreeAttention",
                                {{"num_q_heads", &x.hq, PluginFieldType::kINT32, 1},
                                 {"num_kv_heads", &x.hkv, PluginFieldType::kINT32, 1},
                                 {"head_dim", &x.d, PluginFieldType::kINT32, 1},
                                 {"max_tree", &max_tree, PluginFieldType::kINT32, 1},
                                 {"scale", &scale, PluginFieldType::kFLOAT32, 1},
-                                {"mask_mode", &mode, PluginFieldType::kINT32, 1}});
+                                {"mask_mode", &mode, PluginFieldType::kINT32, 1},
+                                {"workspace_bytes", &given, PluginFieldType::kINT64, 1}});
     const DataType half = DataType::kBF16, control = DataType::kINT32;
     const PluginTensorDesc q = tensor({x.n, x.t, x.hq, x.d}, half), kv = tensor({x.n, x.t, x.hkv, x.d}, half),
                            cache = tensor({x.slots, x.hkv, x.s, x.d}, half), n = tensor({x.n}, control);

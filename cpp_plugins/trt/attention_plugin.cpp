@@ -45,7 +45,8 @@ void AttentionPlugin::describe_fields() {
                PluginField("head_dim", &attributes_.head_dim, PluginFieldType::kINT32, 1),
                PluginField("max_tree", &attributes_.max_tree, PluginFieldType::kINT32, 1),
                PluginField("scale", &attributes_.scale, PluginFieldType::kFLOAT32, 1),
-               PluginField("mask_mode", &attributes_.mask_mode, PluginFieldType::kINT32, 1)};
+               PluginField("mask_mode", &attributes_.mask_mode, PluginFieldType::kINT32, 1),
+               PluginField("workspace_bytes", &attributes_.workspace_bytes, PluginFieldType::kINT64, 1)};
     collection_.nbFields = static_cast<int32_t>(fields_.size());
     collection_.fields = fields_.data();
 }
@@ -133,6 +134,9 @@ std::string AttentionPlugin::fault(const Dims* dims) const {
                    rule.meaning + " = " + number(rule.expected) + ", found " + number(found);
         }
     }
+    if (n >= 0 && slots >= 0 && n > slots) {
+        return "N = " + number(n) + " sequences need a cache slot each, found " + number(slots);
+    }
     if (t > a.max_tree) {
         return "T = " + number(t) + " is above max_tree = " + number(a.max_tree);
     }
@@ -159,13 +163,14 @@ int32_t AttentionPlugin::configurePlugin(const DynamicPluginTensorDesc* inputs, 
         if (input_count != kInputs || output_count != kOutputs) {
             return failure(kName, "takes 8 inputs and gives 3 outputs");
         }
-        for (const InputDims& dims : {dims_of(inputs, [](const auto& d) { return d.desc.dims; }),
-                                      dims_of(inputs, [](const auto& d) { return d.max; })}) {
+        const InputDims most = dims_of(inputs, [](const auto& d) { return d.max; });
+        for (const InputDims& dims : {dims_of(inputs, [](const auto& d) { return d.desc.dims; }), most}) {
             const std::string wrong = fault(dims.data());
             if (!wrong.empty()) {
                 return failure(kName, wrong);
             }
         }
+        attributes_.workspace_bytes = static_cast<int64_t>(workspace_bound(most.data(), inputs[kQ].desc.type));
         return 0;
     } catch (const std::exception& error) {
         return failure(kName, error.what());
@@ -180,7 +185,13 @@ int32_t AttentionPlugin::onShapeChange(const PluginTensorDesc* inputs, int32_t i
         }
         const InputDims dims = dims_of(inputs, [](const auto& d) { return d.dims; });
         const std::string wrong = fault(dims.data());
-        return wrong.empty() ? 0 : failure(kName, wrong);
+        if (!wrong.empty()) {
+            return failure(kName, wrong);
+        }
+        if (attributes_.workspace_bytes == AttentionAttributes::kUnknown) {  // a plan that was stored without it
+            attributes_.workspace_bytes = static_cast<int64_t>(workspace_bound(dims.data(), inputs[kQ].type));
+        }
+        return 0;
     } catch (const std::exception& error) {
         return failure(kName, error.what());
     }
@@ -202,13 +213,20 @@ TreeAttention AttentionPlugin::shaped(const Dims* dims, DataType type) const {
     return call;
 }
 
+size_t AttentionPlugin::workspace_bound(const Dims* dims, DataType type) const {
+    TreeAttention call = shaped(dims, type);
+    call.sequences = call.slots;
+    call.tokens = std::min(attributes_.max_tree, call.capacity);
+    return attention_workspace_bound(call);
+}
+
 size_t AttentionPlugin::getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t input_count,
                                          const DynamicPluginTensorDesc*, int32_t) const noexcept {
     if (input_count != kInputs) {
         return 0;
     }
     const InputDims dims = dims_of(inputs, [](const auto& d) { return d.max; });
-    return attention_workspace_bound(shaped(dims.data(), inputs[kQ].desc.type));
+    return workspace_bound(dims.data(), inputs[kQ].desc.type);
 }
 
 int32_t AttentionPlugin::enqueue(const PluginTensorDesc* input_descs, const PluginTensorDesc*,
@@ -236,7 +254,9 @@ int32_t AttentionPlugin::enqueue(const PluginTensorDesc* input_descs, const Plug
     call.tree_mask = static_cast<const int32_t*>(inputs[kTreeMask]);
     call.out = outputs[kAttn];
     call.workspace = workspace;
-    call.workspace_bytes = attention_workspace_bytes(call);  // TensorRT gave what getWorkspaceSize asked for
+    // What getWorkspaceSize asked for when the plan was built, and TensorRT gave: the launcher refuses a call that needs
+    // more.
+    call.workspace_bytes = static_cast<size_t>(std::max<int64_t>(attributes_.workspace_bytes, 0));
     const Status status = tree_attention(call, stream);
     return status == Status::ok ? 0 : failure(kName, text(status));
 }
@@ -285,7 +305,15 @@ std::string read(const PluginField& field, float& value) {
     return std::string(field.name) + " must be a float";
 }
 
-std::string parse(const nvinfer1::PluginFieldCollection* fields, AttentionAttributes& a) {
+std::string read(const PluginField& field, int64_t& value) {
+    if (field.data == nullptr || field.length != 1 || field.type != PluginFieldType::kINT64) {
+        return std::string(field.name) + " must have one 64-bit integer";
+    }
+    value = *static_cast<const int64_t*>(field.data);
+    return value >= AttentionAttributes::kUnknown ? std::string() : std::string(field.name) + " must not be negative";
+}
+
+std::string parse(const nvinfer1::PluginFieldCollection* fields, TensorRTPhase phase, AttentionAttributes& a) {
     if (fields == nullptr || (fields->nbFields > 0 && fields->fields == nullptr)) {
         return "no attributes given";
     }
@@ -301,6 +329,13 @@ std::string parse(const nvinfer1::PluginFieldCollection* fields, AttentionAttrib
     for (int32_t i = 0; i < fields->nbFields; ++i) {
         const PluginField& field = fields->fields[i];
         const std::string name = field.name == nullptr ? "" : field.name;
+        if (name == "workspace_bytes" && phase == TensorRTPhase::kRUNTIME) {
+            const std::string wrong = read(field, a.workspace_bytes);
+            if (!wrong.empty()) {
+                return wrong;
+            }
+            continue;
+        }
         Slot* slot = std::find_if(std::begin(slots), std::end(slots), [&](const Slot& s) { return name == s.name; });
         if (slot == std::end(slots)) {
             return "unknown attribute '" + name + "'";
@@ -341,7 +376,7 @@ nvinfer1::IPluginV3* AttentionCreator::createPlugin(const char*, const nvinfer1:
                                                     TensorRTPhase phase) noexcept {
     try {
         AttentionAttributes attributes;
-        const std::string wrong = parse(fields, attributes);
+        const std::string wrong = parse(fields, phase, attributes);
         if (!wrong.empty()) {
             failure(AttentionPlugin::kName, wrong);
             return nullptr;

@@ -4,7 +4,8 @@
 // are those of ddtree_trt/plugins/__init__.py.
 #pragma once
 
-#include <memory>
+#include <cstddef>
+#include <cstdint>
 #include <vector>
 
 #include "ddtree/attention.h"
@@ -19,6 +20,11 @@ struct AttentionAttributes {
     int32_t max_tree = 0;  // largest T of any profile
     float scale = 0.0f;
     int32_t mask_mode = 0;
+    // Scratch the plan sets aside for a call. Not an attribute of a node: it is stored in the plan when it is built, so
+    // that a library which would want more sees that at run time. kUnknown until then.
+    int64_t workspace_bytes = kUnknown;
+
+    static constexpr int64_t kUnknown = -1;
 };
 
 class AttentionPlugin final : public Plugin {
@@ -60,6 +66,9 @@ private:
     std::string fault(const Dims* dims) const;
     // The extents of a call, without its pointers.
     TreeAttention shaped(const Dims* dims, DataType type) const;
+    // Scratch for the largest call there can be, by what is the same in every profile: each of N sequences has a slot of
+    // its own, and T is at most max_tree. So every profile sets the same number of bytes aside.
+    size_t workspace_bound(const Dims* dims, DataType type) const;
     void describe_fields();
 
     AttentionAttributes attributes_;

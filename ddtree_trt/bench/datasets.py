@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_trt.errors import DDTreeError, MissingDependency, UsageError
+from ddtree_trt.errors import DDTreeError, MissingDependency, UsageError, install_with
 
 Row = Mapping[str, Any]
 SHUFFLE_SEED = 0
@@ -156,7 +156,7 @@ def _load_dataset(path: str, *args: Any, **options: Any) -> Sequence[Row]:
         import datasets
     except ImportError as error:
         raise MissingDependency(
-            f"{path} needs the package `datasets`, which is not installed; run: pip install 'ddtree-trt[bench]', "
+            f"{path} needs the package `datasets`, which is not installed; {install_with('bench')}, "
             "or give a local copy as NAME=FILE.jsonl"
         ) from error
     try:

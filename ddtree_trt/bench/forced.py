@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +21,6 @@ from ddtree_trt.runtime.engine import (
     DraftRequest,
     Engine,
     LogitRows,
-    RoundRequest,
-    RoundResult,
     Verdict,
     VerifyRequest,
 )
@@ -54,7 +51,7 @@ class ForcedEngine:
         self.manifest: Manifest = engine.manifest
         self.threads, self.buckets = engine.threads, engine.buckets
         self._engine, self._accepted, self._banned = engine, acceptance_length - 1, banned
-        self.rounds = None if engine.rounds is None else ForcedRounds(engine.rounds, acceptance_length)
+        self.rounds = None if engine.rounds is None else _forced_rounds(engine, acceptance_length)
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         verdicts = self._engine.verify(requests)
@@ -86,6 +83,9 @@ class ForcedEngine:
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         self._engine.commit(slot, path, taps=taps)
 
+    def warm_up(self) -> None:
+        self._engine.warm_up()
+
     def settle(self) -> None:
         self._engine.settle()
 
@@ -93,12 +93,9 @@ class ForcedEngine:
         self._engine.close()
 
 
-class ForcedRounds:
-    """An engine's device rounds, told what to commit."""
+def _forced_rounds(engine: Engine, acceptance_length: int) -> DeviceRounds:
+    from ddtree_trt.bench.forced_torch import ForcedRounds  # the one backend that has rounds, and PyTorch is there
+    from ddtree_trt.runtime.torch import TorchEngine
 
-    def __init__(self, rounds: DeviceRounds, acceptance_length: int) -> None:
-        self.by_default = rounds.by_default
-        self._rounds, self._tokens = rounds, acceptance_length
-
-    def round(self, requests: Sequence[RoundRequest]) -> list[RoundResult]:
-        return self._rounds.round([replace(r, forced=self._tokens) for r in requests])
+    assert isinstance(engine, TorchEngine)
+    return ForcedRounds(engine, acceptance_length)

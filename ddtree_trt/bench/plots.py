@@ -10,7 +10,7 @@ from typing import Any
 from ddtree_trt.bench.datasets import title
 from ddtree_trt.bench.result import BenchResult
 from ddtree_trt.bench.summary import Row, best_fixed, summarize
-from ddtree_trt.errors import MissingDependency
+from ddtree_trt.errors import MissingDependency, install_with
 from ddtree_trt.runtime.stats import ROUND_STAGES
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
@@ -48,9 +48,7 @@ def plot_all(result: BenchResult, directory: Path) -> list[Path]:
 def require_matplotlib() -> None:
     """Raises MissingDependency where pictures cannot be drawn: asked before anything is measured."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise MissingDependency(
-            "pictures need matplotlib, which is not installed; run: pip install 'ddtree-trt[bench]'"
-        )
+        raise MissingDependency(f"pictures need matplotlib, which is not installed; {install_with('bench')}")
 
 
 def _style() -> Any:

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ddtree_trt.errors import MissingDependency, UsageError
+from ddtree_trt.errors import MissingDependency, UsageError, install_with
 
 REPOSITORY = "https://github.com/liranringel/ddtree"
 _FILES = ("ddtree.py", "dflash.py", "model/dflash.py")
@@ -50,7 +50,7 @@ def import_published(path: Path) -> Published:
             f"get one with: git clone {REPOSITORY}"
         )
     if importlib.util.find_spec("torch") is None:
-        raise MissingDependency("the published DDTree code needs PyTorch; run: pip install 'ddtree-trt[torch]'")
+        raise MissingDependency(f"the published DDTree code needs PyTorch; {install_with('torch')}")
     absent = [name for name in _STAND_INS if name not in sys.modules and importlib.util.find_spec(name) is None]
     for name in absent:
         sys.modules[name] = ModuleType(name)

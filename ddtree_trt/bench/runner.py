@@ -140,9 +140,10 @@ class Measurement:
         settings = self._settings
         if settings.warmup_tokens == 0:
             return
-        room = self._session.manifest.limits.max_seq_len - settings.warmup_tokens
-        ids = self._session.codec.encode(prompt.opening)[-max(room, 1) :]
-        request = self._request(settings.temperatures[0], settings.seed, settings.warmup_tokens)
+        limit = self._session.manifest.limits.max_seq_len
+        ids = self._session.codec.encode(prompt.opening)[-max(limit - settings.warmup_tokens, 1) :]
+        tokens = min(settings.warmup_tokens, limit - len(ids))
+        request = self._request(settings.temperatures[0], settings.seed, tokens)
         for i, entry in enumerate(self._entries):
             self._progress("warm up", i, len(self._entries))
             entry.contender.run(entry.case, ids, request)

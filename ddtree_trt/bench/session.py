@@ -10,9 +10,10 @@ from ddtree_trt.artifact import DrafterDims
 from ddtree_trt.bench.contender import Outcome, Request
 from ddtree_trt.bench.forced import ForcedEngine
 from ddtree_trt.bench.settings import BenchSettings, Case
+from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.engine import Engine
 from ddtree_trt.runtime.load import open_engine
-from ddtree_trt.runtime.methods import resolve_method
+from ddtree_trt.runtime.methods import longest_draft, resolve_method
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.requests import RequestMaker
@@ -76,6 +77,12 @@ class EngineContender:
             resolve_method(case.method, kind)
         self._engine: Engine = session.engine
         if settings.forced_acceptance is not None:
+            most = 1 + longest_draft(session.manifest.drafter_dims)
+            if settings.forced_acceptance > most:
+                raise UsageError(
+                    f"forced_acceptance {settings.forced_acceptance} is more than the {most} tokens that a round of "
+                    "this engine can commit; lower it"
+                )
             self._engine = ForcedEngine(session.engine, settings.forced_acceptance, session.unusable_tokens)
 
     def describe(self) -> dict[str, str]:

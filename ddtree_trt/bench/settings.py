@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ddtree_trt.build.backend import PrecisionName
-from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.params import DEVICE_ROUNDS, METHODS
+from ddtree_trt.errors import MAX_COUNT, MAX_THREADS, UsageError, check_range
+from ddtree_trt.runtime.params import DEVICE_ROUNDS, MAX_SEED, METHODS
 
 Budget = int | Literal["auto"]
 
@@ -95,10 +95,11 @@ class BenchSettings:
             raise UsageError(f"method must be one of {', '.join(METHODS)}, not {unknown[0]!r}")
         for name in ("methods", "budgets", "temperatures", "prompts", "peers"):
             object.__setattr__(self, name, tuple(dict.fromkeys(getattr(self, name))))
-        for name, lowest in (("limit", 1), ("max_tokens", 2), ("repeats", 1), ("warmup_tokens", 0), ("seed", 0)):
-            value = getattr(self, name)
-            if value is not None and value < lowest:
-                raise UsageError(f"{name} must be at least {lowest}, not {value}")
+        for name, lowest, highest in _RANGES:
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), lowest, highest)
+        for temperature in self.temperatures:
+            check_range("temperature", temperature, 0, 100)
         if not self.temperatures or not self.prompts:
             raise UsageError("give at least one temperature and one prompt set")
         if not self.budgets and (not self.methods or "ddtree" in self.methods):
@@ -117,6 +118,8 @@ class BenchSettings:
             raise UsageError(f"an engine directory has its backend; {self.backend} can be chosen for random weights")
         if self.precision != BenchSettings.precision and not self.random_weights:
             raise UsageError(f"an engine directory has its precision; {self.precision} is for random weights")
+        if self.prompt_tokens != BenchSettings.prompt_tokens and not self.random_weights:
+            raise UsageError("prompt_tokens is for the random prompts of random weights; prompts have their length")
         if self.device_rounds in ("on", "both") and not any(case.device for case in self.cases(dflash=True)):
             raise UsageError(
                 f"device_rounds {self.device_rounds} is for method ddtree with a number as its budget, which is not "
@@ -131,9 +134,6 @@ class BenchSettings:
             self._check_forced()
 
     def _check_forced(self) -> None:
-        assert self.forced_acceptance is not None
-        if self.forced_acceptance < 1:
-            raise UsageError(f"a round commits at least its bonus token: forced_acceptance {self.forced_acceptance}")
         if any(t > 0 for t in self.temperatures):
             raise UsageError("forced acceptance overrules greedy choices only; use temperature 0")
         if other := [p for p in self.peers if p.partition("=")[0] != "ddtree-reference"]:
@@ -159,6 +159,18 @@ class BenchSettings:
         return tuple(cases)
 
 
+_RANGES: tuple[tuple[str, int, int], ...] = (
+    ("limit", 1, MAX_COUNT),
+    ("max_tokens", 2, MAX_COUNT),
+    ("repeats", 1, MAX_COUNT),
+    ("warmup_tokens", 0, MAX_COUNT),
+    ("seed", 0, MAX_SEED),
+    ("threads", 0, MAX_THREADS),
+    ("prompt_tokens", 1, MAX_COUNT),
+    ("forced_acceptance", 1, MAX_COUNT),
+)
+
+
 @dataclass(frozen=True)
 class CheckSettings:
     """What `ddtree-trt check` runs."""
@@ -171,3 +183,11 @@ class CheckSettings:
     sampled_prompts: int = 4
     sampled_tokens: int = 12
     threads: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "max_tokens", "sampled_prompts", "sampled_tokens"):
+            check_range(name, getattr(self, name), 1, MAX_COUNT)
+        check_range("seeds", self.seeds, 0, MAX_COUNT)
+        check_range("threads", self.threads, 0, MAX_THREADS)
+        if not self.prompts:
+            raise UsageError("give at least one prompt set")

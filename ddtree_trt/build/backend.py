@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from ddtree_trt.artifact import Limits, Progress
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import MAX_COUNT, UsageError, check_range
 
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint import Checkpoint
@@ -34,10 +34,10 @@ class BuilderOptions:
         for option, value in given.items():
             if value is not None and backend != "tensorrt":
                 raise UsageError(f"{option} is for --backend tensorrt, not for {backend}; leave it out")
-        if self.optimization_level is not None and not 0 <= self.optimization_level <= 5:
-            raise UsageError(f"--builder-optimization-level must be 0 to 5, not {self.optimization_level}")
-        if self.workspace_mib is not None and self.workspace_mib < 1:
-            raise UsageError(f"--builder-workspace-mib must be at least 1, not {self.workspace_mib}")
+        if self.optimization_level is not None:
+            check_range("--builder-optimization-level", self.optimization_level, 0, 5)
+        if self.workspace_mib is not None:
+            check_range("--builder-workspace-mib", self.workspace_mib, 1, MAX_COUNT)
 
 
 @dataclass(frozen=True)

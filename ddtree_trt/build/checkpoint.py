@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +35,7 @@ from ddtree_trt.build.tensorfile import (
     read_float32,
     weight_files,
 )
+from ddtree_trt.dimensions import misfit
 from ddtree_trt.errors import CheckpointError
 
 Shapes = dict[str, tuple[int, ...]]
@@ -230,31 +232,19 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def check_pair(target: Checkpoint, drafter: Checkpoint) -> None:
+class Network(Protocol):
+    """A checkpoint, or what its configuration alone says."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dims(self) -> TransformerDims: ...
+
+
+def check_pair(target: Network, drafter: Network) -> None:
     """Raises CheckpointError when the drafter was not made for a target of this kind; says which number differs."""
-    if target.is_dflash:
-        raise CheckpointError(f"{target.directory} is a DFlash drafter, not a target; give it as --drafter")
-    have, want = drafter.dims, target.dims
-    _check_equal(drafter, "vocab_size", have.vocab_size, "the target's", want.vocab_size)
-    if not isinstance(have, DrafterDims):
-        return
-    _check_equal(drafter, "hidden_size", have.hidden_size, "the target's", want.hidden_size)
-    _check_equal(drafter, "num_target_layers", have.num_target_layers, "the target's layers", want.num_layers)
-    outside = [i for i in have.tap_layers if not 0 <= i < want.num_layers]
-    if outside:
-        raise CheckpointError(
-            f"drafter {drafter.name}: target_layer_ids {outside} are not layers of the target, which has "
-            f"{want.num_layers}; use the drafter trained for this target"
-        )
-    if have.mask_token_id >= want.vocab_size:
-        raise CheckpointError(
-            f"drafter {drafter.name}: mask_token_id {have.mask_token_id} is not below vocab_size {want.vocab_size}; "
-            "use the drafter trained for this target"
-        )
-
-
-def _check_equal(drafter: Checkpoint, name: str, found: int, whose: str, expected: int) -> None:
-    if found != expected:
-        raise CheckpointError(
-            f"drafter {drafter.name}: {name} is {found}, {whose} {expected}; use the drafter trained for this target"
-        )
+    if isinstance(target.dims, DrafterDims):
+        raise CheckpointError(f"{target.name} is a DFlash drafter, not a target; give it as --drafter")
+    if problem := misfit(target.dims, drafter.dims):
+        raise CheckpointError(f"drafter {drafter.name}: {problem}; use the drafter trained for this target")

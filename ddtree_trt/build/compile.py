@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 from ddtree_trt import __version__, artifact
 from ddtree_trt.artifact import (
@@ -16,7 +17,6 @@ from ddtree_trt.artifact import (
     Limits,
     Manifest,
     Progress,
-    TransformerDims,
     no_progress,
 )
 from ddtree_trt.build.backend import (
@@ -29,16 +29,17 @@ from ddtree_trt.build.backend import (
 )
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.build.presets import PRESETS, PackagedSource, Preset, Source, find_preset
-from ddtree_trt.build.tokenizer import copy_tokenizer, find_tokenizer
+from ddtree_trt.build.template import check_template, thinking_note
+from ddtree_trt.build.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
+from ddtree_trt.dimensions import BUDGETS, POSITIONS, SLOTS
 from ddtree_trt.errors import BuildError, UsageError
+from ddtree_trt.reading import shown
 
 if TYPE_CHECKING:
-    from ddtree_trt.build.checkpoint import Checkpoint
+    from ddtree_trt.build.checkpoint import Checkpoint, Network
 
 Backend = Literal["auto", BackendName]
 Precision = Literal["auto", PrecisionName]
-
-_MAX_TREE_BUDGET, _MAX_BATCH = 4096, 1024  # far above any use: what is larger is a slip of the finger
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class BuildRequest:
     max_batch: int | None = None
     output: Path | None = None  # None is engines/NAME
     force: bool = False  # replace an existing engine
+    chat_template_args: Mapping[str, Any] = field(default_factory=dict)  # over the preset's
     builder: BuilderOptions = field(default_factory=BuilderOptions)
 
     @property
@@ -63,8 +65,10 @@ class BuildRequest:
         name = self.target or (self.checkpoint.resolve().name if self.checkpoint else None)
         if name is None:
             raise UsageError(f"nothing to build; give --target NAME with one of {', '.join(PRESETS)}")
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise UsageError(f"{name!r} cannot name an engine; use letters, digits, '.', '_' and '-' in --target")
+        if not re.fullmatch(artifact.NAME.expression, name):
+            raise UsageError(
+                f"{shown(name)} cannot name an engine; use letters, digits, '.', '_' and '-' in --target, 200 at most"
+            )
         return name
 
     @property
@@ -73,8 +77,11 @@ class BuildRequest:
         return self.output or ENGINES / self.name
 
 
-def compile_engine(request: BuildRequest, progress: Progress = no_progress) -> Manifest:
+def compile_engine(
+    request: BuildRequest, progress: Progress = no_progress, notice: Callable[[str], None] = lambda line: None
+) -> Manifest:
     """Build the engine a request asks for and return its manifest; the engine is at `request.destination`.
+    `notice` gets what its user should know, a line at a time.
 
     Raises UsageError for a wrong request, CheckpointError for a pair that cannot be used, and BuildError when the
     engine cannot be written. Whatever is raised, an engine already there is untouched and no half engine is left.
@@ -93,11 +100,16 @@ def compile_engine(request: BuildRequest, progress: Progress = no_progress) -> M
     check_pair(target, drafter)
     limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend)
     tokenizer = find_tokenizer(target.directory, target.dims.vocab_size)
+    template_args = {**(preset.chat_template_args if preset else {}), **request.chat_template_args}
     _check_space(destination, backend.bytes_on_disk(target, drafter, precision))
 
     with atomic_directory(destination, force=request.force) as directory:
-        written = backend.write(directory, target, drafter, limits, precision, progress)
         copy_tokenizer(tokenizer, target.directory, target.stop_token_ids, directory)
+        loaded = open_tokenizer(directory, tokenizer, target.dims.vocab_size)
+        check_template(loaded, tokenizer, request.chat_template_args)
+        if drafter.is_dflash and (note := thinking_note(loaded, tokenizer, template_args)):
+            notice(note)
+        written = backend.write(directory, target, drafter, limits, precision, progress)
         manifest = Manifest(
             schema_version=artifact.SCHEMA_VERSION,
             product_version=__version__,
@@ -111,7 +123,7 @@ def compile_engine(request: BuildRequest, progress: Progress = no_progress) -> M
             drafter_dims=drafter.dims,
             limits=limits,
             stop_token_ids=target.stop_token_ids,
-            chat_template_args=dict(preset.chat_template_args) if preset else {},
+            chat_template_args=template_args,
             toolchain=backend.toolchain,
             tensors=written.tensors,
             plugin=written.plugin,
@@ -119,18 +131,10 @@ def compile_engine(request: BuildRequest, progress: Progress = no_progress) -> M
             build_seconds=round(time.monotonic() - started, 3),
             golden_tau=dict(preset.golden_tau) if preset else {},
         )
-        (directory / artifact.MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
+        text = manifest.to_json()
+        artifact.parse_manifest(text, artifact.MANIFEST)  # what is written can be read
+        (directory / artifact.MANIFEST).write_text(text, encoding="utf-8")
     return manifest
-
-
-class Described(Protocol):
-    """A network by its configuration."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def dims(self) -> TransformerDims: ...
 
 
 def resolve_preset(request: BuildRequest) -> Preset | None:
@@ -162,18 +166,20 @@ def _open(source: Source | None, directory: Path | None, option: str) -> Checkpo
 
 def check_numbers(request: BuildRequest) -> None:
     """Refuse limits no model can have."""
-    for option, value, lowest, highest in (
-        ("--max-seq-len", request.max_seq_len, 2, None),
-        ("--max-tree-budget", request.max_tree_budget, 0, _MAX_TREE_BUDGET),
-        ("--max-batch", request.max_batch, 1, _MAX_BATCH),
+    for option, value, within in (
+        ("--max-seq-len", request.max_seq_len, POSITIONS),
+        ("--max-tree-budget", request.max_tree_budget, BUDGETS),
+        ("--max-batch", request.max_batch, SLOTS),
     ):
-        if value is not None and (value < lowest or (highest is not None and value > highest)):
-            bounds = f"at least {lowest}" if highest is None else f"{lowest} to {highest}"
-            raise UsageError(f"{option} must be {bounds}, not {value}")
+        if value is not None and value not in within:
+            hint = (
+                "; to decode without drafts give --method ar when it runs" if value == 0 and within is BUDGETS else ""
+            )
+            raise UsageError(f"{option} must be {within}, not {value}{hint}")
 
 
 def resolve_limits(
-    request: BuildRequest, defaults: Limits, target: Described, drafter: Described, backend: BackendBuild
+    request: BuildRequest, defaults: Limits, target: Network, drafter: Network, backend: BackendBuild
 ) -> Limits:
     """The request's limits over the preset's. A default longer than the models' positions is cut, a request refused."""
     positions, model = min((c.dims.max_positions, c.name) for c in (target, drafter))

@@ -5,23 +5,26 @@ What the graphs cannot express is refused here by its name; nothing foreign gets
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from ddtree_trt import dimensions as bounds
 from ddtree_trt.artifact import DrafterDims, TransformerDims
+from ddtree_trt.build.config_fields import refuse_others
 from ddtree_trt.build.quantization import Quantization, read_quantization
 from ddtree_trt.errors import CheckpointError
+from ddtree_trt.reading import Between, Fields, Source, read_object, read_value, shown
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 
-# What transformers' Qwen3Config takes for a field that is not in the file.
-_DEFAULTS = {"head_dim": 128, "rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "rope_theta": 10000.0}
+# The only classes whose layers the graphs are; a checkpoint may leave its class out.
+_LANGUAGE_MODEL, _DFLASH = "Qwen3ForCausalLM", "DFlashDraftModel"
 
 # What fused attention with rotary embedding asks for; ONNX Runtime would say so only when the engine first runs.
 _HEAD_DIM_MULTIPLE = 16
+_WINDOW = Between(1, 1 << 30)
 
 
 @dataclass(frozen=True)
@@ -38,135 +41,107 @@ class ModelConfig:
         return isinstance(self.dims, DrafterDims)
 
 
-class _Fields:
-    """Typed access to a JSON object; every complaint names the file and the field."""
-
-    def __init__(self, data: dict[str, Any], where: str) -> None:
-        self.data, self.where = data, where
-
-    def integer(self, name: str, minimum: int = 1) -> int:
-        value = self.data.get(name, _DEFAULTS.get(name))
-        if value is None:
-            raise CheckpointError(f"{self.where} has no {name}")
-        if type(value) is not int or value < minimum:
-            raise CheckpointError(f"{self.where}: {name} must be an integer of at least {minimum}, found {value!r}")
-        return value
-
-    def positive(self, name: str) -> float:
-        value = self.data.get(name, _DEFAULTS.get(name))
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-            raise CheckpointError(f"{self.where}: {name} must be a positive number, found {value!r}")
-        return float(value)
-
-    def section(self, name: str) -> _Fields:
-        value = self.data.get(name) or {}
-        if not isinstance(value, dict):
-            raise CheckpointError(f"{self.where}: {name} must be an object, found {value!r}")
-        return _Fields(value, f"{self.where}: {name}")
-
-    def refuse(self, name: str, found: object, supported: str) -> CheckpointError:
-        return CheckpointError(f"{self.where}: {name} is {found!r}, which is not supported; {supported}")
-
-
 def read_config(directory: Path) -> ModelConfig:
     """Read config.json and generation_config.json of a target or drafter. Raises CheckpointError."""
     if not directory.is_dir():
         raise CheckpointError(f"no checkpoint at {directory}: there is no such directory")
-    fields = _Fields(_read_json(directory / CONFIG), str(directory / CONFIG))
-    is_dflash = "dflash_config" in fields.data or "DFlashDraftModel" in (fields.data.get("architectures") or [])
-    _refuse_unsupported(fields)
+    fields = Fields(_read_json(directory / CONFIG), _source(directory / CONFIG))
+    is_dflash = _check_kind(fields)
+    refuse_others(fields, dflash=is_dflash)
     quantization = read_quantization(directory, fields.data)
     dims = _transformer_dims(fields)
+    _check_layer_types(fields, dims.num_layers)
     if is_dflash:
         dims = _drafter_dims(fields, dims)
     return ModelConfig(
         dims=dims,
-        tied=bool(fields.data.get("tie_word_embeddings", False)),
+        tied=fields.flag("tie_word_embeddings", False),
         stop_token_ids=_stop_token_ids(directory, fields, dims.vocab_size),
         quantization=quantization,
     )
 
 
+def _source(path: Path) -> Source:
+    return Source(str(path), CheckpointError, "use a checkpoint as it was published, or fetch it again")
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path.parent} has no {path.name}; is this a Hugging Face checkpoint?")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}); fetch the checkpoint again") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} is not a JSON object; fetch the checkpoint again")
-    return data
+    return read_object(path, _source(path))
 
 
-def _refuse_unsupported(fields: _Fields) -> None:
-    data = fields.data
-    model_type = data.get("model_type")
-    if data.get("num_experts") or data.get("num_local_experts") or "moe" in str(model_type):
-        raise fields.refuse("model_type", model_type, "mixture-of-experts models are not; use a dense Qwen3 model")
+def _check_kind(fields: Fields) -> bool:
+    """Whether it is a DFlash drafter. Raises CheckpointError for what is neither that nor a dense Qwen3 model."""
+    architectures = fields.optional("architectures", list[str]) or []
+    dflash = fields.has("dflash_config") or _DFLASH in architectures
+    if not fields.has("model_type"):
+        raise fields.fault("model_type", "is missing: is this a Hugging Face checkpoint?")
+    model_type = fields.text("model_type")
+    if "moe" in model_type or any(fields.data.get(name) for name in ("num_experts", "num_local_experts")):
+        raise fields.fault(
+            "model_type",
+            f"is {shown(model_type)}: mixture-of-experts models are not supported, dense Qwen3 models are",
+        )
     if model_type != "qwen3":
-        raise fields.refuse("model_type", model_type, "use a dense Qwen3 model ('qwen3')")
-    if data.get("attention_bias"):
-        raise fields.refuse("attention_bias", data["attention_bias"], "projections must have no bias")
-    if data.get("hidden_act", "silu") != "silu":
-        raise fields.refuse("hidden_act", data["hidden_act"], "use 'silu'")
-    for kind in _layer_types(fields):
+        raise fields.fault("model_type", f"is {shown(model_type)}, only dense Qwen3 models ('qwen3') are supported")
+    wanted = _DFLASH if dflash else _LANGUAGE_MODEL
+    if other := [name for name in architectures if name != wanted]:
+        kind = "drafters with a dflash_config" if dflash else "other checkpoints"
+        raise fields.fault("architectures", f"is {shown(other[0])}, which is not implemented; of {kind} {wanted} is")
+    return dflash
+
+
+def _check_layer_types(fields: Fields, layers: int) -> None:
+    """Every layer must attend to the whole sequence; where config.json lists none, by transformers' derivation."""
+    windowed = fields.flag("use_sliding_window", False)
+    no_window = fields.optional("sliding_window", Annotated[int, _WINDOW]) is None and "sliding_window" in fields.data
+    first = fields.integer("max_window_layers", Between(0, bounds.LAYERS.highest), 28)
+    kinds = fields.optional("layer_types", list[str])
+    if kinds is None:
+        kinds = ["sliding_attention"] if windowed and not no_window and first < layers else []
+    elif len(kinds) != layers:
+        raise fields.fault("layer_types", f"has {len(kinds)} entries for num_hidden_layers {layers}")
+    for kind in kinds:
         if kind != "full_attention":
-            raise fields.refuse("layer_types", kind, "every layer must attend to the whole sequence ('full_attention')")
+            raise fields.fault(
+                "layer_types", f"is {shown(kind)}, which is not implemented: every layer must be 'full_attention'"
+            )
 
 
-def _layer_types(fields: _Fields) -> list[str]:
-    """Kinds of attention by layer, derived as transformers does where config.json does not list them."""
-    data, layers = fields.data, fields.integer("num_hidden_layers")
-    if data.get("layer_types") is not None:
-        return list(data["layer_types"])
-    windowed = data.get("use_sliding_window") and data.get("sliding_window", 4096) is not None
-    first = data.get("max_window_layers", 28) if windowed else layers
-    return ["full_attention"] * min(first, layers) + ["sliding_attention"] * max(0, layers - first)
-
-
-def _rope_theta(fields: _Fields) -> float:
+def _rope_theta(fields: Fields) -> float:
     """The rotary base, from transformers 5's `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
-    new, old = fields.section("rope_parameters"), fields.section("rope_scaling")
-    for section in (new, old):
-        kind = section.data.get("rope_type", section.data.get("type", "default"))
-        if kind != "default":
-            raise section.refuse("rope_type", kind, "use a checkpoint with the default rotary embedding")
-        if section.data.get("partial_rotary_factor", 1) != 1:
-            factor = section.data["partial_rotary_factor"]
-            raise section.refuse("partial_rotary_factor", factor, "the whole head must be rotated")
-    if "rope_theta" not in new.data:
-        return fields.positive("rope_theta")
-    theta = new.positive("rope_theta")
-    if fields.data.get("rope_theta", theta) != theta:
-        raise CheckpointError(
-            f"{fields.where}: rope_theta is {fields.data['rope_theta']}, but {theta} in rope_parameters: which is it?"
-        )
-    return theta
+    places = (fields.section("rope_parameters"), fields.section("rope_scaling"), fields)
+    given = [part for part in places if part.has("rope_theta")]
+    found = {part.place("rope_theta"): part.number("rope_theta", bounds.ROPE_BASE) for part in given}
+    if len(set(found.values())) > 1:
+        values = " and ".join(f"{name} {value:g}" for name, value in found.items())
+        raise fields.source.fault(f"there are two values, {values}: which is it?")
+    # The rest are the defaults of transformers' Qwen3Config for fields that are not in the file.
+    return next(iter(found.values()), 10000.0)
 
 
-def _transformer_dims(fields: _Fields) -> TransformerDims:
-    heads = fields.integer("num_attention_heads")
-    explicit_kv = fields.data.get("num_key_value_heads", 0) is not None  # null means one per query head
-    kv_heads = fields.integer("num_key_value_heads") if explicit_kv else heads
+def _transformer_dims(fields: Fields) -> TransformerDims:
+    heads = fields.integer("num_attention_heads", bounds.HEADS)
+    # null means one per query head
+    one_each = "num_key_value_heads" in fields.data and not fields.has("num_key_value_heads")
+    kv_heads = heads if one_each else fields.integer("num_key_value_heads", bounds.HEADS)
     if heads % kv_heads:
-        raise CheckpointError(
-            f"{fields.where}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
-        )
-    head_dim = fields.integer("head_dim")
+        raise fields.fault("num_attention_heads", f"{heads} is not a multiple of num_key_value_heads {kv_heads}")
+    head_dim = fields.integer("head_dim", bounds.HEAD_DIM, 128)
     if head_dim % _HEAD_DIM_MULTIPLE:
-        raise fields.refuse("head_dim", head_dim, f"it must be a multiple of {_HEAD_DIM_MULTIPLE}")
+        raise fields.fault("head_dim", f"is {head_dim}, it must be a multiple of {_HEAD_DIM_MULTIPLE}")
     return TransformerDims(
-        vocab_size=fields.integer("vocab_size"),
-        hidden_size=fields.integer("hidden_size"),
-        num_layers=fields.integer("num_hidden_layers"),
+        vocab_size=fields.integer("vocab_size", bounds.VOCABULARY),
+        hidden_size=fields.integer("hidden_size", bounds.WIDTH),
+        num_layers=fields.integer("num_hidden_layers", bounds.LAYERS),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=fields.integer("intermediate_size"),
-        rms_norm_eps=fields.positive("rms_norm_eps"),
+        intermediate_size=fields.integer("intermediate_size", bounds.WIDTH),
+        rms_norm_eps=fields.number("rms_norm_eps", bounds.EPSILON, 1e-6),
         rope_theta=_rope_theta(fields),
-        max_positions=fields.integer("max_position_embeddings"),
+        max_positions=fields.integer("max_position_embeddings", bounds.POSITIONS, 32768),
     )
 
 
@@ -182,33 +157,43 @@ def default_tap_layers(num_target_layers: int, num_draft_layers: int) -> tuple[i
     return tuple(round(first + i * step) for i in range(num_draft_layers))
 
 
-def _drafter_dims(fields: _Fields, dims: TransformerDims) -> DrafterDims:
+def _drafter_dims(fields: Fields, dims: TransformerDims) -> DrafterDims:
     section = fields.section("dflash_config")
-    num_target_layers = fields.integer("num_target_layers")
-    taps = section.data.get("target_layer_ids")
+    num_target_layers = fields.integer("num_target_layers", bounds.LAYERS)
+    taps = section.optional("target_layer_ids", list[Annotated[int, bounds.LAYER]])
     if taps is None:
-        taps = default_tap_layers(num_target_layers, dims.num_layers)
-    elif not isinstance(taps, list) or not taps or any(type(i) is not int for i in taps):
-        raise CheckpointError(f"{section.where}: target_layer_ids must be a list of layer numbers, found {taps!r}")
+        taps = list(default_tap_layers(num_target_layers, dims.num_layers))
+    if not taps or len(taps) > bounds.LAYERS.highest:
+        raise section.fault("target_layer_ids", f"has {len(taps)} entries, it must name the target layers to tap")
     return DrafterDims(
         **vars(dims),
-        block_size=fields.integer("block_size", minimum=2),
-        mask_token_id=section.integer("mask_token_id", minimum=0),
+        block_size=_block_size(fields, section),
+        mask_token_id=section.integer("mask_token_id", bounds.TOKEN),
         tap_layers=tuple(taps),
         num_target_layers=num_target_layers,
     )
 
 
-def _stop_token_ids(directory: Path, fields: _Fields, vocab_size: int) -> tuple[int, ...]:
+def _block_size(fields: Fields, section: Fields) -> int:
+    """Beside `dflash_config` in z-lab's first checkpoints, inside it in others."""
+    block = Annotated[int, bounds.BLOCK]
+    inner = section.optional("block_size", block)
+    if inner is None:
+        return fields.integer("block_size", bounds.BLOCK)
+    outer = fields.optional("block_size", block)
+    if outer not in (None, inner):
+        raise fields.fault("block_size", f"is {outer}, but {inner} in dflash_config: which is it?")
+    return int(inner)
+
+
+def _stop_token_ids(directory: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
     """End-of-text tokens: generation_config.json's where it names any, as in transformers, else config.json's."""
     path = directory / GENERATION_CONFIG
-    generation = _read_json(path) if path.is_file() else {}
-    found = generation.get("eos_token_id")
-    where = path
-    if found is None:
-        found, where = fields.data.get("eos_token_id"), directory / CONFIG
-    ids = found if isinstance(found, list) else [] if found is None else [found]
-    for token in ids:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise CheckpointError(f"{where}: eos_token_id {token!r} is not a token below vocab_size {vocab_size}")
-    return tuple(dict.fromkeys(ids))
+    generation = Fields(_read_json(path) if path.is_file() else {}, _source(path))
+    chosen = generation if generation.has("eos_token_id") else fields
+    if not chosen.has("eos_token_id"):
+        return ()
+    found = chosen.data["eos_token_id"]
+    token = Annotated[int, Between(0, vocab_size - 1)]
+    ids = found if isinstance(found, list) else [found]
+    return tuple(dict.fromkeys(read_value(token, i, chosen.source, "eos_token_id") for i in ids))

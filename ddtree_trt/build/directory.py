@@ -7,7 +7,6 @@ import errno
 import fcntl
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from ddtree_trt.artifact import MANIFEST, PROFILE, FileEntry, Progress, no_progress, sha256_file
 from ddtree_trt.errors import BuildError
+from ddtree_trt.files import temporary_sibling
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -32,7 +32,7 @@ def prepare_destination(destination: Path, *, force: bool, marker: str = MANIFES
         _remove_stale(destination)
         if destination.exists():
             _check_replaceable(destination, force, marker)
-        probe = _temporary(destination)
+        probe = temporary_sibling(destination)
         probe.mkdir()
         probe.rmdir()
     except (FileExistsError, NotADirectoryError) as error:
@@ -64,7 +64,7 @@ def atomic_directory(destination: Path, *, force: bool, marker: str = MANIFEST) 
     Raises BuildError when the destination cannot be written or must not be replaced.
     """
     destination = prepare_destination(destination, force=force, marker=marker)
-    temporary = _temporary(destination)
+    temporary = temporary_sibling(destination)
     lock = -1
     try:
         try:
@@ -79,11 +79,6 @@ def atomic_directory(destination: Path, *, force: bool, marker: str = MANIFEST) 
         shutil.rmtree(temporary, ignore_errors=True)  # after an exchange this is the old directory
         if lock >= 0:
             os.close(lock)
-
-
-def _temporary(destination: Path) -> Path:
-    """A new name beside `destination` that says which process it belongs to."""
-    return destination.with_name(f".{destination.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def _cannot_write(destination: Path, error: OSError) -> BuildError:

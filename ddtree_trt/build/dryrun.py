@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,11 @@ class _Network:
     shapes: Mapping[str, tuple[int, ...]]  # of all tensors
     quantization: Quantization | None
 
+    def without_head(self) -> _Network:
+        from ddtree_trt.build.checkpoint import HEAD
+
+        return replace(self, shapes={name: shape for name, shape in self.shapes.items() if name != HEAD})
+
     def weights_bytes(self, item_bytes: int, *, as_stored: bool) -> int:
         """In a precision of `item_bytes`; `as_stored` leaves quantised weights as they are."""
         quantization = self.quantization if as_stored else None
@@ -77,17 +82,23 @@ def dry_run(request: BuildRequest) -> DryRun:
 
     Raises UsageError for a wrong request and CheckpointError for a configuration that cannot be used.
     """
+    # Imported here because NumPy has no place in `ddtree-trt --help`.
+    from ddtree_trt.build.checkpoint import check_pair
+
     backend = backend_build(request.backend, request.builder, dry_run=True)
     precision = resolve_precision(backend, request.precision)
     preset = resolve_preset(request)
     check_numbers(request)
     target = _describe(preset.target if preset else None, request.checkpoint, "--checkpoint")
     drafter = _describe(preset.drafter if preset else None, request.drafter, "--drafter")
+    check_pair(target, drafter)
     limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend)
     if backend.name == "onnxruntime":
         weights = weight_bytes(target.shapes, precision) + weight_bytes(drafter.shapes, precision)
     else:
         size, plans = ELEMENT_BYTES[precision], backend.name == "tensorrt"
+        if plans:  # heads are counted as they are on the device
+            target, drafter = target.without_head(), drafter.without_head()
         weights = target.weights_bytes(size, as_stored=plans) + drafter.weights_bytes(size, as_stored=False)
     memory = plan_engine(backend.name, precision, target.dims, drafter.dims, limits, weights)
     return DryRun(request.name, backend.name, precision, limits, memory, available_bytes(memory.place, find_gpus()))

@@ -2,7 +2,7 @@
 
 Networks are strongly typed: matrix products run in the engine's precision, what adds up many values or turns by angles
 runs in float32 between casts, which TensorRT fuses away. Ids, positions and row numbers are int32. The embedding and
-an untied head are inputs, so that both engines read one copy.
+the head are inputs, so that both engines read one copy.
 """
 
 from __future__ import annotations
@@ -53,7 +53,13 @@ class TensorRtGraph(Graph):
             self._mask = self.input(names.TREE_MASK, "int32", ["N", tokens, -(-max_tokens // 32)])
 
     def head(self, x: str, table: Table, out: str) -> str:
-        return self._cast(self.op("Gemm", [x, self.table(table)], [f"{out}.product"], transB=1), "float32", out)
+        """A product of float32, also where the rest is in halves: a strongly typed product of halves gives halves, in
+        which large logits of different tokens are equal. The table comes in float32, an input of its own even where
+        the head is the embedding: a cast in the graph would write it anew in every pass."""
+        if names.HEAD not in self._tables:
+            self._tables.add(names.HEAD)
+            self.input(names.HEAD, "float32", table.shape)
+        return self.op("Gemm", [self._single(x), names.HEAD], [out], transB=1)
 
     def choices(self, logits: str) -> None:
         wide = self.op("ArgMax", [logits], [f"{names.CHOICES}.wide"], axis=1, keepdims=0)

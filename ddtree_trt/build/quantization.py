@@ -19,18 +19,20 @@ none; both bear the name W4A16_AWQ.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from ddtree_trt.errors import CheckpointError
+from ddtree_trt.reading import Between, Fields, Source, read_object, shown
 
 MODELOPT_CONFIG = "hf_quant_config.json"  # what ModelOpt writes beside the weights
 _DEFAULT_GROUP = 128  # of ModelOpt's recipes, for an estimate where config.json does not say
+_GROUP = Between(1, 1 << 20)
+_UNQUANTISED = "use the checkpoint before quantisation"
 
 Values = Literal["float8_e4m3fn", "int8", "int4"]  # as ONNX calls them
 
@@ -93,35 +95,27 @@ def read_quantization(directory: Path, config: Mapping[str, Any]) -> Quantizatio
     Raises CheckpointError for quantisations that cannot be read, as far as the configuration tells.
     """
     path = directory / MODELOPT_CONFIG
-    found: Any = config.get("quantization_config")
-    where = f"{directory}: quantization_config"
-    if found and (not isinstance(found, dict) or found.get("quant_method") != "modelopt"):
-        raise CheckpointError(f"{where} is set and not ModelOpt's; use the checkpoint before quantisation")
+    advice = "fetch the checkpoint again"
+    fields = Fields(dict(config), Source(str(directory / "config.json"), CheckpointError, advice))
+    section = fields.section("quantization_config")
+    if section.data and section.data.get("quant_method") != "modelopt":
+        raise CheckpointError(f"{directory}: quantization_config is set and not ModelOpt's; {_UNQUANTISED}")
     if path.is_file():
-        where = str(path)
-        try:
-            found = json.loads(path.read_text(encoding="utf-8"))["quantization"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error!r}); fetch the checkpoint again") from error
-    if not found:
+        source = Source(str(path), CheckpointError, advice)
+        whole = Fields(read_object(path, source), source)
+        section = whole.section("quantization")
+        if not whole.has("quantization"):
+            raise whole.fault("quantization", "is missing")
+    if not section.has("quant_algo"):
         return None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{where} must be an object, found {found!r}; fetch the checkpoint again")
-    algorithm = found.get("quant_algo")
-    if algorithm is None:
-        return None
+    algorithm = section.text("quant_algo")
     if algorithm not in FORMATS:
         raise CheckpointError(
-            f"{directory} is quantised by {algorithm}, which cannot be read; use {', '.join(FORMATS)}, or the "
+            f"{directory} is quantised by {shown(algorithm)}, which cannot be read; use {', '.join(FORMATS)}, or the "
             "checkpoint before quantisation"
         )
-    group = found.get("group_size")
-    if group is not None and (type(group) is not int or group < 1):
-        raise CheckpointError(f"{where}: group_size must be an integer of at least 1, found {group!r}")
-    if found.get("has_zero_point"):
-        raise CheckpointError(f"{where}: has_zero_point is set, only symmetric quantisation can be read")
+    if section.flag("has_zero_point", False):
+        raise section.fault("has_zero_point", "is set, only symmetric quantisation can be read")
     # ModelOpt calls the same list `ignore` in config.json.
-    excluded = found.get("exclude_modules") or found.get("ignore") or []
-    if not isinstance(excluded, list) or not all(isinstance(name, str) for name in excluded):
-        raise CheckpointError(f"{where}: exclude_modules must be a list of names, found {excluded!r}")
-    return Quantization(algorithm, group, tuple(excluded))
+    excluded = section.optional("exclude_modules", list[str]) or section.optional("ignore", list[str]) or []
+    return Quantization(algorithm, section.optional("group_size", Annotated[int, _GROUP]), tuple(excluded))

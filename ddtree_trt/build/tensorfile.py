@@ -6,17 +6,19 @@ open would count every page read so far as this process's memory.
 
 from __future__ import annotations
 
-import json
 import math
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt.artifact import NAME
 from ddtree_trt.errors import CheckpointError
+from ddtree_trt.reading import Between, Fields, Pattern, Source, parse_json, read_object, read_record, shown
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -32,6 +34,9 @@ _STORED: dict[str, np.dtype[Any]] = {
 }
 _FLOATS = ("F32", "F16", "BF16")
 _MAX_HEADER_BYTES = 100 << 20  # the format's own bound
+_EXTENT, _OFFSET, _MAX_AXES = Between(0, 1 << 40), Between(0, 1 << 62), 8
+_DTYPE, _TENSOR_NAME = Pattern("[A-Z0-9_]{1,16}", "a type of safetensors"), r"[\w./:-]{1,256}"
+_ADVICE = "fetch the checkpoint again"
 _CHECK_VALUES = 1 << 22  # values looked at in one step, so that checking needs no memory to speak of
 
 
@@ -58,7 +63,7 @@ def open_tensors(directory: Path) -> dict[str, StoredTensor]:
                 tensors[name] = tensor
     for name, file_name in (placed or {}).items():
         if name not in tensors:
-            raise CheckpointError(f"{directory / INDEX_FILE} puts {name} in {file_name}, which does not hold it")
+            raise CheckpointError(f"{directory / INDEX_FILE} puts {shown(name)} in {file_name}, which does not hold it")
     return tensors
 
 
@@ -82,19 +87,17 @@ def _placement(directory: Path) -> dict[str, str] | None:
     path = directory / INDEX_FILE
     if (directory / SINGLE_FILE).is_file() or not path.is_file():
         return None
-    try:
-        placed = json.loads(path.read_bytes())["weight_map"]
-        plain = bool(placed) and all(Path(name).name == name for name in placed.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error!r}); fetch the checkpoint again") from error
-    if not plain:
-        raise CheckpointError(f"{path}: weight_map must name files beside it; fetch the checkpoint again")
+    source = Source(str(path), CheckpointError, _ADVICE)
+    index = Fields(read_object(path, source, max_bytes=_MAX_HEADER_BYTES), source)
+    placed: dict[str, str] = index.optional("weight_map", dict[str, Annotated[str, NAME]])
+    if not placed:
+        raise index.fault("weight_map", "must name files beside it, found none")
     return placed
 
 
 def _read_header(file: Path) -> dict[str, StoredTensor]:
-    """The header of one safetensors file, every entry checked against the file's size."""
-    damaged = f"{file} is damaged or cut short"
+    """The header of one safetensors file. Its tensors lie one behind the other and fill the file: so the format."""
+    source = Source(str(file), CheckpointError, f"the file is damaged or cut short, {_ADVICE}")
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
@@ -103,29 +106,53 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
                 raise CheckpointError(f"{file} is a Git LFS pointer, not the weights; run: git lfs pull")
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
             if length > min(_MAX_HEADER_BYTES, size - 8):
-                raise CheckpointError(f"{damaged}: its header of {length} bytes does not fit; fetch it again")
-            header = json.loads(stream.read(length))
-        tensors = {
-            name: _entry(file, name, entry, 8 + length, size)
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
+                raise source.fault(f"its header of {length} bytes does not fit into it")
+            header = parse_json(stream.read(length), source)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{damaged}: its header cannot be read ({error!r}); fetch it again") from error
+    if not isinstance(header, dict):
+        raise source.fault(f"its header is not a JSON object but {shown(header)}")
+    tensors, end = {}, 0
+    for name, entry in sorted(_entries(header, source).items(), key=lambda item: item[1].data_offsets):
+        begin, tensor_end = entry.data_offsets
+        if begin != end:
+            raise source.fault(f"{name} begins at byte {begin} of the data, where {end} was to come")
+        tensors[name] = entry.at(file, 8 + length)
+        end = tensor_end
+    if 8 + length + end > size:
+        raise source.fault(f"{name} ends {8 + length + end - size} bytes behind the end of the file")
+    if 8 + length + end < size:
+        raise source.fault(f"{size - 8 - length - end} bytes behind its last tensor belong to none")
     return tensors
 
 
-def _entry(file: Path, name: str, entry: Any, data_start: int, file_size: int) -> StoredTensor:
-    begin, end = (int(x) for x in entry["data_offsets"])
-    tensor = StoredTensor(file, str(entry["dtype"]), tuple(int(n) for n in entry["shape"]), data_start + begin)
-    stored = _STORED.get(tensor.dtype)
-    if stored is not None and end - begin != tensor.size * stored.itemsize:
-        raise CheckpointError(f"{file} is damaged: {name} {list(tensor.shape)} {tensor.dtype} has {end - begin} bytes")
-    if not 0 <= begin <= end <= file_size - data_start:
-        raise CheckpointError(f"{file} is cut short: {name} ends behind the end of the file; fetch it again")
-    return tensor
+@dataclass(frozen=True)
+class _Entry:
+    """A tensor as a header has it."""
+
+    dtype: Annotated[str, _DTYPE]
+    shape: tuple[Annotated[int, _EXTENT], ...]
+    data_offsets: tuple[Annotated[int, _OFFSET], Annotated[int, _OFFSET]]
+
+    def at(self, file: Path, data_start: int) -> StoredTensor:
+        return StoredTensor(file, self.dtype, self.shape, data_start + self.data_offsets[0])
+
+
+def _entries(header: dict[str, Any], source: Source) -> dict[str, _Entry]:
+    """Name → entry, each as long as its shape and type say."""
+    entries = {}
+    for name, data in header.items():
+        if name == "__metadata__":
+            continue
+        if not re.fullmatch(_TENSOR_NAME, name):
+            raise source.fault(f"{shown(name)} is no name of a tensor")
+        entry = entries[name] = read_record(_Entry, data, source, name)
+        if len(entry.shape) > _MAX_AXES:
+            raise source.fault(f"{name} has {len(entry.shape)} axes")
+        stored, (begin, end) = _STORED.get(entry.dtype), entry.data_offsets
+        if end < begin or (stored is not None and end - begin != math.prod(entry.shape) * stored.itemsize):
+            raise source.fault(f"{name} {list(entry.shape)} {entry.dtype} has {end - begin} bytes")
+    return entries
 
 
 def check_dtype(name: str, tensor: StoredTensor) -> None:

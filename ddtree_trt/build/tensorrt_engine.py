@@ -76,9 +76,7 @@ class EngineBuilder:
             )
 
     def _parse(self, name: str, graph: Path) -> trt.INetworkDefinition:
-        strongly_typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)  # the only kind from version 11 on
-        old = int(trt.__version__.split(".")[0]) < 11
-        network = self._builder.create_network(strongly_typed if old else 0)
+        network = self._builder.create_network(0)  # strongly typed, the only kind from version 11 on
         parser = trt.OnnxParser(network, self._log)
         if not parser.parse_from_file(str(graph)):
             errors = [_described(parser.get_error(i)) for i in range(parser.num_errors)]
@@ -99,6 +97,9 @@ class EngineBuilder:
     def _config(self, name: str, profiles: Sequence[Profile], monitor: _Monitor) -> trt.IBuilderConfig:
         config = self._builder.create_builder_config()
         config.max_aux_streams = 0  # the runtime captures a pass on one stream
+        # The one product of float32 is the head's, of values that are bf16 or fp16: TF32 holds them exactly, and sums
+        # in float32.
+        config.set_flag(trt.BuilderFlag.TF32)
         if self._options.optimization_level is not None:
             config.builder_optimization_level = self._options.optimization_level
         if self._options.workspace_mib is not None:

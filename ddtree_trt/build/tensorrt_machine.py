@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt.errors import BuildError, MissingDependency
+from ddtree_trt.errors import BuildError, MissingDependency, install_with
 from ddtree_trt.plugins import library
 
-LOWEST, BELOW = (10, 13), (12, 0)  # releases of TensorRT whose API is the one used here
+LOWEST, BELOW = (11, 1), (12, 0)  # releases of TensorRT whose API is the one used here; as in pyproject.toml
 LOWEST_SM = 80  # the first GPUs with bfloat16, and the oldest the kernels are compiled for
 LOWEST_FP8_SM = 89  # the first GPUs that multiply FP8
-_INSTALL = "pip install 'ddtree-trt[tensorrt]'"
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,7 @@ def examine() -> Machine:
     if not LOWEST <= tuple(int(part) for part in tensorrt.split(".")[:2]) < BELOW:
         raise MissingDependency(
             f"TensorRT {tensorrt} is installed, the build needs {'.'.join(map(str, LOWEST))} or newer below "
-            f"{BELOW[0]}: {_INSTALL}"
+            f"{BELOW[0]}; {install_with('tensorrt')}"
         )
     cuda = _import("cuda.bindings.runtime")
     count = _call(cuda, "cudaGetDeviceCount")
@@ -63,7 +62,9 @@ def _import(module: str) -> Any:
         return importlib.import_module(module)
     except (ImportError, OSError) as error:  # OSError: a package whose shared libraries are not there
         reason = str(error).splitlines()[0]
-        raise MissingDependency(f"the tensorrt backend cannot import {module} ({reason}): {_INSTALL}") from error
+        raise MissingDependency(
+            f"the tensorrt backend cannot import {module} ({reason}); {install_with('tensorrt')}"
+        ) from error
 
 
 def _call(cuda: Any, name: str, *arguments: Any) -> Any:

@@ -9,8 +9,13 @@ from typing import Any
 
 from ddtree_trt.artifact import OPTIONAL_TOKENIZER_FILES, TOKENIZER_FILES
 from ddtree_trt.build.config import GENERATION_CONFIG
+from ddtree_trt.dimensions import TOKEN
 from ddtree_trt.errors import CheckpointError
+from ddtree_trt.reading import Between, Fields, Source, read_object, shown
+from ddtree_trt.tokenizer_files import load_tokenizer
 
+_MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have some 40 MB
+_TOKEN = Between(-1, TOKEN.highest)  # −1 is the last of an empty list
 _VOCABULARY, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 
@@ -52,23 +57,39 @@ def copy_tokenizer(source: Path, checkpoint: Path, stop_token_ids: tuple[int, ..
         (destination / GENERATION_CONFIG).write_text(text + "\n", encoding="utf-8")
 
 
+def open_tokenizer(copied: Path, checkpoint: Path, vocab_size: int) -> Any:
+    """The tokenizer of copied files, as the runtime will load it.
+
+    Raises CheckpointError when it does not load or makes tokens the target has not.
+    """
+    source = _source(checkpoint)
+    tokenizer = load_tokenizer(copied, source)
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if highest >= vocab_size:
+        raise source.fault(f"the tokenizer has token {highest}, the target's vocab_size is {vocab_size}")
+    return tokenizer
+
+
+def _source(path: Path) -> Source:
+    return Source(str(path), CheckpointError, "fetch the tokenizer again")
+
+
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{path.parent} has no {path.name}; copy the tokenizer's files together")
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); fetch the tokenizer again") from error
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path} is not a JSON object; fetch the tokenizer again")
-    return data
+    return read_object(path, _source(path), max_bytes=_MAX_TOKENIZER_BYTES)
 
 
 def _highest_token(path: Path, tokenizer: dict[str, Any]) -> int:
     """The highest token id in a tokenizer.json, or −1 when it lists none."""
-    try:
-        vocabulary = tokenizer["model"]["vocab"]
-        ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
-        return int(max([*ids, *(token["id"] for token in tokenizer.get("added_tokens") or [])], default=-1))
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{path} is not a tokenizer ({error!r}); fetch the tokenizer again") from error
+    fields = Fields(tokenizer, _source(path))
+    model = fields.section("model")
+    vocabulary = model.data.get("vocab")
+    if not isinstance(vocabulary, dict | list):
+        raise model.fault("vocab", f"must be the vocabulary, found {shown(vocabulary)}")
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else [len(vocabulary) - 1]
+    added = fields.optional("added_tokens", list[dict[str, Any]]) or []
+    ids += [token.get("id") for token in added]
+    if wrong := [i for i in ids if type(i) is not int or i not in _TOKEN]:
+        raise fields.source.fault(f"a token's id must be an integer from {_TOKEN}, found {shown(wrong[0])}")
+    return max(ids, default=-1)

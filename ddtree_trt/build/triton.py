@@ -7,6 +7,7 @@ an engine: beside its place, the marker last, then put there in one step.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -27,19 +28,27 @@ from ddtree_trt.artifact import (
     verify_files,
 )
 from ddtree_trt.build.directory import atomic_directory
-from ddtree_trt.errors import BuildError, UsageError
+from ddtree_trt.errors import MAX_COUNT, ArtifactError, BuildError, UsageError, check_range
 from ddtree_trt.triton import ENGINE_FOLDER, LAYOUT_NAMES, LayoutName
+
+_log = logging.getLogger(__name__)
 
 MARKER = "export.json"
 VERSION_FOLDER = "1"
-_MAX_INSTANCES, _MAX_QUEUE = 64, 1 << 20  # far above any use: what is larger is a slip of the finger
+_MAX_INSTANCES, _MAX_GPUS = 64, 1024  # far above any use: what is larger is a slip of the finger
 _CONVENTIONS = {
     "trtllm": "TensorRT-LLM's `tensorrt_llm_bls` model",
     "vllm": "Triton's vLLM backend",
 }
+# A chat in the template of Qwen3, whose targets are the only ones there are. As JSON, and without apostrophes, because
+# it stands between those of a shell.
+_PROMPT = (
+    "<|im_start|>user\\nThere are 6 drawers, each with 32 cards. How many cards are there?<|im_end|>\\n"
+    "<|im_start|>assistant\\n"
+)
 _QUESTIONS = {  # layout → what curl asks for
-    "trtllm": '{"text_input": "def fib(n):", "max_tokens": 64, "stream": %s}',
-    "vllm": '{"text_input": "def fib(n):", "parameters": {"max_tokens": 64, "stream": %s}}',
+    "trtllm": f'{{"text_input": "{_PROMPT}", "max_tokens": 64, "stream": %s}}',
+    "vllm": f'{{"text_input": "{_PROMPT}", "parameters": {{"max_tokens": 64, "stream": %s}}}}',
 }
 
 
@@ -118,13 +127,9 @@ def export_triton(request: ExportRequest, progress: Progress = no_progress) -> P
 def _check_numbers(request: ExportRequest) -> None:
     if request.layout not in LAYOUT_NAMES:
         raise UsageError(f"--layout must be one of {', '.join(LAYOUT_NAMES)}, not {request.layout!r}")
-    for option, value, lowest, highest in (
-        ("--instances", request.instances, 1, _MAX_INSTANCES),
-        ("--max-queue", request.max_queue, 0, _MAX_QUEUE),
-    ):
-        if not lowest <= value <= highest:
-            raise UsageError(f"{option} must be {lowest} to {highest}, not {value}")
-    if any(gpu < 0 for gpu in request.gpus) or len(set(request.gpus)) != len(request.gpus):
+    check_range("--instances", request.instances, 1, _MAX_INSTANCES)
+    check_range("--max-queue", request.max_queue, 0, MAX_COUNT)
+    if any(not 0 <= gpu < _MAX_GPUS for gpu in request.gpus) or len(set(request.gpus)) != len(request.gpus):
         raise UsageError(f"--gpus must be different numbers from 0, not {','.join(map(str, request.gpus))}")
 
 
@@ -169,12 +174,25 @@ def _check_untouched(destination: Path) -> None:
 def _copy_engine(source: Path, manifest: Manifest, destination: Path, progress: Progress) -> None:
     destination.mkdir()
     total, done = sum(entry.size for entry in manifest.files.values()), 0
-    for name in (*manifest.files, PROFILE, MANIFEST):
-        if name == PROFILE and not (source / name).is_file():
-            continue
-        shutil.copyfile(source / name, destination / name)
+    for name in (*manifest.files, MANIFEST):
+        _copy(source / name, destination / name)
         done += manifest.files[name].size if name in manifest.files else 0
         progress("copy engine", done, total)
+    if (source / PROFILE).is_file():
+        try:
+            _copy(source / PROFILE, destination / PROFILE)
+        except ArtifactError as error:
+            _log.warning("%s; the exported model measures latencies itself, at every start", error)
+
+
+def _copy(source: Path, destination: Path) -> None:
+    """Raises ArtifactError where the source cannot be read, OSError where the destination cannot be written."""
+    try:
+        with source.open("rb"):
+            pass
+    except OSError as error:
+        raise ArtifactError(f"{source} cannot be read ({error.strerror})") from error
+    shutil.copyfile(source, destination)
 
 
 def _curl(name: str, layout: str, *, stream: bool) -> str:

@@ -13,6 +13,7 @@ from ddtree_trt.build.backend import BuilderOptions
 from ddtree_trt.build.compile import Backend, BuildRequest, Precision, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.build.presets import PRESETS
+from ddtree_trt.build.template import parse_arguments
 from ddtree_trt.commands.profile import measure_engine
 from ddtree_trt.errors import UsageError
 
@@ -45,6 +46,13 @@ def build(
     max_batch: Annotated[
         int | None, typer.Option(metavar="N", help=f"Sequences at a time. {_preset_help('max_batch')}")
     ] = BuildRequest.max_batch,
+    chat_template_arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="What the target's chat template is rendered with, as JSON: enable_thinking=false. May be repeated.",
+        ),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The engine directory. Default engines/NAME.")
     ] = BuildRequest.output,
@@ -80,6 +88,7 @@ def build(
         max_batch=max_batch,
         output=output,
         force=force,
+        chat_template_args=parse_arguments(chat_template_arg or ()),
         builder=BuilderOptions(builder_optimization_level, builder_workspace_mib, builder_inspect),
     )
     if dry:
@@ -91,7 +100,8 @@ def build(
         would.check()
         return
     with terminal.progress_bars() as progress:
-        manifest = compile_engine(request, progress)
+        notes: list[str] = []
+        manifest = compile_engine(request, progress, notes.append)
         if profile:
             measure_engine(request.destination, progress)
-    terminal.print_built(request.destination, manifest)
+    terminal.print_built(request.destination, manifest, notes)

@@ -1,4 +1,4 @@
-"""`ddtree-trt check`: is an engine lossless, and does its drafter do what the pair's should?"""
+"""`ddtree-trt check`: is an engine lossless up to its rounding, and does its drafter do what the pair's should?"""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check(
     threads: Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")] = CheckSettings.threads,
     json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check that every method gives what the target alone would, and that the drafter is wired right.
+    """Check that every method gives what the target alone would, up to rounding, and that the drafter is wired right.
 
     Ends with exit code 1 when something fails.
     """

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ddtree_trt.artifact import newest_engine
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import UsageError, shown
 
 
 def run(
@@ -49,6 +49,13 @@ def run(
             metavar="auto|on|off", help="Rounds that stay on the GPU: auto where they can, on refuses other requests."
         ),
     ] = "auto",
+    exact: Annotated[
+        bool | None,
+        typer.Option(
+            "--exact/--no-exact",
+            help="CPU engines: the same logits for a token alone as among others. Default: int8 only.",
+        ),
+    ] = None,
     threads: Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")] = 0,
 ) -> None:
     """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
@@ -72,13 +79,16 @@ def run(
         raise UsageError("--show-tree draws one run; give it without --compare")
 
     from ddtree_trt import console
+    from ddtree_trt.runtime import chat_template
     from ddtree_trt.runtime.llm import LLM
     from ddtree_trt.runtime.methods import resolve_method
     from ddtree_trt.runtime.params import SamplingParams, check_device_rounds
 
     params = SamplingParams.from_mapping({k: v for k, v in given.items() if v is not None})
     rounds = check_device_rounds(device_rounds)
-    with LLM(directory, threads=threads, profile=profile, device_rounds=rounds) as llm:
+    if not raw:
+        chat_template.start()  # beside the loading of the engine
+    with LLM(directory, threads=threads, profile=profile, device_rounds=rounds, exact=exact) as llm:
         params = replace(params, method=resolve_method(params.method, llm.engine.manifest.drafter_kind))
         if text is None:
             console.chat(llm, params, system)
@@ -98,7 +108,7 @@ def _budget(text: str) -> int | str:
     try:
         return int(text)
     except ValueError:
-        raise UsageError(f"--tree-budget must be a number or auto, not {text!r}") from None
+        raise UsageError(f"--tree-budget must be a number or auto, not {shown(text)}") from None
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str | None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.artifact import newest_engine
-from ddtree_trt.errors import MissingDependency
+from ddtree_trt.errors import MissingDependency, install_with
 from ddtree_trt.runtime.params import check_device_rounds
 from ddtree_trt.serve.options import ServeOptions
 
@@ -52,6 +52,13 @@ def serve(
             metavar="auto|on|off", help="Rounds that stay on the GPU: auto where they can, on refuses other requests."
         ),
     ] = _D.device_rounds,
+    exact: Annotated[
+        bool | None,
+        typer.Option(
+            "--exact/--no-exact",
+            help="CPU engines: the same logits for a token alone as among others. Default: int8 only.",
+        ),
+    ] = _D.exact,
     threads: Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")] = _D.threads,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = _D.access_log,
 ) -> None:
@@ -68,6 +75,7 @@ def serve(
         stall_timeout_s=stall_timeout,
         drain_timeout_s=drain_timeout,
         device_rounds=check_device_rounds(device_rounds),
+        exact=exact,
         threads=threads,
         access_log=access_log,
     )
@@ -77,7 +85,5 @@ def serve(
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("ddtree_trt"):
             raise
-        raise MissingDependency(
-            f"the server needs the Python package {error.name}; install it with: pip install 'ddtree-trt[serve]'"
-        ) from error
+        raise MissingDependency(f"the server needs the Python package {error.name}; {install_with('serve')}") from error
     serve_engine(directory, options)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-ABI = 1  # DDTREE_ABI in cpp_plugins/include/ddtree/abi.h
+ABI = 2  # DDTREE_ABI in cpp_plugins/include/ddtree/abi.h
 VERSION = "1"
 NAMESPACE = "ddtree"
 

@@ -9,99 +9,30 @@ read is joined with the next one, so a slow reader costs the memory of one outpu
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
+from ddtree_trt.runtime.callers import Home
 from ddtree_trt.runtime.load import open_engine
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.requests import Request, RequestMaker
 from ddtree_trt.runtime.scheduler import Scheduler
+from ddtree_trt.runtime.submission import Submission
 from ddtree_trt.runtime.text import Prompt, TextCodec
+
+_log = logging.getLogger(__name__)
 
 
 class QueueFull(DDTreeError):
     """As many sequences wait as the caller allowed."""
-
-
-class Submission:
-    """One request on its way, used on the event loop that submitted it.
-
-    Iterating yields what is new, once; leaving a `with` block before the end cancels the request.
-    """
-
-    def __init__(self, request_id: str, cancel: Callable[[], None]) -> None:
-        self.request_id = request_id
-        self.finished = False  # its last part, or the error that ended it, has been taken
-        self._cancel = cancel
-        self._loop = asyncio.get_running_loop()
-        self._arrived = asyncio.Event()
-        self._part: RequestOutput | None = None
-        self._error: Exception | None = None
-
-    def take(self) -> RequestOutput | None:
-        """What has arrived since the last call, or None. Raises what ended the request."""
-        if self._error is not None:
-            self.finished = True
-            raise self._error
-        part, self._part = self._part, None
-        if part is not None:
-            self.finished = part.finished
-        return part
-
-    async def result(self) -> RequestOutput:
-        """The finished output, for a caller that wants no parts. Raises what ended the request."""
-        whole: RequestOutput | None = None
-        async for part in self:
-            whole = part if whole is None else whole.joined(part)
-        assert whole is not None, "a request's last part always arrives"
-        return whole
-
-    def cancel(self) -> None:
-        """End the request; its slots are free before the next round. A finished one is left alone."""
-        if not self.finished:
-            self.finished = True
-            self._cancel()
-
-    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        async for _, part in as_they_come([self]):
-            yield part
-
-    def __enter__(self) -> Submission:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.cancel()
-
-    def _put(self, item: RequestOutput | Exception) -> None:
-        if isinstance(item, Exception):
-            self._error = item
-        else:
-            self._part = item if self._part is None else self._part.joined(item)
-        self._arrived.set()
-
-
-async def as_they_come(submissions: Sequence[Submission]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """The parts of several requests as they arrive, each with its request's place, until all are finished.
-
-    Raises what ended the first one that failed. Read a submission here or by iterating over it, not both.
-    """
-    arrived = asyncio.Event()
-    arrived.set()  # something may have come before
-    for submission in submissions:
-        submission._arrived = arrived
-    while not all(s.finished for s in submissions):
-        await arrived.wait()
-        arrived.clear()
-        for place, submission in enumerate(submissions):
-            if not submission.finished and (part := submission.take()) is not None:
-                yield place, part
 
 
 @dataclass
@@ -117,11 +48,13 @@ class AsyncLLM:
     Args:
         engine_dir: directory written by `ddtree-trt build`.
         threads: CPU threads of the engine; 0 chooses.
-        device_rounds: as for LLM.
+        device_rounds, exact: as for LLM.
         max_waiting: sequences that may wait for a slot before `QueueFull` is raised; None is unlimited.
-        on_finished: told of every request that ended, in whatever way, on the worker thread; it must be quick.
+        on_finished: told of every request that ended, in whatever way, on the worker thread; it must be quick. What it
+            raises is logged and changes nothing.
 
-    Raises ArtifactError when the directory cannot be used.
+    Raises ArtifactError when the directory cannot be used. For the process that loaded it: calls in one that was forked
+    from it are UsageErrors.
     """
 
     def __init__(
@@ -130,11 +63,13 @@ class AsyncLLM:
         *,
         threads: int = 0,
         device_rounds: DeviceRoundsMode = "auto",
+        exact: bool | None = None,
         max_waiting: int | None = None,
         on_finished: Callable[[Request], None] | None = None,
     ) -> None:
         directory = Path(engine_dir)
-        self.engine = open_engine(directory, threads=threads)
+        self._home = Home("AsyncLLM")
+        self.engine = open_engine(directory, threads=threads, warm=True, exact=exact)
         self.codec = TextCodec(directory, self.engine.manifest.chat_template_args)
         self.max_waiting = max_waiting
         self._on_finished = on_finished
@@ -207,6 +142,7 @@ class AsyncLLM:
 
         Raises UsageError for a wrong call or a request id in use, QueueFull, or EngineError after shutdown or failure.
         """
+        self._home.check()
         params = sampling_params or SamplingParams()
         request = self._maker.make(prompt, params, request_id)
         active = _Active(request, Submission(request.request_id, lambda: self._command(lambda: self._cancel(active))))
@@ -222,6 +158,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Cancel a request by its id: it finishes with reason "abort". An unknown or finished one is left alone."""
+        self._home.check()
         with self._wake:
             active = self._active.get(request_id)
         if active is not None:
@@ -229,11 +166,17 @@ class AsyncLLM:
 
     async def drain(self) -> None:
         """Wait until no request is running or waiting."""
+        self._home.check()
         while self._admitted:
             await asyncio.sleep(0.02)
 
     def shutdown(self) -> None:
-        """Cancel everything, stop the worker and release the engine. Requests under way finish with reason "abort"."""
+        """Cancel everything, stop the worker and release the engine. Requests under way finish with reason "abort".
+
+        In a forked process nothing happens: worker and engine are the parent's.
+        """
+        if not self._home.here:
+            return
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -256,6 +199,8 @@ class AsyncLLM:
             raise QueueFull(f"{self.waiting} sequences are waiting, at most {self.max_waiting} may; try again later")
 
     def _command(self, command: Callable[[], None]) -> None:
+        if not self._home.here:  # a submission that was closed, or collected as garbage, in a forked process
+            return
         with self._wake:
             self._commands.append(command)
             self._wake.notify()
@@ -266,7 +211,7 @@ class AsyncLLM:
         try:
             while self._turn():
                 pass
-        except Exception as error:  # outside any one pass: a bug, or an engine beyond repair; nobody may wait forever
+        except BaseException as error:  # outside any one pass: a bug, or an engine beyond repair. Nobody may wait
             self._fail(error)
 
     def _turn(self) -> bool:
@@ -306,12 +251,20 @@ class AsyncLLM:
                 self._cancel(active)  # what is left of a request that failed in part
             part = request.take()
             self._account(active)
-            if request.finished and self._on_finished is not None:
-                self._on_finished(request)
+            if request.finished:
+                self._tell_finished(request)
             if error is not None:
                 self._hand_over(active, error)
             elif part is not None:
-                self._hand_over(active, replace(part, metrics=part.metrics.snapshot()))
+                self._hand_over(active, part)
+
+    def _tell_finished(self, request: Request) -> None:
+        if self._on_finished is None:
+            return
+        try:
+            self._on_finished(request)
+        except BaseException:  # SystemExit too: this thread works for all requests
+            _log.exception("on_finished failed for request %r", request.request_id)
 
     def _account(self, active: _Active) -> None:
         ended = sum(s.finished for s in active.request.sequences)
@@ -329,7 +282,7 @@ class AsyncLLM:
         except RuntimeError:  # the caller's event loop has been closed: nobody is left to read
             self._command(lambda: self._cancel(active))
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         failure = EngineError(f"the engine stopped ({type(error).__name__}: {error}); restart the process")
         failure.__cause__ = error
         with self._wake:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.errors import EngineError, MissingDependency
+from ddtree_trt.errors import EngineError, MissingDependency, install_with
 from ddtree_trt.memory import aligned
 
 
@@ -25,8 +25,7 @@ def cuda_bindings() -> Any:
         return importlib.import_module("cuda.bindings.runtime")
     except (ImportError, OSError) as error:
         raise MissingDependency(
-            f"the tensorrt backend needs cuda-python, which cannot be imported ({error}); "
-            "run: pip install 'ddtree-trt[tensorrt]'"
+            f"the tensorrt backend needs cuda-python, which cannot be imported ({error}); {install_with('tensorrt')}"
         ) from error
 
 

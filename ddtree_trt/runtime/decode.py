@@ -61,7 +61,7 @@ class _Turn:
 
     def round_request(self) -> RoundRequest:
         params, sampler = self.sequence.params, self.sequence.sampler
-        return RoundRequest(self.slot, self.root_token, self.ceiling, params.temperature, sampler.noise_seed)
+        return RoundRequest(self.slot, self.root_token, self.ceiling, params.temperature, sampler.noise.target_seed)
 
     def __enter__(self) -> None:
         """What fails inside is this sequence's matter only: it ends with the error, the others go on."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 from ddtree_trt.artifact import Manifest
@@ -59,16 +60,26 @@ def _request_without(params: SamplingParams, *, watched: bool) -> str | None:
         return f"the device builds trees of 1 to {MAX_DEVICE_BUDGET} nodes, not of {budget}"
     if watched:
         return "its trees are watched, and a tree on the device is not seen"
-    if names := _on_logits(params):
+    if names := _not_honoured(params):
         return f"{', '.join(names)} work{'' if len(names) > 1 else 's'} on logits, which stay on the device"
     return None
 
 
-def _on_logits(params: SamplingParams) -> list[str]:
-    """What a request asks for that the device's greedy or Gumbel choice does not do."""
-    names = ["logprobs"] if params.logprobs is not None else []
-    neutral = SamplingParams()
-    changes = ["repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "min_tokens"]
-    if params.stochastic:
-        changes += ["top_k", "top_p", "min_p"]
-    return names + [name for name in changes if getattr(params, name) != getattr(neutral, name)]
+# What rounds on the device honour, or has no part in a round: prompts, stops and texts are the host's in both cases.
+# Every other field of SamplingParams must have its default: a new one is the host's until it is listed here.
+_HONOURED = frozenset(
+    (
+        *("n", "max_tokens", "temperature", "seed", "method", "tree_budget"),
+        *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
+        *("prompt_logprobs", "echo", "skip_special_tokens"),
+    )
+)
+_OF_DRAWS = frozenset(("top_k", "top_p", "min_p"))  # without effect on a greedy choice
+
+
+def _not_honoured(params: SamplingParams) -> list[str]:
+    """Names of the fields whose value the device's greedy or Gumbel choice does not know."""
+    honoured = _HONOURED if params.stochastic else _HONOURED | _OF_DRAWS
+    neutral = type(params)()
+    names = [field.name for field in dataclasses.fields(params) if field.name not in honoured]
+    return [name for name in names if getattr(params, name) != getattr(neutral, name)]

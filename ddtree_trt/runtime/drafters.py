@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.engine import Draft, DraftRequest
+from ddtree_trt.runtime.engine import Draft, DraftRequest, Rows
 from ddtree_trt.runtime.kv import SlotLengths
 from ddtree_trt.runtime.tree import TokenTree, token_chain
 
@@ -23,7 +23,7 @@ class Pass:
     """What a language model says of a tree's T rows. The arrays are overwritten by its next pass."""
 
     choices: NDArray[np.int64]  # [R]
-    logits: NDArray[np.float32]  # [R, V]
+    logits: Rows  # [R, V]
     taps: Any  # [T, M·H], an array of the backend; None for a network without tapped layers
 
 
@@ -109,10 +109,10 @@ class AutoregressiveDrafter:
         self._model.cache.truncate(slot, context.roll_back())
         tokens = [*context.committed[context.agreed :], request.bonus_token]
         log_probs, token_ids, drawn = [], [], []
-        for _ in range(request.length):
+        for depth in range(request.length):
             logits = self._append(slot, context, tokens)
             best, ids = _most_probable(logits, request.top_k)
-            drawn.append(request.draw(best, ids))
+            drawn.append(request.draw(best, ids, depth))
             tokens = [drawn[-1].token]
             log_probs.append(best)
             token_ids.append(ids)

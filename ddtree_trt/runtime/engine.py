@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,8 @@ from ddtree_trt.runtime.sampling import DrawnFrom
 from ddtree_trt.runtime.tree import TokenTree
 
 LogitRows = Literal["none", "last", "all"]
-Draw = Callable[[NDArray[np.float32], NDArray[np.int32]], DrawnFrom]  # (log_probs [K], token_ids [K]) → a draw
+# (log_probs [K], token_ids [K], depth from 0) → a draw
+Draw = Callable[[NDArray[np.float32], NDArray[np.int32], int], DrawnFrom]
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,25 @@ class VerifyRequest:
     tree: TokenTree
 
 
+class Rows(Protocol):
+    """Logits of R rows: an array, or rows that stay on a device until somebody reads them (`lazy_rows.py`)."""
+
+    def __len__(self) -> int:
+        """R."""
+
+    def __getitem__(self, row: int, /) -> NDArray[np.float32]:
+        """One row [V]; −1 is the last. Raises IndexError beyond the rows there are."""
+
+    def __array__(self, dtype: Any = None, /) -> NDArray[Any]:
+        """All rows at once, float32 [R, V]."""
+
+
 @dataclass(frozen=True)
 class Verdict:
-    """What the target says at each row. The arrays belong to the engine: valid until its next target pass."""
+    """What the target says at each row. Both belong to the engine: valid until its next target pass."""
 
     choices: NDArray[np.int64]  # [R]: the most probable next token
-    logits: NDArray[np.float32]  # [R, V]
+    logits: Rows  # [R, V]
 
 
 @dataclass(frozen=True)
@@ -63,7 +77,6 @@ class RoundRequest:
     budget: int  # draft nodes, 1 or more
     temperature: float = 0.0  # 0 is greedy
     seed: int = 0  # int64: with position and token, what the draws at a temperature depend on
-    forced: int | None = None  # tokens to commit whatever the target says, for measurements; the same for all slots
 
 
 @dataclass(frozen=True)
@@ -104,7 +117,9 @@ class Engine(Protocol):
         """Forget what lies behind the first `length` tokens; 0 empties the slot."""
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
-        """Append tokens [T] causally and commit them. `taps=False` when the slot will never be drafted for."""
+        """Append tokens [T] causally and commit them. `taps=False` when the slot will never be drafted for.
+
+        The verdict has T rows for `all`, the last one for `last`, and no row for `none`."""
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """One drafter pass per slot over [bonus, MASK × L] on top of every committed token."""
@@ -114,6 +129,11 @@ class Engine(Protocol):
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         """Keep the nodes on `path` [m] (rising, root first) of the slot's last verified tree and forget the others."""
+
+    def warm_up(self) -> None:
+        """Do now what the first passes of a single sequence would do beside their work: have libraries set themselves
+        up, capture passes. All slots must be empty, and are left so. Nothing depends on it but the time that the first
+        requests take."""
 
     def settle(self) -> None:
         """Wait until everything the verbs have started is done. Only exact stage times need it: what reads results

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,34 +12,26 @@ Row = NDArray[np.float32]
 
 
 class LazyRows:
-    """Stands where logits [R, V] stand: reading a row brings that row over, and nothing else does.
+    """`engine.Rows` of a device: reading a row brings that row over, and nothing else does.
 
-    Greedy decoding reads none. Like the array it stands for, it is valid until the engine's next target pass.
+    Greedy decoding reads none. Valid until the engine's next target pass.
     """
 
     def __init__(self, rows: int, width: int, fetch: Callable[[int, int], Row]) -> None:
-        """`fetch(start, stop)` returns a copy of those rows, float32 [stop − start, V]."""
-        self.shape = (rows, width)
-        self._fetch = fetch
+        """`fetch(start, stop)` returns a copy of those rows, float32 [stop − start, width]."""
+        self._rows, self._width, self._fetch = rows, width, fetch
 
     def __len__(self) -> int:
-        return self.shape[0]
+        return self._rows
 
-    def __getitem__(self, index: Any) -> Any:
-        """As NumPy's, for one row without reading the others."""
-        if isinstance(index, int | np.integer):
-            row = int(index) + (len(self) if index < 0 else 0)
-            if not 0 <= row < len(self):
-                raise IndexError(f"row {index} of {len(self)}")
-            return self._fetch(row, row + 1)[0]
-        return self.copy()[index]
-
-    def __iter__(self) -> Iterator[Row]:
-        return iter(self.copy())
-
-    def copy(self) -> Row:
-        """All rows, float32 [R, V]."""
-        return self._fetch(0, len(self))
+    def __getitem__(self, row: int, /) -> Row:
+        index = row + self._rows if row < 0 else row
+        if not 0 <= index < self._rows:
+            raise IndexError(f"row {row} of {self._rows}")
+        return self._fetch(index, index + 1)[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        return self.copy().astype(dtype or np.float32, copy=False)
+        if copy is False:
+            raise ValueError("rows on a device cannot be read without a copy")
+        rows = self._fetch(0, self._rows) if self._rows else np.empty((0, self._width), np.float32)
+        return rows.astype(dtype or np.float32, copy=False)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.callers import Callers
 from ddtree_trt.runtime.decode import Watcher
 from ddtree_trt.runtime.load import open_engine
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.requests import Request, RequestMaker
 from ddtree_trt.runtime.scheduler import Scheduler
-from ddtree_trt.runtime.text import Prompt, TextCodec
+from ddtree_trt.runtime.text import Prompt, TextCodec, as_prompts
 
 
 class LLM:
@@ -26,8 +28,12 @@ class LLM:
             Without it, work that a stage leaves on the GPU counts for the next one that waits.
         device_rounds: whether rounds stay on the device. `auto`: on a GPU, for every request that they can serve;
             `on`: refuse other requests; `off`: never. `metrics` of an output say what was done, and why.
+        exact: of engines of the onnxruntime backend, whether a single token gets the same logits, bit for bit, as in a
+            pass of several, so that outputs of chains are those of `ar`. Single tokens take longer then. None: for
+            int8 engines.
 
-    Raises ArtifactError when the directory cannot be used. Not thread-safe: use AsyncLLM for concurrent callers.
+    Raises ArtifactError when the directory cannot be used. For one thread at a time and for the process that loaded it:
+    every other call is a UsageError. AsyncLLM is for concurrent callers.
     """
 
     def __init__(
@@ -37,12 +43,14 @@ class LLM:
         threads: int = 0,
         profile: bool = False,
         device_rounds: DeviceRoundsMode = "auto",
+        exact: bool | None = None,
     ) -> None:
         directory = Path(engine_dir)
-        self.engine = open_engine(directory, threads=threads)
+        self.engine = open_engine(directory, threads=threads, warm=True, exact=exact)
         self.codec = TextCodec(directory, self.engine.manifest.chat_template_args)
         self._maker = RequestMaker(directory, self.engine, self.codec, device_rounds=device_rounds)
         self._scheduler = Scheduler(self.engine, profile=profile)
+        self._callers = Callers()
 
     @property
     def tokenizer(self) -> Any:
@@ -59,18 +67,22 @@ class LLM:
         A prompt is text, a list of token ids, or a list of chat messages. Raises UsageError before anything runs when
         one of the calls is wrong, EngineError when the engine fails.
         """
-        requests = self._make(prompts, sampling_params)
+        requests = self._callers.call(lambda: self._run(prompts, sampling_params))
+        for request in requests:
+            request.raise_error()
+        return [request.output() for request in requests]
+
+    def _run(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[Request]:
+        requests = self._make(prompts, params)
         try:
-            for request in requests:
-                for sequence in request.sequences:
-                    self._scheduler.add(sequence)
+            self._add(requests)
             while not all(r.finished for r in requests):
                 self._scheduler.step()
         finally:
             self._cancel(requests)
-        for request in requests:
-            request.raise_error()
-        return [request.output() for request in requests]
+        return requests
 
     def stream(
         self,
@@ -78,27 +90,30 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         on_round: Watcher | None = None,
-    ) -> Iterator[RequestOutput]:
+    ) -> Stream:
         """Yield what is new after each round; the parts' texts joined are the whole text. Several streams may be
         read side by side. Closing the iterator cancels the request. `on_round` sees every verified tree. Raises as
         `generate` does, at once."""
-        request = self._maker.make(prompt, sampling_params or SamplingParams(), on_round=on_round)
-        return self._stream(request)
+        params = sampling_params or SamplingParams()
+        request = self._callers.call(lambda: self._maker.make(prompt, params, on_round=on_round))
+        return Stream(request, self._callers, self._part, self._cancel)
 
-    def _stream(self, request: Request) -> Iterator[RequestOutput]:
-        for sequence in request.sequences:
-            self._scheduler.add(sequence)
-        try:
-            while not request.finished:
-                self._scheduler.step()
-                request.raise_error()
-                if part := request.take():
-                    yield part
-            request.raise_error()  # another stream's step may have ended this one
-            if part := request.take():
-                yield part
-        finally:
-            self._cancel([request])
+    def _part(self, request: Request, begins: bool) -> RequestOutput | None:
+        """The next part of a stream, or None at its end."""
+        if begins:
+            self._add([request])
+        request.raise_error()  # another stream's step may have ended this one
+        while not request.finished:
+            self._scheduler.step()
+            request.raise_error()
+            if (part := request.take()) is not None:
+                return part
+        return request.take()
+
+    def _add(self, requests: list[Request]) -> None:
+        for request in requests:
+            for sequence in request.sequences:
+                self._scheduler.add(sequence)
 
     def _cancel(self, requests: list[Request]) -> None:
         for request in requests:
@@ -109,18 +124,18 @@ class LLM:
     def _make(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
-        items = _as_prompts(prompts)
+        items = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(items)
         else:
-            each = list(params)
+            each = list(params) if isinstance(params, Sequence) else [params] * len(items)
             if len(each) != len(items):
                 raise UsageError(f"{len(items)} prompts but {len(each)} sampling params; give one, or one per prompt")
         return [self._maker.make(prompt, p) for prompt, p in zip(items, each, strict=True)]
 
     def close(self) -> None:
-        """Release the engine."""
-        self.engine.close()
+        """Release the engine. Open streams end with an error; a second call does nothing."""
+        self._callers.close(self.engine.close)
 
     def __enter__(self) -> LLM:
         return self
@@ -129,11 +144,49 @@ class LLM:
         self.close()
 
 
-def _as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt (text, token ids, messages) or a list of them, as a list."""
-    if isinstance(prompts, str):
-        return [prompts]
-    items = list(prompts)
-    if (items and all(isinstance(p, int) for p in items)) or (items and all(isinstance(p, dict) for p in items)):
-        return [items]
-    return items
+class Stream(Iterator[RequestOutput]):
+    """The parts of one request, as `LLM.stream` returns it. Closing it, or dropping it, cancels the request."""
+
+    def __init__(
+        self,
+        request: Request,
+        callers: Callers,
+        part: Callable[[Request, bool], RequestOutput | None],
+        cancel: Callable[[list[Request]], None],
+    ) -> None:
+        self._request, self._callers, self._part, self._cancel = request, callers, part, cancel
+        self._token = object()  # what the callers know it by: a reference to the stream itself would keep it alive
+        self._begun = self._ended = False
+
+    def __next__(self) -> RequestOutput:
+        if self._ended:
+            raise StopIteration
+        part = self._callers.call(self._advance, self._token)
+        if part is None:
+            self.close()
+            raise StopIteration
+        return part
+
+    def _advance(self) -> RequestOutput | None:
+        begins, self._begun = not self._begun, True
+        try:
+            return self._part(self._request, begins)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Cancel what has not finished; its slots are free before the next round."""
+        if not self._ended:
+            self._ended = True
+            if self._begun:
+                self._callers.end(self._token, partial(self._cancel, [self._request]))
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()

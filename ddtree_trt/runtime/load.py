@@ -13,31 +13,67 @@ from ddtree_trt.artifact import (
     rebuild_command,
     verify_files,
 )
-from ddtree_trt.errors import ArtifactError, MissingDependency
+from ddtree_trt.errors import (
+    MAX_THREADS,
+    ArtifactError,
+    MissingDependency,
+    UsageError,
+    check_range,
+    install_with,
+)
+from ddtree_trt.memory import plan_manifest
 from ddtree_trt.runtime.engine import Engine
 
 
-def open_engine(directory: Path, *, threads: int = 0) -> Engine:
+def open_engine(directory: Path, *, threads: int = 0, warm: bool = False, exact: bool | None = None) -> Engine:
     """Load the engine in `directory`, after checking schema and digests. Backends are imported only when needed.
 
-    Raises ArtifactError with what differs and the command that rebuilds the engine.
+    `threads`: of the CPU; 0 chooses. `warm`: what the first requests would wait for is done here, see
+    `Engine.warm_up`. `exact`: whether a single token gets the same logits, bit for bit, as in a pass of several; None
+    is the engine's default. Raises UsageError where that is no number of threads or `exact` cannot be chosen,
+    ArtifactError with what differs and the command that rebuilds the engine.
     """
+    check_range("threads", threads, 0, MAX_THREADS)
     manifest = load_manifest(directory)
+    if exact is not None and manifest.backend != "onnxruntime":
+        raise UsageError(
+            f"exact can be chosen for engines of the onnxruntime backend, {directory} is for {manifest.backend}; "
+            "leave it out"
+        )
     verify_files(directory, manifest)
-    return _open_backend(directory, manifest, threads)
+    try:
+        engine = _open_backend(directory, manifest, threads, exact)
+    except MemoryError as error:
+        needed = plan_manifest(manifest).total_bytes
+        raise ArtifactError(
+            f"{directory} needs about {needed / 1e9:.1f} GB of memory and did not get it ({error}); rebuild with a "
+            f"smaller --max-batch or --max-seq-len: {rebuild_command(directory, manifest)}"
+        ) from error
+    if warm:
+        try:
+            engine.warm_up()
+        except BaseException:
+            engine.close()
+            raise
+    return engine
 
 
-def _open_backend(directory: Path, manifest: Manifest, threads: int) -> Engine:
+def _open_backend(directory: Path, manifest: Manifest, threads: int, exact: bool | None) -> Engine:
     if manifest.backend == "onnxruntime":
         _check_onnxruntime(directory, manifest)
         from ddtree_trt.runtime.ort import OrtEngine
 
-        return OrtEngine(directory, manifest, threads=threads)
+        return OrtEngine(directory, manifest, threads=threads, exact=exact)
     if manifest.backend == "torch":
         require_torch(f"{directory} was built for the torch backend")
         from ddtree_trt.runtime.torch import TorchEngine
 
-        return TorchEngine.open(directory, manifest, threads=threads)
+        try:
+            return TorchEngine.open(directory, manifest, threads=threads)
+        except RuntimeError as error:
+            if "alloc" not in str(error):  # PyTorch has no other sign of it on a CPU
+                raise
+            raise MemoryError(str(error).splitlines()[0]) from error
     from ddtree_trt.runtime.trt import TrtEngine
 
     return TrtEngine.open(directory, manifest)
@@ -46,7 +82,7 @@ def _open_backend(directory: Path, manifest: Manifest, threads: int) -> Engine:
 def require_torch(why: str) -> None:
     """Raises MissingDependency, which begins with `why`, where PyTorch is not installed."""
     if importlib.util.find_spec("torch") is None:
-        raise MissingDependency(f"{why} and PyTorch is not installed; run: pip install 'ddtree-trt[torch]'")
+        raise MissingDependency(f"{why} and PyTorch is not installed; {install_with('torch')}")
 
 
 def _check_onnxruntime(directory: Path, manifest: Manifest) -> None:

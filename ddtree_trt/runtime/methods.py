@@ -56,6 +56,11 @@ def default_budget(method: str, drafter: TransformerDims) -> int | None:
     return drafter.block_size - 1 if method != "ar" and isinstance(drafter, DrafterDims) else 0
 
 
+def longest_draft(drafter: TransformerDims) -> int:
+    """Most tokens of a chain that `auto` drafts in one round."""
+    return drafter.block_size - 1 if isinstance(drafter, DrafterDims) else DRAFT_MODEL_LONGEST
+
+
 def candidates(method: str, budget: int, stochastic: bool) -> int:
     """K: how many candidates per position the method asks the drafter for."""
     if method == "ddtree":
@@ -75,5 +80,5 @@ def propose(method: str, draft: Draft, budget: int, sampler: Sampler) -> Proposa
     drawn = draft.drawn
     if drawn is None:
         rows = zip(draft.log_probs[:budget], draft.token_ids[:budget], strict=True)
-        drawn = tuple(sampler.draft(log_probs, token_ids) for log_probs, token_ids in rows)
+        drawn = tuple(sampler.draft(*row, depth) for depth, row in enumerate(rows))
     return Proposal(chain([d.token for d in drawn]), drawn if sampler.params.stochastic else ())

@@ -8,6 +8,7 @@ and present of a layer are one buffer.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from ddtree_trt.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.runtime.drafters import Pass
 from ddtree_trt.runtime.kv import SlotCache
-from ddtree_trt.runtime.tree import TokenTree
+from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 
 def session_options(threads: int) -> ort.SessionOptions:
@@ -87,17 +88,49 @@ class _Binding:
 class Network:
     """A session and the cache of its slots: runs passes over one slot at a time."""
 
-    def __init__(self, path: Path, dims: TransformerDims, slots: int, rows: int, threads: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        dims: TransformerDims,
+        slots: int,
+        rows: int,
+        threads: int,
+        *,
+        widths: Mapping[str, int],
+    ) -> None:
+        """`widths`: inputs and outputs by name, with their last axis. Raises ArtifactError when the graph cannot be
+        loaded, or is not that of `dims`."""
         try:
             self.session = ort.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's exceptions share no useful base
-            raise ArtifactError(f"ONNX Runtime {ort.__version__} cannot load {path}: {error}; rebuild it") from error
+            reason = " ".join(str(error).split())
+            raise ArtifactError(f"ONNX Runtime {ort.__version__} cannot load {path}: {reason}; rebuild it") from error
         self.dims = dims
+        self._check_graph(path, rows, widths)
         self.cache = SlotCache(dims, slots, rows)
         self._past = names.past_names(dims.num_layers)
         self._present = names.present_names(dims.num_layers)
         self.buffers = _Buffers()
         self._bindings: dict[int, _Binding] = {}
+
+    def _check_graph(self, path: Path, rows: int, widths: Mapping[str, int]) -> None:
+        """What is bound by name and shape must be there: a wrong shape is an error of the first pass, or garbage."""
+        there = {end.name: end.shape for end in (*self.session.get_inputs(), *self.session.get_outputs())}
+        heads, size = self.dims.num_kv_heads, self.dims.head_dim
+        cache = [*names.past_names(self.dims.num_layers), *names.present_names(self.dims.num_layers)]
+        layers = sum(name.startswith("past_") for name in there) // 2
+        if layers != self.dims.num_layers:
+            raise ArtifactError(
+                f"{path} has {layers} layers, the manifest says {self.dims.num_layers}; rebuild the engine"
+            )
+        expected = {name: {1: heads, 2: rows, 3: size} for name in cache} | {
+            name: {-1: n} for name, n in widths.items()
+        }
+        for name, axes in expected.items():
+            shape = there.get(name)
+            if shape is None or any(shape[axis:][:1] != [wanted] for axis, wanted in axes.items()):
+                wanted = " and ".join(f"{wanted} on axis {axis}" for axis, wanted in axes.items())
+                raise ArtifactError(f"{path}: {name} is {shape}, the manifest asks for {wanted}; rebuild the engine")
 
     def _binding(self, slot: int) -> _Binding:
         """The slot's binding with its caches bound; made once, since rebinding every layer is slow."""
@@ -142,14 +175,35 @@ class LanguageModel(Network):
     """A network with the target's graph: a tree of tokens in, logits out."""
 
     def __init__(
-        self, path: Path, dims: TransformerDims, slots: int, rows: int, threads: int, *, taps: int = 0
+        self,
+        path: Path,
+        dims: TransformerDims,
+        slots: int,
+        rows: int,
+        threads: int,
+        *,
+        taps: int = 0,
+        exact: bool = False,
     ) -> None:
-        """`taps` is M, the number of tapped layers."""
-        super().__init__(path, dims, slots, rows, threads)
-        self._tap_width = taps * dims.hidden_size
+        """`taps` is M, the number of tapped layers. `exact`: a row's results do not depend on how many others are in
+        its pass, as long as its ancestors lie right before it and there is room for two rows."""
+        self._tap_width, self._exact = taps * dims.hidden_size, exact
+        widths = {names.LOGITS: dims.vocab_size} | ({names.TAPS: self._tap_width} if taps else {})
+        super().__init__(path, dims, slots, rows, threads, widths=widths)
 
     def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
         """Write a tree's T rows behind the slot's committed ones; logits for the wanted rows [R]."""
+        size, wanted = len(tree), len(rows)
+        if not self._exact:
+            return self._extend(slot, tree, rows, size, wanted)
+        # Kernels for one row add in another order than those for several: a second, idle row is computed beside one
+        # that is alone. It lies behind the row in the cache, which sees nothing of it, and is never committed.
+        if size == 1 and self.cache.lengths[slot] + 2 <= self.cache.rows:
+            tree = token_chain(np.repeat(tree.token_ids, 2))
+        return self._extend(slot, tree, np.repeat(rows, 2) if wanted == 1 else rows, size, wanted)
+
+    def _extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64], size: int, wanted_rows: int) -> Pass:
+        """One pass, of which the first `size` tokens and the first `wanted_rows` rows of logits count."""
         past, tokens, take = self.cache.lengths[slot], len(tree), self.buffers.take
         token_ids = take(names.TOKEN_IDS, (1, tokens), np.int64)
         positions = take(names.POSITIONS, (1, tokens), np.int64)
@@ -170,4 +224,5 @@ class LanguageModel(Network):
         if self._tap_width:
             outputs[names.TAPS] = taps = take(names.TAPS, (1, tokens, self._tap_width), np.float32)
         self.run(slot, tokens, inputs, outputs)
-        return Pass(logits.argmax(-1), logits, None if taps is None else taps[0])
+        logits = logits[:wanted_rows]
+        return Pass(logits.argmax(-1), logits, None if taps is None else taps[0, :size])

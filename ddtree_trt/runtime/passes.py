@@ -1,4 +1,4 @@
-"""Trees of several slots as one target pass of a fixed size: buckets of T, and rows that pad to them."""
+"""Trees of several slots as one target pass of a fixed size, and the rows that pad them to it."""
 
 from __future__ import annotations
 
@@ -8,18 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt import _native
 from ddtree_trt.runtime.engine import VerifyRequest
 
 Int32 = NDArray[np.int32]
-
-
-def buckets(largest: int) -> list[int]:
-    """Numbers of tree tokens a graph is made for, rising to `largest`: a pass of T tokens takes the next one up.
-
-    Matrix products work in tiles of 16 rows and more, so that finer steps would save nothing.
-    """
-    steps = [1, 2, 4, 8, *range(16, 128, 16), *range(128, 256, 32), *range(256, largest, 128)]
-    return [*(t for t in steps if t < largest), largest]
 
 
 @dataclass(frozen=True)
@@ -34,6 +26,16 @@ class PaddedTrees:
     tree_mask: Int32  # [N, T, W]: bit j % 32 of word j / 32 of row i is set where i sees node j
 
 
+def write_mask(mask: NDArray[np.uint32], parents: Int32) -> None:
+    """Ancestor-or-self bits of a tree's parents [n] into mask [T, W], which is all zeros; the rows from n on are
+    padding."""
+    size = len(parents)
+    bits = _native.packed_mask(parents)
+    mask[:size, : bits.shape[1]] = bits.view(np.uint32)
+    padding = np.arange(size, len(mask), dtype=np.uint32)
+    mask[padding, padding // 32] = np.uint32(1) << padding % np.uint32(32)
+
+
 def pad_trees(requests: Sequence[VerifyRequest], lengths: Sequence[int], tokens: int, words: int) -> PaddedTrees:
     """The requests' trees, T = `tokens`, behind `lengths`[slot] committed rows; W = `words` words per mask row."""
     count = len(requests)
@@ -45,8 +47,5 @@ def pad_trees(requests: Sequence[VerifyRequest], lengths: Sequence[int], tokens:
         tree, size = request.tree, len(request.tree)
         token_ids[n], positions[n] = tree.token_ids[0], past[n]
         token_ids[n, :size], positions[n, :size] = tree.token_ids, past[n] + tree.depths
-        bits = tree.packed_mask
-        masks[n, :size, : bits.shape[1]] = bits.view(np.uint32)
-        padding = np.arange(size, tokens, dtype=np.uint32)
-        masks[n, padding, padding // 32] = np.uint32(1) << padding % np.uint32(32)
+        write_mask(masks[n], tree.parents)
     return PaddedTrees(slots, past, token_ids, positions, masks.view(np.int32))

@@ -9,18 +9,23 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact import PROFILE, Manifest, Progress, no_progress
 from ddtree_trt.cpu import read_cpu
+from ddtree_trt.errors import ArtifactError
+from ddtree_trt.files import write_atomically
+from ddtree_trt.reading import Between, Source, parse_json, read_json, read_record
 from ddtree_trt.runtime.engine import DraftRequest, Engine, VerifyRequest
 from ddtree_trt.runtime.sampling import DrawnFrom
 from ddtree_trt.runtime.tree import TokenTree, chain_parents
@@ -34,17 +39,24 @@ IN_A_ROW = 4  # rounds of one size in each repetition
 LONG_PASS_S = 0.02
 DRAFT_LENGTHS = (1, 5)  # tokens an autoregressive drafter is timed with
 DRAFT_ROWS = 4  # new context rows of the measured drafter pass, about what a round commits
+_MAX_BYTES = 1 << 20  # of the file; a real one has some kilobytes
+_log = logging.getLogger(__name__)
+
+# What a stored cost may be: no pass takes no time, and an hour is no latency.
+_Seconds = Annotated[float, Between(1e-9, 3600)]
+_SecondsOrNone = Annotated[float, Between(0, 3600)]
+_Tokens = Annotated[int, Between(1, 1 << 31)]
 
 
 @dataclass(frozen=True)
 class ContextCost:
     """Costs at one context length."""
 
-    context: int  # tokens
-    draft_s: float  # a draft, what each drafted token costs aside
-    tree_tokens: tuple[int, ...]  # T, rising from 1
-    verify_s: tuple[float, ...]  # one per T
-    draft_token_s: float = 0.0  # each drafted token, where the drafter drafts token by token
+    context: _Tokens
+    draft_s: _SecondsOrNone  # a draft, what each drafted token costs aside
+    tree_tokens: tuple[_Tokens, ...]  # T, rising from 1
+    verify_s: tuple[_Seconds, ...]  # one per T
+    draft_token_s: _SecondsOrNone = 0.0  # each drafted token, where the drafter drafts token by token
 
     def verify_curve(self, largest: int) -> NDArray[np.float64]:
         """Seconds to verify a tree of n = 0 … `largest` draft nodes, float64 [largest + 1].
@@ -75,23 +87,31 @@ class LatencyProfile:
 
     @staticmethod
     def from_json(text: str) -> LatencyProfile:
-        """Raises ValueError, KeyError or TypeError for anything but a profile of this version."""
-        data = json.loads(text)
-        if data["version"] != PROFILE_VERSION:
-            raise ValueError(f"profile version {data['version']}")
-        contexts = tuple(
-            ContextCost(
-                c["context"],
-                float(c["draft_s"]),
-                tuple(c["tree_tokens"]),
-                tuple(c["verify_s"]),
-                float(c["draft_token_s"]),
-            )
-            for c in data["contexts"]
-        )
-        if not contexts or any(len(c.tree_tokens) != len(c.verify_s) or c.tree_tokens[0] != 1 for c in contexts):
-            raise ValueError("profile without costs")
-        return LatencyProfile(data["fingerprint"], data["machine"], contexts)
+        """Raises ArtifactError, which names the field, for anything but a profile of this version."""
+        source = _source("the profile")
+        return _read(parse_json(text, source), source)
+
+
+def _source(where: str) -> Source:
+    return Source(where, ArtifactError, "latencies are measured again")
+
+
+def _read(data: object, source: Source) -> LatencyProfile:
+    if isinstance(data, dict) and data.get("version") != PROFILE_VERSION:
+        raise source.fault(f"it is not of version {PROFILE_VERSION}, the one of this ddtree-trt")
+    profile = read_record(LatencyProfile, data, source)
+    for number, cost in enumerate(profile.contexts):
+        if len(cost.tree_tokens) != len(cost.verify_s):
+            raise source.fault(f"contexts[{number}] has not one verify_s for each of its tree_tokens")
+        if cost.tree_tokens[:1] != (1,) or not _rise(cost.tree_tokens):
+            raise source.fault(f"contexts[{number}].tree_tokens must rise from 1")
+    if not profile.contexts or not _rise(tuple(cost.context for cost in profile.contexts)):
+        raise source.fault("contexts must hold costs of rising context lengths")
+    return profile
+
+
+def _rise(numbers: tuple[int, ...]) -> bool:
+    return all(a < b for a, b in pairwise(numbers))
 
 
 def convex_fit(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -121,33 +141,33 @@ def fingerprint(manifest: Manifest, threads: int) -> str:
 def load_or_measure(directory: Path, engine: Engine) -> LatencyProfile:
     """The engine's profile for this machine: the stored one if it fits, else a fresh one, stored when possible.
 
-    Measuring takes some seconds, uses slot 0 and empties it.
+    Measuring takes some seconds, uses slot 0 and empties it. A stored profile that cannot be read is reported in one
+    line of the log.
     """
-    wanted = fingerprint(engine.manifest, engine.threads)
-    try:
-        stored = LatencyProfile.from_json((directory / PROFILE).read_text(encoding="utf-8"))
-        if stored.fingerprint == wanted:
-            return stored
-    except (OSError, ValueError, KeyError, TypeError):
-        pass  # none, or not one of ours: it is measured again and replaced
+    path = directory / PROFILE
+    if os.path.lexists(path):
+        try:
+            source = _source(str(path))
+            stored = _read(read_json(path, source, max_bytes=_MAX_BYTES), source)
+            if stored.fingerprint == fingerprint(engine.manifest, engine.threads):
+                return stored
+        except ArtifactError as error:
+            _log.warning("%s", error)
     return measure_and_store(directory, engine)
 
 
 def measure_and_store(directory: Path, engine: Engine, progress: Progress = no_progress) -> LatencyProfile:
-    """A fresh profile, stored beside the engine when its directory is writable."""
+    """A fresh profile, stored beside the engine; where that cannot be, a line of the log says so."""
     profile = measure(engine, progress=progress)
-    _store(directory, profile)
-    return profile
-
-
-def _store(directory: Path, profile: LatencyProfile) -> None:
-    """Write beside the engine if the directory is writable; a read-only engine is measured by each process."""
     try:
-        with tempfile.NamedTemporaryFile("w", dir=directory, prefix=".profile.", delete=False) as file:
-            file.write(profile.to_json())
-        os.replace(file.name, directory / PROFILE)
-    except OSError:
-        return
+        write_atomically(directory / PROFILE, profile.to_json())
+    except OSError as error:
+        _log.warning(
+            "%s cannot be written (%s): latencies are measured at every start; let a user who may write there run: "
+            "ddtree-trt profile %s",
+            *(directory / PROFILE, error.strerror or error, directory),
+        )
+    return profile
 
 
 def measure(engine: Engine, *, seconds: float = 6.0, progress: Progress = no_progress) -> LatencyProfile:
@@ -240,7 +260,7 @@ def _verify(engine: Engine, tokens: int) -> None:
 
 
 def _draft(engine: Engine, length: int) -> None:
-    def most_probable(log_probs: NDArray[np.float32], token_ids: NDArray[np.int32]) -> DrawnFrom:
+    def most_probable(log_probs: NDArray[np.float32], token_ids: NDArray[np.int32], depth: int) -> DrawnFrom:
         return DrawnFrom(int(token_ids[0]), token_ids[:1], np.ones(1))
 
     engine.draft([DraftRequest(0, 1, 16, length, most_probable)])

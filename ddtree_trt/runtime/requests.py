@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.budget import AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.decode import Watcher
 from ddtree_trt.runtime.device_rounds import check_mode, why_host
 from ddtree_trt.runtime.engine import Engine
-from ddtree_trt.runtime.methods import DRAFT_MODEL_LONGEST, default_budget, resolve_method
+from ddtree_trt.runtime.methods import default_budget, longest_draft, resolve_method
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput, Usage
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams, check_device_rounds
 from ddtree_trt.runtime.profile import load_or_measure
@@ -88,6 +88,11 @@ class RequestMaker:
     ) -> Request:
         """`device_rounds` is for this request instead of all. Raises UsageError for a prompt that is empty, out of
         vocabulary or too long, or params the engine cannot honour."""
+        if not isinstance(params, SamplingParams):
+            raise UsageError(
+                f"sampling_params must be SamplingParams, not {shown(params)}; make them of names with "
+                "SamplingParams.from_mapping"
+            )
         ids = self._codec.encode(prompt)
         params = replace(params, method=resolve_method(params.method, self._manifest.drafter_kind))
         self._check(ids, params)
@@ -111,19 +116,30 @@ class RequestMaker:
                 f"the prompt has {len(ids)} tokens, this engine takes at most {limits.max_seq_len - 1} "
                 f"(max_seq_len {limits.max_seq_len}); shorten it or rebuild with a larger --max-seq-len"
             )
+        room = limits.max_seq_len - len(ids)
+        for name in ("max_tokens", "min_tokens"):
+            if (getattr(params, name) or 0) > room:
+                raise UsageError(
+                    f"{name} {getattr(params, name)} does not fit: the prompt leaves {room} of this engine's "
+                    f"{limits.max_seq_len} tokens; lower it, shorten the prompt or rebuild with a larger --max-seq-len"
+                )
         if (out := next((t for t in ids if not 0 <= t < vocab), None)) is not None:
-            raise UsageError(f"token id {out} in the prompt is outside the vocabulary of {vocab}")
+            raise UsageError(f"token id {shown(out)} in the prompt is outside the vocabulary of {vocab}")
         for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if (out := next((t for t in tokens if t >= vocab), None)) is not None:
-                raise UsageError(f"{name}: token id {out} is outside the vocabulary of {vocab}")
+                raise UsageError(f"{name}: token id {shown(out)} is outside the vocabulary of {vocab}")
+        if params.min_tokens and len(self._ends(params)) >= vocab:
+            raise UsageError(
+                f"min_tokens ({params.min_tokens}) needs a token that does not end the text, and stop_token_ids name "
+                f"the whole vocabulary of {vocab}; leave one of the two out"
+            )
         if params.tree_budget != "auto" and params.tree_budget > limits.max_tree_budget:
             raise UsageError(
-                f"tree_budget {params.tree_budget} is above this engine's {limits.max_tree_budget}; "
+                f"tree_budget {shown(params.tree_budget)} is above this engine's {limits.max_tree_budget}; "
                 "lower it or rebuild with a larger --max-tree-budget"
             )
 
     def _sequence(self, index: int, ids: list[int], params: SamplingParams, echo: str, why: str | None) -> Sequence:
-        eos = frozenset() if params.ignore_eos else frozenset(self._manifest.stop_token_ids)
         stream = TextStream(
             self._codec,
             params.stop,
@@ -134,16 +150,21 @@ class RequestMaker:
             index=index,
             prompt=ids,
             params=params,
-            eos_ids=eos,
+            eos_ids=self._eos(params),
             capacity=self._manifest.limits.max_seq_len,
-            sampler=Sampler(
-                params, self._manifest.target_dims.vocab_size, ids, eos | set(params.stop_token_ids), index
-            ),
+            sampler=Sampler(params, self._manifest.target_dims.vocab_size, ids, self._ends(params), index),
             stream=stream,
             budget=self._budget(params),
             metrics=RequestMetrics(on_device=why is None, why_host=why),
             echo=echo,
         )
+
+    def _eos(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset() if params.ignore_eos else frozenset(self._manifest.stop_token_ids)
+
+    def _ends(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end the text, all of which min_tokens forbids."""
+        return self._eos(params) | set(params.stop_token_ids)
 
     def _budget(self, params: SamplingParams) -> Budget:
         if params.tree_budget != "auto":
@@ -156,5 +177,5 @@ def _auto_budgets(directory: Path, engine: Engine) -> AutoBudgets:
     """What automatic budgets need. Measures the machine if the engine has not yet."""
     manifest, profile = engine.manifest, load_or_measure(directory, engine)
     most, chains = manifest.limits.max_tree_budget, manifest.drafter_kind != "dflash"
-    depth = min(most, DRAFT_MODEL_LONGEST) if chains else manifest.dflash.block_size - 1
+    depth = min(most, longest_draft(manifest.drafter_dims))
     return AutoBudgets(profile, depth if chains else most, depth, buckets=engine.buckets, chains=chains)

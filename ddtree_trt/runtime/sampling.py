@@ -1,22 +1,23 @@
 """Choosing tokens from the target's logits, along the walk only.
 
-A sampler serves one sequence. It draws one uniform number per emitted token and inverts the distribution's cumulative
-sum, so the emitted tokens depend on the target's logits, the parameters and the seed, but not on which trees were
-drafted: with one seed `ar`, `dflash` and `ddtree` give the same text, up to rounding. That sampling from the target and
-testing membership in the tree preserves the distribution is trivial: every emitted token is a draw from the target.
+A sampler serves one sequence. A token is drawn by noise that belongs to its position and id (`noise.py`), so the
+emitted tokens depend on the target's logits, the parameters and the seed, but not on which trees were drafted: with one
+seed `ar`, `dflash` and `ddtree` give the same text, except where two tokens are within rounding of each other. That
+sampling from the target and testing membership in the tree preserves the distribution is trivial: every emitted token
+is a draw from the target.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt import _native
 from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.noise import Noise
 from ddtree_trt.runtime.params import SamplingParams
 
 Row = NDArray[np.float32]  # [V]
@@ -32,11 +33,6 @@ class DrawnFrom:
     probs: NDArray[np.float64]  # [K], sums to 1
 
 
-def request_seeds(seed: int | None, index: int) -> np.random.SeedSequence:
-    """The randomness of a request's completion `index`; without a seed it is fresh."""
-    return np.random.SeedSequence(None if seed is None else [seed, index])
-
-
 class Sampler:
     """Turns logits into tokens for one sequence. Mutated by `observe`, which must see every emitted token in order."""
 
@@ -44,8 +40,8 @@ class Sampler:
         self, params: SamplingParams, vocab_size: int, prompt: list[int], stop_ids: frozenset[int], index: int = 0
     ) -> None:
         self.params = params
-        self._seeds = request_seeds(params.seed, index)
-        self.rng = np.random.Generator(np.random.Philox(self._seeds))
+        self.noise = Noise(params.seed, index)
+        self._position = len(prompt)  # of the next token in the whole sequence
         self._banned = np.array(sorted(t for t in stop_ids if t < vocab_size), np.int64)  # until min_tokens
         self._left = params.min_tokens
         bias = dict(params.logit_bias)
@@ -56,18 +52,19 @@ class Sampler:
             self._counts = np.zeros(vocab_size, np.int32)  # of output tokens
             self._seen = dict.fromkeys(prompt)  # tokens of prompt and output, each once
 
-    @cached_property
-    def noise_seed(self) -> int:
-        """The int64 seed of what a device draws with in this sampler's place."""
-        return int(self._seeds.generate_state(1, np.uint64).view(np.int64)[0])
-
     @property
     def takes_choices(self) -> bool:
         """Whether the target's own argmax is the answer, so that no logits are needed."""
         return not (self.params.stochastic or self._penalties or len(self._bias) or self._left > 0)
 
+    @property
+    def _filters(self) -> bool:
+        """Whether tokens are left out by their probabilities, which must be known for it."""
+        return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
+
     def observe(self, token: int) -> None:
         """Account for an emitted token."""
+        self._position += 1
         self._left -= 1
         if self._penalties:
             self._counts[token] += 1
@@ -85,8 +82,13 @@ class Sampler:
         """Draw the next token from the target's distribution at a row of logits [V]."""
         if not self.params.stochastic:
             return self._best(logits)
+        if not self._filters:
+            token = self.noise.draw_logits(self._position, self._processed(logits), self.params.temperature)
+            if token < 0:
+                raise EngineError(_NOT_FINITE)
+            return token
         ids, weights = self._support(logits)
-        index = self._draw(weights)
+        index = self.noise.draw(self._position, weights, ids)
         return index if ids is None else int(ids[index])
 
     def choose_against(self, logits: Row, drawn: DrawnFrom) -> int:
@@ -96,15 +98,17 @@ class Sampler:
             return self.choose(logits)
         p = self.distribution(logits)
         q = drawn.probs[drawn.candidates == drawn.token].sum()
-        if self._keeps(p[drawn.token], q):
+        if self.noise.keeps(self._position, p[drawn.token], q):
             return drawn.token
         p[drawn.candidates] -= drawn.probs
         residual = np.maximum(p, 0, out=p)
-        return self._draw(residual) if residual.any() else drawn.token  # none left: p and q differ by rounding only
+        token = self.noise.residual(self._position, residual)
+        return drawn.token if token < 0 else token  # no residual: p and q differ by rounding only
 
-    def draft(self, log_probs: Row, token_ids: NDArray[np.int32]) -> DrawnFrom:
+    def draft(self, log_probs: Row, token_ids: NDArray[np.int32], depth: int) -> DrawnFrom:
         """Draw a draft token from the drafter's candidates [K], falling, at this request's temperature and filters:
-        any distribution would do, and the nearer to the target's the more is accepted."""
+        any distribution would do, and the nearer to the target's the more is accepted. `depth` is 0 for the token
+        behind the bonus token, and rises along a round's chain."""
         params = self.params
         if not params.stochastic:
             return DrawnFrom(int(token_ids[0]), token_ids[:1], np.ones(1))
@@ -114,7 +118,8 @@ class Sampler:
             raise EngineError(f"the drafter's log-probabilities are not finite: {log_probs[0]}; rebuild the engine")
         q = self._weights(log_probs)
         q /= q.sum()
-        return DrawnFrom(int(token_ids[self._draw(q)]), token_ids, q)
+        index = self.noise.draft(self._position, self._position + depth, q, token_ids)
+        return DrawnFrom(int(token_ids[index]), token_ids, q)
 
     def distribution(self, logits: Row) -> NDArray[np.float64]:
         """The distribution tokens are drawn from, float64 [V]; one-hot at temperature 0."""
@@ -122,7 +127,7 @@ class Sampler:
             ids, weights = self._support(logits)
             weights /= weights.sum()
         else:
-            ids, weights = np.array([self._best(logits)]), np.ones(1)
+            ids, weights = np.array([self._best(logits)], np.int32), np.ones(1)
         if ids is None:
             return weights
         p = np.zeros(len(logits), np.float64)
@@ -137,12 +142,12 @@ class Sampler:
             raise EngineError(_NOT_FINITE)
         return token
 
-    def _support(self, logits: Row) -> tuple[NDArray[np.int64] | None, NDArray[np.float64]]:
+    def _support(self, logits: Row) -> tuple[NDArray[np.int32] | None, NDArray[np.float64]]:
         """The tokens [K] that can be drawn, rising, None for all V, and their weights [K]."""
         x, top_k = self._processed(logits), self.params.top_k
         if not 0 < top_k < len(x):
             return None, self._weights(x)
-        kept = np.sort(np.argpartition(x, -top_k)[-top_k:])
+        kept = np.sort(np.argpartition(x, -top_k)[-top_k:]).astype(np.int32)
         return kept, self._weights(x[kept])
 
     def _weights(self, logits: Row) -> NDArray[np.float64]:
@@ -176,14 +181,6 @@ class Sampler:
         if self._left > 0:
             x[self._banned] = -np.inf
         return x
-
-    def _keeps(self, p: float, q: float) -> bool:
-        """True with probability min(1, p/q)."""
-        return bool(self.rng.random() * q < p)
-
-    def _draw(self, weights: NDArray[np.float64]) -> int:
-        """Index drawn in proportion to `weights`, by inverting their cumulative sum with one uniform number."""
-        return _native.draw(weights, self.rng.random())
 
 
 @dataclass(frozen=True)

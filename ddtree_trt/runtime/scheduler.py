@@ -139,7 +139,7 @@ class Scheduler:
             verdict = self.engine.prefill(s.slot, np.array(chunk, np.int64), rows=rows, taps=s.drafts)
             if s.params.prompt_logprobs is not None:
                 following = s.prompt[start + 1 : start + 1 + len(chunk)]
-                for row, token in zip(verdict.logits, following, strict=False):
+                for row, token in zip(np.asarray(verdict.logits), following, strict=False):
                     s.prompt_logprobs.append(logprob(row, token, s.params.prompt_logprobs))
             if last:
                 self.prefilling.popleft()

@@ -38,6 +38,7 @@ class Sequence:
     bonus_token: int = -1  # the latest token chosen, not yet in the cache
     on_round: Callable[[Any], None] | None = None  # called with a decode.Round after each round
     echo: str = ""  # put in front of the text
+    max_tokens: int = field(init=False)  # of output: what was asked for, as far as it fits
     _shown_tokens: int = 0
     _shown_chars: int = 0
     _shown_end: bool = False
@@ -45,6 +46,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.metrics.prompt_tokens = len(self.prompt)
+        self.max_tokens = min(self.params.wanted_tokens, self.capacity - len(self.prompt))
 
     @property
     def on_device(self) -> bool:
@@ -79,7 +81,7 @@ class Sequence:
             self._drop_tokens()
         elif ends:
             self._finish("stop", None if token in self.eos_ids else token)
-        elif len(self.output) >= self.params.max_tokens or len(self.prompt) + len(self.output) >= self.capacity:
+        elif len(self.output) >= self.max_tokens:
             self._finish("length", None)
         self.metrics.output_tokens = len(self.output)
         return not self.finished

@@ -150,10 +150,11 @@ class RequestMetrics:
 
 
 def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:
-    """The figures of several sequences as one request's: counts add up, times span all of them."""
+    """The figures of several sequences as one request's: counts add up, times span all of them. The result is a copy
+    that later rounds leave alone."""
     parts = list(parts)
     if len(parts) == 1:
-        return parts[0]
+        return parts[0].snapshot()
     firsts = [p.first_token_s for p in parts if p.first_token_s is not None]
     lasts = [p.last_token_s for p in parts if p.last_token_s is not None]
     return RequestMetrics(

@@ -2,62 +2,84 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from ddtree_trt.errors import ArtifactError, UsageError
+from ddtree_trt.errors import ArtifactError, UsageError, shown
+from ddtree_trt.reading import Source
+from ddtree_trt.runtime import chat_template
+from ddtree_trt.runtime.params import as_integer, check_text
+from ddtree_trt.tokenizer_files import load_tokenizer
 
 Messages = Sequence[Mapping[str, str]]
 Prompt = str | Sequence[int] | Messages
 INCOMPLETE = "\ufffd"  # what a tokenizer decodes a cut UTF-8 sequence to
 
 
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt (text, token ids, messages) or several, as a list of prompts. Raises UsageError for what is neither;
+    what is wrong with a single prompt is `TextCodec.encode`'s to say."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping | bytes | bytearray | Set) or not isinstance(prompts, Iterable):
+        raise UsageError(
+            "prompts must be a text, a list of token ids, a list of chat messages {role, content}, or a list of such "
+            f"prompts, not {shown(prompts)}"
+        )
+    items = list(prompts)
+    single = items and (all(isinstance(p, Integral) for p in items) or all(isinstance(p, Mapping) for p in items))
+    return [items] if single else items
+
+
 class TextCodec:
     """The engine's tokenizer with the chat template its drafter was trained for."""
 
     def __init__(self, directory: Path, chat_template_args: Mapping[str, Any]) -> None:
-        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it advises installing torch
-        # Not AutoTokenizer: it imports the model configurations, and with them torch where that is installed.
-        from transformers import PreTrainedTokenizerFast, logging
-
-        logging.set_verbosity_error()
-        try:
-            self.tokenizer = PreTrainedTokenizerFast.from_pretrained(str(directory), local_files_only=True)
-        except Exception as error:  # transformers raises whatever its parsers raise
-            raise ArtifactError(f"no usable tokenizer in {directory}: {error}; rebuild the engine") from error
+        self.tokenizer = load_tokenizer(directory, Source(str(directory), ArtifactError, "rebuild the engine"))
         self._template_args = dict(chat_template_args)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt: text as it is, chat messages through the template, ids unchanged.
 
-        Raises UsageError for anything else and for ids outside the vocabulary's range of integers.
+        Raises UsageError for anything else; whether ids are in the vocabulary is the engine's to say.
         """
         if isinstance(prompt, str):
+            check_text("the prompt", prompt)
             return list(self.tokenizer.encode(prompt, add_special_tokens=False))
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise UsageError(f"a prompt is text, token ids or chat messages, not {type(prompt).__name__}")
-        if all(isinstance(item, Mapping) for item in prompt) and prompt:
-            return self._encode_chat(prompt)  # type: ignore[arg-type]
-        if all(isinstance(item, int) and not isinstance(item, bool) for item in prompt):
-            return [int(i) for i in prompt]  # type: ignore[arg-type]
-        raise UsageError("a prompt is text, a list of token ids, or a list of chat messages {role, content}")
-
-    def _encode_chat(self, messages: Messages) -> list[int]:
-        for message in messages:
-            if not isinstance(message.get("role"), str) or not isinstance(message.get("content"), str):
-                raise UsageError(f"a chat message needs a role and a content, both text: {dict(message)!r}")
-        if not self.tokenizer.chat_template:
-            raise UsageError("this engine's tokenizer has no chat template; give the prompt as text")
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=True, **self._template_args
+        if prompt and all(isinstance(item, Mapping) for item in prompt):
+            return self.encode(self.render(prompt))  # type: ignore[arg-type]
+        ids = [as_integer(item) for item in prompt]
+        if (wrong := next((place for place, token in enumerate(ids) if token is None), None)) is not None:
+            raise UsageError(
+                "a prompt is text, a list of token ids, or a list of chat messages {role, content}, "
+                f"not a list whose item {wrong} is {shown(prompt[wrong])}"
             )
-        except Exception as error:  # a template is a program of its own and raises what it likes
-            raise UsageError(f"the chat template refused the messages: {error}") from error
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return cast(list[int], ids)
+
+    def render(self, messages: Messages) -> str:
+        """Chat messages as the text the model was trained on. Raises UsageError for messages that are none, and where
+        the engine's template refuses them, or takes too much time or memory."""
+        for place, message in enumerate(messages):
+            for name in ("role", "content"):
+                text = message.get(name)
+                if not isinstance(text, str):
+                    raise UsageError(
+                        f"a chat message needs a role and a content, both text: message {place} is {shown(message)}"
+                    )
+                check_text(f"the {name} of message {place}", text)
+        try:
+            template = self.tokenizer.get_chat_template() if self.tokenizer.chat_template else None
+        except ValueError as error:  # several templates, none of which is the default
+            raise UsageError(f"this engine's chat templates cannot be used: {error}") from error
+        if template is None:
+            raise UsageError("this engine's tokenizer has no chat template; give the prompt as text")
+        variables = {**self.tokenizer.special_tokens_map, **self._template_args}
+        return chat_template.render(template, messages, variables)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The tokens' text exactly, with U+FFFD for bytes that are no UTF-8."""

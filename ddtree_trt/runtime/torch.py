@@ -10,28 +10,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddtree_trt import artifact
+from ddtree_trt import artifact, memory
 from ddtree_trt.artifact import DrafterDims, Manifest
+from ddtree_trt.buckets import buckets
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.drafters import AutoregressiveDrafter, check_told
-from ddtree_trt.runtime.engine import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engine import Draft, DraftRequest, LogitRows, Rows, Verdict, VerifyRequest
 from ddtree_trt.runtime.lazy_rows import LazyRows
-from ddtree_trt.runtime.passes import buckets, pad_trees
-from ddtree_trt.runtime.torch_attention import Place, attention_for
+from ddtree_trt.runtime.passes import pad_trees
+from ddtree_trt.runtime.torch_attention import Place, Scratch, attention_for
 from ddtree_trt.runtime.torch_cache import DeviceCache
 from ddtree_trt.runtime.torch_drafters import BlockDrafter, TorchLanguageModel
 from ddtree_trt.runtime.torch_flight import TorchRounds
 from ddtree_trt.runtime.torch_graphs import Download, Graphs, Upload
 from ddtree_trt.runtime.torch_model import Qwen3
-from ddtree_trt.runtime.torch_weights import DTYPES, check_device, choose_device, device_name, read_weights
+from ddtree_trt.runtime.torch_weights import (
+    DTYPES,
+    check_device,
+    choose_device,
+    device_name,
+    keep_sums_single,
+    read_weights,
+)
 from ddtree_trt.runtime.tree import token_chain
 from ddtree_trt.weight_layout import DRAFTER, TARGET
 
@@ -54,26 +61,30 @@ class TorchEngine:
         self, manifest: Manifest, weights: dict[str, Tensor], device: torch.device, *, capture: bool = True
     ) -> None:
         """`weights` by the names of `weight_layout`, on the device and in the manifest's precision."""
+        if device.type == "cuda":
+            keep_sums_single()
         # Latencies measured on one device are not those of another: a profile is known by the toolchain it is for.
         toolchain = {**manifest.toolchain, "device": device_name(device)}
         self.manifest, self.device = replace(manifest, toolchain=toolchain), device
         self.threads = 1 if device.type == "cuda" else torch.get_num_threads()
         self.limits, dims, draft_dims = manifest.limits, manifest.target_dims, manifest.drafter_dims
         slots, rows, dtype = self.limits.max_batch, self.limits.cache_rows, DTYPES[manifest.precision]
-        attention = attention_for(device, dtype, dims.head_dim)
+        scratch = Scratch(memory.attention_workspace_bytes((dims, draft_dims), self.limits), device)
+        attention = attention_for(device, dtype, dims.head_dim, scratch)
         self.kernels = attention.kernels
         self.cache = DeviceCache(dims, slots, rows, dtype, device, kernels=attention.kernels)
         taps = draft_dims.tap_layers if isinstance(draft_dims, DrafterDims) else ()
         self.target = Qwen3(dims, weights, TARGET, self.cache, attention, taps)
         self.graphs = Graphs(device, capture=capture)
-        draft_attention = attention_for(device, dtype, draft_dims.head_dim)
+        draft_attention = attention_for(device, dtype, draft_dims.head_dim, scratch)
         draft_cache = DeviceCache(draft_dims, slots, rows, dtype, device, kernels=draft_attention.kernels)
         self.drafter: BlockDrafter | AutoregressiveDrafter
         self.rounds: TorchRounds | None = None
+        self.flights: list[TorchRounds] = []  # whatever launches rounds ahead: told of every other verb
         if isinstance(draft_dims, DrafterDims):
-            draft_graphs = Graphs(device, capture=capture)
+            draft_graphs = self.graphs.sharing()
             self.drafter = BlockDrafter(draft_dims, weights, self.target, draft_cache, draft_attention, draft_graphs)
-            self.rounds = TorchRounds(self, self.drafter, capture=capture)
+            self.rounds = TorchRounds(self, self.drafter)
         else:
             model = Qwen3(draft_dims, weights, DRAFTER, draft_cache, draft_attention)
             self.drafter = AutoregressiveDrafter(TorchLanguageModel(model), self.limits.prefill_chunk)
@@ -115,13 +126,13 @@ class TorchEngine:
         return self.drafter.known(slot)
 
     def truncate(self, slot: int, length: int) -> None:
-        self._leave(slot)
+        self.leave(slot)
         self.cache.truncate(slot, length)
         self.drafter.truncate(slot, length)
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         """Not captured: a chunk has work enough to hide its launches."""
-        self._leave(slot)
+        self.leave(slot)
         size = len(token_ids)
         tree = token_chain(token_ids)
         place, ids, positions = self._send([VerifyRequest(slot, tree)], self.bucket(size), MaskMode.CAUSAL)
@@ -134,7 +145,7 @@ class TorchEngine:
         return Verdict(choices, _readable(logits))
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
-        self._leave(*(r.slot for r in requests))
+        self.leave(*(r.slot for r in requests))
         batch, tokens = len(requests), self.bucket(max(len(r.tree) for r in requests))
         place, ids, positions = self._send(requests, tokens, MaskMode.TREE)
         rows, on_device = batch * tokens, self._choices.on_device
@@ -196,39 +207,57 @@ class TorchEngine:
         self.cache.append(slot, size)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        self._leave(*(r.slot for r in requests))
+        self.leave(*(r.slot for r in requests))
         for request in requests:
             check_told(self.drafter, self.cache, request.slot)
         if isinstance(self.drafter, BlockDrafter):
             return self.drafter.draft_all(requests) if requests else []
         return [self.drafter.draft(request) for request in requests]
 
+    def warm_up(self) -> None:
+        """On a GPU: a prompt's chunk, and every graph of one sequence's rounds by stages. Graphs of more sequences and
+        of rounds on the device are captured when they are first needed, each in the time of a pass or two."""
+        if self.device.type != "cuda":
+            return
+        limits = self.limits
+        largest = self.bucket(1 + limits.max_tree_budget)
+        try:
+            for tokens in reversed([size for size in self.buckets if size <= largest]):
+                self.verify([VerifyRequest(0, token_chain(np.zeros(tokens, np.int64)))])
+            chunk = min(limits.prefill_chunk, limits.max_seq_len - 1)
+            self.prefill(0, np.zeros(chunk, np.int64), rows="last", taps=isinstance(self.drafter, BlockDrafter))
+            if isinstance(self.drafter, BlockDrafter):
+                self.drafter.warm_up(limits.max_tree_budget)
+        finally:
+            self.truncate(0, 0)
+            self._passed.clear()
+
     def settle(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def _leave(self, *slots: int) -> None:
-        """A verb other than a device round is about to touch these slots."""
-        if self.rounds is not None:
+    def leave(self, *slots: int) -> None:
+        """Something other than a flight's own rounds is about to touch these slots."""
+        for flight in self.flights:
             for slot in slots:
-                self.rounds.leave(slot)
+                flight.leave(slot)
 
     def close(self) -> None:
         try:
             self.settle()  # rounds may still be under way, in the memory that is given back here
         finally:
-            if self.rounds is not None:
-                self.rounds.close()
-                self.rounds = None
+            for flight in list(self.flights):
+                flight.close()
+            self.rounds = None
             self._passed.clear()
             self.graphs.clear()
             for name in ("target", "drafter", "cache", "logits", "_taps"):
                 vars(self).pop(name, None)
 
 
-def _readable(logits: Tensor) -> NDArray[np.float32]:
+def _readable(logits: Tensor) -> Rows:
     """Logits [R, V] as the host reads them: on a CPU the same memory, from a GPU row by row when asked for."""
     if logits.device.type == "cpu":
-        return cast("NDArray[np.float32]", logits.numpy())
-    rows = LazyRows(logits.shape[0], logits.shape[1], lambda start, stop: logits[start:stop].cpu().numpy())
-    return cast("NDArray[np.float32]", rows)
+        array: NDArray[np.float32] = logits.numpy()
+        return array
+    return LazyRows(logits.shape[0], logits.shape[1], lambda start, stop: logits[start:stop].cpu().numpy())

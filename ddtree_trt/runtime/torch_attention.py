@@ -1,16 +1,16 @@
 """Attention of T new rows over a slotted cache and themselves, in the three ways there are.
 
-- `KernelAttention`: our CUDA kernels, through `torch.ops.ddtree`; where flash-attn is installed it does the passes that
-  have no tree.
+- `KernelAttention`: our CUDA kernels, through `torch.ops.ddtree`; where flash-attn works (`torch_flash.py`) it does
+  the passes that have no tree.
 - `DenseAttention`: PyTorch's scaled_dot_product_attention under a mask. It runs everywhere, and it is what the kernels
   are compared with; on a GPU it serves precisions and head sizes the kernels do not have.
 """
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from ddtree_trt.errors import MissingDependency
 from ddtree_trt.plugins import HEAD_DIMS, MaskMode
 from ddtree_trt.plugins.library import BUILD_HINT, TORCH, find
+from ddtree_trt.runtime.torch_flash import Flash, find_flash
 
 OPERATORS = (
     *("attention_workspace_bytes", "tree_attention", "build_tree", "packed_mask", "walk", "compact"),
@@ -53,14 +54,29 @@ class Attention(Protocol):
         [N, T, Hq, D]. All contiguous and of one type."""
 
 
-def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int) -> Attention:
+def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scratch: Scratch) -> Attention:
     """The fastest there is for this device, type and head size.
 
-    Raises MissingDependency where the kernels would serve and are not built.
+    Raises MissingDependency where the kernels would serve and are not built, and as `find_flash` does.
     """
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_dim in HEAD_DIMS:
-        return KernelAttention(device)
+        load_operators()
+        return KernelAttention(scratch, find_flash(device, dtype, head_dim))
     return DenseAttention()
+
+
+class Scratch:
+    """The kernels' scratch memory of a whole engine: passes follow each other on one stream, so that one piece serves
+    every layer of every pass of both networks. It is allocated when the first asks for it and stays where it is."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        """`size` bytes, enough for the largest pass there will be: `memory.attention_workspace_bytes`."""
+        self.size, self._device = size, device
+
+    @cached_property
+    def memory(self) -> Tensor:
+        """uint8 [size], one byte at least."""
+        return torch.empty(max(self.size, 1), dtype=torch.uint8, device=self._device)
 
 
 def load_operators() -> None:
@@ -73,19 +89,13 @@ def load_operators() -> None:
 
 
 class KernelAttention:
-    """See the module. The scratch memory is one buffer per number of rows: passes follow each other on one stream."""
+    """See the module."""
 
     kernels = True
 
-    def __init__(self, device: torch.device) -> None:
-        load_operators()
-        self._device = device
-        self._workspaces: dict[tuple[int, ...], Tensor] = {}
-        self._flash: Any = None
-        if importlib.util.find_spec("flash_attn") is not None:
-            from flash_attn import flash_attn_with_kvcache
-
-            self._flash = flash_attn_with_kvcache
+    def __init__(self, scratch: Scratch, flash: Flash | None = None) -> None:
+        """`torch.ops.ddtree` must be loaded."""
+        self._scratch, self._flash = scratch.memory, flash
 
     def __call__(
         self,
@@ -111,16 +121,9 @@ class KernelAttention:
                 causal=mode is MaskMode.CAUSAL,
             )
         mask = place.mask if mode is MaskMode.TREE else None
-        words = 0 if mask is None else mask.shape[2]
-        key = (*q.shape, *cache_k.shape, int(mode))
-        workspace = self._workspaces.get(key)
-        if workspace is None:
-            size = torch.ops.ddtree.attention_workspace_bytes(q, cache_k, words, int(mode), scale, 0)
-            workspace = torch.empty(max(size, 16), dtype=torch.uint8, device=self._device)
-            self._workspaces[key] = workspace
         out = torch.empty_like(q)
         torch.ops.ddtree.tree_attention(
-            q, k, v, cache_k, cache_v, place.slots, place.past, mask, int(mode), scale, out, workspace, 0
+            q, k, v, cache_k, cache_v, place.slots, place.past, mask, int(mode), scale, out, self._scratch, 0
         )
         return out
 

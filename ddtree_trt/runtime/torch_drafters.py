@@ -14,6 +14,7 @@ from ddtree_trt.artifact import DrafterDims
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.drafters import Pass
 from ddtree_trt.runtime.engine import Draft, DraftRequest
+from ddtree_trt.runtime.sampling import DrawnFrom
 from ddtree_trt.runtime.torch_attention import Attention, Place
 from ddtree_trt.runtime.torch_cache import DeviceCache
 from ddtree_trt.runtime.torch_graphs import Download, Graphs, Upload
@@ -106,6 +107,16 @@ class BlockDrafter:
             self.counts[slot] = 0
         log_probs = found[0].view(np.float32)
         return [Draft(log_probs[n, :, : r.top_k], found[1, n, :, : r.top_k]) for n, r in enumerate(requests)]
+
+    def warm_up(self, largest: int) -> None:
+        """Capture what drafts of one sequence for budgets up to `largest` run, on slot 0."""
+
+        def never(*_: object) -> DrawnFrom:
+            raise AssertionError("a block drafter draws nothing")
+
+        wanted = min(largest, self.dims.vocab_size, TOP_KS[-1])
+        for top_k in TOP_KS[: 1 + next(i for i, k in enumerate(TOP_KS) if k >= wanted)]:
+            self.draft_all([DraftRequest(0, 0, min(top_k, wanted), self.dims.block_size - 1, never)])
 
     def run(
         self, slots: Tensor, past: Tensor, counts: Tensor, bonus_tokens: Tensor, top_k: int

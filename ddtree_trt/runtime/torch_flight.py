@@ -19,7 +19,6 @@ from ddtree_trt.plugins import MAX_DEVICE_BUDGET
 from ddtree_trt.runtime.drafters import check_told
 from ddtree_trt.runtime.engine import RoundRequest, RoundResult
 from ddtree_trt.runtime.torch_drafters import BlockDrafter
-from ddtree_trt.runtime.torch_graphs import Graphs
 from ddtree_trt.runtime.torch_round import DeviceRound
 
 if TYPE_CHECKING:
@@ -31,10 +30,13 @@ AHEAD = 2  # rounds in flight: the host reads one while the device does the next
 class TorchRounds:
     """`engine.DeviceRounds` of the PyTorch engine."""
 
-    def __init__(self, engine: TorchEngine, drafter: BlockDrafter, *, capture: bool = True) -> None:
+    make_round = DeviceRound
+
+    def __init__(self, engine: TorchEngine, drafter: BlockDrafter) -> None:
         self.by_default = engine.device.type == "cuda"
+        engine.flights.append(self)
         self._engine, self._drafter = engine, drafter
-        self._graphs = Graphs(engine.device, capture=capture)
+        self._graphs = engine.graphs.sharing()
         self._made: dict[tuple[object, ...], DeviceRound] = {}
         # The flight: what the next call must ask for to go on with it, and the end of each round under way.
         self._flying: DeviceRound | None = None
@@ -58,15 +60,13 @@ class TorchRounds:
 
     def made_for(self, requests: Sequence[RoundRequest]) -> DeviceRound:
         """The round that serves these requests; it is made once for every number of slots and bucket of tree tokens."""
-        batch, forced = len(requests), requests[0].forced
+        batch = len(requests)
         tokens = self._engine.bucket(1 + max(r.budget for r in requests))
         tokens = min(tokens, 1 + MAX_DEVICE_BUDGET)
         sampled = any(r.temperature > 0 for r in requests)
-        key = (batch, tokens, sampled, forced)
+        key = (batch, tokens, sampled)
         if key not in self._made:
-            self._made[key] = DeviceRound(
-                self._engine, self._drafter, batch, tokens, self._graphs, sampled=sampled, forced=forced
-            )
+            self._made[key] = self.make_round(self._engine, self._drafter, batch, tokens, self._graphs, sampled=sampled)
         return self._made[key]
 
     def leave(self, slot: int) -> None:
@@ -79,12 +79,15 @@ class TorchRounds:
         self._flying = None
         self._made.clear()
         self._graphs.clear()
+        if self in self._engine.flights:
+            self._engine.flights.remove(self)
 
     def _land(self) -> None:
         self._expected = []
         self._marks.clear()
 
     def _take_off(self, requests: list[RoundRequest]) -> DeviceRound:
+        self._engine.leave(*(r.slot for r in requests))
         self._land()
         for r in requests:
             check_told(self._drafter, self._engine.cache, r.slot)

@@ -5,6 +5,8 @@ On a CPU the same objects are plain memory and plain calls.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -67,31 +69,33 @@ class Download:
 class Graphs:
     """Runs stages, on a GPU as CUDA graphs: one per key, captured at its first use.
 
-    Work must read its inputs from, and write its results to, tensors that stay where they are. All graphs share one
-    pool of memory: what is inside a pass may be overwritten by the next.
+    Work must read its inputs from, and write its results to, tensors that stay where they are. All graphs, also those
+    of others that share with these, have one pool of memory: what is inside a pass may be overwritten by the next.
     """
 
     def __init__(self, device: torch.device, *, capture: bool = True) -> None:
-        self._capture = capture and device.type == "cuda"
         self._graphs: dict[Hashable, Any] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self._capture else None
+        self._capture = _Capture() if capture and device.type == "cuda" else None
+
+    def sharing(self) -> Graphs:
+        """Graphs with keys of their own in the same memory."""
+        other = copy.copy(self)
+        other._graphs = {}
+        return other
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Do `work`, which is the same for equal keys."""
+        """Do `work`, which is the same for equal keys. What fails while it is captured is raised, and leaves the stream
+        and the other graphs as they were."""
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
             return
-        work()  # libraries set themselves up at the first call, which must not be captured
-        if self._capture:
-            graph = torch.cuda.CUDAGraph()
-            # Other threads may use the device meanwhile: a server answers while an engine captures.
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                work()
-            self._graphs[key] = graph
+        work()  # libraries set themselves up at the first call, which must not be captured; its results are the call's
+        if self._capture is not None:
+            self._graphs[key] = self._capture(work)
 
     def replay(self, key: Hashable) -> bool:
         """For measurements: put a captured stage on the stream once more, with the inputs it had last; False where
@@ -103,3 +107,31 @@ class Graphs:
 
     def clear(self) -> None:
         self._graphs.clear()
+
+
+class _Capture:
+    """Records work into a CUDA graph and does not do it.
+
+    `torch.cuda.graph` would do, but it waits for the device and empties the allocator's cache before each graph, which
+    is what a capture takes most of its time for, and stays on its stream when the end of a capture fails.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream: Any = None  # one for all: memory of the pool belongs to the stream it was taken on
+
+    def __call__(self, work: Callable[[], None]) -> Any:
+        graph = torch.cuda.CUDAGraph()
+        if self._stream is None:
+            self._stream = torch.cuda.Stream()
+        with torch.cuda.stream(self._stream):
+            # Other threads may use the device meanwhile: a server answers while an engine captures.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with contextlib.suppress(Exception):  # its own complaint would hide what went wrong
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph

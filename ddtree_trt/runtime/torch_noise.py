@@ -1,4 +1,4 @@
-"""Random numbers that depend on where a token stands and on nothing else.
+"""The noise of `cpp_plugins/include/ddtree/noise.h` as tensors: the same numbers on a device as on the host.
 
 With Gumbel noise g, argmax(logits + temperature · g) is a draw from softmax(logits / temperature). Here g is a function
 of the request's seed, the token's position and its id: whatever tree a token is found in, and whether it was drafted at
@@ -14,20 +14,24 @@ from torch import Tensor
 _GAMMA = 0x9E3779B97F4A7C15
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _TOKEN_BITS = 24  # of the counter; the position takes the others
-_FINITE = 100.0  # |g| exceeds 43 once in e^43 draws; infinities would meet a temperature of 0
+_BELOW_ONE = 1 - 2.0**-24  # the largest float32 below 1
 
 
-def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """float32 [N, P, V] for seeds int64 [N] and positions int [N, P] of the tokens to be drawn."""
+def noise_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """64 bits as int64 [N, P, V] for seeds int64 [N] and positions int [N, P] of the tokens to be drawn."""
     token = torch.arange(vocab_size, device=seeds.device)
     counter = (positions.long() << _TOKEN_BITS)[..., None] + token
     x = seeds[:, None, None] + (counter + 1) * _signed(_GAMMA)
     x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
     x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
-    x = x ^ _shifted(x, 31)
-    # Uniform in (0, 1], exact near 0, where the noise is largest.
-    uniform = (_shifted(x, 1) | 1).float() * 2.0**-63
-    return -torch.log(-torch.log1p(-uniform)).clamp(-_FINITE, _FINITE)
+    return x ^ _shifted(x, 31)
+
+
+def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
+    """float32 [N, P, V], all finite: between −2.9 and 43.7."""
+    # Uniform in (0, 1), exact near 0, where the noise is largest.
+    uniform = (_shifted(noise_bits(seeds, positions, vocab_size), 1) | 1).float() * 2.0**-63
+    return -torch.log(-torch.log1p(-uniform.clamp_(max=_BELOW_ONE)))
 
 
 def _signed(value: int) -> int:

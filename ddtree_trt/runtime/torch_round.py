@@ -41,12 +41,10 @@ class DeviceRound:
         graphs: Graphs,
         *,
         sampled: bool = False,
-        forced: int | None = None,
     ) -> None:
-        """`forced`: tokens every round commits, whatever the target says: for round times of random weights."""
-        self.engine, self._drafter, self._sampled, self._forced = engine, drafter, sampled, forced
+        self.engine, self._drafter, self._sampled = engine, drafter, sampled
         self._graphs = graphs
-        self._key: Hashable = (batch, tokens, sampled, forced)
+        self._key: Hashable = (batch, tokens, sampled)
         if engine.device.type == "cuda":
             load_operators()  # also for precisions whose attention does without
         self._ops: RoundOps = KernelOps() if engine.device.type == "cuda" or engine.kernels else HostOps()
@@ -65,11 +63,11 @@ class DeviceRound:
         self.rounds = integers(1, dtype=torch.int64)
         # What it works on.
         self._budgets = integers(batch)
-        self._token_ids, self._parents, self._depths, self._positions = (integers(batch, tokens) for _ in range(4))
+        self._token_ids, self._parents, self.depths, self._positions = (integers(batch, tokens) for _ in range(4))
         self._mask, self._path = integers(batch, tokens, -(-tokens // 32)), integers(batch, tokens)
         self._counts, self._lengths, self._next, self._next_past = (integers(batch) for _ in range(4))
         drafted, taps = (batch, block - 1, self._top_k), drafter.waiting
-        self._log_probs, self._candidates = integers(*drafted, dtype=torch.float32), integers(*drafted)
+        self._log_probs, self.candidates = integers(*drafted, dtype=torch.float32), integers(*drafted)
         self._choices = integers(batch, tokens)
         self._taps = integers(batch, tokens, taps.shape[2], dtype=taps.dtype)
         # Of each round and sequence: nodes with the root, path length, and the target's choices along the path.
@@ -116,12 +114,12 @@ class DeviceRound:
     def _draft(self) -> None:
         drafted = self._drafter.run(self.slots, self.context, self.waiting, self.bonus_tokens, self._top_k)
         self._log_probs.copy_(drafted[0])
-        self._candidates.copy_(drafted[1])
+        self.candidates.copy_(drafted[1])
         self.context.add_(self.waiting)
 
     def _build(self) -> None:
-        tree = (self._token_ids, self._parents, self._depths, self._positions, self._counts)
-        self._ops.build_tree(self._log_probs, self._candidates, self.bonus_tokens, self._budgets, self.past, *tree)
+        tree = (self._token_ids, self._parents, self.depths, self._positions, self._counts)
+        self._ops.build_tree(self._log_probs, self.candidates, self.bonus_tokens, self._budgets, self.past, *tree)
 
     def _compile(self) -> None:
         self._ops.packed_mask(self._parents, self._mask)
@@ -134,7 +132,7 @@ class DeviceRound:
         self._taps.copy_(tapped)
         out = self.engine.logits[: self._token_ids.numel()]
         logits = target.logits(hidden.flatten(0, 1), out=out).unflatten(0, self._token_ids.shape)
-        self._choices.copy_(self._choose(logits))
+        self._choices.copy_(self.choose(logits))
         self._ops.walk(
             self._parents, self._token_ids, self._choices, self._counts, self.past,
             self._path, self._lengths, self._next, self._next_past,
@@ -155,18 +153,12 @@ class DeviceRound:
         self.waiting.copy_(self._lengths)
         self.bonus_tokens.copy_(self._next)
 
-    def _choose(self, logits: Tensor) -> Tensor:
+    def choose(self, logits: Tensor) -> Tensor:
         """The target's token after each node, int32 [N, T], of logits [N, T, V], which are changed. One draw serves all
         nodes of a depth: at most one of them is on the path."""
         if self._sampled:
             depths = torch.arange(self._drafter.dims.block_size, device=logits.device)
             noise = gumbel(self.seeds, self.past[:, None] + 1 + depths, logits.shape[-1])
             drawn = noise.mul_(self.temperatures[:, None, None])
-            logits += drawn.gather(1, self._depths.long()[..., None].expand_as(logits))
-        choices = logits.argmax(-1).to(torch.int32)
-        if self._forced is None:
-            return choices
-        # The most probable token of each depth is a chain of the tree: follow it, then leave it.
-        best = self._candidates[:, :, 0]
-        spine = torch.cat((best, best[:, -1:]), 1).gather(1, self._depths.long())
-        return torch.where(self._depths < self._forced - 1, spine, (spine + 1) % logits.shape[-1]).contiguous()
+            logits += drawn.gather(1, self.depths.long()[..., None].expand_as(logits))
+        return logits.argmax(-1).to(torch.int32)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from ddtree_trt.plugins import reference
+from ddtree_trt import _native
+from ddtree_trt.runtime.passes import write_mask
 from ddtree_trt.runtime.tree import build_tree
 
 
@@ -49,7 +52,7 @@ class KernelOps:
 
 
 class HostOps:
-    """The same in NumPy and the host's C++, for a CPU."""
+    """The same by the host's C++, for a CPU."""
 
     def build_tree(
         self, log_probs: Tensor, candidates: Tensor, root_tokens: Tensor, budgets: Tensor, past: Tensor,
@@ -66,16 +69,23 @@ class HostOps:
         positions.copy_(past[:, None] + depths)
 
     def packed_mask(self, parents: Tensor, mask: Tensor) -> None:
-        for n, row in enumerate(parents.numpy()):
-            mask[n] = torch.from_numpy(reference.packed_mask(row, mask.shape[2]))
+        mask.zero_()
+        for row, bits in zip(parents.numpy(), mask.numpy(), strict=True):
+            write_mask(bits.view(np.uint32), row[: _tree_size(row)])
 
     def walk(
         self, parents: Tensor, token_ids: Tensor, choices: Tensor, counts: Tensor, past: Tensor,
         path: Tensor, lengths: Tensor, next_tokens: Tensor, next_past: Tensor,
     ) -> None:  # fmt: skip
-        for n, count in enumerate(counts.tolist()):
-            nodes = reference.walk(parents[n].numpy(), token_ids[n].numpy(), choices[n].numpy(), count)
-            path[n] = -1
-            path[n, : len(nodes)] = torch.tensor(nodes, dtype=torch.int32)
-            lengths[n], next_tokens[n] = len(nodes), choices[n, nodes[-1]]
+        path.fill_(-1)
+        for n, size in enumerate(counts.tolist()):
+            tree, said = parents[n, :size].numpy(), choices[n, :size].numpy()
+            nodes = _native.walk(tree, token_ids[n, 1:size].numpy(), said)
+            path[n, : len(nodes)] = torch.from_numpy(nodes)
+            lengths[n], next_tokens[n] = len(nodes), int(said[nodes[-1]])
         next_past.copy_(past + lengths)
+
+
+def _tree_size(parents: NDArray[np.int32]) -> int:
+    """Nodes of a tree, root included, whose padding has the root's parent, −1."""
+    return 1 + int(np.count_nonzero(parents[1:] >= 0))

@@ -26,6 +26,20 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
+def keep_sums_single() -> None:
+    """Have this process's matrix products on GPUs sum in float32, whatever their inputs are.
+
+    PyTorch lets cuBLAS add the parts of a product that was split along its sums in bf16 or fp16. It splits by the
+    number of rows, so that a row would come out differently in a pass over a tree and in one over a single token. TF32
+    would round float32 inputs to 10 bits.
+    """
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = False
+    products.allow_fp16_reduced_precision_reduction = False
+    products.allow_fp16_accumulation = False
+    products.allow_tf32 = False
+
+
 def check_device(directory: Path, manifest: Manifest, device: torch.device) -> None:
     """Raises ArtifactError when the device does not compute in the engine's precision."""
     rebuild = rebuild_command(directory, manifest)

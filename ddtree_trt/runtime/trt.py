@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from ddtree_trt import memory
 from ddtree_trt.artifact import DrafterDims, Manifest, TransformerDims
+from ddtree_trt.buckets import buckets
 from ddtree_trt.errors import EngineError
 from ddtree_trt.memory import CacheShape, Layout
 from ddtree_trt.plugins.library import KernelLibrary
 from ddtree_trt.runtime.cuda import Device, Upload
 from ddtree_trt.runtime.drafters import AutoregressiveDrafter, check_told
 from ddtree_trt.runtime.engine import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.passes import buckets
 from ddtree_trt.runtime.tree import token_chain
 from ddtree_trt.runtime.trt_drafter import BlockDrafter, Buffers
 from ddtree_trt.runtime.trt_load import Loaded, load_plans
@@ -137,7 +137,8 @@ class TrtEngine:
         first = 0 if rows == "all" else tokens - 1  # an engine computes one row at least
         choices = self._target_pass([VerifyRequest(slot, tree)], tokens, np.arange(first, tokens), PREFILL)
         self.commit(slot, np.arange(tokens, dtype=np.int32), taps=taps)
-        return Verdict(choices, self.target.logits(0, len(choices)))
+        wanted = choices[:0] if rows == "none" else choices
+        return Verdict(wanted, self.target.logits(0, len(wanted)))
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         longest = max(len(r.tree) for r in requests)
@@ -227,6 +228,22 @@ class TrtEngine:
         if isinstance(self.drafter, BlockDrafter):
             return self.drafter.draft_all(requests) if requests else []
         return [self.drafter.draft(request) for request in requests]
+
+    def warm_up(self) -> None:
+        """A prompt's chunk, and every graph of one sequence's rounds. Those of more sequences are captured at their
+        first use."""
+        limits = self.limits
+        try:
+            for tokens in reversed(self.buckets):
+                self.verify([VerifyRequest(0, token_chain(np.zeros(tokens, np.int64)))])
+            chunk = min(limits.prefill_chunk, limits.max_seq_len - 1)
+            drafter = self.drafter if isinstance(self.drafter, BlockDrafter) else None
+            self.prefill(0, np.zeros(chunk, np.int64), rows="last", taps=drafter is not None)
+            if drafter is not None:
+                drafter.warm_up()
+        finally:
+            self.truncate(0, 0)
+            self._passed.clear()
 
     def settle(self) -> None:
         self.device.synchronize()

@@ -104,6 +104,13 @@ class BlockDrafter:
             drafts |= self._fetch(group)
         return [drafts[r.slot] for r in requests]
 
+    def warm_up(self) -> None:
+        """Capture the drafts of one sequence, on slot 0, for as many context rows as its known states allow."""
+        known = self._known[0]
+        for rows in self._steps:
+            if rows <= known.end - known.first:
+                self._pass([0], rows, [0], capture=True)
+
     def _waiting(self, slot: int) -> int:
         return self._known[slot].end - self.cache.lengths[slot]
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddtree_trt import artifact, memory, plugins
 from ddtree_trt import tensors as names
@@ -32,6 +33,7 @@ _BUFFERS = {
     names.DRAFTER + names.HEAD: memory.DRAFTER_HEAD,
 }
 _KEPT_WORDS = 5  # complaints of TensorRT in one error
+_PIECE_BYTES = 16 << 20  # of a table that is converted on its way
 
 
 @dataclass
@@ -85,9 +87,12 @@ def _load(directory: Path, manifest: Manifest, trt: Any, device: Device, plugin_
     _check_memory(directory, manifest, device, 0, layout.total_bytes)  # with what TensorRT wants beside the weights
     base = device.allocate(layout.total_bytes)
     addresses = {name: base + offset for name, offset in layout.offsets.items()}
-    tables = {tensor: addresses[_BUFFERS[tensor]] for tensor in stored.names}
-    for tensor, address in tables.items():
-        stored.upload(tensor, device, address)
+    tables: dict[str, int] = {}
+    for prefix in stored.networks:
+        embedding, head = prefix + names.EMBEDDING, prefix + names.HEAD
+        tables |= {tensor: addresses[_BUFFERS[tensor]] for tensor in (embedding, head)}
+        stored.upload(embedding, device, tables[embedding])
+        stored.upload_single(head if stored.has(head) else embedding, device, tables[head])
     for cache in (memory.TARGET_KV, memory.DRAFTER_KV):
         # Zeros, not garbage: a row that was never written must not turn a weight of zero into NaN.
         device.clear(addresses[cache], layout.sizes[cache])
@@ -109,8 +114,6 @@ def _layout(manifest: Manifest, stored: _Tables, candidates: int | None, workspa
             manifest.drafter_dims,
             manifest.limits,
             memory.ELEMENT_BYTES[manifest.precision],
-            tied=names.HEAD not in stored.names,
-            drafter_tied=names.DRAFTER + names.HEAD not in stored.names,
             candidates=candidates,
             workspace_bytes=workspace,
         )
@@ -234,15 +237,37 @@ class _Tables:
                     raise ValueError(f"{name} at {entry['data_offsets']} is not {bytes_each} bytes of the file")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ArtifactError(f"{self._path} cannot be read ({error}); {rebuild}") from error
-        own = () if manifest.drafter_kind == "dflash" else (names.DRAFTER + names.EMBEDDING,)
-        for name in (names.EMBEDDING, *own):
-            if name not in self._offsets:
-                raise ArtifactError(f"{self._path} has no tensor {name!r}; {rebuild}")
-        self.names = [name for name in _BUFFERS if name in self._offsets]
+        self._precision = manifest.precision
+        self.networks = ("",) if manifest.drafter_kind == "dflash" else ("", names.DRAFTER)  # with tables of their own
+        for prefix in self.networks:
+            if not self.has(prefix + names.EMBEDDING):
+                raise ArtifactError(f"{self._path} has no tensor {prefix + names.EMBEDDING!r}; {rebuild}")
+
+    def has(self, tensor: str) -> bool:
+        return tensor in self._offsets
 
     def upload(self, tensor: str, device: Device, address: int) -> None:
         """Put a table on the device and wait for it."""
-        begin, end = self._offsets[tensor]
-        table = np.memmap(self._path, np.uint8, "r", self._start + begin, (end - begin,))
-        device.upload(address, table)
+        device.upload(address, self._stored(tensor))
         device.synchronize()
+
+    def upload_single(self, tensor: str, device: Device, address: int) -> None:
+        """Put a table on the device in float32, which holds its values exactly, and wait for it."""
+        table = self._stored(tensor)
+        for start in range(0, len(table), _PIECE_BYTES):
+            piece = _single(table[start : start + _PIECE_BYTES], self._precision)
+            device.upload(address, piece)
+            device.synchronize()
+            address += piece.nbytes
+
+    def _stored(self, tensor: str) -> NDArray[np.uint8]:
+        """A table's bytes in the file."""
+        begin, end = self._offsets[tensor]
+        return np.memmap(self._path, np.uint8, "r", self._start + begin, (end - begin,))
+
+
+def _single(stored: NDArray[np.uint8], precision: str) -> NDArray[np.float32]:
+    """Values of a precision as float32."""
+    if precision == "bf16":  # the upper half of a float32
+        return (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return stored.view(np.float16 if precision == "fp16" else np.float32).astype(np.float32, copy=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -75,7 +74,7 @@ class TrtLanguageModel:
         self._device.synchronize()
         return found.view(np.int32).astype(np.int64)
 
-    def logits(self, first: int, rows: int) -> NDArray[np.float32]:
+    def logits(self, first: int, rows: int) -> LazyRows:
         """Rows of the last pass's logits, [rows, V] from row `first` on, brought over row by row when they are read."""
         generation, base = self.generation, self._outputs.logits + first * self._vocab * FLOAT_BYTES
 
@@ -87,7 +86,7 @@ class TrtLanguageModel:
             self._device.synchronize()
             return found
 
-        return cast("NDArray[np.float32]", LazyRows(rows, self._vocab, fetch))
+        return LazyRows(rows, self._vocab, fetch)
 
     def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
         """As `drafters.LanguageModel` says. Single tokens are captured, longer chains are a prompt's chunks."""

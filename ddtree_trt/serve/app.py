@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from ddtree_trt import __version__
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.serve import errors
+from ddtree_trt.serve.body import read, request_schemas
 from ddtree_trt.serve.chat import chat
 from ddtree_trt.serve.completions import complete
 from ddtree_trt.serve.errors import ApiError
@@ -33,17 +36,20 @@ def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions) -> Gate:
         yield
         await asyncio.to_thread(service.close)
 
-    app = FastAPI(title="ddtree-trt", version=__version__, lifespan=life, docs_url=None, redoc_url=None)
+    # A redirect to a path with or without a slash would go to whatever the Host header says.
+    app = FastAPI(
+        title="ddtree-trt", version=__version__, lifespan=life, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     gate = Gate(app, options, metrics)
     errors.install(app, lambda: metrics.retry_after_s)
 
-    @app.post("/v1/chat/completions", response_model=ChatCompletion)
-    async def chat_completions(request: Request, body: ChatRequest) -> Response:
-        return await chat(service, request, body)
+    @app.post("/v1/chat/completions", response_model=ChatCompletion, openapi_extra=_takes(ChatRequest))
+    async def chat_completions(request: Request) -> Response:
+        return await chat(service, request, await read(request, ChatRequest))
 
-    @app.post("/v1/completions", response_model=Completion)
-    async def completions(request: Request, body: CompletionRequest) -> Response:
-        return await complete(service, request, body)
+    @app.post("/v1/completions", response_model=Completion, openapi_extra=_takes(CompletionRequest))
+    async def completions(request: Request) -> Response:
+        return await complete(service, request, await read(request, CompletionRequest))
 
     card = ModelCard(id=service.model_name, created=service.created, max_model_len=service.max_seq_len)
 
@@ -69,4 +75,18 @@ def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions) -> Gate:
         page, content_type = metrics.page(request.headers.get("accept", ""))
         return Response(page, headers={"Content-Type": content_type})
 
+    described = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        schema = described()
+        schema["components"]["schemas"] |= request_schemas(ChatRequest, CompletionRequest)
+        return schema
+
+    app.openapi = openapi  # type: ignore[method-assign]
     return gate
+
+
+def _takes(model: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI's description of a body that the endpoint reads by itself."""
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

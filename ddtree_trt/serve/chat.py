@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import Request
 from starlette.responses import Response
 
+from ddtree_trt.errors import shown
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.runtime.sampling import TokenLogprob
 from ddtree_trt.serve.errors import ApiError
@@ -38,9 +39,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     # "developer" is OpenAI's newer name of the role that chat templates call "system".
     messages = [{"role": "system" if m.role == "developer" else m.role, "content": m.content} for m in body.messages]
-    if len(messages) > service.max_seq_len:  # each is a token at least
-        raise service.too_long(f"{len(messages)} messages", "messages")
-    ids = await service.encode(messages, sum(len(m.content) for m in body.messages), "messages")
+    ids = await service.encode_chat(messages, "messages")
     params = service.params(
         body,
         service.max_seq_len - len(ids),
@@ -69,10 +68,8 @@ def _limit(body: ChatRequest) -> tuple[str, int | None]:
     if body.max_completion_tokens is None:
         return "max_tokens", body.max_tokens
     if body.max_tokens not in (None, body.max_completion_tokens):
-        message = (
-            f"max_tokens {body.max_tokens} and max_completion_tokens {body.max_completion_tokens} differ; give one"
-        )
-        raise ApiError(400, message, param="max_tokens", code="invalid_value")
+        both = f"max_tokens {shown(body.max_tokens)} and max_completion_tokens {shown(body.max_completion_tokens)}"
+        raise ApiError(400, f"{both} differ; give one", param="max_tokens", code="invalid_value")
     return "max_completion_tokens", body.max_completion_tokens
 
 

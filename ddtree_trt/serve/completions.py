@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from functools import cache
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
 
+from ddtree_trt.errors import shown
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.runtime.sampling import TokenLogprob
 from ddtree_trt.serve.errors import ApiError
@@ -24,14 +26,11 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     service.check_model(body.model)
     with_usage = check_stream_options(body)
     _check_total(service, len(body.prompt) * max(body.n or 1, 1))
-    prompts = [await service.encode(p, len(p) if isinstance(p, str) else 0, "prompt") for p in body.prompt]
-    calls = []
-    for ids in prompts:
-        room = service.max_seq_len - len(ids)
-        wanted = min(DEFAULT_MAX_TOKENS, room) if body.max_tokens is None else body.max_tokens
-        others = {"echo": bool(body.echo), "logprobs": body.logprobs}
-        others |= {"prompt_logprobs": body.logprobs if body.echo else None}
-        calls.append((ids, service.params(body, room, wanted, {}, **others)))
+    prompts = [await service.encode(p, "prompt") for p in body.prompt]
+    others = {"echo": bool(body.echo), "logprobs": body.logprobs}
+    others |= {"prompt_logprobs": body.logprobs if body.echo else None}
+    params = cache(lambda room: service.params(body, room, _max_tokens(body, room), {}, **others))
+    calls = [(ids, params(service.max_seq_len - len(ids))) for ids in prompts]
     request_id = new_id("cmpl")
     # No await between the first and the last: the queue takes all of them or, on QueueFull, none for long.
     submissions = [service.submit(request, ids, p, f"{request_id}-{i}", "prompt") for i, (ids, p) in enumerate(calls)]
@@ -59,10 +58,16 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     return json_response(completion)
 
 
+def _max_tokens(body: CompletionRequest, room: int) -> int:
+    return min(DEFAULT_MAX_TOKENS, room) if body.max_tokens is None else body.max_tokens
+
+
 def _check_total(service: Service, sequences: int) -> None:
     llm = service.llm
     if llm.max_waiting is not None and sequences > llm.slots + llm.max_waiting:
-        message = f"{sequences} completions in one request; at most {llm.slots + llm.max_waiting} may run or wait here"
+        message = (
+            f"{shown(sequences)} completions in one request; at most {llm.slots + llm.max_waiting} may run or wait here"
+        )
         raise ApiError(400, message, param="prompt", code="invalid_value")
 
 

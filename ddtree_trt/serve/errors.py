@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from ddtree_trt.errors import DDTreeError, UsageError
+from ddtree_trt.errors import SHOWN_CHARACTERS, DDTreeError, UsageError, shown
 from ddtree_trt.runtime.async_llm import QueueFull
-from ddtree_trt.serve.protocol import UNSUPPORTED
+from ddtree_trt.serve.protocol import UNKNOWN
 from ddtree_trt.serve.responses import event
 
 INVALID = "invalid_request_error"
@@ -23,7 +21,14 @@ SERVER = "server_error"
 OVERLOADED = "rate_limit_error"
 CLOSE = {"Connection": "close"}
 
+_MESSAGE_CHARACTERS = 1000  # what a message repeats of a request is shorter; this bounds it wherever it comes from
+
 log = logging.getLogger(__name__)
+
+
+def cut(text: str, most: int = SHOWN_CHARACTERS) -> str:
+    """A client's text for an answer, shortened."""
+    return text if len(text) <= most else text[: most - 3] + "..."
 
 
 class ApiError(Exception):
@@ -45,7 +50,13 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         # A client's text may hold surrogates, which have no UTF-8.
-        texts = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        param = None if self.param is None else cut(self.param)
+        texts = {
+            "message": cut(self.message, _MESSAGE_CHARACTERS),
+            "type": self.kind,
+            "param": param,
+            "code": self.code,
+        }
         return {"error": {k: v and v.encode("utf-8", "backslashreplace").decode() for k, v in texts.items()}}
 
     def response(self) -> JSONResponse:
@@ -88,28 +99,26 @@ def as_api_error(error: Exception, retry_after_s: int = 1) -> ApiError:
     return ApiError(500, message, kind=SERVER, code="internal_error")
 
 
-def invalid_body(errors: Sequence[Any]) -> ApiError:
-    """The first of pydantic's complaints, in words that name the parameter."""
-    first = errors[0]
-    kind, loc = first["type"], [str(part) for part in first["loc"] if part != "body"]
-    if kind == "json_invalid":
-        position = loc[0] if loc else "0"
-        problem = first.get("ctx", {}).get("error", "")
-        return ApiError(400, f"the body is not valid JSON: {problem} at character {position}", code="invalid_json")
-    param = ".".join(loc) or None
-    if kind in ("model_attributes_type", "dict_type") and param is None:
-        return ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
-    if param is None:
-        return ApiError(400, f"the body cannot be used: {first['msg']}")
-    if kind == "extra_forbidden":
-        reason = UNSUPPORTED.get(".".join(part for part in loc if not part.isdigit()))
-        known = f"Unsupported parameter: '{param}' ({reason})" if reason else f"Unknown parameter: '{param}'"
-        return ApiError(400, known, param=param, code="unsupported_parameter" if reason else "unknown_parameter")
+def invalid_json(problem: str) -> ApiError:
+    return ApiError(400, f"the body is not valid JSON: {problem}", code="invalid_json")
+
+
+def invalid_body(error: Mapping[str, Any]) -> ApiError:
+    """One of pydantic's complaints in words that name the parameter."""
+    kind, loc = error["type"], [str(part) for part in error["loc"]]
+    if kind in UNKNOWN:
+        loc.append(error["ctx"]["name"])
+    param = cut(".".join(loc))
     if kind == "missing":
         return ApiError(400, f"Missing required parameter: '{param}'", param=param, code="missing_required_parameter")
-    message = first["msg"].removeprefix("Value error, ")
+    if kind == "unsupported_parameter":
+        message = f"Unsupported parameter: '{param}' ({error['msg']})"
+        return ApiError(400, message, param=param, code=kind)
+    if kind == "unknown_parameter":
+        return ApiError(400, f"Unknown parameter: '{param}'", param=param, code=kind)
+    message = error["msg"].removeprefix("Value error, ")
     if kind.endswith(("_type", "_parsing")):
-        message += f", not {reprlib.repr(first['input'])}"
+        message += f", not {shown(error['input'])}"
     return ApiError(400, f"Invalid '{param}': {message}", param=param, code="invalid_value")
 
 
@@ -122,15 +131,10 @@ def install(app: FastAPI, retry_after_s: Callable[[], int]) -> None:
     async def http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         # Wrong paths and methods; the framework uses it for bodies it could not parse, too.
-        message = f"{request.method} {request.url.path}: {error.detail}"
+        message = f"{request.method} {cut(request.url.path)}: {error.detail}"
         return ApiError(error.status_code, message, headers=error.headers).response()
-
-    async def validation_error(_: Request, error: Exception) -> JSONResponse:
-        assert isinstance(error, RequestValidationError)
-        return invalid_body(error.errors()).response()
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(DDTreeError, api_error)
     app.add_exception_handler(HTTPException, http_error)
-    app.add_exception_handler(RequestValidationError, validation_error)
     app.add_exception_handler(Exception, api_error)

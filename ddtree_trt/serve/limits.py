@@ -19,7 +19,7 @@ from ddtree_trt.serve.errors import CLOSE, ApiError, error_event, overloaded, sh
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.options import ServeOptions
 
-GUARDED = "/v1/"  # health and metrics stay open to whoever watches the server
+OPEN = ("/health", "/metrics")  # to whoever watches the server, and whatever else is going on
 _LAST_WORD_S = 1.0  # for telling a client that its request was ended; a stalled one does not hear it
 _LINGER_BYTES = 32 << 20  # of a refused body still read, so that a client that is sending it sees the answer
 
@@ -36,7 +36,7 @@ class Gate:
         self.draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(GUARDED):
+        if scope["type"] != "http" or scope["path"] in OPEN:
             await self._app(scope, receive, send)
             return
         refusal = self._refusal(scope)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import MAX_COUNT, MAX_THREADS, UsageError, check_range
 from ddtree_trt.runtime.params import DeviceRoundsMode
 
 
@@ -24,15 +23,15 @@ class ServeOptions:
     stall_timeout_s: float = 30.0  # a reader that takes nothing for this long is cut off
     drain_timeout_s: float = 30.0  # after SIGTERM, before what still runs is ended
     device_rounds: DeviceRoundsMode = "auto"  # whether rounds stay on the device; on: other requests are refused
+    exact: bool | None = (
+        None  # a token alone gets the logits it gets among others; None: as the engine's precision asks
+    )
     threads: int = 0  # CPU threads of the engine; 0 chooses
     access_log: bool = False
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if not math.isfinite(value) or not low <= value <= high:
-                bounds = f"at least {low}" if high == math.inf else f"from {low} to {high}"
-                raise UsageError(f"{name} must be {bounds}, not {value}")
+            check_range(name, getattr(self, name), low, high)
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
             raise UsageError("the API key must be printable ASCII text that is not empty")
         if self.model_name == "":
@@ -41,11 +40,11 @@ class ServeOptions:
 
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("port", 0, 65535),
-    ("max_requests", 1, math.inf),
-    ("max_waiting", 0, math.inf),
+    ("max_requests", 1, MAX_COUNT),
+    ("max_waiting", 0, MAX_COUNT),
     ("max_body_bytes", 1024, 1 << 30),
     ("request_timeout_s", 0, 86400),
     ("stall_timeout_s", 1, 3600),
     ("drain_timeout_s", 0, 86400),
-    ("threads", 0, 1024),
+    ("threads", 0, MAX_THREADS),
 )

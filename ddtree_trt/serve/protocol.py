@@ -6,12 +6,18 @@ given" everywhere.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.runtime.params import check_text
 
 # Every stop string is compared with the text at every token of every request.
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 16, 256, 64
+MAX_BIASES, MAX_METADATA, MAX_PROMPTS = 300, 16, 2048
 
 # Names of OpenAI's API that this server knows and does not offer, with the reason it gives.
 UNSUPPORTED = {
@@ -32,23 +38,21 @@ UNSUPPORTED = {
     "tools": "this server does not call tools",
     "verbosity": "ask for it in the prompt",
     "web_search_options": "this server does not search",
-    "messages.name": "chat templates have no place for it",
-    "messages.tool_calls": "this server does not call tools",
 }
-
-
-def _not_text(value: str) -> str | None:
-    """What is wrong with a text that JSON let through."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        return f"character {error.start} is half of a surrogate pair"
-    return None
+UNSUPPORTED_IN_MESSAGES = {
+    "name": "chat templates have no place for it",
+    "tool_calls": "this server does not call tools",
+}
+# Kinds of the errors of names that a model does not have; the name is in their context.
+UNKNOWN = ("unknown_parameter", "unsupported_parameter")
 
 
 def _text(value: Any) -> Any:
-    if isinstance(value, str) and (problem := _not_text(value)):
-        raise ValueError(f"the text is not valid Unicode: {problem}")
+    if isinstance(value, str):
+        try:
+            check_text("the text", value)
+        except UsageError as error:
+            raise ValueError(str(error)) from error
     return value
 
 
@@ -59,8 +63,11 @@ def _one_or_more(value: Any) -> Any:
 def _token_keys(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    if wrong := [k for k in value if not (isinstance(k, str) and k.isascii() and k.isdecimal() and len(k) < 10)]:
-        raise ValueError(f"{wrong[0]!r} is not a token id")
+    if len(value) > MAX_BIASES:
+        raise ValueError(f"at most {MAX_BIASES} tokens can be biased, not {len(value)}")
+    for key in value:
+        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10):
+            raise ValueError(f"{shown(key)} is not a token id")
     return {int(k): v for k, v in value.items()}
 
 
@@ -83,15 +90,19 @@ def _content(value: Any) -> Any:
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             found = part.get("type") if isinstance(part, dict) else part
-            raise ValueError(f"a part must be {{'type': 'text', 'text': ...}}, not {found!r}; this server takes text")
-        if extra := sorted(part.keys() - {"type", "text"}):
-            raise ValueError(f"a text part has no {extra[0]!r}")
+            raise ValueError(
+                f"a part must be {{'type': 'text', 'text': ...}}, not {shown(found)}; this server takes text"
+            )
+        if (extra := next((name for name in part if name not in ("type", "text")), None)) is not None:
+            raise ValueError(f"a text part has no {shown(extra)}")
     return _text("".join(part["text"] for part in value))
 
 
 def _prompts(value: Any) -> Any:
     """One prompt or several, each text or token ids, as a list of prompts."""
     prompts = value if isinstance(value, list) and value and isinstance(value[0], str | list) else [value]
+    if len(prompts) > MAX_PROMPTS:
+        raise ValueError(f"at most {MAX_PROMPTS} prompts in one request, not {len(prompts)}")
     for prompt in prompts:
         if isinstance(prompt, str):
             _text(prompt)
@@ -102,8 +113,34 @@ def _prompts(value: Any) -> Any:
     return prompts
 
 
+def _few(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        raise ValueError(f"at most {MAX_METADATA} entries, not {len(value)}")
+    return value
+
+
 class _Strict(BaseModel):
+    """Types are checked strictly, and the first name that is not known is the only one complained of: with pydantic's
+    own way of refusing them, a body of many takes seconds."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
+    unsupported: ClassVar[Mapping[str, str]] = {}  # names refused with a reason, unless they are null
+    ignored_nulls: ClassVar[frozenset[str]] = frozenset()  # further names that may be null
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown_names(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        known = {}
+        for name, value in data.items():
+            if name in cls.model_fields:
+                known[name] = value
+            elif value is not None or not (name in cls.unsupported or name in cls.ignored_nulls):
+                kind = UNKNOWN[name in cls.unsupported]
+                spelled = name.encode("utf-8", "backslashreplace").decode()
+                raise PydanticCustomError(kind, "{reason}", {"name": spelled, "reason": cls.unsupported.get(name, "")})
+        return known
 
 
 class StreamOptions(_Strict):
@@ -112,6 +149,8 @@ class StreamOptions(_Strict):
 
 class _GenerationRequest(_Strict):
     """What both endpoints take."""
+
+    unsupported = UNSUPPORTED
 
     model: str | None = None
     stream: bool | None = None
@@ -127,7 +166,7 @@ class _GenerationRequest(_Strict):
     seed: int | None = None
     stop: Annotated[
         list[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS), BeforeValidator(_text)]] | None,
-        Field(max_length=MAX_STOPS),
+        Field(max_length=MAX_STOPS, fail_fast=True),
         BeforeValidator(_one_or_more),
     ] = None
 
@@ -137,7 +176,9 @@ class _GenerationRequest(_Strict):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: Annotated[list[int] | None, Field(max_length=MAX_STOP_TOKENS), BeforeValidator(_one_or_more)] = None
+    stop_token_ids: Annotated[
+        list[int] | None, Field(max_length=MAX_STOP_TOKENS, fail_fast=True), BeforeValidator(_one_or_more)
+    ] = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     # Ours.
@@ -146,38 +187,26 @@ class _GenerationRequest(_Strict):
 
     # A client's own bookkeeping; it changes no answer and is ignored.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_few)] = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_unsupported_nulls(cls, data: Any) -> Any:
-        return _without_nulls(data, {n for n in UNSUPPORTED if n not in cls.model_fields})
-
 
 class Message(_Strict):
+    """A turn of a chat. A client may send our own answer back, with the nulls its library puts in it."""
+
+    unsupported = UNSUPPORTED_IN_MESSAGES
+    ignored_nulls = frozenset({"refusal", "annotations", "audio", "function_call"})
+
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_content)]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls_of_answers(cls, data: Any) -> Any:
-        """A client may send our own answer back, with the nulls its library puts in it."""
-        return _without_nulls(data, {"refusal", "annotations", "audio", "function_call", "tool_calls", "name"})
-
-
-def _without_nulls(data: Any, names: set[str]) -> Any:
-    if not isinstance(data, dict):
-        return data
-    return {k: v for k, v in data.items() if not (v is None and k in names)}
 
 
 class ChatRequest(_GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -187,6 +216,6 @@ class ChatRequest(_GenerationRequest):
 class CompletionRequest(_GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: Annotated[list[str | list[int]], Field(min_length=1), BeforeValidator(_prompts)]
+    prompt: Annotated[list[str | list[int]], Field(min_length=1, fail_fast=True), BeforeValidator(_prompts)]
     echo: bool | None = None
     logprobs: int | None = None

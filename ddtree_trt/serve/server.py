@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from pathlib import Path
 from types import FrameType
@@ -12,6 +13,7 @@ import uvicorn
 
 from ddtree_trt.artifact import load_manifest
 from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime import chat_template
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.serve.app import create_app
 from ddtree_trt.serve.limits import Gate
@@ -30,19 +32,27 @@ def serve_engine(engine_dir: Path, options: ServeOptions) -> None:
     Raises ArtifactError when the engine cannot be used, UsageError when the address cannot.
     """
     with listen(options) as listener:
-        make_server(engine_dir, options, listener).run(sockets=[listener])
+        server = make_server(engine_dir, options, listener)
+        # What lives as long as the process is left out of every later collection, each of which stops all threads.
+        gc.collect()
+        gc.freeze()
+        server.run(sockets=[listener])
 
 
 def make_server(engine_dir: Path, options: ServeOptions, listener: socket.socket) -> Server:
     """Load the engine and put a server in front of it. Raises ArtifactError when the directory cannot be used."""
     metrics = Metrics(load_manifest(engine_dir))
+    chat_template.start()  # beside the loading of the engine
     llm = AsyncLLM(
         engine_dir,
         threads=options.threads,
         device_rounds=options.device_rounds,
+        exact=options.exact,
         max_waiting=options.max_waiting,
         on_finished=metrics.finished,
     )
+    if llm.tokenizer.chat_template:
+        chat_template.wait()
     gate = create_app(llm, metrics, options)
     config = uvicorn.Config(
         gate,

@@ -6,19 +6,19 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 from fastapi import Request
 
-from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.async_llm import AsyncLLM, Submission
+from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.stats import merge
-from ddtree_trt.runtime.text import Prompt
-from ddtree_trt.serve.errors import INVALID, SERVER, ApiError
+from ddtree_trt.runtime.submission import Submission
+from ddtree_trt.serve.errors import INVALID, SERVER, ApiError, cut
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.protocol import ChatRequest, CompletionRequest
 from ddtree_trt.serve.responses import AcceptanceMetrics, PromptTokensDetails, UsageInfo
@@ -45,34 +45,49 @@ class Service:
         self.texts = TokenTexts(llm.codec)
         self.max_seq_len = llm.engine.manifest.limits.max_seq_len
         # One thread: a tokenizer is not for several at a time, and a long prompt must not hold up the event loop.
+        # Another for chat templates, which may take seconds and must not hold up prompts that need none.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="ddtree-tokenizer")
+        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="ddtree-template")
         longest = max((len(token) for token in llm.tokenizer.get_vocab()), default=1)
         self._max_characters = self.max_seq_len * longest * _NORMALISATION
 
     def close(self) -> None:
-        self._encoder.shutdown(cancel_futures=True)
+        for thread in (self._renderer, self._encoder):
+            thread.shutdown(cancel_futures=True)
         self.llm.shutdown()
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name:
-            message = f"the model '{name}' does not exist here; this server serves '{self.model_name}'"
+            message = f"the model '{cut(name)}' does not exist here; this server serves '{self.model_name}'"
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def encode(self, prompt: Prompt, characters: int, param: str) -> list[int]:
-        """Token ids of a prompt that has this many characters in all; ApiError names `param` when it cannot be used."""
-        if characters > self._max_characters:
-            raise self.too_long(f"{characters} characters", param)
-        try:
-            loop = asyncio.get_running_loop()
-            ids = await loop.run_in_executor(self._encoder, self.llm.codec.encode, prompt)
-        except UsageError as error:
-            raise ApiError(400, str(error), param=param, code="invalid_value") from error
+    async def encode(self, prompt: str | list[int], param: str) -> list[int]:
+        """Token ids of a prompt. Raises ApiError, which names `param`, where it cannot be used."""
+        if isinstance(prompt, str) and len(prompt) > self._max_characters:
+            raise self.too_long(f"{len(prompt)} characters", param)
+        ids = await self._beside(self._encoder, self.llm.codec.encode, prompt, param)
         if len(ids) >= self.max_seq_len:
             raise self.too_long(f"{len(ids)} tokens", param)
         if not ids:
             message = f"'{param}' is empty: the prompt has no tokens; give at least one"
             raise ApiError(400, message, param=param, code="invalid_value")
         return ids
+
+    async def encode_chat(self, messages: list[dict[str, str]], param: str) -> list[int]:
+        """Token ids of a chat, as `encode`."""
+        characters = sum(len(m["content"]) for m in messages)
+        if len(messages) > self.max_seq_len:  # each is a token at least
+            raise self.too_long(f"{len(messages)} messages", param)
+        if characters > self._max_characters:
+            raise self.too_long(f"{characters} characters", param)
+        return await self.encode(await self._beside(self._renderer, self.llm.codec.render, messages, param), param)
+
+    async def _beside(self, thread: Executor, work: Callable[[Any], Any], argument: Any, param: str) -> Any:
+        """Do work on a prompt beside the event loop. Raises ApiError in place of UsageError."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread, work, argument)
+        except UsageError as error:
+            raise ApiError(400, str(error), param=param, code="invalid_value") from error
 
     def too_long(self, size: str, param: str) -> ApiError:
         message = (
@@ -95,8 +110,8 @@ class Service:
         given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
         if max_tokens is not None and max_tokens > room:
             message = (
-                f"{limit} {max_tokens} does not fit: the prompt leaves {room} of this model's {self.max_seq_len} "
-                "tokens; shorten the prompt or lower it"
+                f"{limit} {shown(max_tokens)} does not fit: the prompt leaves {room} of this model's "
+                f"{self.max_seq_len} tokens; shorten the prompt or lower it"
             )
             raise ApiError(400, message, param=limit, code="context_length_exceeded")
         try:

@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from starlette.responses import StreamingResponse
 
-from ddtree_trt.runtime.async_llm import Submission, as_they_come
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
+from ddtree_trt.runtime.submission import Submission, as_they_come
 from ddtree_trt.serve.errors import as_api_error, error_event
 from ddtree_trt.serve.responses import DONE, Answer, event
 from ddtree_trt.serve.service import Service

@@ -1,4 +1,5 @@
-"""What the exported Triton model does beyond parsing and forwarding: see `triton_repo/model.py`, which uses it.
+"""What stands behind the exported Triton model, `triton_repo/model/1/model.py`: its settings, reading requests, running
+them on an engine, answering, and figures. The layouts' names are here.
 
 Nothing here imports Triton: the server's modules exist only inside the server, so the model hands in what is needed.
 """

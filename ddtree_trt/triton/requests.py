@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.triton.settings import Layout
 
@@ -43,6 +43,7 @@ OTHERS = {
     *("return_log_probs", "return_logprobs", "return_cumulative_logprob", "return_finish_reason"),
     *("return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics"),
 }
+_LONGEST_US = 10**15  # thirty years
 _TEXT_ONLY = "the model reads text only"
 _NO_LORA = "LoRA adapters are not supported; build an engine from the merged checkpoint"
 _NO_GUIDE = "guided decoding is not supported"
@@ -147,7 +148,7 @@ def _refuse(inputs: Inputs) -> None:
             if not array.size or not all(value in harmless for value in _values(name, array)):
                 raise UsageError(f"{name}: {reason}")
         elif name not in FIELDS and name not in OTHERS:
-            raise UsageError(f"input {name!r} is unknown; remove it from the request and from config.pbtxt")
+            raise UsageError(f"input {shown(name)} is unknown; remove it from the request and from config.pbtxt")
 
 
 def _sampling_params(inputs: Inputs, parameters: Mapping[str, Any], wants_log_probs: bool) -> SamplingParams:
@@ -186,7 +187,7 @@ def _normalised(mapping: Mapping[str, Any]) -> dict[str, Any]:
         if name == "top_k" and value == -1:  # vLLM's way to say all
             value = 0
         if name == "logit_bias" and isinstance(value, dict):
-            value = {int(k) if k.isdecimal() else k: v for k, v in value.items()}
+            value = {int(k) if k.isdecimal() and len(k) < 10 else k: v for k, v in value.items()}
         result[name] = value
     return result
 
@@ -194,7 +195,7 @@ def _normalised(mapping: Mapping[str, Any]) -> dict[str, Any]:
 def _number(text: str) -> Any:
     try:
         return json.loads(text.lower())
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -204,16 +205,20 @@ def _json(inputs: Inputs) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(text)
-    except ValueError as error:
+    except json.JSONDecodeError as error:
         raise UsageError(f"sampling_parameters is not JSON: {error}") from error
+    except ValueError as error:
+        raise UsageError("sampling_parameters is not JSON: a number has too many digits") from error
+    except RecursionError as error:
+        raise UsageError("sampling_parameters is nested too deeply; it is an object of names and values") from error
     if not isinstance(data, dict):
-        raise UsageError(f"sampling_parameters must be a JSON object, not {data!r}")
+        raise UsageError(f"sampling_parameters must be a JSON object, not {shown(data)}")
     return data
 
 
 def _microseconds(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise UsageError(f"timeout must be microseconds, a whole number from 0, not {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LONGEST_US:
+        raise UsageError(f"timeout must be microseconds, a whole number from 0 to {_LONGEST_US}, not {shown(value)}")
     return value
 
 

@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from ddtree_trt.triton.responses import Arrays, Responder
 from ddtree_trt.triton.settings import Settings
 
 WATCH_S = 0.05  # how late a cancellation or a deadline may be noticed
+_MESSAGE_BYTES = 1000  # of an error; what it repeats of a request is shorter
 _log = logging.getLogger(__name__)
 Code = Literal["INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"]  # names of TritonError's codes
 
@@ -67,6 +69,10 @@ class _Job:
         grown, self.seen = now - self.seen, now
         return grown
 
+    def overdue(self) -> str:
+        timeout, tokens = (self.call.timeout_s or 0) * 1000, self.seen["ddtree_generation_tokens_total"]
+        return f"the request's timeout of {timeout:.0f} ms passed after {tokens} tokens"
+
 
 class Service:
     """Runs requests on an engine until it is closed.
@@ -92,8 +98,19 @@ class Service:
         self._forwarder.start()
         self._watcher.start()
 
-    def accept(self, call: Call, reply: Reply) -> None:
-        """Start a request; everything else happens through `reply`. Returns at once."""
+    def receive(self, parse: Callable[[], Call], reply: Reply) -> None:
+        """Start what `parse` makes of a request; everything else happens through `reply`. Returns at once, and raises
+        nothing: an exception would fail the requests that came with this one, and leave them unanswered."""
+        try:
+            self._start(parse(), reply)
+        except UsageError as error:
+            self._finish(reply, "refused", error)
+        except Exception as error:
+            _log.exception("a request could not be read")
+            self._finish(reply, "failed", error)
+        self._busy.set()
+
+    def _start(self, call: Call, reply: Reply) -> None:
         deadline = None if call.timeout_s is None else time.monotonic() + call.timeout_s
         job = _Job(call, reply, Responder(call, self._layout), deadline)
         with self._lock:
@@ -102,14 +119,7 @@ class Service:
                 self._jobs.add(job)
                 job.future = asyncio.run_coroutine_threadsafe(self._serve(job), self._loop)
         if closing:
-            self._finish(job, "shutdown")
-        self._busy.set()
-
-    def refuse(self, error: UsageError, reply: Reply) -> None:
-        """Answer a request that could not be understood."""
-        self._metrics.add(refused=1)
-        self._busy.set()
-        reply.fail("INVALID_ARG", str(error))
+            self._finish(reply, "shutdown")
 
     def close(self) -> None:
         """End every request, free the slots, release the engine and stop the threads."""
@@ -136,16 +146,16 @@ class Service:
         try:
             if job.ended_by is not None:
                 raise asyncio.CancelledError
-            self._finish(job, await self._forward(job))
+            self._finish(job.reply, await self._forward(job))
         except asyncio.CancelledError:
-            self._finish(job, job.ended_by or "shutdown")
+            self._finish(job.reply, job.ended_by or "shutdown", job.overdue() if job.ended_by == "timeout" else "")
         except UsageError as error:
-            self._finish(job, "refused", error)
+            self._finish(job.reply, "refused", error)
         except QueueFull as error:
-            self._finish(job, "overloaded", error)
+            self._finish(job.reply, "overloaded", error)
         except Exception as error:  # the engine's failure, or ours: the client must hear of either
             _log.exception("a request failed")
-            self._finish(job, "failed", error)
+            self._finish(job.reply, "failed", error)
         finally:
             with self._lock:
                 self._jobs.discard(job)
@@ -170,30 +180,17 @@ class Service:
         assert whole is not None, "a request's last part always arrives"
         return "length" if any(o.finish_reason == "length" for o in whole.outputs) else "stop"
 
-    def _finish(self, job: _Job, outcome: str, error: Exception | None = None) -> None:
+    def _finish(self, reply: Reply, outcome: str, told: Exception | str = "") -> None:
         """Count a request that ended, and tell the client unless the last response has."""
         self._metrics.add(**{outcome: 1})
+        if outcome in ("stop", "length"):
+            return
         try:
-            if (answer := self._last_words(job, outcome, error)) is not None:
-                job.reply.fail(*answer)
+            code, message = _last_words(outcome, told)
+            # A text that is not valid Unicode would not leave, and the server would wait for this answer to the end.
+            reply.fail(code, message.encode("utf-8", "backslashreplace")[:_MESSAGE_BYTES].decode("utf-8", "ignore"))
         except Exception:  # the server would not take it; there is no one else to tell
             _log.exception("a client could not be told that its request ended: %s", outcome)
-
-    def _last_words(self, job: _Job, outcome: str, error: Exception | None) -> tuple[Code, str] | None:
-        if outcome in ("stop", "length"):
-            return None
-        if outcome == "cancelled":
-            return "CANCELLED", "the request was cancelled"
-        if outcome == "timeout":
-            timeout, tokens = (job.call.timeout_s or 0) * 1000, job.seen["ddtree_generation_tokens_total"]
-            return "UNAVAILABLE", f"the request's timeout of {timeout:.0f} ms passed after {tokens} tokens"
-        if outcome == "shutdown":
-            return "UNAVAILABLE", "the model is being unloaded"
-        if outcome == "refused":
-            return "INVALID_ARG", str(error)
-        if outcome == "overloaded":
-            return "UNAVAILABLE", str(error)
-        return "INTERNAL", str(error) if isinstance(error, DDTreeError) else f"{type(error).__name__}: {error}"
 
     # On any thread.
 
@@ -240,3 +237,18 @@ class Service:
             "ddtree_engine_failed": int(llm.failure is not None),
         }
         self._metrics.flush(gauges)
+
+
+def _last_words(outcome: str, told: Exception | str) -> tuple[Code, str]:
+    """What a client is told of a request that did not finish: a sentence, with no traceback and no path of ours."""
+    if outcome == "cancelled":
+        return "CANCELLED", "the request was cancelled"
+    if outcome == "shutdown":
+        return "UNAVAILABLE", "the model is being unloaded"
+    if outcome == "refused":
+        return "INVALID_ARG", str(told)
+    if outcome in ("overloaded", "timeout"):
+        return "UNAVAILABLE", str(told)
+    if isinstance(told, DDTreeError):
+        return "INTERNAL", str(told)
+    return "INTERNAL", f"unexpected {type(told).__name__}; the server's log says more"

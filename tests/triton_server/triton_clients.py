@@ -14,7 +14,7 @@ import numpy as np
 import tritonclient.grpc as grpcclient
 from triton_server import TritonServer
 
-WAIT_S = 30.0
+WAIT_S = 120.0  # a guard against hangs
 # Slow on purpose: one token a round, and no end before the last token.
 LONG = {"max_tokens": 1900, "ignore_eos": True, "method": "ar"}
 
@@ -137,9 +137,9 @@ def metric(server: TritonServer, name: str, model: str, **labels: str) -> float:
     return sum(v for k, v in samples if k.startswith(f"{name}{{") and all(label in k for label in wanted))
 
 
-def eventually(condition: Callable[[], bool], *, seconds: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool]) -> bool:
     """Whether the condition comes true in time."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + WAIT_S
     while not condition():
         if time.monotonic() > deadline:
             return False

@@ -1,9 +1,10 @@
 // The number that ties the native libraries to the Python side: ddtree_trt/plugins/__init__.py holds the same one.
-// Raise it in both places whenever a structure of launch.h, attention.h or round.h, an exported function, or a plugin's
-// tensors or attributes change.
+// Raise it in both places whenever a structure of launch.h, attention.h or round.h, an exported function, a plugin's
+// tensors or attributes, what it stores in a plan, or the workspace it asks for change: plans are bound to this number,
+// not to one build of the library.
 #pragma once
 
-#define DDTREE_ABI 1
+#define DDTREE_ABI 2
 
 #define DDTREE_TEXT_OF(x) #x
 #define DDTREE_TEXT(x) DDTREE_TEXT_OF(x)

@@ -47,7 +47,8 @@ struct TreeAttention {
 
 // Depends on the extents, type and splits only, never on the GPU, so that a graph's workspace can be planned anywhere.
 size_t attention_workspace_bytes(const TreeAttention& call);
-// Enough for every number of tokens from 1 to call.tokens; the exact figure does not grow steadily with T.
+// The most any call of 1 ... call.sequences sequences and 1 ... call.tokens tokens needs: the figure of one call falls
+// and rises with both. 0 for extents the launcher refuses.
 size_t attention_workspace_bound(const TreeAttention& call);
 
 // Two kernels: one appends the T key and value rows to the cache and attends to a part of the keys per block, the other

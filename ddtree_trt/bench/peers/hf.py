@@ -8,7 +8,7 @@ from typing import Any
 from ddtree_trt.bench.contender import Outcome, Request, TokenClock
 from ddtree_trt.bench.peers import PeerContext
 from ddtree_trt.bench.settings import Case
-from ddtree_trt.errors import MissingDependency
+from ddtree_trt.errors import MissingDependency, install_with
 
 PEER = "hf"
 LOOKUP_TOKENS = 10  # what the transformers documentation uses
@@ -42,7 +42,7 @@ class HuggingFacePeer:
             import transformers
         except ImportError as error:
             raise MissingDependency(
-                f"--peer hf needs PyTorch and transformers ({error}); run: pip install 'ddtree-trt[torch]'"
+                f"--peer hf needs PyTorch and transformers ({error}); {install_with('torch')}"
             ) from error
         self._torch, self._transformers = torch, transformers
         transformers.utils.logging.disable_progress_bar()

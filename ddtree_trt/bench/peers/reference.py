@@ -12,7 +12,7 @@ from ddtree_trt.bench.peers import PeerContext
 from ddtree_trt.bench.peers.hf import device_for
 from ddtree_trt.bench.reference import commit_of, forced_acceptance, import_published, surroundings
 from ddtree_trt.bench.settings import Case
-from ddtree_trt.errors import MissingDependency
+from ddtree_trt.errors import MissingDependency, install_with
 from ddtree_trt.runtime.stats import ROUND_STAGES
 
 PEER = "ddtree-reference"
@@ -34,7 +34,7 @@ class ReferencePeer:
             import transformers
         except ImportError as error:
             raise MissingDependency(
-                f"--peer {PEER} needs PyTorch and transformers ({error}); run: pip install 'ddtree-trt[torch]'"
+                f"--peer {PEER} needs PyTorch and transformers ({error}); {install_with('torch')}"
             ) from error
         self._torch = torch
         transformers.utils.logging.disable_progress_bar()

@@ -8,7 +8,7 @@ from typing import Any
 from ddtree_trt.bench.contender import Outcome, Request, TokenClock
 from ddtree_trt.bench.peers import PeerContext
 from ddtree_trt.bench.settings import Case
-from ddtree_trt.errors import MissingDependency
+from ddtree_trt.errors import MissingDependency, install_with
 
 PEER = "tensorrt-llm"
 # Two models share the GPU; block reuse is off because every request of a benchmark starts cold.
@@ -22,7 +22,7 @@ class TensorRTLLMPeer:
             from tensorrt_llm import llmapi
         except ImportError as error:
             raise MissingDependency(
-                f"--peer tensorrt-llm needs TensorRT-LLM ({error}); run: pip install 'ddtree-trt[trtllm]'"
+                f"--peer tensorrt-llm needs TensorRT-LLM ({error}); {install_with('trtllm')}"
             ) from error
         self._module, self._api = tensorrt_llm, llmapi
         self._context = context

@@ -6,13 +6,14 @@ The runtime batches in flight, so `execute` returns at once and responses leave 
 import json
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 try:
-    from ddtree_trt.errors import DDTreeError, UsageError
+    from ddtree_trt.errors import DDTreeError
     from ddtree_trt.triton import ENGINE_FOLDER
     from ddtree_trt.triton.metrics import Metrics
     from ddtree_trt.triton.requests import parse
@@ -71,20 +72,17 @@ class TritonPythonModel:
 
     def execute(self, requests):
         for request in requests:
-            reply = Reply(request)
-            try:
-                call = parse(
-                    {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
-                    self._settings.layout,
-                    parameters=json.loads(request.parameters() or "{}"),
-                    timeout_us=request.timeout(),
-                    requested=frozenset(request.requested_output_names()),
-                    declared=self._settings.outputs,
-                )
-            except UsageError as error:
-                self._service.refuse(error, reply)
-            else:
-                self._service.accept(call, reply)
+            self._service.receive(partial(self._parse, request), Reply(request))
+
+    def _parse(self, request):
+        return parse(
+            {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
+            self._settings.layout,
+            parameters=json.loads(request.parameters() or "{}"),
+            timeout_us=request.timeout(),
+            requested=frozenset(request.requested_output_names()),
+            declared=self._settings.outputs,
+        )
 
     def finalize(self):
         self._service.close()

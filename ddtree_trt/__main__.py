@@ -1,0 +1,19 @@
+"""The command line's first lines, of `ddtree-trt` and of `python -m ddtree_trt`. Not to be imported by anything else:
+from here on Ctrl-C ends the process."""
+
+from __future__ import annotations
+
+from ddtree_trt import interrupts
+
+interrupts.end_at_once()  # here and not in `main`: the console script has a line in between that takes its time
+
+
+def main() -> None:
+    """Run the command line; does not return."""
+    from ddtree_trt import cli
+
+    cli.main()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Forced acceptance in rounds that stay on the device: the PyTorch engine's, with the target's choices overruled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ddtree_trt.runtime.torch_drafters import BlockDrafter
+from ddtree_trt.runtime.torch_flight import TorchRounds
+from ddtree_trt.runtime.torch_round import DeviceRound
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ddtree_trt.runtime.torch import TorchEngine
+
+
+class ForcedRounds(TorchRounds):
+    """Rounds of their own over an engine, each of which commits `acceptance_length` tokens, bonus included."""
+
+    def __init__(self, engine: TorchEngine, acceptance_length: int) -> None:
+        drafter = engine.drafter
+        assert isinstance(drafter, BlockDrafter), "only an engine with a block drafter has rounds"
+        self._accepted = acceptance_length - 1
+        super().__init__(engine, drafter)
+
+    def make_round(self, *given: Any, **options: Any) -> DeviceRound:  # type: ignore[override]
+        return _ForcedRound(self._accepted, *given, **options)
+
+
+class _ForcedRound(DeviceRound):
+    """All the work of a round; only what the target says is not listened to."""
+
+    def __init__(self, accepted: int, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._accepted = accepted
+        self._ids = self.candidates.new_ones(self.candidates.shape[2] + 1).cumsum(0) - 1  # 0 … K
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The most probable token of each depth is a chain of the tree: follow it, then leave the tree, with a token
+        that is no candidate."""
+        super().choose(logits)
+        below = self.depths.long().clamp(max=self.candidates.shape[1] - 1)  # a node's children are of this position
+        taken = (self.candidates[:, :, None] == self._ids[:, None]).any(-1)  # [N, L, K + 1]
+        absent = taken.int().argmin(-1).to(self.candidates.dtype)
+        spine, off = (of.gather(1, below) for of in (self.candidates[:, :, 0], absent))
+        return spine.where(self.depths < self._accepted, off).contiguous()

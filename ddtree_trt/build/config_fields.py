@@ -1,0 +1,125 @@
+"""Which fields of a config.json are understood; every other one is refused by its name.
+
+Three kinds: fields that `config` reads, bookkeeping that no number of the model depends on, and fields of which one
+value is implemented, the one that changes nothing. A field that is null is not set. Names are those of transformers'
+`Qwen3Config`, its base class through all versions, and of the DFlash-like drafters people publish.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ddtree_trt.errors import DDTreeError
+from ddtree_trt.reading import Fields, shown
+
+_READ = frozenset(
+    """architectures model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads
+    head_dim intermediate_size rms_norm_eps max_position_embeddings rope_theta rope_parameters rope_scaling
+    tie_word_embeddings eos_token_id layer_types use_sliding_window sliding_window max_window_layers
+    quantization_config""".split()
+)
+_READ_OF_DFLASH = frozenset("block_size num_target_layers dflash_config".split())
+_READ_OF_SECTION = frozenset("target_layer_ids mask_token_id block_size".split())
+
+_BOOKKEEPING = frozenset(
+    """_name_or_path _commit_hash _attn_implementation _attn_implementation_internal _attn_implementation_autoset
+    _experts_implementation auto_map transformers_version transformers_weights torch_dtype dtype model_name
+    unsloth_fixed unsloth_version transformers.js_config pretraining_tp use_cache use_bfloat16
+    initializer_range attention_dropout hidden_dropout resid_dropout embd_dropout dropout
+    bos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id
+    tokenizer_class prefix id2label label2id problem_type finetuning_task task_specific_params
+    return_dict return_dict_in_generate output_scores output_attentions output_hidden_states torchscript tf_legacy_loss
+    chunk_size_feed_forward gradient_checkpointing use_return_dict keys_to_ignore_at_inference
+    max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""".split()
+)
+# Of drafters: what they were trained with, and the mask token's text beside its id.
+_BOOKKEEPING_OF_SECTION = frozenset("mask_token num_anchors loss_decay_gamma".split())
+
+# Field → the values that change nothing.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "qkv_bias": (False,),
+    "use_qk_norm": (True,),
+    "partial_rotary_factor": (1,),
+    "rope_interleave": (False,),
+    "pruned_heads": ({},),
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "tie_encoder_decoder": (False,),
+    "cross_attention_hidden_size": (),
+    "attention_sink_bias": (False,),
+    "final_logit_softcapping": (),
+    "attn_logit_softcapping": (),
+    "output_multiplier": (1,),
+    "logit_scale": (1,),
+    "embedding_multiplier": (1,),
+    "residual_multiplier": (1,),
+    "num_experts": (0,),
+    "num_local_experts": (0,),
+}
+_NEUTRAL_OF_LANGUAGE_MODELS = {"is_causal": (True,), "is_decoder": (True, False)}
+_NEUTRAL_OF_DFLASH: Mapping[str, tuple[Any, ...]] = {
+    "is_causal": (False,),
+    "is_decoder": (True, False),
+    "sample_from_anchor": (False,),
+}
+_NEUTRAL_OF_SECTION: Mapping[str, tuple[Any, ...]] = {
+    "causal": (False,),
+    "is_causal": (False,),
+    "causal_head": (False,),
+    "sample_from_anchor": (False,),
+    "attention_mode": ("gqa",),
+    "attention_sink_bias": (False,),
+    "use_swa": (False,),
+    "use_sliding_window": (False,),
+    "final_logit_softcapping": (),
+    "output_multiplier": (1,),
+    "projector_type": (),
+    "markov_rank": (0,),
+}
+_READ_OF_ROPE = frozenset(("rope_theta",))
+_NEUTRAL_OF_ROPE = {"rope_type": ("default",), "type": ("default",), "partial_rotary_factor": (1,)}
+
+
+def refuse_others(fields: Fields, *, dflash: bool) -> None:
+    """Raises the fields' error for the first one of a config.json that is not implemented, by its name."""
+    # Whatever its vocabulary is called, a drafter's must be the target's.
+    vocabulary = dict.fromkeys(("draft_vocab_size", "target_vocab_size"), (fields.data.get("vocab_size"),))
+    own = {**_NEUTRAL_OF_DFLASH, **vocabulary} if dflash else _NEUTRAL_OF_LANGUAGE_MODELS
+    read = _READ | _READ_OF_DFLASH if dflash else _READ
+    _refuse(fields, read | _BOOKKEEPING, {**_NEUTRAL, **own})
+    for name in ("rope_parameters", "rope_scaling"):
+        _refuse(fields.section(name), _READ_OF_ROPE, _NEUTRAL_OF_ROPE)
+    if dflash:
+        neutral = {**_NEUTRAL_OF_SECTION, **vocabulary, "num_target_layers": (fields.data.get("num_target_layers"),)}
+        _refuse(fields.section("dflash_config"), _READ_OF_SECTION | _BOOKKEEPING_OF_SECTION, neutral)
+
+
+def _refuse(fields: Fields, known: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    given = {name: value for name, value in fields.data.items() if name not in known and value is not None}
+    # Known ones first: they say more than the unknown ones that come with them.
+    for name in sorted(given.keys() & neutral.keys()):
+        if not any(_same(given[name], wanted) for wanted in neutral[name]):
+            implemented = " or ".join(_json(wanted) for wanted in neutral[name]) or "null"
+            raise _not_implemented(fields, name, f"only {implemented} is")
+    for name in sorted(given.keys() - neutral.keys()):
+        raise _not_implemented(fields, name, "if no number of the model depends on it, remove it from the file")
+
+
+def _not_implemented(fields: Fields, name: str, hint: str) -> DDTreeError:
+    return fields.fault(name, f"is {shown(fields.data[name])}, which is not implemented; {hint}")
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    """Equal as JSON: true is not 1, 1.0 is."""
+    return isinstance(value, bool) == isinstance(wanted, bool) and bool(value == wanted)
+
+
+def _json(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)

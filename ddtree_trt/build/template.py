@@ -1,0 +1,91 @@
+"""Arguments of a chat template: read from the command line, and held against what the template looks at.
+
+Templates are parsed here and never run.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddtree_trt.errors import CheckpointError, UsageError
+from ddtree_trt.reading import Source, parse_json, shown
+
+OPTION = "--chat-template-arg"
+THINKING = "enable_thinking"  # of Qwen3's template
+# transformers' own tag, round what an assistant said; it has no meaning for a prompt.
+_GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+
+
+def parse_arguments(given: Sequence[str]) -> dict[str, Any]:
+    """`NAME=VALUE` texts, the values JSON. Raises UsageError for anything else and for a name that is given twice."""
+    arguments: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"{OPTION} takes NAME=VALUE, as in {THINKING}=false; found {shown(text)}")
+        if name in arguments:
+            raise UsageError(f"{OPTION} {name} is given twice; give it once")
+        advice = f"a text is quoted, as in {OPTION} '{name}=\"text\"'"
+        arguments[name] = parse_json(value, Source(f"{OPTION} {name}", UsageError, advice))
+    return arguments
+
+
+def check_template(tokenizer: Any, directory: Path, arguments: Mapping[str, Any]) -> None:
+    """Raises UsageError for an argument that the tokenizer's chat template never looks at, or that is not the
+    engine's to set, and CheckpointError where the template cannot be parsed. `directory` is for messages."""
+    known, own = template_variables(tokenizer, directory), _own_arguments(tokenizer)
+    for name in arguments:
+        if name in own:
+            raise UsageError(f"{OPTION} {name} is set by every request itself; leave it out")
+        if known is None:
+            raise UsageError(f"{OPTION} {name}: the target's tokenizer has no chat template; leave it out")
+        if name not in known:
+            there = ", ".join(sorted(known - own)) or "none"
+            raise UsageError(f"{OPTION} {name}: the target's chat template has no such variable; it has {there}")
+
+
+def thinking_note(tokenizer: Any, directory: Path, arguments: Mapping[str, Any]) -> str | None:
+    """What the user of a DFlash drafter should know where the template has two modes and nobody chose one."""
+    if THINKING in arguments or THINKING not in (template_variables(tokenizer, directory) or ()):
+        return None
+    return (
+        "note: chats run in the template's own mode, which is thinking in Qwen3's; published DFlash drafters are "
+        f"trained without: {OPTION} {THINKING}=false"
+    )
+
+
+def _own_arguments(tokenizer: Any) -> set[str]:
+    """What a request renders the template with, and the parameters of transformers' function that does it."""
+    return {"messages", *tokenizer.special_tokens_map, *inspect.signature(tokenizer.apply_chat_template).parameters}
+
+
+def template_variables(tokenizer: Any, directory: Path) -> set[str] | None:
+    """The variables that a caller can give the tokenizer's chat template; None where it has none.
+
+    Raises CheckpointError where the template is no Jinja template.
+    """
+    from jinja2 import Environment, nodes
+
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not template:
+        return None
+    try:
+        if not isinstance(template, str):
+            raise TypeError(f"it is {shown(template)}")
+        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
+    except Exception as error:  # a syntax error, nesting without end, or another extension's tag
+        source = Source(str(directory), CheckpointError, "fetch the tokenizer again")
+        raise source.fault(f"the chat template cannot be parsed ({' '.join(str(error).split())[:200]})") from error
+    names = list(tree.find_all(nodes.Name))
+    stored = {name.name for name in names if name.ctx != "load"} | {macro.name for macro in tree.find_all(nodes.Macro)}
+    # Stored too, but asked for first: `x is defined`, `x | default(…)`.
+    asked: list[Any] = [test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")]
+    asked += [call.node for call in tree.find_all(nodes.Filter) if call.name in ("default", "d")]
+    optional = {node.name for node in asked if isinstance(node, nodes.Name)}
+    return {name.name for name in names if name.ctx == "load" and name.name not in stored} | optional

@@ -1,0 +1,82 @@
+"""A request handed to AsyncLLM, as its caller's event loop sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from ddtree_trt.runtime.outputs import RequestOutput
+
+
+class Submission:
+    """One request on its way, used on the event loop that submitted it.
+
+    Iterating yields what is new, once; leaving a `with` block before the end cancels the request.
+    """
+
+    def __init__(self, request_id: str, cancel: Callable[[], None]) -> None:
+        self.request_id = request_id
+        self.finished = False  # its last part, or the error that ended it, has been taken
+        self._cancel = cancel
+        self._loop = asyncio.get_running_loop()
+        self._arrived = asyncio.Event()
+        self._part: RequestOutput | None = None
+        self._error: Exception | None = None
+
+    def take(self) -> RequestOutput | None:
+        """What has arrived since the last call, or None. Raises what ended the request."""
+        if self._error is not None:
+            self.finished = True
+            raise self._error
+        part, self._part = self._part, None
+        if part is not None:
+            self.finished = part.finished
+        return part
+
+    async def result(self) -> RequestOutput:
+        """The finished output, for a caller that wants no parts. Raises what ended the request."""
+        whole: RequestOutput | None = None
+        async for part in self:
+            whole = part if whole is None else whole.joined(part)
+        assert whole is not None, "a request's last part always arrives"
+        return whole
+
+    def cancel(self) -> None:
+        """End the request; its slots are free before the next round. A finished one is left alone."""
+        if not self.finished:
+            self.finished = True
+            self._cancel()
+
+    async def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        async for _, part in as_they_come([self]):
+            yield part
+
+    def __enter__(self) -> Submission:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
+
+    def _put(self, item: RequestOutput | Exception) -> None:
+        if isinstance(item, Exception):
+            self._error = item
+        else:
+            self._part = item if self._part is None else self._part.joined(item)
+        self._arrived.set()
+
+
+async def as_they_come(submissions: Sequence[Submission]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """The parts of several requests as they arrive, each with its request's place, until all are finished.
+
+    Raises what ended the first one that failed. Read a submission here or by iterating over it, not both.
+    """
+    arrived = asyncio.Event()
+    arrived.set()  # something may have come before
+    for submission in submissions:
+        submission._arrived = arrived
+    while not all(s.finished for s in submissions):
+        await arrived.wait()
+        arrived.clear()
+        for place, submission in enumerate(submissions):
+            if not submission.finished and (part := submission.take()) is not None:
+                yield place, part

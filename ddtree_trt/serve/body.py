@@ -1,0 +1,86 @@
+"""From a request's bytes to a checked request, in a time and a memory that its bytes bound.
+
+JSON makes large things of small ones: a few megabytes are a million objects, which take a second to make and longer to
+complain about. So what the text will become is counted before it is parsed, and checking ends at the first thing that
+is wrong. A large body is read beside the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from itertools import accumulate
+from typing import Any, TypeVar
+
+from fastapi import Request
+from pydantic import BaseModel, ValidationError
+
+from ddtree_trt.serve.errors import ApiError, invalid_body, invalid_json
+
+MAX_VALUES = 1 << 18  # numbers, texts, lists and objects of one body: a prompt of token ids is a value per token
+MAX_STRINGS = 50_000  # of these, texts and keys: a message has four
+MAX_DEPTH = 32
+_AT_ONCE_BYTES = 64 << 10  # a body of this size is read in less time than a thread takes to start
+_STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_NO_BRACKETS = bytes(set(range(256)) - set(_STEPS))
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+async def read(request: Request, model: type[Model]) -> Model:
+    """The request's body as `model`. Raises ApiError for a body that is not one."""
+    body = await request.body()  # whole, before any answer: a client that is still sending might not see it
+    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if media_type != "application/json" and not (
+        media_type.startswith("application/") and media_type.endswith("+json")
+    ):
+        raise ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
+    if len(body) <= _AT_ONCE_BYTES:
+        return parse(body, model)
+    return await asyncio.to_thread(parse, body, model)
+
+
+def parse(body: bytes, model: type[Model]) -> Model:
+    """A body as `model`. Raises ApiError for the first thing that is wrong with it."""
+    _check_structure(body)
+    try:
+        data = json.loads(body.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise invalid_json(f"byte {error.start} is not UTF-8") from error
+    except json.JSONDecodeError as error:
+        raise invalid_json(f"{error.msg} at character {error.pos}") from error
+    except ValueError as error:  # a number of thousands of digits
+        raise invalid_json("a number has too many digits") from error
+    if not isinstance(data, dict):
+        raise ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise invalid_body(error.errors(include_url=False)[0]) from error
+
+
+def _check_structure(body: bytes) -> None:
+    """Refuse a body that would become too many objects. Texts are told from the rest by their quotes; a body in which
+    that goes wrong is no JSON from there on, and what was counted before is right."""
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    _check_count("texts and keys", bare.count(b'"') // 2, MAX_STRINGS)
+    outside = b"".join(bare.split(b'"')[::2])
+    _check_count("values", outside.count(b",") + outside.count(b"[") + outside.count(b"{") + 1, MAX_VALUES)
+    brackets = outside.translate(None, _NO_BRACKETS)
+    _check_count("levels of nesting", max(accumulate(map(_STEPS.__getitem__, brackets)), default=0), MAX_DEPTH)
+
+
+def _check_count(what: str, count: int, most: int) -> None:
+    if count > most:
+        message = f"the body has {count} {what}; this server takes at most {most}"
+        raise ApiError(400, message, code="body_too_complex")
+
+
+def request_schemas(*models: type[BaseModel]) -> dict[str, Any]:
+    """JSON schemas of request bodies by name, as OpenAPI's `components` has them."""
+    schemas: dict[str, Any] = {}
+    for model in models:
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        schemas |= schema.pop("$defs", {})
+        schemas[model.__name__] = schema
+    return schemas

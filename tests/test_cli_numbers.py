@@ -1,0 +1,121 @@
+"""Every number the command line takes: nonsense is one line that names it, never dropped, clamped or a traceback."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ddtree_trt.cli import app
+from ddtree_trt.commands import bench, build, check, doctor, export_triton, inspect, profile, run, serve
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    "bench": bench.run,
+    "build": build.build,
+    "check": check.check,
+    "doctor": doctor.doctor,
+    "export-triton": export_triton.export_triton,
+    "inspect": inspect.inspect,
+    "profile": profile.profile,
+    "run": run.run,
+    "serve": serve.serve,
+}
+# What stands beside the option: a call that is right without it. ENGINE is the tiny engine, FOLDER an empty directory.
+ARGUMENTS = {
+    "bench": "ENGINE --limit 1 --max-tokens 4 --budgets 4",
+    "build": "--target tiny --output FOLDER/engine --no-profile",
+    "check": "ENGINE --limit 1 --seeds 0 --max-tokens 4",
+    "export-triton": "ENGINE FOLDER/models",
+    "profile": "ENGINE",
+    "run": "ENGINE --prompt x",
+    "serve": "ENGINE",
+}
+HUGE = str(10**30)
+NO_COUNT = ("-1", HUGE)
+NO_SIZE = ("0", "-1", HUGE)
+NO_REAL = ("-1", HUGE, "nan", "inf", "-inf")
+
+# Option of a command → the values it refuses. Every option that takes a number is here.
+REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
+    ("bench", "--limit"): NO_SIZE,
+    ("bench", "--max-tokens"): ("1", *NO_SIZE),
+    ("bench", "--repeats"): NO_SIZE,
+    ("bench", "--seed"): (*NO_COUNT, str(2**64)),
+    ("bench", "--threads"): NO_COUNT,
+    ("bench", "--prompt-tokens"): (*NO_SIZE, "64"),  # an engine's prompts have their own length
+    ("bench", "--forced-acceptance"): (*NO_SIZE, "500"),
+    ("build", "--max-seq-len"): ("1", *NO_SIZE),
+    ("build", "--max-tree-budget"): NO_COUNT,
+    ("build", "--max-batch"): NO_SIZE,
+    ("build", "--builder-optimization-level"): ("3", *NO_COUNT),  # for another backend
+    ("build", "--builder-workspace-mib"): ("3", *NO_SIZE),
+    ("check", "--limit"): NO_SIZE,
+    ("check", "--max-tokens"): ("5000", *NO_SIZE),
+    ("check", "--seeds"): NO_COUNT,
+    ("check", "--threads"): NO_COUNT,
+    ("export-triton", "--instances"): NO_SIZE,
+    ("export-triton", "--max-queue"): NO_COUNT,
+    ("profile", "--threads"): NO_COUNT,
+    ("run", "--max-tokens"): ("100000", *NO_SIZE),
+    ("run", "--temperature"): NO_REAL,
+    ("run", "--top-k"): NO_COUNT,
+    ("run", "--top-p"): ("0", *NO_REAL),
+    ("run", "--min-p"): NO_REAL,
+    ("run", "--seed"): (*NO_COUNT, str(2**64)),
+    ("run", "--threads"): NO_COUNT,
+    ("serve", "--port"): (*NO_COUNT, "65536"),
+    ("serve", "--max-requests"): NO_SIZE,
+    ("serve", "--max-waiting"): NO_COUNT,
+    ("serve", "--max-body-bytes"): NO_SIZE,
+    ("serve", "--request-timeout"): NO_REAL,
+    ("serve", "--stall-timeout"): ("0", *NO_REAL),
+    ("serve", "--drain-timeout"): NO_REAL,
+    ("serve", "--threads"): NO_COUNT,
+}
+# Numbers that are given as text.
+IN_TEXT: dict[tuple[str, str], tuple[str, ...]] = {
+    ("bench", "--budgets"): (*NO_SIZE, "x", "4,0", "1.5"),
+    ("bench", "--temperatures"): (*NO_REAL, "x", "0,nan"),
+    ("bench", "--shard"): (*NO_SIZE, "0/1", "2/1", "1/0", "x"),
+    ("export-triton", "--gpus"): (*NO_SIZE, "x", "0,0"),
+    ("run", "--tree-budget"): (*NO_COUNT, "x", "257", "1.5"),
+}
+
+
+def numeric_options() -> Iterator[tuple[str, str]]:
+    """Every (command, option) whose value is an integer or a real number."""
+    for command, function in COMMANDS.items():
+        for name, hint in typing.get_type_hints(function).items():
+            if {int, float} & {hint, *typing.get_args(hint)}:
+                yield command, "--" + name.replace("_", "-")
+
+
+def test_every_numeric_option_is_in_the_table() -> None:
+    assert set(numeric_options()) == set(REFUSED)
+    assert {getattr(c, "name", None) or c.callback.__name__ for c in app.registered_commands} | {"bench"} == {  # type: ignore[union-attr]
+        name.replace("-", "_") for name in COMMANDS
+    }
+
+
+CASES = [(*option, value) for option, values in (REFUSED | IN_TEXT).items() for value in values]
+
+
+@pytest.mark.parametrize(("command", "option", "value"), CASES, ids=[" ".join(case) for case in CASES])
+def test_nonsense_is_refused_by_name(tiny_engine: Path, tmp_path: Path, command: str, option: str, value: str) -> None:
+    words = ARGUMENTS[command].replace("ENGINE", str(tiny_engine)).replace("FOLDER", str(tmp_path)).split()
+    result: Any = CliRunner().invoke(app, [command, *words, f"{option}={value}"])
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ") and result.stderr.count("\n") == 1 and len(result.stderr) < 400
+    names = {
+        option,
+        option[2:].replace("-", "_"),
+        option[2:].replace("-", "_").rstrip("s"),
+        "no prompt of this run fits",
+    }
+    assert any(name in result.stderr for name in names), result.stderr
+    assert list(tmp_path.iterdir()) == [], "nothing was written"
