@@ -205,6 +205,18 @@ def test_a_useless_drafter_falls_back_to_single_tokens(unlike: Path, monkeypatch
     assert tokens * cost.single_s >= 0.95 * seconds
 
 
+def test_a_seed_repeats_chosen_lengths_whatever_went_between(unlike: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "load_or_measure", lambda *_: CHAINS["small"])
+    params = SamplingParams(temperature=1, top_k=3, seed=5, max_tokens=60, ignore_eos=True)
+    with LLM(unlike) as llm:
+        (first,) = llm.generate(PROMPT, params)
+        llm.generate(prompts(4), SamplingParams(max_tokens=200, ignore_eos=True))
+        (again,) = llm.generate(PROMPT, params)
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+    assert again.metrics.budgets == first.metrics.budgets
+    assert any(first.metrics.budgets)
+
+
 def test_a_drafter_as_slow_as_its_target_is_not_asked(same_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (output,) = automatic(same_engine, monkeypatch, costs(0.0, 0.1, 0.05, draft_token_s=1.0), 1)
     assert not any(output.metrics.budgets)

@@ -10,6 +10,7 @@ What is learnt of a request that does not gain stays its own: others start from 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -95,13 +96,22 @@ class AutoBudgets:
         token, so that the budget, its γ, is chosen before it runs."""
         self.costs = CostModel(profile, max_nodes, max_depth, buckets)
         self.max_nodes, self.max_depth = max_nodes, max_depth
-        root = self.CHAIN_PRIOR if chains else 1.0
-        self.calibration = Calibration(max_depth, prior=self.ENGINE_PRIOR, memory=self.ENGINE_MEMORY, root=root)
-        self.savings = Savings()
         self._kind: type[AutoBudget] = AutoLength if chains else AutoBudget
+        self._forget()
 
-    def for_sequence(self) -> AutoBudget:
-        return self._kind(self)
+    def _forget(self) -> None:
+        """Begin as on an engine that has seen no request."""
+        root = self.CHAIN_PRIOR if self._kind is AutoLength else 1.0
+        self.calibration = Calibration(self.max_depth, prior=self.ENGINE_PRIOR, memory=self.ENGINE_MEMORY, root=root)
+        self.savings = Savings()
+
+    def for_sequence(self, *, alone: bool = False) -> AutoBudget:
+        """`alone`: it learns from nothing but its own rounds, so that the same rounds have the same budgets again."""
+        shared = self
+        if alone:
+            shared = copy.copy(self)
+            shared._forget()
+        return self._kind(shared)
 
 
 class _FailedDraft:

@@ -170,7 +170,11 @@ class RequestMaker:
         if params.tree_budget != "auto":
             return FixedBudget(params.tree_budget)
         fixed = default_budget(params.method, self._manifest.drafter_dims)
-        return self._auto.for_sequence() if fixed is None else FixedBudget(fixed)
+        if fixed is not None:
+            return FixedBudget(fixed)
+        # What was drafted has a part in what a chain's rounds draw: with a seed they must not depend on other requests.
+        repeatable = params.method == "draft-model" and params.stochastic and params.seed is not None
+        return self._auto.for_sequence(alone=repeatable)
 
 
 def _auto_budgets(directory: Path, engine: Engine) -> AutoBudgets:
