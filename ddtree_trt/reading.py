@@ -8,6 +8,7 @@ with a `Between` or a `Pattern`. `read_record` reads a dataclass by its own hint
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -22,6 +23,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from ddtree_trt.errors import DDTreeError, Shown
 
 MAX_JSON_BYTES = 4 << 20  # of a configuration or manifest; real ones have some kilobytes
+MAX_NESTING = 64  # levels of objects and lists; real files have less than ten
 _ECHO = 120  # characters of a foreign value in one complaint
 _T = TypeVar("_T")
 
@@ -116,16 +118,31 @@ def read_object(path: Path, source: Source, *, max_bytes: int = MAX_JSON_BYTES) 
     return data
 
 
-def parse_json(data: bytes | str, source: Source) -> Any:
+def parse_json(data: bytes | str, source: Source, max_nesting: int = MAX_NESTING) -> Any:
     """JSON without Python's extensions: no NaN, no Infinity, no number that overflows, no name twice in an object,
-    no nesting deeper than Python can follow. Raises the source's error."""
+    at most `max_nesting` levels of objects and lists. Raises the source's error."""
+    too_deep = f"it is not valid JSON: nested too deeply, at most {max_nesting} levels are read"
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
-        return json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_twins)
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_twins)
     except RecursionError as error:
-        raise source.fault("it is not valid JSON: nested too deeply") from error
+        raise source.fault(too_deep) from error
     except ValueError as error:  # bytes that are no UTF-8 and integers of more than 4,300 digits, too
         raise source.fault(f"it is not valid JSON: {_cut(str(error))}") from error
+    if _is_nested_deeper(value, max_nesting):
+        raise source.fault(too_deep)
+    return value
+
+
+def _is_nested_deeper(value: Any, levels: int) -> bool:
+    """Level by level, because a recursion would itself be too deep."""
+    level = [value]
+    for _ in range(levels + 1):
+        level = [v for v in level if isinstance(v, dict | list)]
+        if not level:
+            return False
+        level = [child for v in level for child in (v.values() if isinstance(v, dict) else v)]
+    return True
 
 
 def _no_constant(name: str) -> None:
@@ -155,13 +172,20 @@ def read_record(cls: type[_T], data: Any, source: Source, path: str = "", **kind
     """
     if not isinstance(data, dict):
         raise source.fault(f"{path or 'it'} must be an object, found {shown(data)}")
-    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
-    required = {n for n, f in fields.items() if f.default is f.default_factory is dataclasses.MISSING}
-    unknown, missing = sorted(data.keys() - fields.keys()), sorted(required - data.keys())
+    required, hints = _layout(cls)  # type: ignore[arg-type]
+    unknown, missing = sorted(data.keys() - hints.keys()), sorted(required - data.keys())
     if unknown or missing:
         raise source.fault(f"{path or 'it'} has unknown fields {shown(unknown)}, lacks fields {shown(missing)}")
-    hints = typing.get_type_hints(cls, include_extras=True) | kinds
+    hints = hints | kinds
     return cls(**{name: read_value(hints[name], value, source, _join(path, name)) for name, value in data.items()})
+
+
+@functools.cache
+def _layout(cls: type[Any]) -> tuple[frozenset[str], dict[str, Any]]:
+    """The names of a dataclass's required fields, and the types of all."""
+    fields, hints = dataclasses.fields(cls), typing.get_type_hints(cls, include_extras=True)
+    required = (f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING)
+    return frozenset(required), {f.name: hints[f.name] for f in fields}
 
 
 def read_value(kind: Any, value: Any, source: Source, path: str) -> Any:
@@ -228,19 +252,19 @@ _REQUIRED: Any = object()
 
 @dataclass(frozen=True)
 class Fields:
-    """Typed access to the entries of one JSON object. What is absent takes the default, or is a fault without one;
-    null is absent for `optional`, `section` and `has` only."""
+    """Typed access to the entries of one JSON object. What is absent or null takes the default, or is a fault
+    without one."""
 
     data: dict[str, Any]
     source: Source
     path: str = ""  # where in the file the object is
 
     def _read(self, name: str, kind: Any, default: Any) -> Any:
-        if name in self.data:
-            return read_value(kind, self.data[name], self.source, self.place(name))
-        if default is _REQUIRED:
+        if not self.has(name) and default is not _REQUIRED:
+            return default
+        if name not in self.data:
             raise self.source.fault(f"{self.path or 'it'} has no {name}")
-        return default
+        return read_value(kind, self.data[name], self.source, self.place(name))
 
     def place(self, name: str) -> str:
         """The full name of an entry."""
@@ -260,7 +284,7 @@ class Fields:
 
     def optional(self, name: str, kind: Any) -> Any:
         """A value of the type `kind`, or None where the entry is absent or null."""
-        return self._read(name, kind, None) if self.has(name) else None
+        return self._read(name, kind, None)
 
     def section(self, name: str) -> Fields:
         """An object within this one; empty where it is absent or null."""

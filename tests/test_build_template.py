@@ -11,9 +11,10 @@ from checkpoints import edit_json, make_drafter, make_pair, make_target, make_to
 
 from ddtree_trt.artifact import load_manifest, rebuild_command
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.template import parse_arguments, template_variables
+from ddtree_trt.build.template import MAX_ARGUMENT_NESTING, MAX_TEMPLATE, parse_arguments, template_variables
 from ddtree_trt.cli import app
 from ddtree_trt.errors import CheckpointError, UsageError
+from ddtree_trt.inspection import inspect_engine
 from ddtree_trt.runtime.text import TextCodec
 
 # What Qwen3's does with the argument, in the words of the tests' tokenizer.
@@ -116,6 +117,8 @@ def test_values_are_json(given: list[str], arguments: dict[str, Any]) -> None:
         (["n=NaN"], "NaN is no JSON number"),
         (["n=1", "n=2"], "n is given twice"),
         (["n=" + "[" * 100_000], "nested too deeply"),
+        (["n=" + "[" * 600 + "]" * 600], "nested too deeply, at most 32 levels are read"),
+        (['n={"a":' + "[" * 32 + "]" * 32 + "}"], "nested too deeply"),
     ],
 )
 def test_what_is_no_argument(given: list[str], message: str) -> None:
@@ -129,6 +132,7 @@ def test_what_is_no_argument(given: list[str], message: str) -> None:
     [
         (TEMPLATE, "thinking", "has no such variable; it has enable_thinking"),
         (TEMPLATE, "message", "has no such variable"),  # the template's own, of a loop
+        ("{{ range(3) }}{{ b }}", "range", "has no such variable; it has b$"),
         (TEMPLATE, "add_generation_prompt", "is set by every request itself"),
         (TEMPLATE, "tokenize", "is set by every request itself"),
         (TEMPLATE, "messages", "is set by every request itself"),
@@ -140,6 +144,8 @@ def test_arguments_that_would_change_nothing(
 ) -> None:
     if template is None:
         (pair[0] / "chat_template.jinja").unlink()
+    else:
+        (pair[0] / "chat_template.jinja").write_text(template)
     with pytest.raises(UsageError, match=message):
         compile_engine(request(pair, tmp_path / "engine", **{name: False}))
     assert not (tmp_path / "engine").exists()
@@ -159,6 +165,13 @@ class Tokenizer:
         ("{% generation %}{{ a }}{%- endgeneration -%}{% for m in n %}{% break %}{% endfor %}", {"a", "n"}),
         ({"default": "{{ a }}", "tool_use": "{{ b }}"}, {"a"}),
         ("{{ 'x' * 99999 * 99999 * 99999 }}{{ a }}", {"a"}),  # parsed, never computed
+        # What Jinja and transformers provide is nobody's to give.
+        (
+            "{{ range(2) }}{% set n = namespace(x=a) %}{{ raise_exception(b) if strftime_now is defined }}{{ self }}"
+            "{% for m in c %}{{ loop.index }}{% endfor %}{% macro f() %}{{ caller() }}{{ varargs }}{{ kwargs }}"
+            "{% endmacro %}",
+            {"a", "b", "c"},
+        ),
         ("", None),
         (None, None),
     ],
@@ -167,11 +180,50 @@ def test_variables_of_a_template(template: object, variables: set[str] | None, t
     assert template_variables(Tokenizer(template), tmp_path) == variables
 
 
-@pytest.mark.parametrize("template", ["{% if %}", "{{ " + "(" * 50_000, "{% unknown %}", ["a list"], {"default": 5}])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% if %}",
+        "{{ " + "(" * 50_000,
+        "{{ " + "1+" * 20_000 + "1 }}",
+        "{% unknown %}",
+        ["a list"],
+        {"default": 5},
+    ],
+    ids=["syntax", "parentheses", "sum", "tag", "list", "number"],
+)
 def test_templates_that_are_none(template: object, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the chat template cannot be parsed") as caught:
         template_variables(Tokenizer(template), tmp_path)
     assert len(str(caught.value)) < 600
+
+
+def test_a_template_without_end_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert template_variables(Tokenizer("{{ x }}".ljust(MAX_TEMPLATE)), tmp_path) == {"x"}
+    monkeypatch.setattr("jinja2.Environment.parse", None)
+    with pytest.raises(CheckpointError, match="has 262145 characters, at most 262144 are supported; fetch the token"):
+        template_variables(Tokenizer("{{ x }}".ljust(MAX_TEMPLATE + 1)), tmp_path)
+
+
+def test_a_build_parses_the_template_once(
+    pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed = []
+
+    def noted(tokenizer: Any, directory: Path) -> set[str] | None:
+        parsed.append(directory)
+        return template_variables(tokenizer, directory)
+
+    monkeypatch.setattr("ddtree_trt.build.compile.template_variables", noted)
+    assert len(notes_of(request(pair, tmp_path / "engine"))) == len(parsed) == 1
+
+
+def test_the_deepest_argument_is_in_a_manifest_that_loads(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    value = "[" * MAX_ARGUMENT_NESTING + "]" * MAX_ARGUMENT_NESTING
+    arguments = parse_arguments([f"enable_thinking={value}"])
+    compile_engine(request(pair, tmp_path / "engine", **arguments))
+    assert load_manifest(tmp_path / "engine").chat_template_args == arguments
+    assert inspect_engine(tmp_path / "engine").to_dict()["manifest"]["chat_template_args"] == arguments
 
 
 def test_a_preset_keeps_its_arguments_where_none_replaces_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import json
 import shutil
 import struct
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import numpy as np
 import pytest
@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from ddtree_trt.artifact import DrafterDims
 from ddtree_trt.build.checkpoint import EMBEDDING, Checkpoint, check_pair, load_checkpoint, target_shapes
 from ddtree_trt.build.config import default_tap_layers
+from ddtree_trt.build.tensorfile import open_tensors
 from ddtree_trt.errors import CheckpointError
 
 
@@ -549,6 +550,23 @@ def test_headers_that_lie(tmp_path: Path, change: Any, message: str) -> None:
     file = make_target(tmp_path) / "model.safetensors"
     edit_header(file, change)
     assert message in refusal(tmp_path)
+
+
+def test_a_header_of_very_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Type hints are evaluated once for all its entries; beyond the limit none is looked at."""
+    file = make_target(tmp_path, num_layers=1) / "model.safetensors"
+    evaluated = []
+
+    def noted(cls: type, **options: Any) -> dict[str, Any]:
+        evaluated.append(cls)
+        return get_type_hints(cls, **options)
+
+    monkeypatch.setattr("ddtree_trt.reading.typing.get_type_hints", noted)
+    assert len(open_tensors(tmp_path)) > 2 and len(evaluated) <= 1
+    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    edit_header(file, lambda h: h.update({f"t{i}": empty for i in range(100_001)}))
+    with pytest.raises(CheckpointError, match=r"its header names \d+ tensors, at most 100000 are supported"):
+        open_tensors(tmp_path)
 
 
 def test_files_with_something_behind_them(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pacing import WAIT_S
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact import load_manifest, verify_files
@@ -45,7 +46,7 @@ def interrupted(arguments: list[str], delay_s: float) -> tuple[int, str]:
         assert process.stdout is not None and os.read(process.stdout.fileno(), 1) == b"."
         time.sleep(delay_s)
         process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=WAIT_S)
     return process.returncode, err.decode()
 
 
@@ -97,7 +98,7 @@ except KeyboardInterrupt:
 def test_an_interrupt_waits_for_an_import_to_end(tmp_path: Path, module: str, ends: tuple[int, str, str]) -> None:
     (tmp_path / "interrupts_itself.py").write_text("import signal, time\nsignal.raise_signal(signal.SIGINT)\n" + module)
     script = IN_AN_IMPORT.format(folder=str(tmp_path))
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=WAIT_S)
     assert (run.returncode, run.stdout, run.stderr) == ends
 
 
@@ -118,7 +119,7 @@ main()
 
 def test_an_error_that_an_interrupt_became_is_an_interrupt(tiny_engine: Path) -> None:
     command = [sys.executable, "-c", WITH_AN_ERROR, "inspect", str(tiny_engine)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=WAIT_S)
     assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
 
 
@@ -130,7 +131,7 @@ def test_where_the_parent_had_it_ignored_it_stays_ignored() -> None:
         while process.poll() is None:
             process.send_signal(signal.SIGINT)
             time.sleep(0.01)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=WAIT_S)
     assert (process.returncode, out.decode(), err.decode()) == (0, f"ddtree-trt {__version__}\n", "")
 
 

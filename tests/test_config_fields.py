@@ -119,6 +119,55 @@ def test_a_value_that_changes_nothing_is_accepted(tmp_path: Path) -> None:
     read(tmp_path, {**QWEN3_8B, "is_causal": True, "mlp_bias": False, "head_chunks": None})
 
 
+@pytest.mark.parametrize(
+    "name",
+    """use_sliding_window tie_word_embeddings max_window_layers head_dim rms_norm_eps rope_theta
+    max_position_embeddings layer_types eos_token_id""".split(),
+)
+def test_a_field_that_is_null_is_not_set(tmp_path: Path, name: str) -> None:
+    left_out = {field: value for field, value in QWEN3_8B.items() if field != name}
+    assert read(tmp_path, {**QWEN3_8B, name: None}) == read(tmp_path, left_out)
+
+
+def test_a_required_field_that_is_null(tmp_path: Path) -> None:
+    assert "hidden_size must be an integer from 1 to 1048576, found null" in refusal(
+        tmp_path, {**QWEN3_8B, "hidden_size": None}
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_mrope": False},
+        {"attn_implementation": "sdpa", "_attn_implementation": "eager", "_flash_attn_2_enabled": True},
+        {"name_or_path": "Qwen/Qwen3-8B", "num_labels": 2, "model_max_length": 4096},
+        {"rope_scaling": {"rope_type": "default", "factor": 1.0}},
+        {"mlp_only_layers": [], "output_router_logits": False, "norm_topk_prob": False},
+        {"sliding_window": 0, "use_sliding_window": False},
+    ],
+)
+def test_harmless_fields_change_nothing(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert read(tmp_path, {**QWEN3_8B, **changes}) == read(tmp_path, QWEN3_8B)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_mrope": True}, "use_mrope is true, which is not implemented; only false is"),
+        ({"mlp_only_layers": [3]}, "mlp_only_layers is [3], which is not implemented; only [] is"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling.factor is 2.0, which is not implemented; only 1 is"),
+        ({"colour": 1}, "if no number of the model depends on it, remove it from the file"),
+    ],
+)
+def test_what_is_not_implemented_has_one_advice(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    assert refusal(tmp_path, {**QWEN3_8B, **changes}).endswith(message)
+
+
+def test_a_window_of_none_where_one_is_used(tmp_path: Path) -> None:
+    windowed = {**QWEN3_8B, "sliding_window": 0, "use_sliding_window": True}
+    assert "sliding_window must be an integer from 1 to" in refusal(tmp_path, windowed)
+
+
 def test_block_size_in_either_place(tmp_path: Path) -> None:
     inside = {**DFLASH_8B["dflash_config"], "block_size": 16}
     moved = {name: value for name, value in DFLASH_8B.items() if name != "block_size"} | {"dflash_config": inside}
@@ -230,6 +279,7 @@ def test_values_of_the_wrong_kind_or_size(tmp_path: Path, changes: dict[str, Any
     ("text", "message"),
     [
         ('{"x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+        ('{"x": ' + "[" * 64 + "]" * 64 + "}", "nested too deeply, at most 64 levels are read"),
         ('{"eos_token_id": NaN}', "NaN is no JSON number"),
         ('{"eos_token_id": -Infinity}', "-Infinity is no JSON number"),
         ('{"rms_norm_eps": 1e999}', "the number 1e999 is too large"),

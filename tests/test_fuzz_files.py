@@ -10,7 +10,6 @@ import dataclasses
 import json
 import random
 import shutil
-import time
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +29,6 @@ from ddtree_trt.runtime.sampling import DrawnFrom
 from ddtree_trt.runtime.text import TextCodec
 
 FAST, SLOW = 6, 50  # seeds, of 40 cases of builds and 40 of manifests each
-HANG_S = 60.0  # what one case may take, thirty times what it takes on a busy machine
 PROMPT = np.array([3, 1, 4, 1, 5, 9, 2, 6])
 FILES = (
     "target/config.json",
@@ -132,7 +130,9 @@ def one_manifest(whole: Whole, folder: Path, rng: random.Random) -> bool:
         pass  # nothing a digest could be right for
     replace(engine / MANIFEST, text)
     try:
-        terminal.print_engine(inspect_engine(engine))
+        inspected = inspect_engine(engine)
+        json.dumps(inspected.to_dict())
+        terminal.print_engine(inspected)
         found = says(engine)
     except DDTreeError as error:
         refused_in_one_line(error)
@@ -146,16 +146,15 @@ def run_cases(case: object, whole: Whole, folder: Path, seed: int, count: int) -
     accepted = 0
     for i in range(count):
         rng, place = random.Random(f"{seed}.{i}"), folder / "case"
-        started = time.monotonic()
         try:
             accepted += case(whole, place, rng)  # type: ignore[operator]
         except BaseException as error:
             raise AssertionError(f"case {seed}.{i} of {case}") from error
-        assert time.monotonic() - started < HANG_S, f"case {seed}.{i} took {time.monotonic() - started:.0f} s"
         shutil.rmtree(place, ignore_errors=True)
     return accepted
 
 
+pytestmark = pytest.mark.timeout(1800)  # forty cases of about a second on a busy machine
 SEEDS = [*range(FAST), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(FAST, SLOW))]
 
 

@@ -29,7 +29,7 @@ from ddtree_trt.build.backend import (
 )
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.build.presets import PRESETS, PackagedSource, Preset, Source, find_preset
-from ddtree_trt.build.template import check_template, thinking_note
+from ddtree_trt.build.template import check_arguments, template_variables, thinking_note
 from ddtree_trt.build.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
 from ddtree_trt.dimensions import BUDGETS, POSITIONS, SLOTS
 from ddtree_trt.errors import BuildError, UsageError
@@ -106,8 +106,9 @@ def compile_engine(
     with atomic_directory(destination, force=request.force) as directory:
         copy_tokenizer(tokenizer, target.directory, target.stop_token_ids, directory)
         loaded = open_tokenizer(directory, tokenizer, target.dims.vocab_size)
-        check_template(loaded, tokenizer, request.chat_template_args)
-        if drafter.is_dflash and (note := thinking_note(loaded, tokenizer, template_args)):
+        variables = template_variables(loaded, tokenizer)
+        check_arguments(loaded, variables, request.chat_template_args)
+        if drafter.is_dflash and (note := thinking_note(variables, template_args)):
             notice(note)
         written = backend.write(directory, target, drafter, limits, precision, progress)
         manifest = Manifest(

@@ -24,7 +24,7 @@ _LANGUAGE_MODEL, _DFLASH = "Qwen3ForCausalLM", "DFlashDraftModel"
 
 # What fused attention with rotary embedding asks for; ONNX Runtime would say so only when the engine first runs.
 _HEAD_DIM_MULTIPLE = 16
-_WINDOW = Between(1, 1 << 30)
+_LONGEST_WINDOW = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,9 @@ def _check_kind(fields: Fields) -> bool:
 def _check_layer_types(fields: Fields, layers: int) -> None:
     """Every layer must attend to the whole sequence; where config.json lists none, by transformers' derivation."""
     windowed = fields.flag("use_sliding_window", False)
-    no_window = fields.optional("sliding_window", Annotated[int, _WINDOW]) is None and "sliding_window" in fields.data
+    # 0 is written for none where none is used.
+    within = Between(1 if windowed else 0, _LONGEST_WINDOW)
+    no_window = fields.optional("sliding_window", Annotated[int, within]) is None and "sliding_window" in fields.data
     first = fields.integer("max_window_layers", Between(0, bounds.LAYERS.highest), 28)
     kinds = fields.optional("layer_types", list[str])
     if kinds is None:

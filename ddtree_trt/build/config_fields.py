@@ -8,6 +8,7 @@ value is implemented, the one that changes nothing. A field that is null is not 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ddtree_trt.errors import DDTreeError
@@ -23,12 +24,14 @@ _READ_OF_DFLASH = frozenset("block_size num_target_layers dflash_config".split()
 _READ_OF_SECTION = frozenset("target_layer_ids mask_token_id block_size".split())
 
 _BOOKKEEPING = frozenset(
-    """_name_or_path _commit_hash _attn_implementation _attn_implementation_internal _attn_implementation_autoset
+    """_name_or_path name_or_path _commit_hash attn_implementation _flash_attn_2_enabled
+    _attn_implementation _attn_implementation_internal _attn_implementation_autoset
     _experts_implementation auto_map transformers_version transformers_weights torch_dtype dtype model_name
     unsloth_fixed unsloth_version transformers.js_config pretraining_tp use_cache use_bfloat16
     initializer_range attention_dropout hidden_dropout resid_dropout embd_dropout dropout
     bos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id
-    tokenizer_class prefix id2label label2id problem_type finetuning_task task_specific_params
+    tokenizer_class model_max_length prefix num_labels id2label label2id problem_type finetuning_task
+    task_specific_params
     return_dict return_dict_in_generate output_scores output_attentions output_hidden_states torchscript tf_legacy_loss
     chunk_size_feed_forward gradient_checkpointing use_return_dict keys_to_ignore_at_inference
     max_length min_length max_new_tokens do_sample early_stopping num_beams num_beam_groups diversity_penalty
@@ -62,6 +65,10 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "residual_multiplier": (1,),
     "num_experts": (0,),
     "num_local_experts": (0,),
+    "mlp_only_layers": ([],),
+    "output_router_logits": (False,),
+    "norm_topk_prob": (False,),
+    "use_mrope": (False,),
 }
 _NEUTRAL_OF_LANGUAGE_MODELS = {"is_causal": (True,), "is_decoder": (True, False)}
 _NEUTRAL_OF_DFLASH: Mapping[str, tuple[Any, ...]] = {
@@ -84,7 +91,7 @@ _NEUTRAL_OF_SECTION: Mapping[str, tuple[Any, ...]] = {
     "markov_rank": (0,),
 }
 _READ_OF_ROPE = frozenset(("rope_theta",))
-_NEUTRAL_OF_ROPE = {"rope_type": ("default",), "type": ("default",), "partial_rotary_factor": (1,)}
+_NEUTRAL_OF_ROPE = {"rope_type": ("default",), "type": ("default",), "factor": (1,), "partial_rotary_factor": (1,)}
 
 
 def refuse_others(fields: Fields, *, dflash: bool) -> None:
@@ -103,9 +110,9 @@ def refuse_others(fields: Fields, *, dflash: bool) -> None:
 
 def _refuse(fields: Fields, known: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
     given = {name: value for name, value in fields.data.items() if name not in known and value is not None}
-    # Known ones first: they say more than the unknown ones that come with them.
-    for name in sorted(given.keys() & neutral.keys()):
-        if not any(_same(given[name], wanted) for wanted in neutral[name]):
+    # Known ones first, in the table's order: they say more than what comes with them.
+    for name in neutral:
+        if name in given and not any(_same(given[name], wanted) for wanted in neutral[name]):
             implemented = " or ".join(_json(wanted) for wanted in neutral[name]) or "null"
             raise _not_implemented(fields, name, f"only {implemented} is")
     for name in sorted(given.keys() - neutral.keys()):
@@ -113,7 +120,9 @@ def _refuse(fields: Fields, known: Collection[str], neutral: Mapping[str, tuple[
 
 
 def _not_implemented(fields: Fields, name: str, hint: str) -> DDTreeError:
-    return fields.fault(name, f"is {shown(fields.data[name])}, which is not implemented; {hint}")
+    """The hint takes the place of the source's advice: the file may well be as it was published."""
+    hinted = replace(fields, source=replace(fields.source, advice=hint))
+    return hinted.fault(name, f"is {shown(fields.data[name])}, which is not implemented")
 
 
 def _same(value: Any, wanted: Any) -> bool:

@@ -12,12 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_trt.errors import CheckpointError, UsageError
-from ddtree_trt.reading import Source, parse_json, shown
+from ddtree_trt.reading import MAX_NESTING, Source, parse_json, shown
 
 OPTION = "--chat-template-arg"
+MAX_TEMPLATE = 256 << 10  # characters; real ones have some thousands
+MAX_ARGUMENT_NESTING = MAX_NESTING // 2  # the manifest, which must be readable too, adds its own levels
 THINKING = "enable_thinking"  # of Qwen3's template
 # transformers' own tag, round what an assistant said; it has no meaning for a prompt.
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+# Names that Jinja binds inside a template, and the functions that transformers renders every template with.
+_PROVIDED = frozenset("loop caller varargs kwargs self super raise_exception strftime_now".split())
 
 
 def parse_arguments(given: Sequence[str]) -> dict[str, Any]:
@@ -30,14 +34,14 @@ def parse_arguments(given: Sequence[str]) -> dict[str, Any]:
         if name in arguments:
             raise UsageError(f"{OPTION} {name} is given twice; give it once")
         advice = f"a text is quoted, as in {OPTION} '{name}=\"text\"'"
-        arguments[name] = parse_json(value, Source(f"{OPTION} {name}", UsageError, advice))
+        arguments[name] = parse_json(value, Source(f"{OPTION} {name}", UsageError, advice), MAX_ARGUMENT_NESTING)
     return arguments
 
 
-def check_template(tokenizer: Any, directory: Path, arguments: Mapping[str, Any]) -> None:
-    """Raises UsageError for an argument that the tokenizer's chat template never looks at, or that is not the
-    engine's to set, and CheckpointError where the template cannot be parsed. `directory` is for messages."""
-    known, own = template_variables(tokenizer, directory), _own_arguments(tokenizer)
+def check_arguments(tokenizer: Any, known: set[str] | None, arguments: Mapping[str, Any]) -> None:
+    """Raises UsageError for an argument that is not among the `known` variables of the tokenizer's chat template, or
+    that every request sets itself. None for `known`: there is no template."""
+    own = _own_arguments(tokenizer)
     for name in arguments:
         if name in own:
             raise UsageError(f"{OPTION} {name} is set by every request itself; leave it out")
@@ -48,9 +52,9 @@ def check_template(tokenizer: Any, directory: Path, arguments: Mapping[str, Any]
             raise UsageError(f"{OPTION} {name}: the target's chat template has no such variable; it has {there}")
 
 
-def thinking_note(tokenizer: Any, directory: Path, arguments: Mapping[str, Any]) -> str | None:
+def thinking_note(known: set[str] | None, arguments: Mapping[str, Any]) -> str | None:
     """What the user of a DFlash drafter should know where the template has two modes and nobody chose one."""
-    if THINKING in arguments or THINKING not in (template_variables(tokenizer, directory) or ()):
+    if THINKING in arguments or THINKING not in (known or ()):
         return None
     return (
         "note: chats run in the template's own mode, which is thinking in Qwen3's; published DFlash drafters are "
@@ -66,26 +70,35 @@ def _own_arguments(tokenizer: Any) -> set[str]:
 def template_variables(tokenizer: Any, directory: Path) -> set[str] | None:
     """The variables that a caller can give the tokenizer's chat template; None where it has none.
 
-    Raises CheckpointError where the template is no Jinja template.
+    `directory` is for messages. Raises CheckpointError where the template is no Jinja template, or is too long.
     """
-    from jinja2 import Environment, nodes
-
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
     if not template:
         return None
+    source = Source(str(directory), CheckpointError, "fetch the tokenizer again")
+    if isinstance(template, str) and len(template) > MAX_TEMPLATE:
+        raise source.fault(f"the chat template has {len(template)} characters, at most {MAX_TEMPLATE} are supported")
     try:
         if not isinstance(template, str):
             raise TypeError(f"it is {shown(template)}")
-        tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_GENERATION.sub("", template))
+        return _free_names(_GENERATION.sub("", template))
     except Exception as error:  # a syntax error, nesting without end, or another extension's tag
-        source = Source(str(directory), CheckpointError, "fetch the tokenizer again")
         raise source.fault(f"the chat template cannot be parsed ({' '.join(str(error).split())[:200]})") from error
+
+
+def _free_names(template: str) -> set[str]:
+    """The names that a template reads and neither sets itself nor has from Jinja or transformers."""
+    from jinja2 import Environment, nodes
+
+    environment = Environment(extensions=["jinja2.ext.loopcontrols"])
+    tree = environment.parse(template)
     names = list(tree.find_all(nodes.Name))
     stored = {name.name for name in names if name.ctx != "load"} | {macro.name for macro in tree.find_all(nodes.Macro)}
     # Stored too, but asked for first: `x is defined`, `x | default(…)`.
     asked: list[Any] = [test.node for test in tree.find_all(nodes.Test) if test.name in ("defined", "undefined")]
     asked += [call.node for call in tree.find_all(nodes.Filter) if call.name in ("default", "d")]
     optional = {node.name for node in asked if isinstance(node, nodes.Name)}
-    return {name.name for name in names if name.ctx == "load" and name.name not in stored} | optional
+    read = {name.name for name in names if name.ctx == "load" and name.name not in stored}
+    return (read | optional) - _PROVIDED - environment.globals.keys()

@@ -34,6 +34,7 @@ _STORED: dict[str, np.dtype[Any]] = {
 }
 _FLOATS = ("F32", "F16", "BF16")
 _MAX_HEADER_BYTES = 100 << 20  # the format's own bound
+_MAX_TENSORS = 100_000  # of one file; 1,000 quantised layers have a third of that
 _EXTENT, _OFFSET, _MAX_AXES = Between(0, 1 << 40), Between(0, 1 << 62), 8
 _DTYPE, _TENSOR_NAME = Pattern("[A-Z0-9_]{1,16}", "a type of safetensors"), r"[\w./:-]{1,256}"
 _ADVICE = "fetch the checkpoint again"
@@ -140,6 +141,8 @@ class _Entry:
 
 def _entries(header: dict[str, Any], source: Source) -> dict[str, _Entry]:
     """Name → entry, each as long as its shape and type say."""
+    if len(header) > _MAX_TENSORS:
+        raise source.fault(f"its header names {len(header)} tensors, at most {_MAX_TENSORS} are supported")
     entries = {}
     for name, data in header.items():
         if name == "__metadata__":
