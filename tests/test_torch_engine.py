@@ -309,7 +309,7 @@ def test_a_single_sequence_finds_every_graph_captured(engine: TorchEngine, monke
     monkeypatch.setattr(Graphs, "run", record)
     limits, device = engine.limits, engine.device
     sizes = buckets(limits.max_tokens_per_pass)
-    monkeypatch.setattr(engine, "_buckets", sizes)
+    monkeypatch.setattr(engine, "buckets", sizes)
     engine.warm_up()
     assert not captured  # a CPU captures nothing
     monkeypatch.setattr(engine, "device", torch.device("cuda"))
