@@ -111,12 +111,11 @@ def block_loss(states: Tensor, blocks: Blocks, head: Tensor, settings: DrafterSe
     labels, top_ids = blocks.labels[blocks.valid], blocks.top_ids[blocks.valid]
     needed = torch.cat([labels, top_ids.flatten()])
     ids, corrections = choose_candidates(needed, len(head), settings.candidates, generator)
-    ids = ids.to(states.device)
-    place = torch.zeros(len(head), dtype=torch.long, device=states.device)
-    place[ids] = torch.arange(len(ids), device=states.device)
-    logits = (states[blocks.valid] @ head[ids].T).float() + corrections.to(states.device)
+    kept = states[blocks.valid]
+    logits = torch.addmm(corrections.to(kept), kept, head[ids.to(kept.device)].T).float()
     hard = (settings.label_share * blocks.greedy)[:, None, None].expand(blocks.valid.shape)[blocks.valid]
-    soft = (logits.gather(1, place[top_ids]) * blocks.top_shares[blocks.valid]).sum(-1)
-    own = logits.gather(1, place[labels][:, None])[:, 0]
-    losses = logits.logsumexp(-1) - hard * own - (1 - hard) * soft
+    # The expected logit of the truth is the product with the expected row of the head: no gradient of a gather.
+    soft = torch.einsum("rk,rkh->rh", blocks.top_shares[blocks.valid], head[top_ids].float())
+    row = torch.lerp(soft, head[labels].float(), hard[:, None])
+    losses = logits.logsumexp(-1) - (kept.float() * row).sum(-1)
     return (losses * weights).sum() / weights.sum().clamp(min=1)

@@ -69,9 +69,7 @@ def spread_taps(layers: int, count: int) -> tuple[int, ...]:
         return (layers // 2,)
     taps = tuple(round(1 + i * (layers - 4) / (count - 1)) for i in range(count))
     if len(set(taps)) < count or layers < 4:
-        raise SystemExit(
-            f"--taps {count}: a target of {layers} layers has no {count} between its first and last"
-        )
+        raise SystemExit(f"--taps {count}: a target of {layers} layers has no {count} between its first and last")
     return taps
 
 
