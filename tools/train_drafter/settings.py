@@ -29,7 +29,7 @@ class DrafterSettings:
     layers: int = 3
     taps: int = 4  # target layers read, spread from the second to the third from last
     steps: int = 6000
-    warmup: int = 60
+    warmup: int = 15
     decay: float = 0.3  # the last part of the steps
     adam_rate: float = 2e-3
     muon_rate: float = 0.01
