@@ -23,6 +23,7 @@ from ddtree_trt.runtime.engine import DraftRequest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from tools.train_drafter import __main__ as command
 from tools.train_drafter import shards, training
 from tools.train_drafter.blocks import block_loss, choose_candidates, draft_states, make_blocks, random_anchors
 from tools.train_drafter.drafter import drafter_config, fresh
@@ -286,6 +287,30 @@ def test_two_workers(llama: Path, work: Path, tmp_path: Path) -> None:
     model, tables = beginning(llama)
     train(model, tables, replace(SETTINGS, drafter=replace(DRAFTER, steps=3)), path, MASK, workers=2)
     assert torch.load(path / "checkpoint.pt", weights_only=True)["worker"]["steps"] == 3
+
+
+def test_the_stages_from_the_command_line(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = replace(SETTINGS.validation, final_prompts=3, final_max_new=12, final_budgets=(2, 8))
+    monkeypatch.setattr(command, "DEFAULTS", replace(SETTINGS, validation=small))
+    common = ["--target", str(llama), "--work", str(tmp_path), "--device", "cpu"]
+    for stage in (
+        ["prompts"],
+        ["data", "--pools", "1"],
+        ["train", "--mask-token", "t95", "--steps", "2"],
+        ["evaluate"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["train_drafter", *stage, *common])
+        command.main()
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(found) == ["chain", "ddtree-2", "ddtree-8", "first"]
+    assert 1 <= found["chain"] <= 4 and found["ddtree-2"] <= found["ddtree-8"]
+    rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
+    assert [row["kind"] for row in rows] == list(HELD_OUT)[:3]
+    config = json.loads((tmp_path / "best" / "config.json").read_text())
+    assert config["dflash_config"] == {"mask_token_id": 95, "target_layer_ids": [1, 3]}
+    assert (config["block_size"], config["num_target_layers"], config["architectures"]) == (4, 6, ["DFlashDraftModel"])
 
 
 def test_the_package_drafts_as_the_training_code(folder: Path, tmp_path: Path) -> None:

@@ -78,21 +78,21 @@ def load_target(source: str, taps: int | tuple[int, ...], device: str) -> Target
 
     taps: the layers, or how many to spread over the model.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    import transformers
 
     folder, arguments = _located(source)
-    tokenizer = AutoTokenizer.from_pretrained(folder, **arguments)
-    if arguments:
-        from transformers.utils.quantization_config import GgufConfig
-
-        arguments = {**arguments, "quantization_config": GgufConfig(dequantize=True)}
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **arguments).to(device).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **arguments)
+    if arguments and hasattr(transformers, "GgufConfig"):  # newer ones keep the file's blocks unless asked
+        arguments = {**arguments, "quantization_config": transformers.GgufConfig(dequantize=True)}
+    model = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **arguments).to(device).eval()
+    )
     if isinstance(taps, int):
         taps = spread_taps(model.config.num_hidden_layers, taps)
     return Target(model.requires_grad_(False), tokenizer, taps)
 
 
-def _located(source: str) -> tuple[str, dict[str, str]]:
+def _located(source: str) -> tuple[str, dict[str, Any]]:
     """(folder or hub id, arguments of from_pretrained)."""
     if source == "smollm2":
         import importlib.util
