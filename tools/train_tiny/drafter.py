@@ -54,6 +54,19 @@ def fresh(target: Target, shape: TargetSettings, settings: DrafterSettings) -> D
     return model.requires_grad_(True)
 
 
+def lay_out(anchor: Tensor, width: int, block: int) -> tuple[Tensor, Tensor]:
+    """(positions [N, A·B], visible [N, 1, A·B, T + A·B]) of blocks at anchors [N, A] behind T = width context rows.
+
+    A block sees the context before its anchor and itself.
+    """
+    count, anchors = anchor.shape
+    positions = anchor[:, :, None] + torch.arange(block, device=anchor.device)
+    before = (torch.arange(width, device=anchor.device) < anchor[:, :, None]).repeat_interleave(block, 1)
+    owner = torch.arange(anchors, device=anchor.device).repeat_interleave(block)
+    own = (owner[:, None] == owner).expand(count, -1, -1)
+    return positions.view(count, -1), torch.cat([before, own], -1)[:, None]
+
+
 def make_blocks(data: DraftSet, chosen: Any, settings: DrafterSettings, generator: torch.Generator) -> Blocks:
     """Blocks at random anchors in the answers of the chosen sequences."""
     anchors, block, count = settings.anchors, settings.block, len(chosen)
@@ -71,21 +84,18 @@ def make_blocks(data: DraftSet, chosen: Any, settings: DrafterSettings, generato
     span = (lengths - 1 - prompts).clamp(min=1)
     anchor = prompts[:, None] + (torch.rand(count, anchors, generator=generator) * span[:, None]).long()
     anchor = anchor.clamp(max=width - 2)
-    positions = anchor[:, :, None] + torch.arange(block)
-    places = positions[:, :, 1:]
+    positions, visible = lay_out(anchor, width, block)
+    places = positions.view(count, anchors, block)[:, :, 1:]
     valid, reachable = places < lengths[:, None, None], places.clamp(max=width - 1).reshape(count, -1)
     inputs = torch.full((count, anchors, block), MASK)
     inputs[:, :, 0] = ids.gather(1, anchor)
-    before = (torch.arange(width) < anchor[:, :, None]).repeat_interleave(block, 1)
-    owner = torch.arange(anchors).repeat_interleave(block)
-    own = (owner[:, None] == owner).expand(count, -1, -1)
     final = padded(data.final, torch.float32)
     predicting = (reachable - 1)[..., None].expand(-1, -1, final.shape[-1])
     return Blocks(
         taps=padded(data.taps, torch.float32),
         ids=inputs.view(count, -1),
-        positions=positions.view(count, -1),
-        visible=torch.cat([before, own], -1)[:, None],
+        positions=positions,
+        visible=visible,
         labels=ids.gather(1, reachable).view(count, anchors, block - 1),
         valid=valid,
         final=final.gather(1, predicting).view(count, anchors, block - 1, -1),
@@ -145,7 +155,7 @@ def _work(rank: int, shared: Shared, model: Drafter, settings: DrafterSettings, 
     generator = torch.Generator().manual_seed(1000 + rank)
     size = settings.sequences_per_micro
 
-    def loss_of(model: Drafter) -> Tensor:
+    def loss_of(model: Drafter, _: int) -> Tensor:
         begin = int(torch.randint(0, len(learn) - size, (1,), generator=generator))
         blocks = make_blocks(data, learn[begin : begin + size], settings, generator)
         return block_loss(draft_logits(model, target, blocks, settings.block), blocks, target, settings.position_decay)

@@ -60,11 +60,11 @@ def drafter_config(shape: TargetSettings, drafter: DrafterSettings) -> Config:
     }
 
 
-def save(model: nn.Module, config: Config, folder: Path, prefix: str = "") -> None:
-    """Write config.json and model.safetensors (fp16); `prefix` goes before every tensor name."""
+def save(model: nn.Module, config: Config, folder: Path, prefix: str = "", dtype: torch.dtype = torch.float16) -> None:
+    """Write config.json and model.safetensors; `prefix` goes before every tensor name."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {
-        prefix + name: value.detach().to(torch.float16).contiguous() for name, value in model.state_dict().items()
+        prefix + name: value.detach().to("cpu", dtype).contiguous() for name, value in model.state_dict().items()
     }
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "model.safetensors").chmod(0o644)

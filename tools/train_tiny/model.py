@@ -21,6 +21,7 @@ KeyValue = tuple[Tensor, Tensor]
 
 ROPE_THETA = 10000.0
 MAX_POSITIONS = 2048
+ROTARY_ROWS = 8192  # a configuration may allow positions by the hundred thousand
 
 
 def rope_table(positions: int, head_dim: int, theta: float = ROPE_THETA) -> KeyValue:
@@ -32,9 +33,9 @@ def rope_table(positions: int, head_dim: int, theta: float = ROPE_THETA) -> KeyV
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of x [N, heads, S, D]; cos and sin broadcast to it."""
+    """Rotary embedding of x [N, heads, S, D]; cos and sin, in float32 whatever x is, broadcast to it."""
     low, high = x.chunk(2, -1)
-    return x * cos + torch.cat([-high, low], -1) * sin
+    return (x * cos + torch.cat([-high, low], -1) * sin).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -96,7 +97,7 @@ class Layer(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Base of both models: holds the rotary table [MAX_POSITIONS, D] outside the checkpoint."""
+    """Base of both models: holds the rotary table, of at most ROTARY_ROWS rows, outside the checkpoint."""
 
     cos: Tensor
     sin: Tensor
@@ -104,7 +105,8 @@ class Rotary(nn.Module):
     def __init__(self, cfg: Config) -> None:
         super().__init__()
         self.cfg = cfg
-        cos, sin = rope_table(MAX_POSITIONS, cfg["head_dim"])
+        rows = min(ROTARY_ROWS, cfg["max_position_embeddings"])
+        cos, sin = rope_table(rows, cfg["head_dim"], cfg["rope_theta"])
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 

@@ -105,7 +105,7 @@ def _work(
     log = Log(files["log"]) if rank == 0 else None
     seen, due_line, due_check, stop = int(done["tokens"]), 0.0, worker.elapsed_s + settings.checkpoint_s, False
     while not stop:
-        loss, stop = worker.step(settings.micro_batches, lambda model: answer_loss(model, next(stream)))
+        loss, stop = worker.step(settings.micro_batches, lambda model, _: answer_loss(model, next(stream)))
         seen += settings.micro_batches * settings.tokens_per_micro
         if log is None:
             continue

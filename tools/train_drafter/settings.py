@@ -1,0 +1,67 @@
+"""Every default of the recipe, in one place; the command line reads them from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """The target's own answers on which the drafter learns."""
+
+    batch: int = 96  # answers written at once; they make one shard
+    pool: int = 4  # batches whose prompts are sorted by length together
+    self_written: float = 0.5  # share of prompts that the target writes itself
+    self_tokens: int = 80  # a prompt of its own that has not ended by then is dropped
+    temperatures: tuple[tuple[float, float], ...] = ((0.0, 0.65), (0.7, 0.25), (1.0, 0.10))  # temperature, share
+    max_new: int = 160
+    max_prompt: int = 320
+    top_k: int = 50  # tokens that sampling chooses from
+    kept: int = 8  # of them, stored as the target's distribution
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class DrafterSettings:
+    """Shape and training of the drafter. Rates are the peak: warm-up, plateau, straight line to zero over `decay`."""
+
+    block: int = 8
+    layers: int = 3
+    taps: int = 4  # target layers read, spread from the second to the third from last
+    steps: int = 6000
+    warmup: int = 15
+    decay: float = 0.3  # the last part of the steps
+    adam_rate: float = 2e-3
+    muon_rate: float = 0.01
+    weight_decay: float = 0.05
+    sequences: int = 4  # of one micro-batch
+    micro_batches: int = 6  # of one step
+    anchors: int = 32  # blocks a sequence
+    position_decay: float = 4.0
+    label_share: float = 0.5  # of greedy text's loss: the token itself; the rest is the target's distribution
+    candidates: int = 8192  # tokens over which a micro-batch's softmax runs
+    average: float = 0.998  # of the weights that are measured and exported
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class ValidationSettings:
+    """Held-out prompts answered greedily; `prompts` of them measure during training, others are kept for the end."""
+
+    prompts: int = 30
+    max_new: int = 96
+    budget: int = 16
+    every_s: float = 1500.0
+    seed: int = 2
+    final_prompts: int = 60
+    final_max_new: int = 128
+    final_seed: int = 3
+    final_budgets: tuple[int, ...] = (8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Settings:
+    data: DataSettings = field(default_factory=DataSettings)
+    drafter: DrafterSettings = field(default_factory=DrafterSettings)
+    validation: ValidationSettings = field(default_factory=ValidationSettings)
+    checkpoint_s: float = 240.0
