@@ -18,7 +18,7 @@ import onnx
 import pytest
 from checkpoints import edit_json, make_pair
 
-from ddtree_trt import artifact, terminal
+from ddtree_trt import LLM, AsyncLLM, artifact, terminal
 from ddtree_trt.artifact import (
     DRAFTER_GRAPH,
     MANIFEST,
@@ -35,6 +35,7 @@ from ddtree_trt.build.directory import describe_files
 from ddtree_trt.errors import ArtifactError, DDTreeError
 from ddtree_trt.inspection import inspect_engine
 from ddtree_trt.runtime.load import open_engine
+from ddtree_trt.runtime.ort import OrtEngine
 from ddtree_trt.runtime.text import TextCodec
 
 OLD_RUNTIME = always_causal(installed_versions("onnxruntime"))  # follows a link in the engine's own directory
@@ -209,6 +210,65 @@ def test_memory_that_is_not_there(engine: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr("ddtree_trt.runtime.kv.np.zeros", refuse)
     assert "did not get it (Unable to allocate 8.00 PiB); rebuild with a smaller --max-batch" in refusal(engine)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore",
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_memory_that_is_not_there_for_the_first_passes(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    closed: list[object] = []
+
+    def refuse(self: OrtEngine) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(OrtEngine, "warm_up", refuse)
+    monkeypatch.setattr(OrtEngine, "close", lambda self: closed.append(self))
+    with pytest.raises(ArtifactError, match=r"needs about .* GB of memory and did not get it .*--max-batch") as refused:
+        open_engine(engine, warm=True)
+    assert text.splitlines()[0] in str(refused.value) and "More" not in str(refused.value)
+    assert len(closed) == 1
+
+
+def test_a_failure_of_the_first_passes_stays_itself(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[object] = []
+
+    def refuse(self: OrtEngine) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(OrtEngine, "warm_up", refuse)
+    monkeypatch.setattr(OrtEngine, "close", lambda self: closed.append(self))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        open_engine(engine, warm=True)
+    assert len(closed) == 1
+
+
+@pytest.mark.parametrize("made", [LLM, AsyncLLM])
+@pytest.mark.parametrize("part", ["TextCodec", "RequestMaker", "Scheduler"])
+def test_what_cannot_be_made_closes_its_engine(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, made: type[LLM] | type[AsyncLLM], part: str
+) -> None:
+    closed: list[object] = []
+    close = OrtEngine.close
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("refused")
+
+    def record(self: OrtEngine) -> None:
+        closed.append(self)
+        close(self)
+
+    monkeypatch.setattr(sys.modules[made.__module__], part, refuse)
+    monkeypatch.setattr(OrtEngine, "close", record)
+    with pytest.raises(ValueError, match="refused"):
+        made(engine)
+    assert len(closed) == 1
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import itertools
 import logging
@@ -19,6 +20,7 @@ import pytest
 
 from ddtree_trt import LLM, AsyncLLM, SamplingParams
 from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.callers import Callers
 
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -142,6 +144,47 @@ def test_many_threads_at_once_lose_no_slot(llm: LLM) -> None:
     answers = [o for o in outcomes if not isinstance(o, UsageError)]
     assert len(outcomes) == 80 and answers == [expected] * len(answers) and answers
     assert llm._scheduler.free_slots == llm._scheduler.slots and not llm._scheduler.busy
+
+
+class LateLock:
+    """A lock whose holder is told, while it still holds it, that it is about to give it back."""
+
+    def __init__(self, late: Callable[[], None]) -> None:
+        self._lock, self._late = threading.Lock(), late
+
+    def locked(self) -> bool:
+        return self._lock.locked()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._late()
+        self._lock.release()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_stream_that_ends_as_a_call_returns_is_not_left_behind(fails: bool) -> None:
+    """Between the call's last look for endings and the moment it gives the lock back."""
+    callers = Callers()
+    told: list[str] = []
+    ended: list[str] = []
+
+    def late() -> None:
+        if not told:
+            told.append("stream")
+            on_thread("other", lambda: callers.end("stream", lambda: ended.append("stream")))
+            assert not ended, "the call is not over"
+
+    callers._lock = LateLock(late)  # type: ignore[assignment]
+
+    def work() -> None:
+        if fails:
+            raise ValueError("own")
+
+    with contextlib.suppress(ValueError):
+        callers.call(work)
+    assert ended == ["stream"] and not callers._lock.locked()
 
 
 def test_a_stream_dropped_within_a_call_frees_its_slot_after_it(llm: LLM) -> None:

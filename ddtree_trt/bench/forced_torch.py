@@ -33,14 +33,17 @@ class _ForcedRound(DeviceRound):
     def __init__(self, accepted: int, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self._accepted = accepted
-        self._ids = self.candidates.new_ones(self.candidates.shape[2] + 1).cumsum(0) - 1  # 0 … K
+        slots, length, width = self.candidates.shape
+        # Of each position the token ids 0 … K, one of which is no candidate; all larger ones share the last column.
+        self._taken = self.candidates.new_zeros((slots, length, width + 2)).bool()
 
     def choose(self, logits: Tensor) -> Tensor:
         """The most probable token of each depth is a chain of the tree: follow it, then leave the tree, with a token
         that is no candidate."""
         super().choose(logits)
         below = self.depths.long().clamp(max=self.candidates.shape[1] - 1)  # a node's children are of this position
-        taken = (self.candidates[:, :, None] == self._ids[:, None]).any(-1)  # [N, L, K + 1]
-        absent = taken.int().argmin(-1).to(self.candidates.dtype)
+        last = self._taken.shape[2] - 1
+        taken = self._taken.fill_(False).scatter_(2, self.candidates.long().clamp(max=last), True)
+        absent = taken[:, :, :last].int().argmin(-1).to(self.candidates.dtype)
         spine, off = (of.gather(1, below) for of in (self.candidates[:, :, 0], absent))
         return spine.where(self.depths < self._accepted, off).contiguous()

@@ -20,7 +20,7 @@ from typing import Any
 
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
 from ddtree_trt.runtime.callers import Home
-from ddtree_trt.runtime.load import open_engine
+from ddtree_trt.runtime.load import closed_on_failure, open_engine
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.requests import Request, RequestMaker
@@ -70,11 +70,12 @@ class AsyncLLM:
         directory = Path(engine_dir)
         self._home = Home("AsyncLLM")
         self.engine = open_engine(directory, threads=threads, warm=True, exact=exact)
-        self.codec = TextCodec(directory, self.engine.manifest.chat_template_args)
+        with closed_on_failure(self.engine):
+            self.codec = TextCodec(directory, self.engine.manifest.chat_template_args)
+            self._maker = RequestMaker(directory, self.engine, self.codec, device_rounds=device_rounds)
+            self._scheduler = Scheduler(self.engine)  # the worker's alone
         self.max_waiting = max_waiting
         self._on_finished = on_finished
-        self._maker = RequestMaker(directory, self.engine, self.codec, device_rounds=device_rounds)
-        self._scheduler = Scheduler(self.engine)  # the worker's alone
         # Guarded by the condition; the worker waits on it.
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()

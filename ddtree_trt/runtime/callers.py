@@ -59,15 +59,18 @@ class Callers:
         self._check_free()
         if stream is None or stream not in self._streams:
             self._check_streams()
-        with self._lock:
-            self._holder = threading.current_thread()
-            if stream is not None:
-                self._streams.add(stream)
-            try:
-                self._finish_endings()
-                return work()
-            finally:
-                self._finish_endings()
+        try:
+            with self._lock:
+                self._holder = threading.current_thread()
+                if stream is not None:
+                    self._streams.add(stream)
+                try:
+                    self._finish_endings()
+                    return work()
+                finally:
+                    self._finish_endings()
+        finally:
+            self._drain()
 
     def end(self, stream: object, ending: Callable[[], None]) -> None:
         """Forget a stream and run `ending`, which frees its slots: now, or where the engine works, after that call.
@@ -78,9 +81,7 @@ class Callers:
         if self._closed or not self._home.here:
             return
         self._endings.append(ending)
-        if not self._lock.locked():
-            with self._lock:
-                self._finish_endings()
+        self._drain()
 
     def close(self, release: Callable[[], None]) -> None:
         """Run `release`, once; never in a forked process, where the engine is the parent's.
@@ -107,6 +108,17 @@ class Callers:
             f"this LLM is in use by thread {self._holder.name!r}, {why}; use AsyncLLM for concurrent callers, or one "
             "LLM for each thread"
         )
+
+    def _drain(self) -> None:
+        """Run the endings that nobody else will: those left behind when whoever held the lock was past its own look.
+
+        Whoever holds the lock drains again after giving it back, so that what it is asked to run meanwhile is run.
+        """
+        while self._endings and not self._lock.locked():
+            with self._lock:
+                if self._closed:
+                    self._endings.clear()
+                self._finish_endings()
 
     def _finish_endings(self) -> None:
         while self._endings:

@@ -10,7 +10,7 @@ from typing import Any
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.callers import Callers
 from ddtree_trt.runtime.decode import Watcher
-from ddtree_trt.runtime.load import open_engine
+from ddtree_trt.runtime.load import closed_on_failure, open_engine
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.requests import Request, RequestMaker
@@ -32,6 +32,10 @@ class LLM:
             pass of several, so that outputs of chains are those of `ar`. Single tokens take longer then. None: for
             int8 engines.
 
+    An engine of the torch backend on a GPU changes settings of PyTorch for the whole process and for good: products of
+    matrices then sum in float32 (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`,
+    `allow_fp16_reduced_precision_reduction`, `allow_fp16_accumulation` and `allow_tf32` are False).
+
     Raises ArtifactError when the directory cannot be used. For one thread at a time and for the process that loaded it:
     every other call is a UsageError. AsyncLLM is for concurrent callers.
     """
@@ -47,9 +51,10 @@ class LLM:
     ) -> None:
         directory = Path(engine_dir)
         self.engine = open_engine(directory, threads=threads, warm=True, exact=exact)
-        self.codec = TextCodec(directory, self.engine.manifest.chat_template_args)
-        self._maker = RequestMaker(directory, self.engine, self.codec, device_rounds=device_rounds)
-        self._scheduler = Scheduler(self.engine, profile=profile)
+        with closed_on_failure(self.engine):
+            self.codec = TextCodec(directory, self.engine.manifest.chat_template_args)
+            self._maker = RequestMaker(directory, self.engine, self.codec, device_rounds=device_rounds)
+            self._scheduler = Scheduler(self.engine, profile=profile)
         self._callers = Callers()
 
     @property

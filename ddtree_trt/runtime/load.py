@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ddtree_trt.artifact import (
@@ -24,6 +27,9 @@ from ddtree_trt.errors import (
 from ddtree_trt.memory import plan_manifest
 from ddtree_trt.runtime.engine import Engine
 
+# "not enough memory: you tried to allocate", "CUDA out of memory", "bad_alloc", CUBLAS_STATUS_ALLOC_FAILED
+_NO_MEMORY = re.compile(r"allocate\b|bad.alloc|alloc_failed|out of memory", re.IGNORECASE)
+
 
 def open_engine(directory: Path, *, threads: int = 0, warm: bool = False, exact: bool | None = None) -> Engine:
     """Load the engine in `directory`, after checking schema and digests. Backends are imported only when needed.
@@ -42,23 +48,49 @@ def open_engine(directory: Path, *, threads: int = 0, warm: bool = False, exact:
         )
     verify_files(directory, manifest)
     try:
-        engine = _open_backend(directory, manifest, threads, exact)
+        with _as_memory_errors():
+            return _open_backend(directory, manifest, threads, exact, warm)
     except MemoryError as error:
         needed = plan_manifest(manifest).total_bytes
         raise ArtifactError(
             f"{directory} needs about {needed / 1e9:.1f} GB of memory and did not get it ({error}); rebuild with a "
             f"smaller --max-batch or --max-seq-len: {rebuild_command(directory, manifest)}"
         ) from error
-    if warm:
-        try:
-            engine.warm_up()
-        except BaseException:
-            engine.close()
+
+
+@contextmanager
+def _as_memory_errors() -> Iterator[None]:
+    """Turn what the backends raise where memory runs out into a MemoryError of one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        # PyTorch has a class for GPUs alone, which is known by its name because torch may not be installed; of a CPU,
+        # and of the libraries it calls, there is only the text.
+        text = str(error)
+        if type(error).__name__ != "OutOfMemoryError" and not _NO_MEMORY.search(text):
             raise
+        raise MemoryError(text.partition("\n")[0]) from error
+
+
+def _open_backend(directory: Path, manifest: Manifest, threads: int, exact: bool | None, warm: bool) -> Engine:
+    engine = _load_backend(directory, manifest, threads, exact)
+    if warm:
+        with closed_on_failure(engine):
+            engine.warm_up()
     return engine
 
 
-def _open_backend(directory: Path, manifest: Manifest, threads: int, exact: bool | None) -> Engine:
+@contextmanager
+def closed_on_failure(engine: Engine) -> Iterator[None]:
+    """Close the engine where the block raises: whoever was to own it does not come to be."""
+    try:
+        yield
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _load_backend(directory: Path, manifest: Manifest, threads: int, exact: bool | None) -> Engine:
     if manifest.backend == "onnxruntime":
         _check_onnxruntime(directory, manifest)
         from ddtree_trt.runtime.ort import OrtEngine
@@ -68,12 +100,7 @@ def _open_backend(directory: Path, manifest: Manifest, threads: int, exact: bool
         require_torch(f"{directory} was built for the torch backend")
         from ddtree_trt.runtime.torch import TorchEngine
 
-        try:
-            return TorchEngine.open(directory, manifest, threads=threads)
-        except RuntimeError as error:
-            if "alloc" not in str(error):  # PyTorch has no other sign of it on a CPU
-                raise
-            raise MemoryError(str(error).splitlines()[0]) from error
+        return TorchEngine.open(directory, manifest, threads=threads)
     from ddtree_trt.runtime.trt import TrtEngine
 
     return TrtEngine.open(directory, manifest)
