@@ -9,14 +9,14 @@ import platform
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact import installed_versions, load_manifest, newest_engine
 from ddtree_trt.cpu import Cpu, read_cpu
-from ddtree_trt.errors import ArtifactError, install_with
+from ddtree_trt.errors import ArtifactError, EngineError, install_with
+from ddtree_trt.isolation import isolated
 from ddtree_trt.memory import Place, plan_manifest
 from ddtree_trt.plugins import ABI, library
 
@@ -180,11 +180,11 @@ def _check_flash() -> Check:
     found = installed_versions(*_FLASH)
     if not found:
         return Check("flash-attn", False, "not installed, and not needed", use)
-    command = [sys.executable, "-c", "from flash_attn import flash_attn_with_kvcache"]
     try:
+        command = isolated("from flash_attn import flash_attn_with_kvcache")
         run = subprocess.run(command, capture_output=True, text=True, timeout=_FLASH_TIMEOUT_S)
         status, words = run.returncode, run.stderr.strip().splitlines()
-    except (OSError, subprocess.SubprocessError) as error:
+    except (EngineError, OSError, subprocess.SubprocessError) as error:
         status, words = 1, [str(error)]
     detail = _listing(found)
     if status:

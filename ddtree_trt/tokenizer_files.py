@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 from ddtree_trt.reading import Source
+
+
+def has_chat_template(directory: Path) -> bool:
+    """Whether the tokenizer in a directory has a chat template, without loading it. False where that cannot be read."""
+    if (directory / "chat_template.jinja").is_file():
+        return True
+    try:
+        settings = json.loads((directory / "tokenizer_config.json").read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(settings, dict) and bool(settings.get("chat_template"))
 
 
 def load_tokenizer(directory: Path, source: Source) -> Any:

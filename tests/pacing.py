@@ -29,6 +29,19 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(_POLL_S)
 
 
+class Stopwatch:
+    """Seconds from the beginning to the end of a `with` block: to print, not to assert."""
+
+    seconds: float
+
+    def __enter__(self) -> Stopwatch:
+        self._start = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds = time.monotonic() - self._start
+
+
 class Passes:
     """Stands before `engine.verify` and decides when a pass may begin. Open at first.
 

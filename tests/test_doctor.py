@@ -53,13 +53,33 @@ def test_what_was_found_of_flash_attention(
 ) -> None:
     """It is imported elsewhere: a wheel that ends its process does not end ours."""
     (tmp_path / "flash_attn.py").write_text(source)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    pretend_flash_attention(monkeypatch)
+    flash = check("flash-attn")
+    assert flash.found is found and words in flash.detail and "2.8.3" in flash.detail
+    assert "flash_attn" not in sys.modules
+
+
+def pretend_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     versions = doctor.installed_versions
 
     def installed_versions(*names: str) -> dict[str, str]:
         return {"flash-attn": "2.8.3"} if names == ("flash-attn",) else versions(*names)
 
     monkeypatch.setattr(doctor, "installed_versions", installed_versions)
-    flash = check("flash-attn")
-    assert flash.found is found and words in flash.detail and "2.8.3" in flash.detail
-    assert "flash_attn" not in sys.modules
+
+
+def test_nothing_of_the_working_directory_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "flash_attn.py").write_text(f"open({str(ran)!r}, 'w'); flash_attn_with_kvcache = None")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    pretend_flash_attention(monkeypatch)
+    assert "No module named 'flash_attn'" in check("flash-attn").detail
+    assert not ran.exists()
+
+
+def test_without_a_known_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_flash_attention(monkeypatch)
+    monkeypatch.setattr(sys, "executable", "")
+    assert "sys.executable is not set" in check("flash-attn").detail

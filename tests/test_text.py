@@ -16,6 +16,7 @@ from scripted import Saying, SayingTarget, ScriptedEngine, completion
 
 import ddtree_trt
 from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime import text
 from ddtree_trt.runtime.outputs import CompletionOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
@@ -30,6 +31,19 @@ STOPS = st.lists(st.lists(st.sampled_from(PIECES), min_size=1, max_size=3).map("
 WORDS = st.integers(0, VOCAB - 1)  # whatever the model may say: special tokens, halves of characters
 BYTES = WORDS.map(lambda t: t % 300)  # mostly single bytes
 SCRIPTS = st.one_of(TEXTS.map(CODEC.encode), st.lists(WORDS, max_size=20), st.lists(BYTES, max_size=20))
+
+
+def test_many_token_ids_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event loop passes them: what takes a microsecond for each would hold it up."""
+    prompt = list(range(VOCAB)) * 3
+    with monkeypatch.context() as patch:
+        patch.setattr(text, "as_integer", None)
+        ids = CODEC.encode(prompt)
+    assert ids == prompt and ids is not prompt, "the caller may change its own"
+    assert CODEC.encode([np.int64(7), 8]) == [7, 8]
+    assert CODEC.encode([]) == []
+    with pytest.raises(UsageError, match="whose item 1 is True"):
+        CODEC.encode([7, True])
 
 
 def settled(tokens: Sequence[int], skip: bool = True) -> str:

@@ -3,7 +3,7 @@
 A template is a program that came with a checkpoint. Jinja's sandbox keeps it from files and modules, but not from loops
 that never end or texts that double, and neither a thread nor one operation on a long number or text can be stopped from
 within the interpreter. A process can: the kernel refuses it memory, and it is killed when its time is up. There is one
-for all engines of this process, started by the first rendering or by `start`; it ends when its input ends.
+for all engines of this process, started by the first rendering or by `start_for`; it ends when its input ends.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import json
 import os
 import select
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from ddtree_trt.errors import EngineError, UsageError, shown
+from ddtree_trt.isolation import isolated
+from ddtree_trt.tokenizer_files import has_chat_template
 
 _START_S = 120.0  # for the process to import what it needs, on a machine that has other things to do
 _PIPE_BYTES = 1 << 16
-# Isolated from the directory and the variables it is started in, but with this process's own packages.
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {module} import main; main()"
+_ERROR_BYTES = 4096  # of what a process that did not start has written last
 _MODULE = "ddtree_trt.runtime.chat_template_worker"
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 
@@ -47,12 +48,18 @@ class Renderer:
         self._limits = limits or Limits()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
+        self._errors: BinaryIO | None = None  # what the process writes to stderr until it is ready
         self._ready = False
 
     def start(self) -> None:
         """Start the process without waiting for it, so that the first rendering finds it ready."""
         with self._lock:
             self._start()
+
+    def start_for(self, directory: Path) -> None:
+        """The same where the tokenizer in the directory has a chat template."""
+        if has_chat_template(directory):
+            self.start()
 
     def wait(self) -> None:
         """Wait until the process is ready. Raises EngineError where it cannot be started."""
@@ -63,7 +70,7 @@ class Renderer:
         """The text of a chat, with the turn of the assistant begun.
 
         Raises UsageError where the template refuses the messages or takes more than the limits allow, EngineError where
-        no process can be started.
+        no process can be started, or it ends for another reason.
         """
         try:
             chat = [dict(message) for message in messages]
@@ -115,10 +122,13 @@ class Renderer:
         """The process's answer. Where it is the last one, or none has come, the next call starts another process."""
         answer: dict[str, Any] = json.loads(line) if line else {"last": True}
         if answer.get("last"):
+            words = self._last_words()
             code = self._stop()
             if doing == "start":
-                raise EngineError(f"chat templates cannot be rendered: {answer.get('error', f'exit code {code}')}")
-            answer.setdefault("error", f"its process ended with code {code}")
+                reason = answer.get("error") or f"exit code {code}{words and f': {words}'}"
+                raise EngineError(f"chat templates cannot be rendered: {reason}")
+            if "error" not in answer:
+                raise EngineError(f"the process that renders chat templates ended with code {code}; try again")
         return answer
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -126,20 +136,23 @@ class Renderer:
             return self._process
         self._stop()
         limits = json.dumps([self._limits.seconds, self._limits.memory_bytes, self._limits.characters])
-        path = json.dumps([entry for entry in sys.path if isinstance(entry, str)])
-        command = [sys.executable, "-I", "-c", _BOOT.format(module=_MODULE), path, limits]
         try:
+            command = isolated(f"from {_MODULE} import main; main()", limits)
+            self._errors = os.fdopen(os.memfd_create("stderr"), "w+b")  # a pipe would fill up
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=self._errors,
                 env={**os.environ, **_ONE_THREAD},
                 bufsize=0,
                 start_new_session=True,  # Ctrl-C in a terminal is for this process
             )
+        except EngineError as error:
+            raise EngineError(f"chat templates cannot be rendered: {error}") from error
         except OSError as error:
-            raise EngineError(f"chat templates cannot be rendered: {sys.executable} does not start: {error}") from error
+            self._stop()
+            raise EngineError(f"chat templates cannot be rendered: {command[0]} does not start: {error}") from error
         assert self._process.stdin is not None
         os.set_blocking(self._process.stdin.fileno(), False)
         return self._process
@@ -156,9 +169,20 @@ class Renderer:
                 return b""
         return bytes(line)
 
+    def _last_words(self) -> str:
+        """The last line that the process wrote to stderr."""
+        if self._errors is None:
+            return ""
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _ERROR_BYTES))
+        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
+        return shown(lines[-1])[1:-1] if lines else ""
+
     def _stop(self) -> int | None:
         """Kill the process; returns its exit code."""
         process, self._process, self._ready = self._process, None, False
+        if self._errors is not None:
+            self._errors.close()
+            self._errors = None
         if process is None:
             return None
         process.kill()
@@ -172,7 +196,7 @@ class Renderer:
     def _forget(self) -> None:
         """In a forked process: the child is the parent's."""
         self._lock = threading.Lock()
-        self._process, self._ready = None, False
+        self._process, self._errors, self._ready = None, None, False
 
 
 def _write(process: subprocess.Popen[bytes], data: bytes, end: float) -> None:
@@ -191,6 +215,6 @@ def _wait(descriptor: int, event: int, end: float) -> None:
 
 
 _shared = Renderer()
-start, wait, render = _shared.start, _shared.wait, _shared.render
+start_for, wait, render = _shared.start_for, _shared.wait, _shared.render
 atexit.register(_shared.close)
 os.register_at_fork(after_in_child=_shared._forget)

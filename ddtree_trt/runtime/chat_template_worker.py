@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 def main() -> None:
     """Answer until the input ends."""
-    seconds, memory_bytes, characters = json.loads(sys.argv[2])
+    seconds, memory_bytes, characters = json.loads(sys.argv[1])
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     sys.stdout = sys.stderr  # nothing but answers is an answer
     try:
@@ -25,14 +25,13 @@ def main() -> None:
         _send(answers, {"error": f"{type(error).__name__}: {error}", "last": True})
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    memory = _mapped_bytes() + memory_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    _limit(resource.RLIMIT_AS, _mapped_bytes() + memory_bytes)
+    _silence()
     _send(answers, {"ready": True})
     for line in requests:
         # Whoever started this process ends it in time; this is for when that one is gone.
         spent = resource.getrusage(resource.RUSAGE_SELF)
-        limit = math.ceil(spent.ru_utime + spent.ru_stime + 2 * seconds) + 1
-        resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
+        _limit(resource.RLIMIT_CPU, math.ceil(spent.ru_utime + spent.ru_stime + 2 * seconds) + 1)
         _send(answers, _answer(render_jinja_template, line, memory_bytes, characters))
 
 
@@ -52,6 +51,19 @@ def _answer(render: Any, line: bytes, memory_bytes: int, characters: int) -> dic
         return {"error": f"it needs more than the {memory_bytes >> 20} MiB allowed", "last": True}
     except Exception as error:  # a template is a program of its own and raises what it likes
         return {"error": str(error)[:1000] or type(error).__name__}
+
+
+def _limit(kind: int, most: int) -> None:
+    """Limit this process, within the hard limit it was started with, which stays."""
+    _, hard = resource.getrlimit(kind)
+    resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
+
+
+def _silence() -> None:
+    """What is written to stderr from here on is read by nobody."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stderr.fileno())
+    os.close(nowhere)
 
 
 def _mapped_bytes() -> int:

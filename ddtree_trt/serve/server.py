@@ -42,7 +42,7 @@ def serve_engine(engine_dir: Path, options: ServeOptions) -> None:
 def make_server(engine_dir: Path, options: ServeOptions, listener: socket.socket) -> Server:
     """Load the engine and put a server in front of it. Raises ArtifactError when the directory cannot be used."""
     metrics = Metrics(load_manifest(engine_dir))
-    chat_template.start()  # beside the loading of the engine
+    chat_template.start_for(engine_dir)  # beside the loading of the engine
     llm = AsyncLLM(
         engine_dir,
         threads=options.threads,
