@@ -23,6 +23,7 @@ from __future__ import annotations
 from ddtree_trt.runtime.costs import Costs
 
 STAKE, TRIAL = 0.9, 2.0  # what a request may lose, in single-token passes
+PROOF = 3.0  # what a request has gained, in single-token passes, before others learn from it: less may be luck
 SHARE = 1 / 128  # of the time of single-token rounds
 MEMORY = 32.0  # rounds after which a gain counts for a third, so that a request that gets worse is noticed
 PATIENCE = 2  # a request whose probes failed so often waits for 2 ** PATIENCE prices: newer ones come first
@@ -49,8 +50,9 @@ class Account:
         self._failed = 0  # probes in a row that did not gain
         self._foreseen = 0  # tokens after the latest draft that it had for their places
         self._reconsidered = 0  # times since the request last gained
-        self._proved = False  # by its latest draft
+        self._paid = False  # its latest draft
         self.stopped = self.probing = False
+        self.proved = False  # whether drafting has gained more than luck may
 
     @property
     def gains(self) -> bool:
@@ -71,13 +73,13 @@ class Account:
 
     def most_nodes(self, costs: Costs) -> int:
         """What the next round may verify and draft."""
-        return costs.most if self.gains or self._proved else costs.affordable(TRIAL * costs.single_s)
+        return costs.most if self.gains or self._paid else costs.affordable(TRIAL * costs.single_s)
 
     def settle(self, costs: Costs, nodes: int, tokens: int) -> None:
         """A drafting round verified so many nodes and committed so many tokens."""
         cost_s = costs.round_s(nodes)
         gain_s = tokens * costs.single_s - cost_s
-        self._proved, self._foreseen = gain_s > 0, 0
+        self._paid, self._foreseen = gain_s > 0, 0
         if self.probing:
             self._savings.seconds -= cost_s - costs.single_s
             self.probing = False
@@ -88,6 +90,7 @@ class Account:
             kept = 1 - 1 / MEMORY if self._balance_s > 0 else 1.0
             self._balance_s = kept * self._balance_s + gain_s
             self.stopped = self._balance_s < -STAKE * costs.single_s
+        self.proved = not self.stopped and self._balance_s > PROOF * costs.single_s
         if self.gains:
             self._reconsidered = 0
 

@@ -191,7 +191,7 @@ class AutoBudget:
                 self._account.foreseen(self._costs)
             return
         self._account.settle(self._costs, self.last.nodes, len(path))
-        self._calibration.observe(tree, path, share=self._account.gains)
+        self._calibration.observe(tree, path, share=self._account.proved)
         self._failed = None
         if self._account.stopped:
             self._failed = _FailedDraft(self._drafted, len(path))

@@ -7,8 +7,8 @@ q̂ = exp(log_weight) · r_1 · … · r_d.
 
 Evidence is forgotten exponentially, so that what is no longer tried drifts back to the prior. A request's prior is the
 engine-wide calibration; the engine's own prior at a depth is the depth above, since few walks reach the deep ones. The
-engine learns from requests once they gain by drafting, from their first draft on: what it expects for a new request is
-what such requests have shown, whatever the others were like.
+engine learns from requests once they have clearly gained by drafting, from their first draft on: what it expects for a
+new request is what such requests have shown, whatever the others were like.
 """
 
 from __future__ import annotations
