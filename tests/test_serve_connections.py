@@ -90,10 +90,10 @@ def test_a_connection_dropped_while_waiting_or_sending_leaves_nothing(server: Th
 
 
 def test_a_client_that_leaves_a_stream_of_many_choices(server: ThreadServer) -> None:
-    with server.http.stream(
-        "POST", "/v1/completions", json={"prompt": ["a", "b"], "n": 2, "stream": True, **LONG}
-    ) as r:
-        next(r.iter_lines())
+    body = {"prompt": ["a", "b"], "n": 2, "stream": True, **LONG}
+    with server.http.stream("POST", "/v1/completions", json=body) as r:
+        lines = r.iter_lines()  # kept: one that is thrown away closes the connection
+        next(lines)
         wait_for(lambda: server.llm.running == 4)
 
 
