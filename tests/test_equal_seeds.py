@@ -8,6 +8,7 @@ does many; how many differ is printed with -s.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -27,7 +28,10 @@ from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.sampling import Sampler
 
 SLOTS = 4
-ALLOWED = {"fp32": 0.005, "int8": 0.03}  # share of requests that may differ, all of them by ties
+ALLOWED = {"fp32": 0.005, "int8": 0.01}  # share of requests that may differ, all of them by ties
+# An int8 engine is exact: a row of a tree differs from that of `ar` by the order of attention's sums alone, mostly by
+# 3e-7 of the largest logit. Where that moves an activation over a border of its 8 bits, it is up to 2^-7.9 (measured).
+ROUNDING = {"fp32": RELATIVE_ROUNDING["fp32"], "int8": 2.0**-7}
 
 
 @pytest.fixture(scope="module", params=["fp32", "int8"])
@@ -85,7 +89,7 @@ class Tie:
         for token in common:
             sampler.observe(token)
         raw = last_row(llm, [*prompt, *common])
-        self.rounding = RELATIVE_ROUNDING[manifest.precision] * float(np.abs(raw).max())
+        self.rounding = ROUNDING[manifest.precision] * float(np.abs(raw).max())
         self.params, self.row = params, sampler._processed(raw).astype(np.float64)
         seed, position = sampler.noise.target_seed % 2**64, len(prompt) + len(common)
         self.values = self.row + params.temperature * _native.gumbel(seed, position, len(self.row))
@@ -108,10 +112,11 @@ class Tie:
         if params.min_p > 0:
             verdicts.append(_verdict(x[token] - x.max() - params.temperature * math.log(params.min_p), r))
         if params.top_p < 1:
-            above, whole = weights[x > x[token] + r].sum(), weights.sum()
-            least, most = above / whole, weights[x > x[token] - r].sum() / whole
-            slack = min(1.0, math.expm1(min(r / params.temperature, 50)))
-            verdicts.append(None if least - slack >= params.top_p else most + slack < params.top_p)
+            others = np.arange(len(x)) != token  # those before it count, not its own weight
+            least, most = (weights[others & (x > x[token] + shift)].sum() / weights.sum() for shift in (r, -r))
+            odds = math.exp(min(r / params.temperature, 50))  # by which rounding may move those of a share
+            least, most = least / (least + (1 - least) * odds), most * odds / (1 - most + most * odds)
+            verdicts.append(None if least >= params.top_p else bool(most < params.top_p))
         return None if None in verdicts else all(verdicts)
 
 
@@ -132,13 +137,16 @@ def last_row(llm: LLM, tokens: list[int]) -> np.ndarray:
     return row
 
 
-def differing(llm: LLM, prompts: list[Any], count: int, seed: int) -> tuple[int, list[str]]:
-    """Completions made, and of each that is not that of `ar` how far it is from a tie."""
+def differing(llm: LLM, prompts: list[Any], count: int, seed: int, **options: Any) -> tuple[int, list[str]]:
+    """Completions made, and of each that is not that of `ar` how far it is from a tie. `options`: of every request.
+
+    The chains of an exact engine have no ties: each row of theirs is, bit for bit, that of `ar`.
+    """
     rng, made, found = np.random.default_rng(seed), 0, []
     vocab, precision = llm.engine.manifest.target_dims.vocab_size, llm.engine.manifest.precision
     while made < count:
         chosen = [prompts[i] for i in rng.integers(0, len(prompts), rng.integers(1, SLOTS + 2))]
-        params = [random_params(rng, vocab) for _ in chosen]
+        params = [dataclasses.replace(random_params(rng, vocab), **options) for _ in chosen]
         together = llm.generate(chosen, params)
         for prompt, p, output in zip(chosen, params, together, strict=True):
             alone = SamplingParams(**{**vars(p), "method": "ar", "tree_budget": "auto"})
@@ -151,6 +159,8 @@ def differing(llm: LLM, prompts: list[Any], count: int, seed: int) -> tuple[int,
                 pairs = list(zip(a.token_ids, b.token_ids, strict=False))
                 place = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
                 assert place is not None, f"{p}: one output is the beginning of the other"
+                exact = getattr(llm.engine, "exact", False) and p.method != "ddtree"
+                assert not exact, f"{p}: token {place} of a chain is not that of ar in an exact engine"
                 tie = Tie(llm, output.prompt_token_ids, p, a.index, a.token_ids[:place])
                 gap = tie.gap(*pairs[place])
                 found.append(f"{p.method} at {p.temperature}, token {place}: {gap:.2g} apart")
@@ -158,8 +168,8 @@ def differing(llm: LLM, prompts: list[Any], count: int, seed: int) -> tuple[int,
     return made, found
 
 
-def assert_equal(llm: LLM, prompts: list[Any], count: int, seed: int) -> None:
-    made, found = differing(llm, prompts, count, seed)
+def assert_equal(llm: LLM, prompts: list[Any], count: int, seed: int, **options: Any) -> None:
+    made, found = differing(llm, prompts, count, seed, **options)
     precision = llm.engine.manifest.precision
     print(f"\n{precision}: {len(found)} of {made} completions are not those of ar\n" + "\n".join(found))
     assert len(found) <= 1 + ALLOWED[precision] * made
@@ -177,11 +187,14 @@ def test_many_random_requests_give_the_tokens_of_ar(directory: Path, prompts: li
         assert_equal(llm, prompts, 1200 if llm.engine.manifest.precision == "fp32" else 400, seed=2)
 
 
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}], ids=["any", "top_p"])
+@pytest.mark.parametrize("method", ["dflash", "ddtree"])
 def test_a_difference_that_is_no_tie_is_found(
-    directory: Path, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+    directory: Path, prompts: list[Any], monkeypatch: pytest.MonkeyPatch, method: str, options: dict[str, Any]
 ) -> None:
-    """Noise that does not belong to the seed fails at once."""
+    """Noise that does not belong to the seed fails at once, also where filters leave much to rounding."""
     made = Noise.__init__
     monkeypatch.setattr(Noise, "__init__", lambda self, seed, index: made(self, None, index))
-    with LLM(directory, threads=1) as llm, pytest.raises(AssertionError, match=r"apart, .* rounds by"):
-        assert_equal(llm, prompts, 40, seed=1)
+    found = r"apart, .* rounds by|a token was drawn that the filters leave out|not that of ar in an exact engine"
+    with LLM(directory, threads=1) as llm, pytest.raises(AssertionError, match=found):
+        assert_equal(llm, prompts, 40, seed=1, method=method, **options)
