@@ -99,16 +99,16 @@ class Decoding:
 
     def round(self) -> None:
         made, left = self.spent.tokens, self.request.tokens - self.spent.tokens
-        costs, ceiling, tree, nodes = self._model.at(made), self._budget.ceiling(made), EMPTY, 0
+        costs, ceiling, tree, nodes = self._model.at(made), self._budget.ceiling(made, left), EMPTY, 0
         if ceiling:
             tree = chain(np.zeros(ceiling, np.int32)) if self._chains else self._text.tree(made, ceiling)
             nodes = self._budget.choose(tree, made)
         following = self._text.tokens[made:]
         path = descend(tree.cut(nodes), iter(following.tolist()))
-        if len(path) < left:
-            self._budget.observe(tree.cut(nodes), path, int(following[len(path) - 1]))
+        path = path[:left]
+        self._budget.observe(tree.cut(nodes), path, int(following[len(path) - 1]), ends=len(path) == left)
         seconds = costs.round_s(nodes) if ceiling else costs.single_s
-        self.spent += Spent(seconds, min(len(path), left), 1, bool(ceiling))
+        self.spent += Spent(seconds, len(path), 1, bool(ceiling))
 
 
 def descend(tree: DraftTree, tokens: Iterator[int]) -> NDArray[np.int32]:

@@ -174,7 +174,7 @@ def run_rounds(auto: AutoBudget, shared: AutoBudgets, tokens: int, trust: float,
     spent, made = 0.0, 0
     while made < tokens:
         costs = shared.costs.at(made)
-        ceiling = auto.ceiling(made)
+        ceiling = auto.ceiling(made, tokens - made)
         tree = random_tree(rng, ceiling) if ceiling else build_tree(np.zeros((0, 0)), np.zeros((0, 0)), 0)
         if ceiling:
             tree = tree.cut(auto.choose(tree, made))
@@ -295,7 +295,7 @@ def test_paid_rows_up_to_the_bucket_are_used() -> None:
         shared = AutoBudgets(machine, 64, 15, buckets=steps)
         auto, rng = shared.for_sequence(), np.random.default_rng(0)
         for round_ in range(60):
-            most = auto.ceiling(round_)
+            most = auto.ceiling(round_, 999)
             tree = random_tree(rng, most, 15, 0.05)
             nodes = auto.choose(tree, round_)
             assert nodes + 1 in steps or nodes == len(tree) <= 64
@@ -342,7 +342,7 @@ def test_a_drafted_token_has_its_own_cost_where_tokens_are_drafted_one_by_one(mo
 def test_a_drafter_that_can_never_pay_is_never_asked() -> None:
     shared = AutoBudgets(make_profile(draft_s=9.0), 64, 7)
     auto = shared.for_sequence()
-    assert [auto.ceiling(past) for past in range(300)] == [0] * 300
+    assert [auto.ceiling(past, 999) for past in range(300)] == [0] * 300
 
 
 def test_the_tokens_behind_a_failed_draft_may_bring_drafting_back() -> None:
@@ -351,8 +351,8 @@ def test_the_tokens_behind_a_failed_draft_may_bring_drafting_back() -> None:
         shared = AutoBudgets(CPU, 64, 15)
         auto = shared.for_sequence()
         ids = np.tile(np.arange(10, 26, dtype=np.int32)[:, None], (1, 2)) + np.array([0, 100], np.int32)
-        tree = build_tree(np.log([[0.9, 0.1]] * 15), ids[:15], auto.ceiling(0))
+        tree = build_tree(np.log([[0.9, 0.1]] * 15), ids[:15], auto.ceiling(0, 999))
         auto.observe(tree.cut(auto.choose(tree, 0)), np.array([0], np.int32), 7)
-        assert auto.ceiling(1) == 0
+        assert auto.ceiling(1, 999) == 0
         auto.observe(EMPTY, np.array([0], np.int32), 11 if foreseen else 7)
-        assert (auto.ceiling(2) > 0) is foreseen
+        assert (auto.ceiling(2, 999) > 0) is foreseen

@@ -8,18 +8,20 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from simulated import CHAINS, CPU, GOOD, GPU, LIAR, UNSURE, Machine, Quality, Request, Spent, total
+from simulated import CHAINS, CPU, GOOD, GPU, LIAR, SLOW_CPU, UNSURE, Machine, Quality, Request, Spent, total
 
 from ddtree_trt.runtime.account import SHARE, STAKE, TRIAL
 
 MACHINES = {"cpu": (CPU, False), "gpu": (GPU, False), **{name: (costs, True) for name, costs in CHAINS.items()}}
+PROFILES = MACHINES | {"slow-cpu": (SLOW_CPU, False)}
 TREES = ("cpu", "gpu")
+STEEP = (*TREES, "small")  # on the others γ of 2 and of 3 are about as fast, so that tokens a round say little
 FIXED = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48)
 POOR = {"liar": LIAR, "unsure": UNSURE}
 
 
 def machine(name: str, slots: int = 1) -> Machine:
-    profile, chains = MACHINES[name]
+    profile, chains = PROFILES[name]
     return Machine(profile, chains=chains, slots=slots)
 
 
@@ -32,10 +34,20 @@ def per_round(parts: list[Spent]) -> float:
     return spent.tokens / spent.rounds
 
 
+def per_second(parts: list[Spent]) -> float:
+    spent = total(parts)
+    return spent.tokens / spent.seconds
+
+
 @functools.cache
+def on_fresh(name: str, count: int, tokens: int) -> list[Spent]:
+    """Good requests on an engine that has seen nothing."""
+    return machine(name).run(good_requests(count, tokens))
+
+
 def fresh(name: str, count: int, tokens: int) -> float:
     """Tokens a round of good requests on an engine that has seen nothing."""
-    return per_round(machine(name).run(good_requests(count, tokens)))
+    return per_round(on_fresh(name, count, tokens))
 
 
 poor_requests = st.lists(
@@ -65,7 +77,10 @@ def test_good_requests_draft_whatever_went_before(name: str, history: list[Reque
     used = machine(name, slots)
     used.run(history)
     used.slots = 1
-    assert per_round(used.run(good_requests(20))) >= 0.95 * fresh(name, 20, 64)
+    parts = used.run(good_requests(20))
+    assert per_second(parts) >= 0.95 * per_second(on_fresh(name, 20, 64))
+    if name in STEEP:
+        assert per_round(parts) >= 0.95 * fresh(name, 20, 64)
 
 
 def test_requests_that_gained_by_luck_teach_the_engine_nothing() -> None:
@@ -105,14 +120,21 @@ def in_hindsight(name: str, request: Request) -> float:
     return min(float(request.tokens), *(one.fixed(request, n).seconds for n in budgets))
 
 
-@pytest.mark.parametrize("name", MACHINES)
-@pytest.mark.parametrize("poor", POOR)
-def test_mixed_traffic_is_about_as_fast_as_the_best_choice_for_each_request(name: str, poor: str) -> None:
+MIDDLING = {f"trust {t}": Quality(t) for t in (0.5, 0.6, 0.7)}
+SLOW = {("small", "trust 0.5"): 1.07, ("small", "trust 0.6"): 1.07}  # drafting or not is about as fast
+
+
+@pytest.mark.parametrize("name", [*MACHINES, "slow-cpu"])
+@pytest.mark.parametrize("other", [*POOR, *MIDDLING])
+def test_mixed_traffic_is_about_as_fast_as_the_best_choice_for_each_request(name: str, other: str) -> None:
+    """To 1.05, but for drafters of middling quality that draft token by token, and where a draft costs 1.5 passes, so
+    that the one trial a request can afford is a chain of three, which good requests fail as well."""
     rng = np.random.default_rng(7)
-    qualities = rng.permutation([GOOD, POOR[poor]] * 60)
+    qualities = rng.permutation([GOOD, (POOR | MIDDLING)[other]] * 60)
     requests = [Request(q, int(rng.integers(32, 129)), i) for i, q in enumerate(qualities)]
     best = sum(in_hindsight(name, r) for r in requests)
-    assert total(machine(name).run(requests)).seconds <= 1.05 * best
+    most = 1.08 if name == "slow-cpu" else SLOW.get((name, other), 1.05)
+    assert total(machine(name).run(requests)).seconds <= most * best
 
 
 requests_of_any_kind = st.lists(

@@ -48,14 +48,16 @@ class Budget(Protocol):
 
     last: Decision | None  # of the latest round; None where nothing was decided
 
-    def ceiling(self, past: int) -> int:
-        """Most nodes worth drafting for at `past` committed tokens; 0 skips the drafter this round."""
+    def ceiling(self, past: int, left: int) -> int:
+        """Most nodes worth drafting for at `past` committed tokens, where at most `left` ≥ 1 tokens may still come; 0
+        skips the drafter this round."""
 
     def choose(self, tree: DraftTree, past: int) -> int:
         """How many nodes of the tree, in pop order, to verify."""
 
-    def observe(self, tree: DraftTree, path: NDArray[np.int32], next_token: int) -> None:
-        """Learn from a verified tree, the accepted path [m], root first, and the target's choice at its end."""
+    def observe(self, tree: DraftTree, path: NDArray[np.int32], next_token: int, *, ends: bool = False) -> None:
+        """Learn from a verified tree, the accepted path [m], root first, and the target's choice at its end. `ends`:
+        the answer ends there and may have cut the path, which says nothing of the draft: only the cost counts."""
 
 
 class FixedBudget:
@@ -65,13 +67,13 @@ class FixedBudget:
         self.nodes = nodes
         self.last: Decision | None = None
 
-    def ceiling(self, past: int) -> int:
+    def ceiling(self, past: int, left: int) -> int:
         return self.nodes
 
     def choose(self, tree: DraftTree, past: int) -> int:
         return self.nodes
 
-    def observe(self, tree: DraftTree, path: NDArray[np.int32], next_token: int) -> None:
+    def observe(self, tree: DraftTree, path: NDArray[np.int32], next_token: int, *, ends: bool = False) -> None:
         pass
 
 
@@ -148,8 +150,8 @@ class AutoBudget:
         self._failed: _FailedDraft | None = None
         self.last: Decision | None = None
 
-    def ceiling(self, past: int) -> int:
-        self._costs = self._shared.costs.at(past)
+    def ceiling(self, past: int, left: int) -> int:
+        self._costs = self._shared.costs.at(past, left)
         if self._account.may_draft(self._costs) and (most := self._most()):
             return most
         self.last = Decision(0, 1.0, self._costs.single_s, self._costs.single_s, drafted=False)
@@ -170,6 +172,7 @@ class AutoBudget:
         that the engine would pad are used. A probe expects of the drafter what requests that gain have seen of it."""
         account, costs = self._account, self._costs
         ratios = (self._shared.calibration if account.probing else self._calibration).ratios()
+        ratios[costs.deepest :] = 0.0  # the answer ends above these depths
         most = account.most_nodes(costs)
         nodes, expected = _native.best_prefix(
             log_weights[:most],
@@ -183,7 +186,7 @@ class AutoBudget:
         self.last = Decision(nodes, expected, costs.round_s(nodes), costs.single_s, probe=account.probing)
         return nodes
 
-    def observe(self, tree: DraftTree, path: NDArray[np.int32], next_token: int) -> None:
+    def observe(self, tree: DraftTree, path: NDArray[np.int32], next_token: int, *, ends: bool = False) -> None:
         if self.last is None:
             return
         if not self.last.drafted:
@@ -191,6 +194,8 @@ class AutoBudget:
                 self._account.foreseen(self._costs)
             return
         self._account.settle(self._costs, self.last.nodes, len(path))
+        if ends:
+            return
         self._calibration.observe(tree, path, share=self._account.proved)
         self._failed = None
         if self._account.stopped:
@@ -216,7 +221,7 @@ class AutoLength(AutoBudget):
         length = self._best(self._any.log_weights, self._any.depths, self._costs.least if trial else 0)
         if not length:
             self._account.stop(self._costs)
-        return length
+        return min(length, self._costs.deepest)
 
     def choose(self, tree: DraftTree, past: int) -> int:
         self._drafted = tree

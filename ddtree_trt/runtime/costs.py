@@ -19,6 +19,7 @@ class Costs:
     draft_s: float  # a draft, what each drafted token costs aside
     nodes_s: NDArray[np.float64]  # [1 + max_nodes]: drafting, where it goes by the token, and verifying n nodes
     least: int  # fewest nodes that pay if as many are accepted as can be; 0 where none do
+    deepest: int  # depth below which an accepted node adds no token
 
     @property
     def most(self) -> int:
@@ -53,35 +54,35 @@ class CostModel:
     ) -> None:
         """`buckets`: numbers of tree tokens that passes are padded to, rising; None where they are not."""
         self._nodes = np.arange(max_nodes + 1)
-        self._most_tokens = 1 + np.minimum(self._nodes, max_depth)
+        self._max_depth = max_depth
         padded = _padded_nodes(self._nodes, buckets)
         self.filled = _filled(padded)
         self._contexts = np.array([c.context for c in profile.contexts], float)
         self._draft = np.array([(c.draft_s, c.draft_token_s) for c in profile.contexts])
         self._verify = np.stack([c.verify_curve(int(padded.max()))[padded] for c in profile.contexts])
-        self._known: dict[int, Costs] = {}
+        self._known: dict[tuple[int, int], Costs] = {}
 
-    def at(self, past: int) -> Costs:
-        """Costs at `past` committed tokens."""
-        step = past // self.STEP
-        if step not in self._known:
-            self._known[step] = self._interpolate((step + 0.5) * self.STEP)
-        return self._known[step]
+    def at(self, past: int, left: int | None = None) -> Costs:
+        """Costs at `past` committed tokens, where a round can yield at most `left` ≥ 1 tokens (None: any number)."""
+        step, deepest = past // self.STEP, self._max_depth if left is None else min(self._max_depth, left - 1)
+        if (step, deepest) not in self._known:
+            self._known[step, deepest] = self._interpolate((step + 0.5) * self.STEP, deepest)
+        return self._known[step, deepest]
 
     def fill(self, nodes: int) -> int:
         """The largest number of nodes verified at the cost of `nodes`."""
         return int(self.filled[nodes])
 
-    def _interpolate(self, past: float) -> Costs:
+    def _interpolate(self, past: float, deepest: int) -> Costs:
         place = float(np.interp(past, self._contexts, np.arange(len(self._contexts))))
         low, share = int(place), place - int(place)
         high = min(low + 1, len(self._contexts) - 1)
         verify = (1 - share) * self._verify[low] + share * self._verify[high]
         draft_s, token_s = ((1 - share) * self._draft[low] + share * self._draft[high]).tolist()
         nodes_s, single_s = verify + token_s * self._nodes, float(verify[0])
-        pays = self._most_tokens * single_s > draft_s + nodes_s
+        pays = (1 + np.minimum(self._nodes, deepest)) * single_s > draft_s + nodes_s
         pays[0] = False
-        return Costs(single_s, draft_s, nodes_s, self.fill(int(pays.argmax())))
+        return Costs(single_s, draft_s, nodes_s, self.fill(int(pays.argmax())), deepest)
 
 
 def _padded_nodes(nodes: NDArray[np.int64], buckets: Sequence[int] | None) -> NDArray[np.int64]:

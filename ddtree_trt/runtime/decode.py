@@ -46,7 +46,7 @@ class _Turn:
         self.sequence, self.slot = sequence, sequence.slot
         self.past = engine.length(self.slot)
         self.root_token = sequence.bonus_token
-        self.ceiling = sequence.budget.ceiling(self.past) if sequence.drafts else 0
+        self.ceiling = sequence.budget.ceiling(self.past, sequence.left) if sequence.drafts else 0
         self.proposal = NOTHING
         self.path: Path | None = None  # accepted nodes [m]; None until the walk, and for good when the sequence failed
 
@@ -97,8 +97,7 @@ class _Turn:
             return
         engine.commit(self.slot, self.path, taps=s.drafts)
         with self:
-            if not s.finished:  # the end cuts a path short: that says nothing of the draft
-                s.budget.observe(self.tree, self.path, s.bonus_token)
+            s.budget.observe(self.tree, self.path, s.bonus_token, ends=s.finished)
             if s.on_round is not None:
                 s.on_round(Round(self.root_token, self.tree, self.path, s.bonus_token, s.budget.last))
 

@@ -62,6 +62,11 @@ class Sequence:
         """Whether this sequence will ever ask the drafter for anything."""
         return self.params.method != "ar" and self.params.tree_budget != 0
 
+    @property
+    def left(self) -> int:
+        """Most tokens that may still come."""
+        return self.max_tokens - len(self.output)
+
     def append(self, token: int, logits: Row | None) -> bool:
         """Emit one token; returns whether the sequence goes on. `logits` [V] is the row the token was chosen from."""
         now = time.perf_counter()
