@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt.reading import Source
+from ddtree_trt.errors import ArtifactError
+from ddtree_trt.reading import Source, read_object
 
 
 def has_chat_template(directory: Path) -> bool:
     """Whether the tokenizer in a directory has a chat template, without loading it. False where that cannot be read."""
     if (directory / "chat_template.jinja").is_file():
         return True
+    path = directory / "tokenizer_config.json"
     try:
-        settings = json.loads((directory / "tokenizer_config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return bool(read_object(path, Source(str(path), ArtifactError, "rebuild the engine")).get("chat_template"))
+    except ArtifactError:
         return False
-    return isinstance(settings, dict) and bool(settings.get("chat_template"))
 
 
 def load_tokenizer(directory: Path, source: Source) -> Any:

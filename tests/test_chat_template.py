@@ -270,3 +270,8 @@ def test_an_engine_s_chat_is_rendered_there(tiny_engine: Path, monkeypatch: pyte
     with pytest.raises(UsageError, match=r"took more than 0\.5 s for these messages"):
         codec.encode(MESSAGES)
     slow.close()
+
+
+def test_looking_for_a_template_waits_for_no_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer_config.json")
+    assert not has_chat_template(tmp_path)
