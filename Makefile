@@ -61,7 +61,7 @@ plugins: | $(VENV)/bin/python
 
 # Everything about them that can be checked without a GPU, what was left out and why.
 plugins-test: $(VENV)/.stamp-dev plugins
-	DDTREE_TEST_TORCH=1 $(BIN)/python -m pytest -q -rs tests/test_plugins_*.py tests/test_torch_*.py $(PYTEST_ARGS)
+	DDTREE_TEST_TORCH=1 $(BIN)/python -m pytest -q -rs tests/native tests/engines/torch $(PYTEST_ARGS)
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(VENV)/.stamp-* $(TRITON_VENV)/.stamp

@@ -17,18 +17,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact import Manifest, Progress, no_progress
+from ddtree_trt.artifact.manifest import Manifest, Progress, no_progress
 from ddtree_trt.bench.datasets import PAPER_SETS
 from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
 from ddtree_trt.bench.uniformity import FALSE_ALARM, UniformityTest, place_in_distribution, uniformity
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.device_rounds import engine_without
-from ddtree_trt.runtime.methods import resolve_method
+from ddtree_trt.runtime.decoding.methods import resolve_method
+from ddtree_trt.runtime.decoding.routing import engine_without
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import METHODS, SamplingParams
-from ddtree_trt.runtime.text import TextCodec
+from ddtree_trt.runtime.text.codec import TextCodec
 
 GREEDY_BUDGETS: tuple[Budget, ...] = ("auto", 3, 16, 64)
 SAMPLED_BUDGETS: tuple[Budget, ...] = ("auto", 16)

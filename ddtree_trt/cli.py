@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ddtree_trt import __version__, interrupts, terminal
+from ddtree_trt import __version__, interrupts
 from ddtree_trt.commands import bench
 from ddtree_trt.commands.build import build
 from ddtree_trt.commands.check import check
@@ -23,6 +23,7 @@ from ddtree_trt.commands.profile import profile
 from ddtree_trt.commands.run import run
 from ddtree_trt.commands.serve import serve
 from ddtree_trt.errors import DDTreeError
+from ddtree_trt.terminal import printing as terminal
 
 
 class Commands(TyperGroup):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt import artifact
-from ddtree_trt.artifact import Manifest, Progress, load_manifest, no_progress, verify_files
+from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact.manifest import Manifest, Progress, load_manifest, no_progress, verify_files
+from ddtree_trt.device.memory import MemoryPlan, plan_manifest
 from ddtree_trt.errors import DDTreeError
-from ddtree_trt.memory import MemoryPlan, plan_manifest
-from ddtree_trt.runtime.device_rounds import engine_without
+from ddtree_trt.runtime.decoding.routing import engine_without
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def inspect_engine(directory: Path, progress: Progress = no_progress) -> EngineR
 def _problem(directory: Path, manifest: Manifest) -> str | None:
     if manifest.backend != "tensorrt":
         return None
-    from ddtree_trt.runtime.trt_checks import check_machine
+    from ddtree_trt.runtime.engines.tensorrt.checks import check_machine
 
     try:
         check_machine(directory, manifest)

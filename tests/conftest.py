@@ -12,14 +12,14 @@ from hypothesis import HealthCheck, settings
 import ddtree_trt
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.commands.profile import measure_engine
-from ddtree_trt.cpu import read_cpu
-from ddtree_trt.runtime import profile
+from ddtree_trt.device.cpu import read_cpu
+from ddtree_trt.runtime.decoding import latency as profile
 from ddtree_trt.runtime.llm import LLM
 
 if TYPE_CHECKING:
     from fake_trt_engine import Lowerings, Machine
 
-    from ddtree_trt.runtime.engine import Engine
+    from ddtree_trt.runtime.engines.base import Engine
 
 PACKAGED = Path(ddtree_trt.__file__).parent / "assets" / "tiny"
 

@@ -21,18 +21,18 @@ from typing import Any
 import numpy as np
 
 import ddtree_trt
-from ddtree_trt.artifact import CheckpointIdentity, DrafterDims, Limits, Manifest, TransformerDims
+from ddtree_trt.artifact.manifest import CheckpointIdentity, DrafterDims, Limits, Manifest, TransformerDims
 from ddtree_trt.runtime import scheduler as scheduling
-from ddtree_trt.runtime.budget import AutoBudgets, Budget, FixedBudget
-from ddtree_trt.runtime.decode import decode_round
-from ddtree_trt.runtime.engine import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
+from ddtree_trt.runtime.decoding.budget import AutoBudgets, Budget, FixedBudget
+from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile
+from ddtree_trt.runtime.decoding.loop import decode_round
+from ddtree_trt.runtime.decoding.sampling import Sampler
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.profile import ContextCost, LatencyProfile
-from ddtree_trt.runtime.sampling import Sampler
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.sequence import Sequence as Completion
 from ddtree_trt.runtime.stats import StageClock
-from ddtree_trt.runtime.text import TextCodec, TextStream
+from ddtree_trt.runtime.text.codec import TextCodec, TextStream
 
 TOKENIZER = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "tokenizer"
 NODES = 32  # B

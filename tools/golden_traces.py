@@ -46,7 +46,7 @@ from ddtree_trt.errors import DDTreeError
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIR = ROOT / "ddtree_trt/assets/tiny"
-OUTPUT = ROOT / "tests/golden/ddtree_reference.json"
+OUTPUT = ROOT / "tests/decoding/golden/ddtree_reference.json"
 SCHEMA_VERSION = 1
 PROMPTS = 10
 BUDGETS = (7, 16, 64)

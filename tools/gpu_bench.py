@@ -30,13 +30,13 @@ from gpu_published import Published
 from torch import Tensor
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact import Limits
-from ddtree_trt.bench.random_pair import PairShape, find_shape
-from ddtree_trt.bench.random_torch import random_torch_engine
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.bench.pairs.random_pair import PairShape, find_shape
+from ddtree_trt.bench.pairs.random_torch import random_torch_engine
 from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.plugins.library import TORCH, find
-from ddtree_trt.runtime.torch import TorchEngine
-from ddtree_trt.runtime.torch_weights import choose_device
+from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.engines.torch.weights import choose_device
 
 SCHEMA_VERSION = 1
 FORCED = 7  # tokens each round commits: the mean over benchmarks of the published pairs

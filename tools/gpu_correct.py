@@ -11,14 +11,14 @@ import numpy as np
 import torch
 
 import ddtree_trt
-from ddtree_trt.artifact import load_manifest
-from ddtree_trt.bench.random_pair import find_shape
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.bench.pairs.random_pair import find_shape
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.runtime.engine import RoundRequest, VerifyRequest
-from ddtree_trt.runtime.torch import TorchEngine
-from ddtree_trt.runtime.torch_attention import load_operators
-from ddtree_trt.runtime.torch_pointwise import KernelMath, PlainMath, rotary_tables
-from ddtree_trt.runtime.torch_weights import DTYPES, read_weights
+from ddtree_trt.runtime.engines.base import RoundRequest, VerifyRequest
+from ddtree_trt.runtime.engines.torch.attention import load_operators
+from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.engines.torch.pointwise import KernelMath, PlainMath, rotary_tables
+from ddtree_trt.runtime.engines.torch.weights import DTYPES, read_weights
 from ddtree_trt.runtime.tree import TokenTree
 
 TINY = Path(ddtree_trt.__file__).parent / "assets" / "tiny"

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddtree_trt.bench.random_pair import PairShape, hugging_face_configs
+from ddtree_trt.artifact.weight_layout import stored_weights
+from ddtree_trt.bench.pairs.random_pair import PairShape, hugging_face_configs
 from ddtree_trt.bench.reference import forced_acceptance, import_published, surroundings
-from ddtree_trt.build.checkpoint import drafter_shapes, target_shapes
-from ddtree_trt.weight_layout import stored_weights
+from ddtree_trt.build.checkpoint.reader import drafter_shapes, target_shapes
 
 
 class Published:

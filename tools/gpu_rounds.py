@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddtree_trt.bench.forced import ForcedEngine
-from ddtree_trt.bench.forced_torch import ForcedRounds
-from ddtree_trt.runtime.engine import DraftRequest, Engine, RoundRequest, VerifyRequest
-from ddtree_trt.runtime.sampling import DrawnFrom
+from ddtree_trt.bench.pairs.forced import ForcedEngine
+from ddtree_trt.bench.pairs.forced_torch import ForcedRounds
+from ddtree_trt.runtime.decoding.sampling import DrawnFrom
+from ddtree_trt.runtime.engines.base import DraftRequest, Engine, RoundRequest, VerifyRequest
+from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.stats import ROUND_STAGES, StageClock
-from ddtree_trt.runtime.torch import TorchEngine
 from ddtree_trt.runtime.tree import EMPTY, build_tree, chain, compile_tree, walk
 
 

@@ -24,9 +24,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from ddtree_trt.artifact import Progress
-from ddtree_trt.bench.plots import plot_all
-from ddtree_trt.bench.report import markdown
+from ddtree_trt.artifact.manifest import Progress
+from ddtree_trt.bench.reporting.markdown import markdown
+from ddtree_trt.bench.reporting.plots import plot_all
 from ddtree_trt.bench.result import BenchResult, read_result, to_json
 from ddtree_trt.bench.runner import run_bench
 from ddtree_trt.bench.settings import BenchSettings, CheckSettings
@@ -35,7 +35,7 @@ from ddtree_trt.build.presets import PackagedSource
 from ddtree_trt.check import check_engine, describe
 from ddtree_trt.commands.profile import measure_engine
 from ddtree_trt.errors import DDTreeError
-from ddtree_trt.terminal import progress_bars
+from ddtree_trt.terminal.printing import progress_bars
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs/benchmarks.md"

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact import DrafterDims, Manifest, installed_versions
+from ddtree_trt.artifact.manifest import DrafterDims, Manifest, installed_versions
 from ddtree_trt.doctor import diagnose
-from ddtree_trt.runtime.engine import Engine
-from ddtree_trt.runtime.profile import fingerprint
+from ddtree_trt.runtime.decoding.latency import fingerprint
+from ddtree_trt.runtime.engines.base import Engine
 
 _PEER_PACKAGES = ("torch", "transformers", "tensorrt", "tensorrt_llm", "openai", "datasets")
 

@@ -107,7 +107,7 @@ def surroundings() -> Iterator[None]:
 @contextmanager
 def forced_acceptance(published: Published, acceptance_length: int, banned: frozenset[int]) -> Iterator[None]:
     """Make the published walk accept what `ForcedEngine` accepts in the same tree."""
-    from ddtree_trt.bench.forced import forced_path, unmatched_token
+    from ddtree_trt.bench.pairs.forced import forced_path, unmatched_token
 
     def follow(child_maps: list[dict[int, int]], posterior: Any) -> tuple[list[int], int]:
         parents, depths = [-1] * len(child_maps), [0] * len(child_maps)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from ddtree_trt.artifact import Progress, no_progress
-from ddtree_trt.bench.report import Table
+from ddtree_trt.artifact.manifest import Progress, no_progress
+from ddtree_trt.bench.reporting.markdown import Table
+from ddtree_trt.bench.reporting.summary import Row, summarize
 from ddtree_trt.bench.result import BenchResult
 from ddtree_trt.bench.runner import run_bench
 from ddtree_trt.bench.settings import Shard
-from ddtree_trt.bench.summary import Row, summarize
 
 
 def replay(old: BenchResult, engine: str | None = None, progress: Progress = no_progress) -> BenchResult:

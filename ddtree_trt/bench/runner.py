@@ -16,18 +16,18 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from ddtree_trt.artifact import Progress, no_progress
+from ddtree_trt.artifact.manifest import Progress, no_progress
 from ddtree_trt.bench.contender import Contender, Outcome, Request
 from ddtree_trt.bench.environment import describe_engine, read_environment
+from ddtree_trt.bench.pairs.random_pair import random_engine
 from ddtree_trt.bench.peers import PeerContext, check_peer, open_peer
 from ddtree_trt.bench.prompts import BenchPrompt, digest, load_prompts, select
-from ddtree_trt.bench.random_pair import random_engine
 from ddtree_trt.bench.result import BenchResult, Part, Sample, output_digest
 from ddtree_trt.bench.session import EngineContender, Session
 from ddtree_trt.bench.settings import BenchSettings, Case, Shard
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.load import require_torch
-from ddtree_trt.runtime.text import Prompt
+from ddtree_trt.runtime.engines.load import require_torch
+from ddtree_trt.runtime.text.codec import Prompt
 
 WHOLE = Shard()
 SETTLE_S = 0.02  # between two requests: the threads of the one before stop spinning
@@ -107,7 +107,7 @@ def _resolved(settings: BenchSettings, session: Session) -> BenchSettings:
 
 def _random_torch_session(settings: BenchSettings, stack: ExitStack) -> Session:
     require_torch("random weights of the torch backend are made by it")
-    from ddtree_trt.bench.random_torch import random_session
+    from ddtree_trt.bench.pairs.random_torch import random_session
 
     return random_session(settings, Path(stack.enter_context(TemporaryDirectory(prefix="ddtree-random-"))))
 

@@ -6,19 +6,19 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddtree_trt.artifact import DrafterDims
+from ddtree_trt.artifact.manifest import DrafterDims
 from ddtree_trt.bench.contender import Outcome, Request
-from ddtree_trt.bench.forced import ForcedEngine
+from ddtree_trt.bench.pairs.forced import ForcedEngine
 from ddtree_trt.bench.settings import BenchSettings, Case
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.engine import Engine
-from ddtree_trt.runtime.load import open_engine
-from ddtree_trt.runtime.methods import longest_draft, resolve_method
+from ddtree_trt.runtime.decoding.methods import longest_draft, resolve_method
+from ddtree_trt.runtime.engines.base import Engine
+from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
-from ddtree_trt.runtime.requests import RequestMaker
+from ddtree_trt.runtime.request_maker import RequestMaker
 from ddtree_trt.runtime.scheduler import Scheduler
-from ddtree_trt.runtime.text import Prompt, TextCodec
+from ddtree_trt.runtime.text.codec import Prompt, TextCodec
 
 
 class Session:

@@ -1,0 +1,1 @@
+"""Checkpoints to engine directories."""

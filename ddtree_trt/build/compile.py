@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ddtree_trt import __version__, artifact
-from ddtree_trt.artifact import (
+from ddtree_trt import __version__
+from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact.dimensions import BUDGETS, POSITIONS, SLOTS
+from ddtree_trt.artifact.manifest import (
     ENGINES,
     DrafterDims,
     Limits,
@@ -19,7 +21,7 @@ from ddtree_trt.artifact import (
     Progress,
     no_progress,
 )
-from ddtree_trt.build.backend import (
+from ddtree_trt.build.backends.base import (
     BackendBuild,
     BackendName,
     BuilderOptions,
@@ -27,16 +29,15 @@ from ddtree_trt.build.backend import (
     backend_build,
     resolve_precision,
 )
+from ddtree_trt.build.checkpoint.template import check_arguments, template_variables, thinking_note
+from ddtree_trt.build.checkpoint.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.build.presets import PRESETS, PackagedSource, Preset, Source, find_preset
-from ddtree_trt.build.template import check_arguments, template_variables, thinking_note
-from ddtree_trt.build.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
-from ddtree_trt.dimensions import BUDGETS, POSITIONS, SLOTS
 from ddtree_trt.errors import BuildError, UsageError
 from ddtree_trt.reading import shown
 
 if TYPE_CHECKING:
-    from ddtree_trt.build.checkpoint import Checkpoint, Network
+    from ddtree_trt.build.checkpoint.reader import Checkpoint, Network
 
 Backend = Literal["auto", BackendName]
 Precision = Literal["auto", PrecisionName]
@@ -87,7 +88,7 @@ def compile_engine(
     engine cannot be written. Whatever is raised, an engine already there is untouched and no half engine is left.
     """
     # Imported here because NumPy and onnx have no place in `ddtree-trt --help`.
-    from ddtree_trt.build.checkpoint import check_pair
+    from ddtree_trt.build.checkpoint.reader import check_pair
 
     started = time.monotonic()
     backend = backend_build(request.backend, request.builder)
@@ -152,7 +153,7 @@ def resolve_preset(request: BuildRequest) -> Preset | None:
 
 def _open(source: Source | None, directory: Path | None, option: str) -> Checkpoint:
     """Load the directory the user named, else the preset's source."""
-    from ddtree_trt.build.checkpoint import load_checkpoint
+    from ddtree_trt.build.checkpoint.reader import load_checkpoint
 
     if directory is not None or source is None:
         assert directory is not None  # _preset: without a preset both directories are given

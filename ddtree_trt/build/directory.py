@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddtree_trt.artifact import MANIFEST, PROFILE, FileEntry, Progress, no_progress, sha256_file
+from ddtree_trt.artifact.manifest import MANIFEST, PROFILE, FileEntry, Progress, no_progress, sha256_file
 from ddtree_trt.errors import BuildError
 from ddtree_trt.files import temporary_sibling
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt.artifact import DrafterDims, Limits, TransformerDims
-from ddtree_trt.build.backend import BackendName, PrecisionName, backend_build, resolve_precision
+from ddtree_trt.artifact.manifest import DrafterDims, Limits, TransformerDims
+from ddtree_trt.build.backends.base import BackendName, PrecisionName, backend_build, resolve_precision
+from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
+from ddtree_trt.build.checkpoint.quantization import MODELOPT_CONFIG, Quantization
 from ddtree_trt.build.compile import BuildRequest, check_numbers, resolve_limits, resolve_preset
-from ddtree_trt.build.onnxruntime import weight_bytes
 from ddtree_trt.build.presets import PackagedSource, Source
-from ddtree_trt.build.quantization import MODELOPT_CONFIG, Quantization
-from ddtree_trt.doctor import available_bytes, find_gpus
+from ddtree_trt.device.gpus import available_bytes, find_gpus
+from ddtree_trt.device.memory import ELEMENT_BYTES, MemoryPlan, plan_engine
 from ddtree_trt.errors import BuildError
-from ddtree_trt.memory import ELEMENT_BYTES, MemoryPlan, plan_engine
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Network:
     quantization: Quantization | None
 
     def without_head(self) -> _Network:
-        from ddtree_trt.build.checkpoint import HEAD
+        from ddtree_trt.build.checkpoint.reader import HEAD
 
         return replace(self, shapes={name: shape for name, shape in self.shapes.items() if name != HEAD})
 
@@ -83,7 +83,7 @@ def dry_run(request: BuildRequest) -> DryRun:
     Raises UsageError for a wrong request and CheckpointError for a configuration that cannot be used.
     """
     # Imported here because NumPy has no place in `ddtree-trt --help`.
-    from ddtree_trt.build.checkpoint import check_pair
+    from ddtree_trt.build.checkpoint.reader import check_pair
 
     backend = backend_build(request.backend, request.builder, dry_run=True)
     precision = resolve_precision(backend, request.precision)
@@ -106,8 +106,8 @@ def dry_run(request: BuildRequest) -> DryRun:
 
 def _describe(source: Source | None, directory: Path | None, option: str) -> _Network:
     """The network in the directory the user named, else the preset's."""
-    from ddtree_trt.build.checkpoint import drafter_shapes, target_shapes
-    from ddtree_trt.build.config import CONFIG, read_config
+    from ddtree_trt.build.checkpoint.config import CONFIG, read_config
+    from ddtree_trt.build.checkpoint.reader import drafter_shapes, target_shapes
 
     if directory is not None or source is None:
         assert directory is not None  # resolve_preset: without a preset both directories are given

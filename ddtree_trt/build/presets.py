@@ -8,7 +8,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt.artifact import Limits
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.errors import UsageError
 from ddtree_trt.reading import shown
 

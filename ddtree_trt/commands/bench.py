@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ddtree_trt import terminal
-from ddtree_trt.artifact import newest_engine
+from ddtree_trt.artifact.manifest import newest_engine
 from ddtree_trt.bench.settings import DEVICE_ROUNDS_MEASURED, RANDOM_BACKENDS, BenchSettings, Shard
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.params import METHODS
+from ddtree_trt.terminal import printing as terminal
 
 if TYPE_CHECKING:
     from ddtree_trt.bench.result import BenchResult
@@ -181,8 +181,8 @@ def run(
 
 def _replay(file: Path, engine_dir: Path | None, outputs: _Outputs) -> None:
     from ddtree_trt.bench.replay import replay
+    from ddtree_trt.bench.reporting.terminal import print_replay
     from ddtree_trt.bench.result import read_result
-    from ddtree_trt.bench.terminal import print_replay
 
     old = read_result(file)
     with terminal.progress_bars() as progress:
@@ -226,7 +226,7 @@ class _Outputs:
 
     def prepare(self) -> None:
         if self._plot is not None:
-            from ddtree_trt.bench.plots import require_matplotlib
+            from ddtree_trt.bench.reporting.plots import require_matplotlib
 
             require_matplotlib()
         folders = [f.parent for f in (self._json, self._markdown, self._latex) if f not in (None, STDOUT)]
@@ -239,9 +239,10 @@ class _Outputs:
                 raise UsageError(f"cannot write into {folder}: it is not writable")
 
     def write(self, results: list[BenchResult]) -> None:
-        from ddtree_trt.bench import latex, report
+        from ddtree_trt.bench.reporting import latex
+        from ddtree_trt.bench.reporting import markdown as report
+        from ddtree_trt.bench.reporting.terminal import print_result
         from ddtree_trt.bench.result import to_json
-        from ddtree_trt.bench.terminal import print_result
 
         if self._json is not None:
             _write(self._json, to_json(results[0]))
@@ -250,7 +251,7 @@ class _Outputs:
         if self._latex is not None:
             _write(self._latex, latex.latex(results))
         if self._plot is not None:
-            from ddtree_trt.bench.plots import plot_all
+            from ddtree_trt.bench.reporting.plots import plot_all
 
             for number, result in enumerate(results):
                 plot_all(result, self._plot if len(results) == 1 else self._plot / f"{number + 1}-{result.engine.name}")

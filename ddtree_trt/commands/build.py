@@ -7,15 +7,15 @@ from typing import Annotated
 
 import typer
 
-from ddtree_trt import terminal
-from ddtree_trt.artifact import Limits
-from ddtree_trt.build.backend import BuilderOptions
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.build.backends.base import BuilderOptions
+from ddtree_trt.build.checkpoint.template import parse_arguments
 from ddtree_trt.build.compile import Backend, BuildRequest, Precision, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.build.presets import PRESETS
-from ddtree_trt.build.template import parse_arguments
 from ddtree_trt.commands.profile import measure_engine
 from ddtree_trt.errors import UsageError
+from ddtree_trt.terminal import printing as terminal
 
 
 def _preset_help(field: str) -> str:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ddtree_trt import terminal
 from ddtree_trt.bench.settings import CheckSettings
+from ddtree_trt.terminal import printing as terminal
 
 
 def check(

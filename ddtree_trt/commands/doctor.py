@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ddtree_trt import terminal
 from ddtree_trt.doctor import diagnose
+from ddtree_trt.terminal import printing as terminal
 
 
 def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from ddtree_trt import terminal
 from ddtree_trt.inspection import inspect_engine
+from ddtree_trt.terminal import printing as terminal
 
 
 def inspect(

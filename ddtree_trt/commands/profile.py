@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ddtree_trt import terminal
-from ddtree_trt.artifact import Progress
+from ddtree_trt.artifact.manifest import Progress
+from ddtree_trt.terminal import printing as terminal
 
 if TYPE_CHECKING:
-    from ddtree_trt.runtime.profile import LatencyProfile
+    from ddtree_trt.runtime.decoding.latency import LatencyProfile
 
 
 def profile(
@@ -31,8 +31,8 @@ def profile(
 
 def measure_engine(engine_dir: Path, progress: Progress, *, threads: int = 0) -> LatencyProfile:
     """Load the engine, measure it, store the profile beside it."""
-    from ddtree_trt.runtime.load import open_engine
-    from ddtree_trt.runtime.profile import measure_and_store
+    from ddtree_trt.runtime.decoding.latency import measure_and_store
+    from ddtree_trt.runtime.engines.load import open_engine
 
     engine = open_engine(engine_dir, threads=threads)
     try:

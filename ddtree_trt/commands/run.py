@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ddtree_trt.artifact import newest_engine
+from ddtree_trt.artifact.manifest import newest_engine
 from ddtree_trt.errors import UsageError, shown
 
 
@@ -78,11 +78,11 @@ def run(
     if compare and show_tree:
         raise UsageError("--show-tree draws one run; give it without --compare")
 
-    from ddtree_trt import console
-    from ddtree_trt.runtime import chat_template
+    from ddtree_trt.runtime.decoding.methods import resolve_method
     from ddtree_trt.runtime.llm import LLM
-    from ddtree_trt.runtime.methods import resolve_method
     from ddtree_trt.runtime.params import SamplingParams, check_device_rounds
+    from ddtree_trt.runtime.text import chat_template
+    from ddtree_trt.terminal import console
 
     params = SamplingParams.from_mapping({k: v for k, v in given.items() if v is not None})
     rounds = check_device_rounds(device_rounds)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ddtree_trt.artifact import newest_engine
+from ddtree_trt.artifact.manifest import newest_engine
 from ddtree_trt.errors import MissingDependency, install_with
 from ddtree_trt.runtime.params import check_device_rounds
 from ddtree_trt.serve.options import ServeOptions

@@ -1,0 +1,1 @@
+"""Engine directories to tokens."""

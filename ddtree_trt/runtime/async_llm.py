@@ -20,13 +20,13 @@ from typing import Any
 
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
 from ddtree_trt.runtime.callers import Home
-from ddtree_trt.runtime.load import closed_on_failure, open_engine
+from ddtree_trt.runtime.engines.load import closed_on_failure, open_engine
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
-from ddtree_trt.runtime.requests import Request, RequestMaker
+from ddtree_trt.runtime.request_maker import Request, RequestMaker
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.submission import Submission
-from ddtree_trt.runtime.text import Prompt, TextCodec
+from ddtree_trt.runtime.text.codec import Prompt, TextCodec
 
 _log = logging.getLogger(__name__)
 

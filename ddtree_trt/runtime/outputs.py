@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ddtree_trt.runtime.sampling import TokenLogprob
+from ddtree_trt.runtime.decoding.sampling import TokenLogprob
 from ddtree_trt.runtime.stats import RequestMetrics
 
 

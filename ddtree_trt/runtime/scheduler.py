@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ddtree_trt.runtime.decode import decode_round
-from ddtree_trt.runtime.engine import Engine, LogitRows
-from ddtree_trt.runtime.sampling import logprob
+from ddtree_trt.runtime.decoding.loop import decode_round
+from ddtree_trt.runtime.decoding.sampling import logprob
+from ddtree_trt.runtime.engines.base import Engine, LogitRows
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import StageClock
 

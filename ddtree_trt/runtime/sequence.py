@@ -7,12 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddtree_trt.runtime.budget import Budget
+from ddtree_trt.runtime.decoding.budget import Budget
+from ddtree_trt.runtime.decoding.sampling import Row, Sampler, TokenLogprob, logprob
 from ddtree_trt.runtime.outputs import CompletionOutput
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.sampling import Row, Sampler, TokenLogprob, logprob
 from ddtree_trt.runtime.stats import RequestMetrics
-from ddtree_trt.runtime.text import TextStream
+from ddtree_trt.runtime.text.codec import TextStream
 
 
 @dataclass

@@ -10,8 +10,8 @@ from fastapi import Request
 from starlette.responses import Response
 
 from ddtree_trt.errors import shown
+from ddtree_trt.runtime.decoding.sampling import TokenLogprob
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
-from ddtree_trt.runtime.sampling import TokenLogprob
 from ddtree_trt.serve.errors import ApiError
 from ddtree_trt.serve.protocol import CompletionRequest
 from ddtree_trt.serve.responses import Answer, Completion, CompletionChoice, CompletionLogprobs, json_response

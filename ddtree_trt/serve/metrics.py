@@ -10,9 +10,9 @@ import math
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from ddtree_trt.artifact import DrafterDims, Manifest
+from ddtree_trt.artifact.manifest import DrafterDims, Manifest
 from ddtree_trt.runtime.async_llm import AsyncLLM
-from ddtree_trt.runtime.requests import Request
+from ddtree_trt.runtime.request_maker import Request
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _SECONDS_PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)

@@ -11,10 +11,10 @@ from typing import Any
 
 import uvicorn
 
-from ddtree_trt.artifact import load_manifest
+from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime import chat_template
 from ddtree_trt.runtime.async_llm import AsyncLLM
+from ddtree_trt.runtime.text import chat_template
 from ddtree_trt.serve.app import create_app
 from ddtree_trt.serve.limits import Gate
 from ddtree_trt.serve.metrics import Metrics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from functools import lru_cache
 
-from ddtree_trt.runtime.text import INCOMPLETE, TextCodec
+from ddtree_trt.runtime.text.codec import INCOMPLETE, TextCodec
 
 
 def _byte_alphabet() -> dict[str, int]:

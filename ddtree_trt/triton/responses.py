@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt.runtime.decoding.sampling import TokenLogprob
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
-from ddtree_trt.runtime.sampling import TokenLogprob
 from ddtree_trt.triton.requests import Call
 from ddtree_trt.triton.settings import Layout
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ddtree_trt.artifact import Manifest
-from ddtree_trt.bench.checkpoints import Checkpoints, find_checkpoints
+from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.bench.contender import Contender
+from ddtree_trt.bench.pairs.checkpoints import Checkpoints, find_checkpoints
 from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.errors import UsageError
 
@@ -47,13 +47,13 @@ def _reference(context: PeerContext, value: str) -> Contender:
 
 
 def _tensorrt_llm(context: PeerContext, value: str) -> Contender:
-    from ddtree_trt.bench.peers.tensorrt_llm import TensorRTLLMPeer
+    from ddtree_trt.bench.peers.trtllm import TensorRTLLMPeer
 
     return TensorRTLLMPeer(context)
 
 
 def _openai(context: PeerContext, value: str) -> Contender:
-    from ddtree_trt.bench.peers.openai import OpenAIPeer
+    from ddtree_trt.bench.peers.openai_server import OpenAIPeer
 
     return OpenAIPeer(context, value)
 

@@ -1,0 +1,1 @@
+"""What a built engine is on disk, as build and runtime share it."""

@@ -1,0 +1,1 @@
+"""Engines made for measuring: random weights, forced acceptance."""

@@ -1,0 +1,55 @@
+"""The checkpoints an engine was built from, for peers that load them themselves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddtree_trt.artifact.manifest import CheckpointIdentity, Manifest
+from ddtree_trt.bench.settings import BenchSettings
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.build.hub import download
+from ddtree_trt.build.presets import PRESETS, PackagedSource, Source
+from ddtree_trt.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Directories in Hugging Face format."""
+
+    target: Path
+    drafter: Path
+    assistant: Path | None  # an autoregressive drafter, for assisted generation
+
+
+def find_checkpoints(manifest: Manifest, settings: BenchSettings) -> Checkpoints:
+    """The engine's checkpoints: those the settings name, else its preset's.
+
+    Raises UsageError when there are none, or when they are not the ones the engine was built from.
+    """
+    preset = PRESETS.get(manifest.name)
+    target = _locate(settings.checkpoint, preset.target if preset else None, "--checkpoint")
+    drafter = _locate(settings.drafter, preset.drafter if preset else None, "--drafter")
+    _check_same(target, manifest.target, "--checkpoint")
+    _check_same(drafter, manifest.drafter, "--drafter")
+    assistant = Path(settings.assistant) if settings.assistant else None
+    if assistant is None and manifest.drafter_kind == "autoregressive":
+        assistant = drafter
+    return Checkpoints(target, drafter, assistant)
+
+
+def _locate(directory: str | None, source: Source | None, option: str) -> Path:
+    if directory is not None:
+        return Path(directory)
+    if source is None:
+        raise UsageError(f"peers need the checkpoint this engine was built from; give it as {option} DIR")
+    return source.directory if isinstance(source, PackagedSource) else download(source, option)
+
+
+def _check_same(directory: Path, expected: CheckpointIdentity, option: str) -> None:
+    found = load_checkpoint(directory).identity.sha256
+    if found != expected.sha256:
+        raise UsageError(
+            f"{option} {directory} is not what the engine was built from: its sha256 begins with {found[:12]}, the "
+            f"engine's {expected.name} with {expected.sha256[:12] or 'nothing'}; a fair peer runs the same checkpoint"
+        )

@@ -1,0 +1,49 @@
+"""Forced acceptance in rounds that stay on the device: the PyTorch engine's, with the target's choices overruled."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ddtree_trt.runtime.engines.torch.device_round import DeviceRound
+from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter
+from ddtree_trt.runtime.engines.torch.flight import TorchRounds
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+
+
+class ForcedRounds(TorchRounds):
+    """Rounds of their own over an engine, each of which commits `acceptance_length` tokens, bonus included."""
+
+    def __init__(self, engine: TorchEngine, acceptance_length: int) -> None:
+        drafter = engine.drafter
+        assert isinstance(drafter, BlockDrafter), "only an engine with a block drafter has rounds"
+        self._accepted = acceptance_length - 1
+        super().__init__(engine, drafter)
+
+    def make_round(self, *given: Any, **options: Any) -> DeviceRound:  # type: ignore[override]
+        return _ForcedRound(self._accepted, *given, **options)
+
+
+class _ForcedRound(DeviceRound):
+    """All the work of a round; only what the target says is not listened to."""
+
+    def __init__(self, accepted: int, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self._accepted = accepted
+        slots, length, width = self.candidates.shape
+        # Of each position the token ids 0 … K, one of which is no candidate; all larger ones share the last column.
+        self._taken = self.candidates.new_zeros((slots, length, width + 2)).bool()
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """The most probable token of each depth is a chain of the tree: follow it, then leave the tree, with a token
+        that is no candidate."""
+        super().choose(logits)
+        below = self.depths.long().clamp(max=self.candidates.shape[1] - 1)  # a node's children are of this position
+        last = self._taken.shape[2] - 1
+        taken = self._taken.fill_(False).scatter_(2, self.candidates.long().clamp(max=last), True)
+        absent = taken[:, :, :last].int().argmin(-1).to(self.candidates.dtype)
+        spine, off = (of.gather(1, below) for of in (self.candidates[:, :, 0], absent))
+        return spine.where(self.depths < self._accepted, off).contiguous()

@@ -1,0 +1,135 @@
+"""A result as tables of text, for the terminal and Markdown."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ddtree_trt.bench.datasets import title
+from ddtree_trt.bench.reporting.summary import AUTO, Row, Spread, summarize
+from ddtree_trt.bench.result import BenchResult
+from ddtree_trt.runtime.stats import ROUND_STAGES
+
+Table = tuple[list[str], list[list[str]]]  # header, rows
+
+HEADER = ["case", "tokens/s", "speedup", "τ", "ms/round", "budget", "first token ms", "same as ar"]
+
+
+def overview(rows: Sequence[Row]) -> Table:
+    """One line per case, for rows of one prompt set and temperature."""
+    body = [
+        [
+            row.case.label,
+            _spread(row.tokens_per_s, 0),
+            _spread(row.speedup, 2, "×"),
+            "–" if row.tau is None else f"{row.tau.value:.2f}",
+            "–" if row.round_ms is None else _spread(row.round_ms, 2),
+            "–" if row.mean_budget is None else f"{row.mean_budget:.1f}",
+            f"{row.first_token_ms:.1f}",
+            f"{row.identical}/{row.comparable}" if row.comparable else "–",
+        ]
+        for row in rows
+    ]
+    return HEADER, body
+
+
+def stages(rows: Sequence[Row]) -> Table:
+    """Milliseconds per round by stage."""
+    names = [*ROUND_STAGES, "other"]
+    body = [[r.case.label, *(f"{r.stage_ms[s]:.3f}" for s in names), _ms(r)] for r in rows if r.stage_ms]
+    return ["case", *names, "round"], body
+
+
+def beside_auto(rows: Sequence[Row]) -> Table:
+    """How much faster the automatic budget is than every other case, prompt by prompt; empty where it was not run."""
+    others = [(r, r.auto_over) for r in rows if r.case.label != AUTO]
+    body = [[r.case.label, _spread(ratio, 2, "×")] for r, ratio in others if ratio is not None]
+    return ["case", f"{AUTO} over it"], body
+
+
+def round_times(rows: Sequence[Row], peer: str = "ddtree-reference") -> Table:
+    """Milliseconds per round beside a peer's at the same budget; empty when the two have no case in common."""
+    theirs = {(r.case.method, r.case.budget): r for r in rows if r.case.peer == peer}
+    body = []
+    for row in rows:
+        other = theirs.get((row.case.method, row.case.budget))
+        if row.case.peer or other is None or row.round_ms is None or other.round_ms is None:
+            continue
+        ratio = row.round_ms.value / other.round_ms.value
+        body.append([row.case.label, _ms(row), _ms(other), f"{ratio:.2f}×", _tau(row), _tau(other)])
+    return ["case", "ms/round", f"{peer} ms/round", "ratio", "τ", f"{peer} τ"], body
+
+
+def _ms(row: Row) -> str:
+    return "–" if row.round_ms is None else f"{row.round_ms.value:.2f}"
+
+
+def _tau(row: Row) -> str:
+    return "–" if row.tau is None else f"{row.tau.value:.2f}"
+
+
+def _spread(spread: Spread, digits: int, unit: str = "") -> str:
+    if math.isnan(spread.value):
+        return "–"
+    return f"{spread.value:.{digits}f}{unit} [{spread.low:.{digits}f}, {spread.high:.{digits}f}]"
+
+
+def groups(result: BenchResult) -> list[tuple[str, list[Row]]]:
+    """Rows by prompt set and temperature, with a heading each."""
+    found: dict[str, list[Row]] = {}
+    for row in summarize(result):
+        found.setdefault(f"{title(row.source)}, temperature {row.temperature:g}", []).append(row)
+    return list(found.items())
+
+
+def notes(result: BenchResult) -> list[str]:
+    """What must be read with the figures: where they are from and what makes them special."""
+    s, e = result.settings, result.engine
+    lines = [f"{e.name}, {e.backend} {e.precision}, {e.threads} threads; at most {s.max_tokens} new tokens."]
+    for part in result.parts:
+        env, shard = part.environment, f"shard {part.shard}: " if part.shard.count > 1 else ""
+        where = ", ".join([env.machine, *env.gpus])
+        lines.append(f"{shard}{where}; ddtree-trt {env.product_version}; {env.started}, load {env.load_1min}.")
+        if env.busy:
+            lines.append(f"{shard}The machine was busy: load {env.load_1min} on {env.cores} cores. Do not trust times.")
+        if part.skipped:
+            lines.append(f"{shard}{len(part.skipped)} prompts were too long for max_seq_len {e.max_seq_len}: left out.")
+        for peer, facts in part.contenders.items():
+            if peer:
+                lines.append(f"{shard}{peer.partition('=')[0]}: {', '.join(f'{k} {v}' for k, v in facts.items())}.")
+    if any(case.device for case in result.cases):
+        lines.append("+device: the whole round stays on the device; elsewhere trees are built on the host.")
+    if s.random_weights:
+        lines.append(f"Random weights of shape {s.engine}: only times mean anything.")
+    if s.forced_acceptance is not None:
+        lines.append(f"Forced acceptance: every round commits up to {s.forced_acceptance} tokens, whatever they are.")
+    return lines
+
+
+LEGEND = (
+    "tokens/s and ms/round: median over prompts [quartiles]. speedup: mean seconds per token of `ar` over the case's, "
+    "[95 % bootstrap over prompts]. τ: tokens committed per round, bonus included, mean over prompts. same as ar: "
+    "requests whose tokens are those of `ar` (not told of peers that sample)."
+)
+
+
+def markdown(result: BenchResult) -> str:
+    """Every table of a result."""
+    lines: list[str] = []
+    for heading, rows in groups(result):
+        lines += [f"**{heading}** ({max(r.prompts for r in rows)} prompts)", "", *markdown_table(overview(rows)), ""]
+        tables = (
+            ("Tokens/s on the same prompt, median [quartiles]", beside_auto(rows)),
+            ("Milliseconds per round by stage", stages(rows)),
+            ("Round time", round_times(rows)),
+        )
+        for name, table in tables:
+            if table[1]:
+                lines += [f"{name}, {heading}:", "", *markdown_table(table), ""]
+    return "\n".join([*lines, LEGEND, "", *(f"- {note}" for note in notes(result)), ""])
+
+
+def markdown_table(table: Table) -> list[str]:
+    header, rows = table
+    ruler = ["---", *["---:"] * (len(header) - 1)]
+    return ["| " + " | ".join(cells) + " |" for cells in (header, ruler, *rows)]

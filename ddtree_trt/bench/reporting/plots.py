@@ -1,0 +1,271 @@
+"""A result as pictures: speedup by method, acceptance and speedup by budget, time by stage, acceptance by depth."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ddtree_trt.bench.datasets import title
+from ddtree_trt.bench.reporting.summary import Row, best_fixed, summarize
+from ddtree_trt.bench.result import BenchResult
+from ddtree_trt.errors import MissingDependency, install_with
+from ddtree_trt.runtime.stats import ROUND_STAGES
+
+# Okabe and Ito's colours, which stay apart for colour-blind readers.
+_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, _YELLOW = (
+    *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442"),
+)
+_GREY, _INK = "#8C8C8C", "#333333"
+_STAGE_COLOURS = dict(zip((*ROUND_STAGES, "other"), (_ORANGE, _GREEN, _SKY, _BLUE, _PURPLE, _GREY), strict=True))
+_WIDTH_IN, _DPI = 8.3, 200
+
+
+def plot_all(result: BenchResult, directory: Path) -> list[Path]:
+    """Write every picture that the result has data for; returns their paths. Raises MissingDependency."""
+    require_matplotlib()
+    import matplotlib
+
+    directory.mkdir(parents=True, exist_ok=True)
+    pictures: tuple[tuple[str, Callable[[BenchResult], Any | None]], ...] = (
+        ("speedup.png", speedup),
+        ("budget.png", budget),
+        ("stages.png", stages),
+        ("acceptance.png", acceptance),
+    )
+    written = []
+    with matplotlib.rc_context(_style()):
+        for name, draw in pictures:
+            figure = draw(result)
+            if figure is not None:
+                # No version and date inside: the same result gives the same file.
+                figure.savefig(directory / name, dpi=_DPI, metadata={"Software": None})
+                written.append(directory / name)
+    return written
+
+
+def require_matplotlib() -> None:
+    """Raises MissingDependency where pictures cannot be drawn: asked before anything is measured."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependency(f"pictures need matplotlib, which is not installed; {install_with('bench')}")
+
+
+def _style() -> Any:
+    return {
+        "font.size": 10,
+        "axes.titlesize": 11,
+        "axes.titleweight": "bold",
+        "axes.titlelocation": "left",
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.edgecolor": _INK,
+        "axes.axisbelow": True,
+        "axes.grid": True,
+        "grid.color": "#E3E3E3",
+        "grid.linewidth": 0.8,
+        "legend.frameon": False,
+        "lines.linewidth": 1.8,
+        "lines.markersize": 5,
+    }
+
+
+def _figure(height_in: float, columns: int, result: BenchResult) -> tuple[Any, list[Any]]:
+    """A figure with panels side by side and the run's identity below them."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False)[0].tolist()
+    engine, part = result.engine, result.parts[0]
+    where = ", ".join([part.environment.machine, *part.environment.gpus])
+    forced = result.settings.forced_acceptance
+    note = f"{engine.name}, {engine.backend} {engine.precision} · {where}"
+    note += f" · forced acceptance {forced}" if forced is not None else ""
+    figure.supxlabel(note, fontsize=7.5, color=_GREY, x=0.99, ha="right")
+    return figure, axes
+
+
+def speedup(result: BenchResult) -> Any | None:
+    """Bars of speedup over `ar` with their interval, by prompt set and temperature."""
+    groups: dict[str, list[tuple[str, Row]]] = {}
+    for row in summarize(result):
+        groups.setdefault(f"{title(row.source)}\nT = {row.temperature:g}", [])
+    rows = summarize(result)
+    for source, temperature in dict.fromkeys((r.source, r.temperature) for r in rows):
+        group = [r for r in rows if (r.source, r.temperature) == (source, temperature)]
+        groups[f"{title(source)}\nT = {temperature:g}"] = _methods(group)
+    labels = list(dict.fromkeys(label for bars in groups.values() for label, _ in bars))
+    if not labels:
+        return None
+    thick = 0.8 / len(labels)
+    figure, (axis,) = _figure(max(2.4, 0.6 + 0.26 * len(labels) * len(groups) + 0.25 * len(groups)), 1, result)
+    colours = _colours(labels)
+    for place, bars in enumerate(groups.values()):
+        for label, row in bars:
+            y = place + (labels.index(label) - (len(labels) - 1) / 2) * thick
+            s = row.speedup
+            error = [[max(s.value - s.low, 0)], [max(s.high - s.value, 0)]]
+            axis.barh(y, s.value, 0.88 * thick, color=colours[label], xerr=error, error_kw={"lw": 1, "ecolor": _INK})
+            text = f"{s.value:.2f}×" + _which(label, row)
+            axis.annotate(
+                text,
+                (max(s.high, s.value), y),
+                xytext=(5, 0),
+                textcoords="offset points",
+                va="center",
+                bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},  # over the line at 1
+            )
+    for label in labels:
+        axis.barh(0, 0, color=colours[label], label=label)
+    axis.axvline(1, color=_INK, lw=1, ls="--")
+    axis.set_yticks(range(len(groups)), list(groups))
+    axis.invert_yaxis()
+    axis.grid(axis="y", visible=False)
+    axis.margins(x=0.16)
+    axis.set_xlabel("speedup over autoregressive decoding on the same engine (95 % interval)")
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=min(len(labels), 4))
+    return figure
+
+
+def _which(label: str, row: Row) -> str:
+    """What a bar that stands for the best of several is the best of."""
+    if not label.endswith(("best", "best budget")):
+        return ""
+    words = [row.case.method] if row.case.peer else []
+    words += [f"budget {row.case.budget}"] if row.case.budget else []
+    return f"  ({', '.join(words)})"
+
+
+def _methods(rows: Sequence[Row]) -> list[tuple[str, Row]]:
+    """What the picture compares: every method at its best, and the best of every peer."""
+    own = {r.case.label: r for r in rows if not r.case.peer}
+    found = [("DFlash", own.get("dflash")), ("DDTree, best budget", best_fixed(rows))]
+    found.append(("DDTree, auto", own.get("ddtree@auto")))
+    found += [(r.case.method, r) for r in rows if not r.case.peer and r.case.method not in ("ar", "dflash", "ddtree")]
+    for peer in dict.fromkeys(r.case.peer for r in rows if r.case.peer):
+        best = max((r for r in rows if r.case.peer == peer), key=lambda r: r.speedup.value)
+        found.append((f"{peer}, best", best))
+    return [(label, row) for label, row in found if row is not None]
+
+
+def _colours(labels: Sequence[str]) -> dict[str, str]:
+    fixed = {"DFlash": _ORANGE, "DDTree, best budget": _SKY, "DDTree, auto": _BLUE}
+    spare = iter((_GREEN, _PURPLE, _RED, _YELLOW, _GREY, _INK) * (1 + len(labels) // 6))
+    return {label: fixed.get(label) or next(spare) for label in labels}
+
+
+def budget(result: BenchResult) -> Any | None:
+    """τ and speedup against the tree budget, all prompt sets together; None with fewer than two budgets."""
+    rows = summarize(result, pooled=True)
+    temperatures = list(dict.fromkeys(r.temperature for r in rows))
+    fixed = {t: [r for r in _fixed(rows) if r.temperature == t] for t in temperatures}
+    if max(map(len, fixed.values()), default=0) < 2:
+        return None
+    figure, (left, right) = _figure(3.4, 2, result)
+    figure.get_layout_engine().set(wspace=0.06)
+    ticks = sorted({int(r.case.budget or 0) for points in fixed.values() for r in points})
+    for colour, temperature in zip((_BLUE, _RED, _GREEN, _PURPLE), temperatures, strict=False):
+        points = fixed[temperature]
+        own = {r.case.label: r for r in rows if not r.case.peer and r.temperature == temperature}
+        for axis, value in ((left, _tau), (right, lambda r: r.speedup.value)):
+            x, y = [int(r.case.budget or 0) for r in points], [value(r) for r in points]
+            axis.plot(x, y, "o-", color=colour, label=f"DDTree, T = {temperature:g}")
+            if chain := own.get("dflash"):
+                axis.axhline(value(chain), color=colour, ls=":", lw=1.4, label=f"DFlash, T = {temperature:g}")
+            if (auto := own.get("ddtree@auto")) and auto.mean_budget:
+                axis.plot(
+                    *(auto.mean_budget, value(auto)), "*", ms=13, color=colour, mec="white", zorder=3,
+                    label=f"auto, T = {temperature:g}",
+                )  # fmt: skip
+    for axis, label in ((left, "tokens per round (τ)"), (right, "speedup over autoregressive (×)")):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, [str(t) for t in ticks])
+        axis.minorticks_off()
+        axis.set_xlabel("tree budget (draft nodes per round)")
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+    right.axhline(1, color=_INK, lw=1, ls="--")
+    left.legend(loc="lower right", fontsize=8.5)
+    return figure
+
+
+def _fixed(rows: Sequence[Row]) -> list[Row]:
+    own = [
+        r
+        for r in rows
+        if r.case.method == "ddtree" and not r.case.peer and isinstance(r.case.budget, int) and not r.case.device
+    ]
+    return sorted(own, key=lambda r: int(r.case.budget or 0))
+
+
+def _tau(row: Row) -> float:
+    return row.tau.value if row.tau is not None else float("nan")
+
+
+def stages(result: BenchResult) -> Any | None:
+    """Milliseconds of a round by stage, stacked, at the first temperature and all prompt sets together."""
+    rows = _first_temperature(result)
+    own = [r for r in rows if r.stage_ms and not r.case.peer]
+    peers = {(r.case.method, r.case.budget): r for r in rows if r.stage_ms and r.case.peer}
+    bars = [bar for row in own for bar in (row, peers.get((row.case.method, row.case.budget))) if bar is not None]
+    if not bars:
+        return None
+    figure, (axis,) = _figure(1.2 + 0.3 * len(bars), 1, result)
+    names = [f"{r.case.method} {'' if r.case.budget is None else r.case.budget}".strip() for r in bars]
+    texts = [f"published code: {n}" if r.case.peer else n for n, r in zip(names, bars, strict=True)]
+    for y, row in enumerate(bars):
+        start = 0.0
+        for stage, colour in _STAGE_COLOURS.items():
+            axis.barh(y, row.stage_ms[stage], 0.72, left=start, color=_pale(colour) if row.case.peer else colour)
+            start += row.stage_ms[stage]
+        axis.annotate(f"{start:.2f}", (start, y), xytext=(5, 0), textcoords="offset points", va="center", fontsize=9)
+    for stage, colour in _STAGE_COLOURS.items():
+        axis.barh(0, 0, color=colour, label=stage)
+    axis.set_yticks(range(len(bars)), texts)
+    axis.invert_yaxis()
+    axis.grid(axis="y", visible=False)
+    axis.margins(x=0.08)
+    axis.set_xlabel(f"milliseconds per round by stage, medians over prompts, T = {rows[0].temperature:g}")
+    axis.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(_STAGE_COLOURS), columnspacing=1.2)
+    return figure
+
+
+def _pale(colour: str) -> tuple[float, ...]:
+    """A colour half way to white."""
+    from matplotlib.colors import to_rgb
+
+    return tuple(0.5 + 0.5 * part for part in to_rgb(colour))
+
+
+def acceptance(result: BenchResult) -> Any | None:
+    """Share of rounds that accepted a draft token at each depth, per case, at the first temperature."""
+    rows = [r for r in _first_temperature(result) if r.acceptance_by_depth and not r.case.peer]
+    if not rows:
+        return None
+    from matplotlib import colormaps
+
+    figure, (axis,) = _figure(3.4, 1, result)
+    fixed = [r.case.label for r in _fixed(rows)]
+    for row in rows:
+        label = row.case.label
+        if label in fixed:  # the larger the budget the darker
+            shade = 0.3 + 0.7 * (fixed.index(label) + 1) / len(fixed)
+            style: dict[str, Any] = {"color": colormaps["Blues"](shade)}
+        else:
+            special = {"dflash": (_ORANGE, "--"), "ddtree@auto": (_RED, "-")}
+            style = dict(zip(("color", "ls"), special.get(label, (_PURPLE, "-.")), strict=True))
+        depths = range(1, 1 + len(row.acceptance_by_depth))
+        axis.plot(
+            depths, [100 * a for a in row.acceptance_by_depth], "o", ls=style.pop("ls", "-"), label=label, **style
+        )
+    axis.set_xlabel(f"depth in the tree (position after the bonus token), T = {rows[0].temperature:g}")
+    axis.set_ylabel("rounds that accepted this deep (%)")
+    axis.set_ylim(0, 103)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    return figure
+
+
+def _first_temperature(result: BenchResult) -> list[Row]:
+    rows = summarize(result, pooled=True)
+    return [r for r in rows if r.temperature == rows[0].temperature]

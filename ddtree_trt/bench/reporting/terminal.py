@@ -1,0 +1,61 @@
+"""A result on the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ddtree_trt.bench.replay import differences, ratios
+from ddtree_trt.bench.reporting import markdown as report
+from ddtree_trt.bench.result import BenchResult
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_PIPE_WIDTH = 160  # of a line where stdout is no terminal
+
+
+def print_result(result: BenchResult) -> None:
+    """Every table, then what the figures mean and where they are from."""
+    console = _console()
+    for heading, rows in report.groups(result):
+        _print_table(console, f"{heading} ({max(r.prompts for r in rows)} prompts)", report.overview(rows))
+        _print_table(console, "milliseconds per round by stage", report.stages(rows))
+        _print_table(console, "round time", report.round_times(rows))
+    _print_lines(console, [report.LEGEND, *report.notes(result)])
+
+
+def print_replay(old: BenchResult, new: BenchResult) -> None:
+    """New over old figures, and what else is not the same."""
+    console = _console()
+    _print_table(console, "now over then", ratios(old, new))
+    changes = differences(old, new)
+    _print_lines(console, changes or ["the engine, the machine and every package are the same"])
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)
+
+
+def _print_table(console: Console, heading: str, table: report.Table) -> None:
+    from rich.table import Table
+
+    header, rows = table
+    if not rows:
+        return
+    view = Table(title=heading, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    for i, name in enumerate(header):
+        numeric = i > 0 and not rows[0][i].isalpha()
+        view.add_column(name, justify="right" if numeric else "left", no_wrap=True)
+    for row in rows:
+        view.add_row(*row)
+    console.print(view)
+    console.print()
+
+
+def _print_lines(console: Console, lines: Sequence[str]) -> None:
+    for line in lines:
+        console.print(line, style="dim", markup=False)

@@ -1,0 +1,1 @@
+"""What each backend makes of two checkpoints."""

@@ -1,0 +1,94 @@
+"""The ONNX Runtime half of a build: both graphs and the weight file they share."""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact.manifest import DrafterDims, Limits, Progress, always_causal, installed_versions
+from ddtree_trt.build.backends.base import BackendName, PrecisionName, Written
+from ddtree_trt.build.checkpoint.reader import EMBEDDING, FC, HEAD
+from ddtree_trt.device.memory import FLOAT_BYTES
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+    from ddtree_trt.build.checkpoint.reader import Checkpoint
+
+
+class OnnxRuntimeBuild:
+    """`BackendBuild` for the CPU."""
+
+    name: BackendName = "onnxruntime"
+    precisions: tuple[PrecisionName, ...] = ("fp32", "int8")
+
+    def __init__(self) -> None:
+        self.toolchain = {
+            "python": platform.python_version(),
+            **installed_versions("numpy", "onnx", "onnxruntime"),
+        }
+
+    def drafter_rows(self, block: int) -> int:
+        return 2 * block if always_causal(self.toolchain) else block
+
+    def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
+        return weight_bytes(target.shapes, precision) + weight_bytes(drafter.shapes, precision)
+
+    def write(
+        self,
+        directory: Path,
+        target: Checkpoint,
+        drafter: Checkpoint,
+        limits: Limits,
+        precision: PrecisionName,
+        progress: Progress,
+    ) -> Written:
+        from ddtree_trt.build.graph.lowering_int8 import Int8Graph
+        from ddtree_trt.build.graph.lowering_onnxruntime import OnnxRuntimeGraph
+        from ddtree_trt.build.graph.networks import build_drafter_graph, build_target_graph
+        from ddtree_trt.build.graph.weights import WeightFile
+
+        expected = self.bytes_on_disk(target, drafter, precision)
+        dims = drafter.dims
+        taps = dims.tap_layers if isinstance(dims, DrafterDims) else ()
+        graphs = Int8Graph if precision == "int8" else OnnxRuntimeGraph
+        names = {}
+        with WeightFile(directory / artifact.WEIGHTS, expected_bytes=expected, progress=progress) as sink:
+            tied = target.tie_word_embeddings
+            g = graphs("target", sink)
+            graph = build_target_graph(g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied)
+            names["target"] = _write_graph(directory / artifact.TARGET_GRAPH, graph)
+            if isinstance(dims, DrafterDims):
+                g = graphs("drafter", sink, always_causal=always_causal(self.toolchain))
+                graph = build_drafter_graph(
+                    g, dims, drafter.tensor, target_weights=target.tensor, target_tied=tied, limits=limits
+                )
+            else:
+                g = graphs("target", sink)
+                tied = drafter.tie_word_embeddings
+                graph = build_target_graph(
+                    g, dims, drafter.tensor, tap_layers=(), limits=limits, tied=tied, prefix="drafter."
+                )
+            names["drafter"] = _write_graph(directory / artifact.DRAFTER_GRAPH, graph)
+        return Written(names)
+
+
+def weight_bytes(shapes: Mapping[str, tuple[int, ...]], precision: PrecisionName) -> int:
+    """What the tensors of a network take in the weight file. In int8 a projection [out, in] takes a byte a value and a
+    scale for each output; so does the head, beside the embedding even when it is tied to it."""
+    sizes = {name: FLOAT_BYTES * math.prod(shape) for name, shape in shapes.items()}
+    if precision == "int8":
+        heads = {HEAD: shapes[EMBEDDING]} if EMBEDDING in shapes else {}
+        for name, shape in {**heads, **shapes}.items():
+            if len(shape) == 2 and name not in (EMBEDDING, FC):
+                sizes[name] = math.prod(shape) + FLOAT_BYTES * shape[0]
+    return sum(sizes.values())
+
+
+def _write_graph(path: Path, graph: ModelProto) -> dict[str, list[str]]:
+    path.write_bytes(graph.SerializeToString())
+    return {"inputs": [i.name for i in graph.graph.input], "outputs": [o.name for o in graph.graph.output]}

@@ -1,0 +1,53 @@
+"""The shapes an engine is compiled for: two optimisation profiles per network, as data.
+
+Profile 0 is a decoding round's, profile 1 a prompt's: the same layers, tuned for few rows and for many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from ddtree_trt.artifact.manifest import Limits
+
+if TYPE_CHECKING:
+    from onnx import ValueInfoProto
+
+Range = tuple[int, int, int]  # smallest, tuned for, largest
+Profile = Mapping[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]  # input → its shapes
+
+_TUNED_TREE = 64  # tokens: where automatic budgets end up when verifying costs what reading the weights costs
+
+
+def target_sizes(limits: Limits) -> tuple[dict[str, Range], dict[str, Range]]:
+    """Dimension → range, of a verification and of a prefill. A prefill asks for the last row's logits only."""
+    tree, chunk, slots = 1 + limits.max_tree_budget, limits.prefill_chunk, limits.max_batch
+    tuned = min(_TUNED_TREE, tree)
+    return (
+        {"N": (1, 1, slots), "T": (1, tuned, tree), "R": (1, tuned, slots * tree)},
+        {"N": (1, 1, slots), "T": (1, chunk, chunk), "R": (1, 1, slots * chunk)},
+    )
+
+
+def drafter_sizes(limits: Limits, block: int) -> tuple[dict[str, Range], dict[str, Range]]:
+    """Dimension → range: context rows of one round, at most a block; and of a prompt's chunk."""
+    # With the block behind them they must fit a cache, which may be shorter than a chunk.
+    round_, chunk = (min(rows, limits.max_seq_len) for rows in (block, max(limits.prefill_chunk, block)))
+
+    def sizes(tuned: int, most: int) -> dict[str, Range]:
+        rows = {"C": (1, tuned, most), "C+block": (1 + block, tuned + block, most + block)}
+        return {"N": (1, 1, limits.max_batch), **rows}
+
+    return sizes(-(-round_ // 2), round_), sizes(chunk, chunk)
+
+
+def profile(inputs: Iterable[ValueInfoProto], sizes: Mapping[str, Range]) -> Profile:
+    """The shapes of every input that has a dimension in `sizes`; each of its dimensions is there or a number."""
+    shapes = {}
+    for value in inputs:
+        dims = value.type.tensor_type.shape.dim
+        if any(dim.dim_param for dim in dims):
+            ranges = [sizes[dim.dim_param] if dim.dim_param else (dim.dim_value,) * 3 for dim in dims]
+            smallest, tuned, largest = zip(*ranges, strict=True)
+            shapes[value.name] = (smallest, tuned, largest)
+    return shapes

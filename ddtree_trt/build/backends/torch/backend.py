@@ -1,0 +1,63 @@
+"""The torch half of a build: both networks' weights in one safetensors file, in the engine's precision.
+
+Nothing is compiled and PyTorch is not needed: the file is written tensor by tensor, straight from the checkpoints.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact.manifest import Limits, Progress, installed_versions
+from ddtree_trt.artifact.weight_layout import stored_weights
+from ddtree_trt.build.backends.base import BackendName, PrecisionName, Written
+from ddtree_trt.build.backends.storage import ITEM_BYTES, encode, safetensors_header
+
+if TYPE_CHECKING:
+    from ddtree_trt.build.checkpoint.reader import Checkpoint
+
+_GPU_CONTROL = Path("/dev/nvidiactl")  # there when an NVIDIA driver is loaded
+
+
+class TorchBuild:
+    """`BackendBuild` for PyTorch. `auto` is bf16 where there is an NVIDIA GPU, else fp32."""
+
+    name: BackendName = "torch"
+
+    def __init__(self, *, on_gpu: bool | None = None) -> None:
+        """`on_gpu`: whether it is for a machine with a GPU; None looks at this one."""
+        on_gpu = _GPU_CONTROL.exists() if on_gpu is None else on_gpu
+        self.precisions: tuple[PrecisionName, ...] = ("bf16", "fp16", "fp32") if on_gpu else ("fp32", "bf16", "fp16")
+        self.toolchain = {"python": platform.python_version(), **installed_versions("numpy", "torch")}
+
+    def drafter_rows(self, block: int) -> int:
+        return block
+
+    def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
+        return ITEM_BYTES[precision] * (target.num_values + drafter.num_values)
+
+    def write(
+        self,
+        directory: Path,
+        target: Checkpoint,
+        drafter: Checkpoint,
+        limits: Limits,
+        precision: PrecisionName,
+        progress: Progress,
+    ) -> Written:
+        tied = {"target_tied": target.tie_word_embeddings, "drafter_tied": drafter.tie_word_embeddings}
+        weights = stored_weights(target.dims, drafter.dims, **tied)
+        checkpoints = {"target": target, "drafter": drafter}
+        shapes = {w.name: w.shape for w in weights}
+        total, done = ITEM_BYTES[precision] * sum(map(math.prod, shapes.values())), 0
+        with (directory / artifact.TORCH_WEIGHTS).open("xb") as file:
+            file.write(safetensors_header(shapes, precision))
+            for network, source in ((w.network, source) for w in weights for source in w.sources):
+                data = encode(checkpoints[network].tensor(source), precision, source)
+                file.write(data.data)
+                done += data.nbytes
+                progress("write weights", done, total)
+        return Written({})

@@ -1,0 +1,258 @@
+"""A Hugging Face checkpoint as the graphs want it: dimensions, and tensors by name, one at a time.
+
+Every tensor's presence, shape and storage type is checked from the files' headers when a checkpoint is loaded, so that
+a wrong or half-copied checkpoint is refused by name before any work.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.artifact.dimensions import misfit
+from ddtree_trt.artifact.manifest import (
+    LOCAL,
+    CheckpointIdentity,
+    DrafterDims,
+    Progress,
+    TransformerDims,
+    no_progress,
+    sha256_file,
+)
+from ddtree_trt.build.checkpoint.config import CONFIG, read_config
+from ddtree_trt.build.checkpoint.quantization import Quantization
+from ddtree_trt.build.checkpoint.scales import (
+    CACHE_SCALES,
+    WEIGHT,
+    Scales,
+    beside,
+    dequantize,
+    find_scales,
+    read_scales,
+)
+from ddtree_trt.build.checkpoint.tensorfile import (
+    StoredTensor,
+    check_dtype,
+    check_finite,
+    open_tensors,
+    read_bytes,
+    read_float32,
+    weight_files,
+)
+from ddtree_trt.errors import CheckpointError
+
+Shapes = dict[str, tuple[int, ...]]
+
+EMBEDDING, HEAD, FC = "model.embed_tokens.weight", "lm_head.weight", "fc.weight"
+# What some files hold beside the weights in use: a copy of tied weights, buffers, a drafter's unused embedding.
+_IGNORED = (HEAD, EMBEDDING, "embed_tokens.weight")
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", *CACHE_SCALES)
+_SHOWN = 3  # names in one complaint
+
+
+@dataclass
+class Checkpoint:
+    """One network's weights and what its configuration says of them. `load_checkpoint` makes it."""
+
+    directory: Path
+    dims: TransformerDims  # DrafterDims for a DFlash drafter
+    tie_word_embeddings: bool
+    stop_token_ids: tuple[int, ...]
+    name: str
+    revision: str
+    tensors: dict[str, StoredTensor] = field(repr=False)  # the tensors in use, by Hugging Face name
+    shapes: Shapes = field(repr=False)  # of their values: what is quantised may be packed
+    quantization: Quantization | None  # how those that `quantizers` has scales for are stored
+    quantizers: dict[str, StoredTensor] = field(repr=False)  # their scales
+    _identity: CheckpointIdentity | None = field(default=None, repr=False)
+
+    @property
+    def is_dflash(self) -> bool:
+        return isinstance(self.dims, DrafterDims)
+
+    @property
+    def num_values(self) -> int:
+        """Values in all tensors in use."""
+        return sum(map(math.prod, self.shapes.values()))
+
+    def stored_bytes(self, item_bytes: int) -> int:
+        """Of all tensors in use where quantised ones are kept as they are and others have a precision of
+        `item_bytes`."""
+        total = 0
+        for name, shape in self.shapes.items():
+            quantization = self.quantization if self._has_scales(name) else None
+            total += quantization.weight_bytes(shape, item_bytes) if quantization else item_bytes * math.prod(shape)
+        return total
+
+    @property
+    def identity(self) -> CheckpointIdentity:
+        """Name, revision and sha256; the files are read through on the first use."""
+        return self.identify()
+
+    def identify(self, progress: Progress = no_progress) -> CheckpointIdentity:
+        """`identity`, with progress over config.json and the weight files. Raises CheckpointError."""
+        if self._identity is None:
+            files = sorted([self.directory / CONFIG, *weight_files(self.directory)])
+            try:
+                total = sum(file.stat().st_size for file in files)
+                stage = f"identify {self.name}"
+                digest = sha256_file(*files, report=lambda read: progress(stage, read, total))
+            except OSError as error:
+                raise CheckpointError(f"{self.directory} cannot be read: {error}") from error
+            self._identity = CheckpointIdentity(self.name, self.revision, digest)
+        return self._identity
+
+    def has(self, name: str) -> bool:
+        return name in self.tensors
+
+    @property
+    def is_quantized(self) -> bool:
+        return bool(self.quantizers)
+
+    def tensor(self, name: str) -> NDArray[np.float32]:
+        """A float32 copy of one tensor, of a quantised one what it stands for. Raises CheckpointError for an unknown
+        name, NaN or Inf."""
+        if name not in self.tensors:
+            raise CheckpointError(f"{self.directory} has no tensor {name}")
+        scales = self.scales(name)
+        if scales is None:
+            return read_float32(name, self.tensors[name])
+        values = dequantize(self.stored(name), scales)
+        check_finite(name, self.tensors[name], values.reshape(-1))
+        return values
+
+    def scales(self, name: str) -> Scales | None:
+        """The scales of a quantised projection; None for any other tensor. Raises CheckpointError for one of 0 or
+        less."""
+        if self.quantization is None or not self._has_scales(name):
+            return None
+        return read_scales(name, self.tensors[name], self.quantization, self.quantizers)
+
+    def _has_scales(self, name: str) -> bool:
+        return beside(name, WEIGHT) in self.quantizers
+
+    def stored(self, name: str) -> NDArray[np.uint8]:
+        """The bytes of a quantised projection. Raises CheckpointError."""
+        return read_bytes(name, self.tensors[name])
+
+
+def load_checkpoint(directory: Path, *, name: str | None = None, revision: str = LOCAL) -> Checkpoint:
+    """Open a target, a DFlash drafter or an autoregressive drafter; no weight is read yet.
+
+    Raises CheckpointError when the directory is not a checkpoint, is of an unsupported kind, or when a tensor is
+    missing, superfluous, or of another shape than config.json says.
+    """
+    config = read_config(directory)
+    stored = open_tensors(directory)
+    dims = config.dims
+    expected = drafter_shapes(dims) if isinstance(dims, DrafterDims) else target_shapes(dims, tied=config.tied)
+    quantizers = find_scales(directory, config.quantization, stored, expected)
+    _check_tensors(directory, stored, expected, config.quantization, quantizers)
+    return Checkpoint(
+        directory=directory,
+        dims=dims,
+        tie_word_embeddings=config.tied,
+        stop_token_ids=config.stop_token_ids,
+        name=name or directory.resolve().name,
+        revision=revision,
+        tensors={name: stored[name] for name in expected},
+        shapes=expected,
+        quantization=config.quantization,
+        quantizers=quantizers,
+    )
+
+
+def _layer_shapes(dims: TransformerDims, prefix: str) -> Shapes:
+    """Shapes [out, in] of all layers and the final norm."""
+    hidden, inner, head = dims.hidden_size, dims.intermediate_size, dims.head_dim
+    shapes: Shapes = {}
+    for i in range(dims.num_layers):
+        layer = f"{prefix}layers.{i}"
+        shapes |= {
+            f"{layer}.input_layernorm.weight": (hidden,),
+            f"{layer}.self_attn.q_proj.weight": (dims.num_heads * head, hidden),
+            f"{layer}.self_attn.k_proj.weight": (dims.num_kv_heads * head, hidden),
+            f"{layer}.self_attn.v_proj.weight": (dims.num_kv_heads * head, hidden),
+            f"{layer}.self_attn.q_norm.weight": (head,),
+            f"{layer}.self_attn.k_norm.weight": (head,),
+            f"{layer}.self_attn.o_proj.weight": (hidden, dims.num_heads * head),
+            f"{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
+            f"{layer}.mlp.up_proj.weight": (inner, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, inner),
+        }
+    return shapes | {f"{prefix}norm.weight": (hidden,)}
+
+
+def target_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
+    """Tensors of a target, or of an autoregressive drafter, by Hugging Face name."""
+    table = (dims.vocab_size, dims.hidden_size)
+    head = {} if tied else {HEAD: table}
+    return {EMBEDDING: table} | _layer_shapes(dims, "model.") | head
+
+
+def drafter_shapes(dims: DrafterDims) -> Shapes:
+    """Tensors of a DFlash drafter; its embedding and head are the target's."""
+    hidden = dims.hidden_size
+    fc = {FC: (hidden, len(dims.tap_layers) * hidden), "hidden_norm.weight": (hidden,)}
+    return fc | _layer_shapes(dims, "")
+
+
+def _check_tensors(
+    directory: Path,
+    stored: dict[str, StoredTensor],
+    expected: Shapes,
+    quantization: Quantization | None,
+    quantizers: dict[str, StoredTensor],
+) -> None:
+    missing = [name for name in expected if name not in stored]
+    if missing:
+        raise CheckpointError(
+            f"{directory} lacks {_some(missing)}, which its {CONFIG} calls for; copy the whole checkpoint, "
+            f"and the {CONFIG} that belongs to it"
+        )
+    for name, shape in expected.items():
+        if quantization and beside(name, WEIGHT) in quantizers:
+            shape = quantization.stored_shape(shape)
+        else:
+            check_dtype(name, stored[name])
+        if stored[name].shape != shape:
+            raise CheckpointError(
+                f"{directory}: {name} has shape {list(stored[name].shape)}, its {CONFIG} calls for {list(shape)}; "
+                f"use the {CONFIG} that belongs to these weights"
+            )
+    known = {*expected, *_IGNORED, *quantizers}
+    unused = [name for name in stored if name not in known and not name.endswith(_IGNORED_SUFFIXES)]
+    if unused:
+        raise CheckpointError(
+            f"{directory} holds {_some(unused)}, which its {CONFIG} has no place for; "
+            "is it quantised, or another architecture?"
+        )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+class Network(Protocol):
+    """A checkpoint, or what its configuration alone says."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def dims(self) -> TransformerDims: ...
+
+
+def check_pair(target: Network, drafter: Network) -> None:
+    """Raises CheckpointError when the drafter was not made for a target of this kind; says which number differs."""
+    if isinstance(target.dims, DrafterDims):
+        raise CheckpointError(f"{target.name} is a DFlash drafter, not a target; give it as --drafter")
+    if problem := misfit(target.dims, drafter.dims):
+        raise CheckpointError(f"drafter {drafter.name}: {problem}; use the drafter trained for this target")

@@ -1,0 +1,1 @@
+"""The target and the drafter as ONNX graphs."""

@@ -1,0 +1,121 @@
+"""The graphs' vocabulary lowered to ONNX Runtime: its fused attention, norms and activations, in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import TensorProto
+
+from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.build.graph.ops import Attention, Graph, Sink, Table
+
+MICROSOFT = "com.microsoft"
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where the rows of one attention go; empty positions are for rows that are turned already."""
+
+    seqlens: str  # int32 [N]: past + T − 1
+    total: str  # int32 []: W
+    positions: str  # int64 [N, T], or ""
+    rotary: tuple[str, str]  # float32 [S, D/2] each, or ""
+    bias: str  # float32 [N, 1, T, W], or "": nothing is hidden
+
+
+class OnnxRuntimeGraph(Graph):
+    domains = (MICROSOFT,)
+
+    def __init__(self, name: str, sink: Sink, *, always_causal: bool = False) -> None:
+        """`always_causal` is for versions of the attention kernel that know nothing else; see `block_attention`."""
+        super().__init__(name, sink)
+        self._always_causal = always_causal
+        self._bias = ""
+
+    def slots(self, limits: Limits) -> str:
+        return "N"
+
+    def table(self, table: Table) -> str:
+        return self.weight(table.key, table.make)
+
+    def place(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
+        self.input(names.SEQLENS_K, "int32", ["N"])
+        self.input(names.TOTAL_LENGTH, "int32", [])
+        self.input(names.POSITIONS, "int64", ["N", tokens])
+        if masked:
+            self._bias = self.input(names.ATTENTION_BIAS, "float32", ["N", 1, tokens, "W"])
+
+    def head(self, x: str, table: Table, out: str) -> str:
+        return self.op("Gemm", [x, self.table(table)], [out], transB=1)
+
+    def choices(self, logits: str) -> None:
+        """None: ArgMax takes several times as long as NumPy does over the same memory."""
+
+    def most_probable(self, logits: str, candidates: int, outputs: tuple[str, str]) -> str:
+        log_probs = self.op("LogSoftmax", [logits], ["all_log_probs"], axis=-1)
+        self.op("TopK", [log_probs, self.input(names.TOP_K, "int64", [1])], outputs, axis=-1, largest=1, sorted=1)
+        return "K"
+
+    def rms_norm(self, x: str, weight: str, out: str, eps: float) -> str:
+        return self.op("SimplifiedLayerNormalization", [x, weight], [out], axis=-1, epsilon=eps)
+
+    def add_rms_norm(self, x: str, residual: str, weight: str, out: str, eps: float) -> tuple[str, str]:
+        total = f"{out}.sum"
+        outputs = [out, "", "", total]
+        node = "SkipSimplifiedLayerNormalization"
+        self.op(node, [x, residual, weight], outputs, domain=MICROSOFT, epsilon=eps)
+        return out, total
+
+    def swiglu(self, gate: str, up: str, out: str) -> str:
+        """QuickGelu with alpha 1 is silu in one pass."""
+        silu = self.op("QuickGelu", [gate], [f"{out}.silu"], domain=MICROSOFT, alpha=1.0)
+        return self.op("Mul", [silu, up], [out])
+
+    def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:
+        """The bias hides what the mask says."""
+        return self._attention(qkv, at, self._rows(at, self._bias), out)
+
+    def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, out: str) -> str:
+        """Where the kernel is always causal the block comes twice: the second copy stands behind the first and sees all
+        of it, and its own keys are hidden from it. They take `block` more rows of the cache.
+        """
+        if self._always_causal:
+            twice, rows = self._twice(qkv, at, block)
+            seen = self._attention(twice, at, rows, f"{out}.rows")
+        else:
+            seen = self._attention(qkv, at, self._rows(at, ""), f"{out}.rows", causal=0)
+        return self.rows_from(seen, -block, out)
+
+    def _rows(self, at: Attention, bias: str) -> _Rows:
+        return _Rows(names.SEQLENS_K, names.TOTAL_LENGTH, names.POSITIONS, at.rotary, bias)
+
+    def _attention(self, qkv: tuple[str, str, str], at: Attention, rows: _Rows, out: str, **attrs: int) -> str:
+        inputs = [*qkv, *at.past, rows.seqlens, rows.total, *rows.rotary, rows.positions, rows.bias]
+        attrs |= {"num_heads": at.heads[0], "kv_num_heads": at.heads[1], "do_rotary": int(rows.positions != "")}
+        return self.op("GroupQueryAttention", inputs, [out, *at.present], domain=MICROSOFT, **attrs)
+
+    def _twice(self, qkv: tuple[str, str, str], at: Attention, block: int) -> tuple[tuple[str, str, str], _Rows]:
+        """qkv with the last `block` rows repeated, lengths to match, and the bias [1, 1, T, W] that hides the copy."""
+        query, key, value = qkv
+        # The kernel's own rotary embedding lets positions only rise in a first pass.
+        query, key = (
+            self.op("RotaryEmbedding", [x, names.POSITIONS, *at.rotary], [f"{x}.turned"], domain=MICROSOFT)
+            for x in (query, key)
+        )
+        query, key, value = (
+            self.concat([x, self.rows_from(x, -block, f"{x}.block")], f"{x}.twice", axis=1) for x in (query, key, value)
+        )
+        size = self.constant(f"block.{block}", np.array(block, np.int32))
+        seqlens = self.op("Add", [names.SEQLENS_K, size], [f"{names.SEQLENS_K}.twice"])
+        total = self.op("Add", [names.TOTAL_LENGTH, size], [f"{names.TOTAL_LENGTH}.twice"])
+        # Nothing is hidden but the square of the copy's rows and keys, at the end of both axes.
+        hidden = np.full((1, 1, block, block), np.finfo(np.float32).min, np.float32)
+        before = self.op("Shape", [names.POSITIONS], ["rows.before"], start=1)
+        columns = self.op("Cast", [names.TOTAL_LENGTH], ["columns.before"], to=TensorProto.INT64)
+        columns = self.reshape(columns, [1], "columns.before.1d")
+        none = self.constant("zeros", np.zeros(2, np.int64))
+        pads = self.concat([none, before, columns, none, none], "hidden.pads", axis=0)
+        bias = self.op("Pad", [self.constant(f"hidden.{block}", hidden), pads], ["hidden.bias"])
+        return (query, key, value), _Rows(seqlens, total, "", ("", ""), bias)

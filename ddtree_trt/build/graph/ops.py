@@ -1,0 +1,245 @@
+"""The operator vocabulary of the graphs: what every runtime's lowering shares, and the verbs each lowers in its way.
+
+`networks.py` speaks in these verbs only. `lowering_onnxruntime.py` and `lowering_tensorrt.py` are the two lowerings;
+`lowering_int8.py` is the first with integer products.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
+
+from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.manifest import Limits, TransformerDims
+from ddtree_trt.build.checkpoint.scales import Scales
+from ddtree_trt.errors import BuildError
+
+OPSET = 21
+IR_VERSION = 10
+TYPES = {
+    "float8_e4m3fn": TensorProto.FLOAT8E4M3FN,
+    "int8": TensorProto.INT8,
+    "int4": TensorProto.INT4,
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+    "int64": TensorProto.INT64,
+    "int32": TensorProto.INT32,
+}
+
+Shape = Sequence[int | str]
+Make = Callable[[], np.ndarray]  # makes an array when it is wanted: float32, or the bytes of quantised values
+
+
+class Sink(Protocol):
+    """Where weights go: stores an array once under its key and returns the initialiser that refers to it."""
+
+    def add(self, key: str, make: Make, dtype: str) -> TensorProto: ...
+
+
+@dataclass(frozen=True)
+class Table:
+    """An embedding or language-model head that both networks may use."""
+
+    name: str  # of the graph's input, in engines that keep tables outside their graphs
+    key: str  # in the weight file, of engines that keep them there
+    make: Make
+    shape: tuple[int, int]  # [V, H]
+
+
+@dataclass(frozen=True)
+class Attention:
+    """What an attention reads beside its rows: one layer's cache, the rotary tables, the shape of its heads."""
+
+    past: tuple[str, str]  # keys, values: [slots, Hkv, S, D]
+    present: tuple[str, str]  # the same buffers, as outputs
+    rotary: tuple[str, str]  # cosine, sine: float32 [S, D/2]
+    heads: tuple[int, int]  # Hq, Hkv
+    head_dim: int  # D
+
+
+class Graph(ABC):
+    """Collects nodes, inputs, outputs and initialisers of one ONNX graph."""
+
+    floats = "float32"  # what the network computes in
+    integers = "int64"  # what ids, positions and row numbers are
+    domains: tuple[str, ...] = ()  # of operators that are not ONNX's own
+
+    def __init__(self, name: str, sink: Sink) -> None:
+        self.name = name
+        self._sink = sink
+        self._nodes: dict[str, NodeProto] = {}
+        self._inputs: list[ValueInfoProto] = []
+        self._outputs: list[ValueInfoProto] = []
+        self._initializers: dict[str, TensorProto] = {}
+
+    # Edges of the graph
+
+    def input(self, name: str, dtype: str, shape: Shape) -> str:
+        self._inputs.append(helper.make_tensor_value_info(name, TYPES[dtype], list(shape)))
+        return name
+
+    def output(self, name: str, dtype: str, shape: Shape) -> None:
+        self._outputs.append(helper.make_tensor_value_info(name, TYPES[dtype], list(shape)))
+
+    def weight(self, key: str, make: Make, dtype: str | None = None) -> str:
+        """A weight in the external file, in `floats` unless said otherwise; `make` runs only when the key is new."""
+        if key not in self._initializers:
+            self._initializers[key] = self._sink.add(key, make, dtype or self.floats)
+        return key
+
+    def constant(self, name: str, value: np.ndarray) -> str:
+        """A small array kept inside the graph."""
+        if name not in self._initializers:
+            self._initializers[name] = numpy_helper.from_array(value, name)
+        return name
+
+    def cache(self, dims: TransformerDims, limits: Limits) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+        """Adds every layer's cache as inputs and outputs; per layer its (past keys, values), (present keys, values)."""
+        shape = [self.slots(limits), dims.num_kv_heads, limits.cache_rows, dims.head_dim]
+        past, present = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
+        for name in past:
+            self.input(name, self.floats, shape)
+        for name in present:
+            self.output(name, self.floats, shape)
+        past_pairs = zip(past[::2], past[1::2], strict=True)
+        return list(zip(past_pairs, zip(present[::2], present[1::2], strict=True), strict=True))
+
+    # Verbs every runtime has
+
+    def op(self, kind: str, inputs: Sequence[str], outputs: Sequence[str], *, domain: str = "", **attrs: Any) -> str:
+        """Add one node, once however often it is asked for, and return the name of its first output.
+
+        An empty name is an absent optional input.
+        """
+        node = helper.make_node(kind, list(inputs), list(outputs), name=outputs[0], domain=domain, **attrs)
+        assert self._nodes.setdefault(outputs[0], node) == node, f"two nodes write {outputs[0]}"
+        return outputs[0]
+
+    def embed(self, table: Table, token_ids: str, out: str) -> str:
+        return self.op("Gather", [self.table(table), token_ids], [out], axis=0)
+
+    def product(self, x: str, weight: str, out: str) -> str:
+        """x [..., in] times weight [in, out]."""
+        return self.op("MatMul", [x, weight], [out])
+
+    def linear(self, x: str, key: str, make: Make, out: str) -> str:
+        """A projection of a layer: rows x [..., in] times the weight [in, out] that `make` returns, which is stored
+        under `key` in whatever form this graph multiplies it in."""
+        return self.product(x, self.weight(key, make), out)
+
+    def linear_quantized(self, x: str, weight: str, scales: Scales, out: str) -> str:
+        """As `linear`, for a quantised weight [in, out]; x is scaled and rounded as `scales` say."""
+        if scales.smooth is not None:
+            x = self.op("Mul", [x, self._scale(f"{weight}.smooth", scales.smooth)], [f"{out}.smooth"])
+        zero = f"{scales.values}.zero"  # tells QuantizeLinear what to round to; as wide as the scale it goes with
+        if scales.input is not None:
+            none = helper.make_tensor(zero, TYPES[scales.values], [], b"\0", raw=True)
+            self._initializers.setdefault(zero, none)
+            step = self._scale(f"{weight}.input", np.float32(scales.input))
+            rounded = self.op("QuantizeLinear", [x, step, zero], [f"{out}.rounded"])
+            x = self.op("DequantizeLinear", [rounded, step, zero], [f"{out}.rows"])
+        # One scale for all, for each column of [in, out], or for each group of rows of a column.
+        attrs: dict[str, Any] = ({}, {"axis": 1}, {"axis": 0, "block_size": scales.group})[scales.weight.ndim]
+        inputs = [weight, self._scale(f"{weight}.scale", scales.weight.T), *(() if attrs else (zero,))]
+        return self.product(x, self.op("DequantizeLinear", inputs, [f"{weight}.values"], **attrs), out)
+
+    def _scale(self, name: str, values: NDArray[np.float32] | np.float32) -> str:
+        """Scales in `floats`, which are what DequantizeLinear returns. Raises BuildError where that type cannot hold
+        one."""
+        values = np.asarray(values)
+        if self.floats == "float16":
+            outside = values[(values < 2.0**-14) | (values > 65504)]
+            if outside.size:
+                raise BuildError(f"{name} is {outside[0]:g}, which fp16 cannot hold; use --precision bf16")
+        if values.ndim:
+            return self.weight(name, lambda: np.ascontiguousarray(values))
+        self._initializers[name] = helper.make_tensor(name, TYPES[self.floats], [], [float(values)])
+        return name
+
+    def split(self, x: str, sizes: Sequence[int], outputs: Sequence[str]) -> Sequence[str]:
+        key = "sizes." + "_".join(map(str, sizes))
+        self.op("Split", [x, self.constant(key, np.array(sizes, np.int64))], outputs, axis=-1)
+        return outputs
+
+    def reshape(self, x: str, shape: Sequence[int], out: str) -> str:
+        key = "shape." + "_".join(map(str, shape))
+        return self.op("Reshape", [x, self.constant(key, np.array(shape, np.int64))], [out])
+
+    def concat(self, parts: Sequence[str], out: str, *, axis: int) -> str:
+        return self.op("Concat", parts, [out], axis=axis)
+
+    def rows_from(self, x: str, start: int, out: str) -> str:
+        """x[:, start:] along the token axis; a negative start counts from the end."""
+        bounds = [("start", start), ("end", np.iinfo(np.int64).max), ("axis", 1)]
+        names = [self.constant(f"{n}.{v}", np.array([v], np.int64)) for n, v in bounds]
+        return self.op("Slice", [x, *names], [out])
+
+    # Verbs each runtime lowers in its own way
+
+    @abstractmethod
+    def slots(self, limits: Limits) -> int | str:
+        """The first dimension of a cache."""
+
+    @abstractmethod
+    def table(self, table: Table) -> str:
+        """The edge that carries its values [V, H]."""
+
+    @abstractmethod
+    def place(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
+        """Adds the inputs that say where the `tokens` rows of a call, at most `max_tokens`, go in the cache, and, where
+        `masked`, which of them see which."""
+
+    @abstractmethod
+    def head(self, x: str, table: Table, out: str) -> str:
+        """Logits float32: x [R, H] times the transpose of a table [V, H], the layout the embedding has, so that both
+        can share it."""
+
+    @abstractmethod
+    def choices(self, logits: str) -> None:
+        """The output `choices`, `integers` [R]: the column of the largest of each row of logits [R, V]. None where the
+        logits are the host's own memory, which finds it there."""
+
+    @abstractmethod
+    def most_probable(self, logits: str, candidates: int, outputs: tuple[str, str]) -> int | str:
+        """Log-probabilities and ids of the most probable of logits [N, L, V], falling: [N, L, K] each.
+
+        Returns K: at most `candidates`, or a name where the caller chooses it per call.
+        """
+
+    @abstractmethod
+    def rms_norm(self, x: str, weight: str, out: str, eps: float) -> str:
+        """x / sqrt(mean(x²) + eps) · weight over the last axis; weight is float32."""
+
+    @abstractmethod
+    def add_rms_norm(self, x: str, residual: str, weight: str, out: str, eps: float) -> tuple[str, str]:
+        """Returns (rms_norm(x + residual), x + residual)."""
+
+    @abstractmethod
+    def swiglu(self, gate: str, up: str, out: str) -> str:
+        """silu(gate) · up."""
+
+    @abstractmethod
+    def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:
+        """Grouped-query attention that appends to the cache in place: a row sees the past, and of the rows of the call
+        those that the mask says.
+
+        qkv are [N, T, heads · D], after the head norms and before rotary embedding; so is what it returns.
+        """
+
+    @abstractmethod
+    def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, out: str) -> str:
+        """As `attention`, but each of the last `block` rows sees all. Returns what these get: [N, block, Hq · D]."""
+
+    def model(self) -> ModelProto:
+        graph = helper.make_graph(
+            list(self._nodes.values()), self.name, self._inputs, self._outputs, list(self._initializers.values())
+        )
+        opsets = [helper.make_opsetid("", OPSET), *(helper.make_opsetid(domain, 1) for domain in self.domains)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="ddtree-trt")

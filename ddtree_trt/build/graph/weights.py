@@ -1,0 +1,92 @@
+"""The external data file both graphs keep their weights in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+from onnx import StringStringEntryProto, TensorProto
+
+from ddtree_trt.artifact.manifest import Progress, no_progress
+from ddtree_trt.build.backends.base import PrecisionName
+from ddtree_trt.build.backends.storage import encode
+from ddtree_trt.build.graph.ops import TYPES
+
+ALIGNMENT = 4096  # a memory page: the runtime can map a tensor instead of reading it
+_WRITE_BLOCK = 32 << 20
+_PRECISIONS: dict[str, PrecisionName] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+
+
+class WeightFile:
+    """Writes arrays one after another and hands out ONNX initialisers that refer to them.
+
+    An array is stored once under its key, whichever graph asks for it: the drafter's embedding and head are the
+    target's. Only the array being written is in memory. A context manager; `path` must not exist yet.
+    """
+
+    def __init__(self, path: Path, *, expected_bytes: int = 0, progress: Progress = no_progress) -> None:
+        self._file = path.open("xb")
+        self._name = path.name
+        self._written: dict[str, TensorProto] = {}
+        self._expected, self._done, self._progress = expected_bytes, 0, progress
+
+    @property
+    def size(self) -> int:
+        """Bytes of array data written so far, padding not counted."""
+        return self._done
+
+    def add(self, key: str, make: Callable[[], np.ndarray], dtype: str = "float32") -> TensorProto:
+        """The initialiser of `key`; `make` is called, and its array written in `dtype`, only if the key is new. What
+        is quantised comes as its bytes, two values of int4 in one.
+
+        Raises OSError when the disk is full, BuildError when fp16 cannot hold a value, and whatever `make` raises.
+        """
+        known = self._written.get(key)
+        if known is None:
+            array = np.asarray(make(), order="C")
+            if dtype in _PRECISIONS:
+                array = encode(array, _PRECISIONS[dtype], key)
+            known = self._written[key] = self._write(key, array)
+            known.data_type = TYPES[dtype]
+            if dtype == "int4":
+                known.dims[-1] *= 2
+        tensor = TensorProto()
+        tensor.CopyFrom(known)
+        return tensor
+
+    def _write(self, key: str, array: np.ndarray) -> TensorProto:
+        """Append the array; the initialiser's data type is the caller's to set, NumPy having no bfloat16."""
+        position = self._file.tell()
+        offset = -(-position // ALIGNMENT) * ALIGNMENT
+        self._file.write(bytes(offset - position))
+        data = memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        for start in range(0, len(data), _WRITE_BLOCK):
+            block = data[start : start + _WRITE_BLOCK]
+            self._file.write(block)
+            self._done += len(block)
+            self._progress("write weights", self._done, max(self._done, self._expected))
+        location = {"location": self._name, "offset": offset, "length": array.nbytes}
+        return TensorProto(
+            name=key,
+            dims=array.shape,
+            data_location=TensorProto.EXTERNAL,
+            external_data=[StringStringEntryProto(key=k, value=str(v)) for k, v in location.items()],
+        )
+
+    def close(self) -> None:
+        """Flush and close. Raises OSError when the disk is full."""
+        self._file.close()
+        self._progress("write weights", self._done, self._done)
+
+    def __enter__(self) -> WeightFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self._file.close()

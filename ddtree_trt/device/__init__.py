@@ -1,0 +1,1 @@
+"""The machine: processor, memory, sizes of passes, libraries of the GPU."""

@@ -1,0 +1,61 @@
+"""The NVIDIA GPUs of this machine, asked without a library of CUDA."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddtree_trt.device.memory import Place
+
+_GPU_QUERY = "name,driver_version,memory.total,compute_cap"
+_GPU_TIMEOUT_S = 20
+
+
+@dataclass(frozen=True)
+class Gpu:
+    name: str
+    driver: str
+    memory: str  # e.g. "143771 MiB"
+    compute_capability: str  # e.g. "9.0"
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """None where it is not known."""
+        match = re.fullmatch(r"(\d+) MiB", self.memory)
+        return int(match[1]) << 20 if match else None
+
+
+def find_gpus() -> tuple[Gpu, ...]:
+    """NVIDIA GPUs by nvidia-smi, or at least by the driver's files; empty without a driver."""
+    if shutil.which("nvidia-smi"):
+        command = ["nvidia-smi", f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader"]
+        try:
+            run = subprocess.run(command, capture_output=True, text=True, timeout=_GPU_TIMEOUT_S, check=True)
+            rows = [[cell.strip() for cell in line.split(",")] for line in run.stdout.splitlines()]
+            return tuple(Gpu(*row) for row in rows if len(row) == len(_GPU_QUERY.split(",")))
+        except (OSError, subprocess.SubprocessError):
+            pass  # installed, but no driver behind it: the files below say the same
+    gpus = []
+    for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
+        match = re.search(r"^Model:\s*(.+)$", path.read_text(errors="replace"), re.MULTILINE)
+        gpus.append(Gpu(match[1] if match else "unknown", _driver_version(), "unknown", "unknown"))
+    return tuple(gpus)
+
+
+def _driver_version() -> str:
+    try:
+        match = re.search(r"Kernel Module\D*([\d.]+)", Path("/proc/driver/nvidia/version").read_text())
+    except OSError:
+        return "unknown"
+    return match[1] if match else "unknown"
+
+
+def available_bytes(place: Place, gpus: tuple[Gpu, ...]) -> int | None:
+    """Of the memory an engine runs in, the first GPU's or the host's; None where there is none or it is not known."""
+    if gpus and place != "host":
+        return gpus[0].memory_bytes
+    return None if place == "GPU" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

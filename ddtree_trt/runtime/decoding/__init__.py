@@ -1,0 +1,1 @@
+"""The decode loop, its methods, sampling and budgets."""

@@ -1,0 +1,190 @@
+"""The decode loop: one round of draft → tree_build → tree_compile → verify → commit over any number of slots.
+
+Every method goes through this one function. Autoregressive decoding is a round whose tree is the root alone. Where an
+engine does the five stages of a sequence as one, what it found joins the others here: tokens are emitted, stopped and
+counted in one way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.runtime.decoding.budget import Decision
+from ddtree_trt.runtime.decoding.methods import NOTHING, Proposal, candidates, propose
+from ddtree_trt.runtime.decoding.sampling import Row
+from ddtree_trt.runtime.engines.base import (
+    Draft,
+    DraftRequest,
+    Engine,
+    RoundRequest,
+    RoundResult,
+    Verdict,
+    VerifyRequest,
+)
+from ddtree_trt.runtime.sequence import Sequence
+from ddtree_trt.runtime.stats import DEVICE_ROUND, StageClock
+from ddtree_trt.runtime.tree import DraftTree, compile_tree, descend, walk
+
+Path = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One finished round of one sequence, for those who watch."""
+
+    root_token: int  # the bonus token of the round before
+    tree: DraftTree
+    path: Path  # [m], root first
+    next_token: int  # the target's choice at the path's end
+    decision: Decision | None  # why the tree had its size; None for a fixed budget
+
+
+Watcher = Callable[[Round], None]
+
+
+class _Turn:
+    """One sequence's part in a round."""
+
+    def __init__(self, sequence: Sequence, engine: Engine) -> None:
+        assert sequence.slot is not None, "a sequence is decoded only while it holds a slot"
+        self.sequence, self.slot = sequence, sequence.slot
+        self.past = engine.length(self.slot)
+        self.root_token = sequence.bonus_token
+        self.ceiling = sequence.budget.ceiling(self.past, sequence.left) if sequence.drafts else 0
+        self.proposal = NOTHING
+        self.path: Path | None = None  # accepted nodes [m]; None until the walk, and for good when the sequence failed
+
+    @property
+    def tree(self) -> DraftTree:
+        return self.proposal.tree
+
+    def draft_request(self) -> DraftRequest:
+        params, sampler = self.sequence.params, self.sequence.sampler
+        k = candidates(params.method, self.ceiling, params.stochastic)
+        return DraftRequest(self.slot, self.root_token, k, self.ceiling, sampler.draft)
+
+    def round_request(self) -> RoundRequest:
+        params, sampler = self.sequence.params, self.sequence.sampler
+        return RoundRequest(self.slot, self.root_token, self.ceiling, params.temperature, sampler.noise.target_seed)
+
+    def __enter__(self) -> None:
+        """What fails inside is this sequence's matter only: it ends with the error, the others go on."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, Exception):
+            self.sequence.abort(error)
+        return isinstance(error, Exception)
+
+    def build(self, draft: Draft) -> None:
+        s = self.sequence
+        with self:
+            proposal = propose(s.params.method, draft, self.ceiling, s.sampler)
+            nodes = s.budget.choose(proposal.tree, self.past)
+            self.proposal = Proposal(proposal.tree.cut(nodes), proposal.drawn[:nodes])
+
+    def take(self, result: RoundResult, engine: Engine) -> None:
+        """Emit what the engine found and has committed; where the sequence ends inside, the rest is forgotten."""
+        with self:
+            emitted = emit(self.sequence, ((token, None) for token in result.tokens))
+            self.sequence.metrics.add_round(emitted, result.nodes)
+            if emitted < len(result.tokens):
+                engine.truncate(self.slot, self.past + emitted)
+
+    def walk(self, verdict: Verdict) -> None:
+        if not self.sequence.finished:
+            with self:
+                self.path = accept(self.sequence, self.proposal, verdict)
+
+    def commit(self, engine: Engine) -> None:
+        s = self.sequence
+        if self.path is None:
+            return
+        engine.commit(self.slot, self.path, taps=s.drafts)
+        with self:
+            s.budget.observe(self.tree, self.path, s.bonus_token, ends=s.finished)
+            if s.on_round is not None:
+                s.on_round(Round(self.root_token, self.tree, self.path, s.bonus_token, s.budget.last))
+
+
+def decode_round(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
+    """Advance every sequence by one round: all of them on the device, or all by stages. They hold distinct slots, each
+    with a bonus token not yet in the cache."""
+    one_round = _round_on_device if sequences[0].on_device else _round_by_stages
+    one_round(engine, sequences, clock)
+
+
+def _turns(engine: Engine, sequences: list[Sequence]) -> list[_Turn]:
+    return sorted((_Turn(s, engine) for s in sequences), key=lambda turn: turn.slot)
+
+
+def _round_on_device(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
+    assert engine.rounds is not None, "only an engine that has them is asked for rounds of its own"
+    with clock(DEVICE_ROUND):
+        turns = _turns(engine, sequences)
+        results = engine.rounds.round([turn.round_request() for turn in turns])
+        for turn, result in zip(turns, results, strict=True):
+            turn.take(result, engine)
+
+
+def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
+    with clock("draft"):
+        turns = _turns(engine, sequences)
+        drafting = [turn for turn in turns if turn.ceiling > 0]
+        drafts = engine.draft([turn.draft_request() for turn in drafting])
+
+    with clock("tree_build"):
+        for turn, draft in zip(drafting, drafts, strict=True):
+            turn.build(draft)
+
+    with clock("tree_compile"):
+        requests = [VerifyRequest(turn.slot, compile_tree(turn.root_token, turn.tree)) for turn in turns]
+
+    with clock("verify"):
+        for turn, verdict in zip(turns, engine.verify(requests), strict=True):
+            turn.walk(verdict)
+
+    with clock("commit"):
+        for turn in turns:
+            turn.commit(engine)
+
+
+def accept(sequence: Sequence, proposal: Proposal, verdict: Verdict) -> Path:
+    """Walk the verified tree, emit the target's tokens, and return the path [m] whose cache rows stay, root first.
+
+    Each node on the path yields one emitted token: the accepted drafts, then the next bonus token. Where a stop or a
+    limit is met inside the path, the path ends there.
+    """
+    tree = proposal.tree
+    if sequence.sampler.takes_choices:
+        path = walk(tree, verdict.choices)
+        wanted = sequence.params.logprobs is not None  # reading a row may bring it over from a device
+        tokens = zip(path.tolist(), verdict.choices[path].tolist(), strict=True)
+        path = path[: emit(sequence, ((token, verdict.logits[node] if wanted else None) for node, token in tokens))]
+    else:
+
+        def choose(node: int) -> int | None:
+            row = verdict.logits[node]
+            if node < len(proposal.drawn):  # a chain: node d's only child is the token drawn at depth d + 1
+                token = sequence.sampler.choose_against(row, proposal.drawn[node])
+            else:
+                token = sequence.sampler.choose(row)
+            return token if sequence.append(token, row) else None
+
+        path = descend(tree, choose)
+    sequence.metrics.add_round(len(path), len(tree))
+    return path
+
+
+def emit(sequence: Sequence, tokens: Iterable[tuple[int, Row | None]]) -> int:
+    """Append tokens, each with the logits it was chosen from where they are wanted, as far as the sequence goes; how
+    many there were."""
+    emitted = 0
+    for token, logits in tokens:
+        emitted += 1
+        if not sequence.append(token, logits):
+            break
+    return emitted

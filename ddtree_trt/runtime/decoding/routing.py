@@ -1,0 +1,85 @@
+"""Which requests decode in rounds that stay on the device, and why others do not."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.errors import UsageError
+from ddtree_trt.plugins import MAX_DEVICE_BUDGET
+from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
+
+if TYPE_CHECKING:
+    from ddtree_trt.runtime.engines.base import Engine
+
+
+def why_host(mode: DeviceRoundsMode, engine: Engine, params: SamplingParams, *, watched: bool = False) -> str | None:
+    """Why a request's trees are built on the host; None when its rounds stay on the device.
+
+    `watched`: somebody wants to see every tree. Raises UsageError with `on` when they cannot.
+    """
+    if mode == "off":
+        return "device_rounds is off"
+    reason = engine_without(engine.manifest)
+    if reason is None and mode == "auto" and not (engine.rounds and engine.rounds.by_default):
+        return "there is no GPU"
+    reason = reason or _request_without(params, watched=watched)
+    if mode == "on":
+        _refuse(reason)
+    return reason
+
+
+def check_mode(mode: DeviceRoundsMode, engine: Engine) -> None:
+    """Raises UsageError for `on` where the engine cannot do it for any request."""
+    if mode == "on":
+        _refuse(engine_without(engine.manifest))
+
+
+def _refuse(reason: str | None) -> None:
+    if reason is not None:
+        raise UsageError(f"device_rounds is on, but {reason}; use auto or off")
+
+
+def engine_without(manifest: Manifest) -> str | None:
+    """Why an engine has no rounds that stay on the device; None when it has."""
+    if manifest.backend != "torch":
+        return f"the {manifest.backend} backend builds trees on the host"
+    if manifest.drafter_kind != "dflash":
+        return "an autoregressive drafter drafts no trees"
+    return None
+
+
+def _request_without(params: SamplingParams, *, watched: bool) -> str | None:
+    budget = params.tree_budget
+    if params.method != "ddtree":
+        return f"method {params.method!r} builds no tree"
+    if budget == "auto":
+        return "tree_budget 'auto' weighs every tree on the host: give a number"
+    if not 1 <= budget <= MAX_DEVICE_BUDGET:
+        return f"the device builds trees of 1 to {MAX_DEVICE_BUDGET} nodes, not of {budget}"
+    if watched:
+        return "its trees are watched, and a tree on the device is not seen"
+    if names := _not_honoured(params):
+        return f"{', '.join(names)} work{'' if len(names) > 1 else 's'} on logits, which stay on the device"
+    return None
+
+
+# What rounds on the device honour, or has no part in a round: prompts, stops and texts are the host's in both cases.
+# Every other field of SamplingParams must have its default: a new one is the host's until it is listed here.
+_HONOURED = frozenset(
+    (
+        *("n", "max_tokens", "temperature", "seed", "method", "tree_budget"),
+        *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
+        *("prompt_logprobs", "echo", "skip_special_tokens"),
+    )
+)
+_OF_DRAWS = frozenset(("top_k", "top_p", "min_p"))  # without effect on a greedy choice
+
+
+def _not_honoured(params: SamplingParams) -> list[str]:
+    """Names of the fields whose value the device's greedy or Gumbel choice does not know."""
+    honoured = _HONOURED if params.stochastic else _HONOURED | _OF_DRAWS
+    neutral = type(params)()
+    names = [field.name for field in dataclasses.fields(params) if field.name not in honoured]
+    return [name for name in names if getattr(params, name) != getattr(neutral, name)]

@@ -1,0 +1,206 @@
+"""Choosing tokens from the target's logits, along the walk only.
+
+A sampler serves one sequence. A token is drawn by noise that belongs to its position and id (`noise.py`), so the
+emitted tokens depend on the target's logits, the parameters and the seed, but not on which trees were drafted: with one
+seed `ar`, `dflash` and `ddtree` give the same text, except where two tokens are within rounding of each other. That
+sampling from the target and testing membership in the tree preserves the distribution is trivial: every emitted token
+is a draw from the target.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt import _native
+from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.decoding.noise import Noise
+from ddtree_trt.runtime.params import SamplingParams
+
+Row = NDArray[np.float32]  # [V]
+_NOT_FINITE = "the target's logits are not finite; rebuild the engine from an undamaged checkpoint"
+
+
+@dataclass(frozen=True)
+class DrawnFrom:
+    """The distribution q a drafted token was drawn from, over its candidates; zero elsewhere."""
+
+    token: int
+    candidates: NDArray[np.int32]  # [K]
+    probs: NDArray[np.float64]  # [K], sums to 1
+
+
+class Sampler:
+    """Turns logits into tokens for one sequence. Mutated by `observe`, which must see every emitted token in order."""
+
+    def __init__(
+        self, params: SamplingParams, vocab_size: int, prompt: list[int], stop_ids: frozenset[int], index: int = 0
+    ) -> None:
+        self.params = params
+        self.noise = Noise(params.seed, index)
+        self._position = len(prompt)  # of the next token in the whole sequence
+        self._banned = np.array(sorted(t for t in stop_ids if t < vocab_size), np.int64)  # until min_tokens
+        self._left = params.min_tokens
+        bias = dict(params.logit_bias)
+        self._bias_ids = np.fromiter(bias.keys(), np.int64, len(bias))
+        self._bias = np.fromiter(bias.values(), np.float32, len(bias))
+        self._penalties = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
+        if self._penalties:
+            self._counts = np.zeros(vocab_size, np.int32)  # of output tokens
+            self._seen = dict.fromkeys(prompt)  # tokens of prompt and output, each once
+
+    @property
+    def takes_choices(self) -> bool:
+        """Whether the target's own argmax is the answer, so that no logits are needed."""
+        return not (self.params.stochastic or self._penalties or len(self._bias) or self._left > 0)
+
+    @property
+    def _filters(self) -> bool:
+        """Whether tokens are left out by their probabilities, which must be known for it."""
+        return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
+
+    def observe(self, token: int) -> None:
+        """Account for an emitted token."""
+        self._position += 1
+        self._left -= 1
+        if self._penalties:
+            self._counts[token] += 1
+            self._seen[token] = None
+
+    def pick(self, choice: int, logits: Row) -> int:
+        """The next token at a row of logits [V] whose argmax the engine says is `choice`."""
+        if not self.takes_choices:
+            return self.choose(logits)
+        if not np.isfinite(logits[choice]):
+            raise EngineError(_NOT_FINITE)
+        return choice
+
+    def choose(self, logits: Row) -> int:
+        """Draw the next token from the target's distribution at a row of logits [V]."""
+        if not self.params.stochastic:
+            return self._best(logits)
+        if not self._filters:
+            token = self.noise.draw_logits(self._position, self._processed(logits), self.params.temperature)
+            if token < 0:
+                raise EngineError(_NOT_FINITE)
+            return token
+        ids, weights = self._support(logits)
+        index = self.noise.draw(self._position, weights, ids)
+        return index if ids is None else int(ids[index])
+
+    def choose_against(self, logits: Row, drawn: DrawnFrom) -> int:
+        """Speculative sampling (Leviathan et al. 2023, Chen et al. 2023): keep the drafted token with probability
+        min(1, p/q), else draw from the residual max(0, p − q). The result is distributed as p."""
+        if not self.params.stochastic:
+            return self.choose(logits)
+        p = self.distribution(logits)
+        q = drawn.probs[drawn.candidates == drawn.token].sum()
+        if self.noise.keeps(self._position, p[drawn.token], q):
+            return drawn.token
+        p[drawn.candidates] -= drawn.probs
+        residual = np.maximum(p, 0, out=p)
+        token = self.noise.residual(self._position, residual)
+        return drawn.token if token < 0 else token  # no residual: p and q differ by rounding only
+
+    def draft(self, log_probs: Row, token_ids: NDArray[np.int32], depth: int) -> DrawnFrom:
+        """Draw a draft token from the drafter's candidates [K], falling, at this request's temperature and filters:
+        any distribution would do, and the nearer to the target's the more is accepted. `depth` is 0 for the token
+        behind the bonus token, and rises along a round's chain."""
+        params = self.params
+        if not params.stochastic:
+            return DrawnFrom(int(token_ids[0]), token_ids[:1], np.ones(1))
+        if params.top_k:
+            log_probs, token_ids = log_probs[: params.top_k], token_ids[: params.top_k]
+        if not math.isfinite(log_probs[0]):
+            raise EngineError(f"the drafter's log-probabilities are not finite: {log_probs[0]}; rebuild the engine")
+        q = self._weights(log_probs)
+        q /= q.sum()
+        index = self.noise.draft(self._position, self._position + depth, q, token_ids)
+        return DrawnFrom(int(token_ids[index]), token_ids, q)
+
+    def distribution(self, logits: Row) -> NDArray[np.float64]:
+        """The distribution tokens are drawn from, float64 [V]; one-hot at temperature 0."""
+        if self.params.stochastic:
+            ids, weights = self._support(logits)
+            weights /= weights.sum()
+        else:
+            ids, weights = np.array([self._best(logits)], np.int32), np.ones(1)
+        if ids is None:
+            return weights
+        p = np.zeros(len(logits), np.float64)
+        p[ids] = weights
+        return p
+
+    def _best(self, logits: Row) -> int:
+        """The most probable token."""
+        x = self._processed(logits)
+        token = int(x.argmax())
+        if not math.isfinite(x[token]):
+            raise EngineError(_NOT_FINITE)
+        return token
+
+    def _support(self, logits: Row) -> tuple[NDArray[np.int32] | None, NDArray[np.float64]]:
+        """The tokens [K] that can be drawn, rising, None for all V, and their weights [K]."""
+        x, top_k = self._processed(logits), self.params.top_k
+        if not 0 < top_k < len(x):
+            return None, self._weights(x)
+        kept = np.sort(np.argpartition(x, -top_k)[-top_k:]).astype(np.int32)
+        return kept, self._weights(x[kept])
+
+    def _weights(self, logits: Row) -> NDArray[np.float64]:
+        """Probabilities of logits after temperature, top_p and min_p over the largest, float64 of their shape."""
+        params, largest = self.params, float(logits.max())
+        if not math.isfinite(largest):
+            raise EngineError(_NOT_FINITE)
+        weights = logits.astype(np.float64)
+        weights -= largest
+        if params.temperature != 1:
+            weights /= params.temperature
+        np.exp(weights, out=weights)
+        if params.top_p < 1:
+            _native.keep_nucleus(weights, params.top_p)
+        if params.min_p > 0:
+            weights *= weights >= params.min_p
+        return weights
+
+    def _processed(self, logits: Row) -> Row:
+        """Logits after penalties, bias and min_tokens; the input row is left alone."""
+        params = self.params
+        if not (self._penalties or len(self._bias) or self._left > 0):
+            return logits
+        x = logits.copy()
+        if self._penalties:
+            ids = np.fromiter(self._seen, np.int64, len(self._seen))
+            seen, counts = x[ids], self._counts[ids]
+            seen = np.where(seen > 0, seen / params.repetition_penalty, seen * params.repetition_penalty)
+            x[ids] = seen - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+        x[self._bias_ids] += self._bias
+        if self._left > 0:
+            x[self._banned] = -np.inf
+        return x
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """The target's log-probability of a token, its rank (1 is the most probable), and the top alternatives."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), falling
+
+
+def logprob(logits: Row, token: int, top: int) -> TokenLogprob:
+    """Log-probability of `token` under the target's raw logits [V], before penalties and temperature."""
+    x = logits.astype(np.float64)
+    x -= x.max()
+    x -= np.log(np.exp(x).sum())
+    best: tuple[tuple[int, float], ...] = ()
+    if top:
+        ids = np.argpartition(logits, -min(top, len(x)))[-top:]
+        ids = ids[np.lexsort((ids, -logits[ids]))]
+        best = tuple((int(i), float(x[i])) for i in ids)
+    return TokenLogprob(token, float(x[token]), int((logits > logits[token]).sum()) + 1, best)

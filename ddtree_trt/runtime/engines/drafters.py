@@ -1,0 +1,142 @@
+"""What an engine asks of its drafter, and the drafter that is a language model of its own, on any backend.
+
+A drafter follows the target's committed tokens at its own pace: it is told of them at once and takes them in when it
+next drafts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Rows
+from ddtree_trt.runtime.engines.kv import SlotLengths
+from ddtree_trt.runtime.tree import TokenTree, token_chain
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a language model says of a tree's T rows. The arrays are overwritten by its next pass."""
+
+    choices: NDArray[np.int64]  # [R]
+    logits: Rows  # [R, V]
+    taps: Any  # [T, M·H], an array of the backend; None for a network without tapped layers
+
+
+class LanguageModel(Protocol):
+    """A network with the target's inputs and outputs, and the cache of its slots."""
+
+    @property
+    def cache(self) -> SlotLengths:
+        """Committed rows by slot."""
+
+    def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
+        """Write a tree's T rows behind the slot's committed ones; logits for the wanted rows [R]."""
+
+
+class Follower(Protocol):
+    """Whatever keeps up with the target's committed tokens."""
+
+    def known(self, slot: int) -> int:
+        """Leading committed tokens it has been told of."""
+
+
+def check_told(drafter: Follower, target: SlotLengths, slot: int) -> None:
+    """Raises EngineError when the drafter was not told of every committed token of the slot."""
+    known, length = drafter.known(slot), target.lengths[slot]
+    if known != length:
+        raise EngineError(f"slot {slot} holds {length} tokens, the drafter was told of {known} of them")
+
+
+class Drafter(Follower, Protocol):
+    """What the engine asks of a drafter."""
+
+    def learn(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
+        """Tokens [m] were committed behind the known ones; their tapped target states [m, M·H] where there are taps."""
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget what lies behind the first `length` committed tokens; fewer may be known."""
+
+    def draft(self, request: DraftRequest) -> Draft:
+        """Draft behind the bonus token, on top of every committed token."""
+
+
+class _Context:
+    """An autoregressive drafter's view of one slot."""
+
+    def __init__(self) -> None:
+        self.committed: list[int] = []
+        self.cached: list[int] = []  # what its cache holds: committed tokens, then what it went on from itself
+        self.agreed = 0  # leading tokens of `cached` known to be the committed ones
+
+    def roll_back(self) -> int:
+        """Forget cached tokens that were not committed; returns how many are left."""
+        kept, longest = self.agreed, min(len(self.cached), len(self.committed))
+        while kept < longest and self.cached[kept] == self.committed[kept]:
+            kept += 1
+        del self.cached[kept:]
+        self.agreed = kept
+        return kept
+
+
+class AutoregressiveDrafter:
+    """A small language model that drafts token by token, each drawn by the request. What it cached of a draft stays
+    as far as the target accepted it."""
+
+    def __init__(self, model: LanguageModel, chunk: int) -> None:
+        """`chunk`: most tokens one pass takes in."""
+        self._model, self._chunk = model, chunk
+        self._contexts = [_Context() for _ in range(model.cache.slots)]
+
+    def known(self, slot: int) -> int:
+        return len(self._contexts[slot].committed)
+
+    def learn(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
+        self._contexts[slot].committed += token_ids.tolist()
+
+    def truncate(self, slot: int, length: int) -> None:
+        context = self._contexts[slot]
+        del context.committed[length:]
+        del context.cached[length:]
+        context.agreed = min(context.agreed, length)
+
+    def draft(self, request: DraftRequest) -> Draft:
+        slot, context = request.slot, self._contexts[request.slot]
+        self._model.cache.truncate(slot, context.roll_back())
+        tokens = [*context.committed[context.agreed :], request.bonus_token]
+        log_probs, token_ids, drawn = [], [], []
+        for depth in range(request.length):
+            logits = self._append(slot, context, tokens)
+            best, ids = _most_probable(logits, request.top_k)
+            drawn.append(request.draw(best, ids, depth))
+            tokens = [drawn[-1].token]
+            log_probs.append(best)
+            token_ids.append(ids)
+        return Draft(np.stack(log_probs), np.stack(token_ids), tuple(drawn))
+
+    def _append(self, slot: int, context: _Context, tokens: list[int]) -> NDArray[np.float32]:
+        """Take tokens into the cache; the logits [V] behind the last one."""
+        said: Pass | None = None
+        for start in range(0, len(tokens), self._chunk):
+            piece = np.array(tokens[start : start + self._chunk], np.int64)
+            size = len(piece)
+            tree = token_chain(piece)
+            said = self._model.extend(slot, tree, np.array([size - 1]))
+            self._model.cache.append(slot, size)
+            context.cached += piece.tolist()
+        assert said is not None, "a draft starts at the bonus token at least"
+        return said.logits[0]
+
+
+def _most_probable(logits: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """Log-probabilities and ids of the k most probable tokens of logits [V], falling."""
+    k = min(k, len(logits))
+    ids = np.argpartition(-logits, k - 1)[:k]
+    ids = ids[np.lexsort((ids, -logits[ids]))]
+    top = logits.max()
+    total = np.log(np.exp(logits - top, dtype=np.float32).sum(dtype=np.float64)) + top
+    return (logits[ids] - total).astype(np.float32), ids.astype(np.int32)

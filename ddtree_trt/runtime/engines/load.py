@@ -1,0 +1,124 @@
+"""Opening an engine directory: manifest, digests, backend, tokenizer."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ddtree_trt.artifact.manifest import (
+    Manifest,
+    always_causal,
+    installed_versions,
+    load_manifest,
+    rebuild_command,
+    verify_files,
+)
+from ddtree_trt.device.memory import plan_manifest
+from ddtree_trt.errors import (
+    MAX_THREADS,
+    ArtifactError,
+    MissingDependency,
+    UsageError,
+    check_range,
+    install_with,
+)
+from ddtree_trt.runtime.engines.base import Engine
+
+# "not enough memory: you tried to allocate", "CUDA out of memory", "bad_alloc", CUBLAS_STATUS_ALLOC_FAILED
+_NO_MEMORY = re.compile(r"allocate\b|bad.alloc|alloc_failed|out of memory", re.IGNORECASE)
+
+
+def open_engine(directory: Path, *, threads: int = 0, warm: bool = False, exact: bool | None = None) -> Engine:
+    """Load the engine in `directory`, after checking schema and digests. Backends are imported only when needed.
+
+    `threads`: of the CPU; 0 chooses. `warm`: what the first requests would wait for is done here, see
+    `Engine.warm_up`. `exact`: whether a single token gets the same logits, bit for bit, as in a pass of several; None
+    is the engine's default. Raises UsageError where that is no number of threads or `exact` cannot be chosen,
+    ArtifactError with what differs and the command that rebuilds the engine.
+    """
+    check_range("threads", threads, 0, MAX_THREADS)
+    manifest = load_manifest(directory)
+    if exact is not None and manifest.backend != "onnxruntime":
+        raise UsageError(
+            f"exact can be chosen for engines of the onnxruntime backend, {directory} is for {manifest.backend}; "
+            "leave it out"
+        )
+    verify_files(directory, manifest)
+    try:
+        with _as_memory_errors():
+            return _open_backend(directory, manifest, threads, exact, warm)
+    except MemoryError as error:
+        needed = plan_manifest(manifest).total_bytes
+        raise ArtifactError(
+            f"{directory} needs about {needed / 1e9:.1f} GB of memory and did not get it ({error}); rebuild with a "
+            f"smaller --max-batch or --max-seq-len: {rebuild_command(directory, manifest)}"
+        ) from error
+
+
+@contextmanager
+def _as_memory_errors() -> Iterator[None]:
+    """Turn what the backends raise where memory runs out into a MemoryError of one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        # PyTorch has a class for GPUs alone, which is known by its name because torch may not be installed; of a CPU,
+        # and of the libraries it calls, there is only the text.
+        text = str(error)
+        if type(error).__name__ != "OutOfMemoryError" and not _NO_MEMORY.search(text):
+            raise
+        raise MemoryError(text.partition("\n")[0]) from error
+
+
+def _open_backend(directory: Path, manifest: Manifest, threads: int, exact: bool | None, warm: bool) -> Engine:
+    engine = _load_backend(directory, manifest, threads, exact)
+    if warm:
+        with closed_on_failure(engine):
+            engine.warm_up()
+    return engine
+
+
+@contextmanager
+def closed_on_failure(engine: Engine) -> Iterator[None]:
+    """Close the engine where the block raises: whoever was to own it does not come to be."""
+    try:
+        yield
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _load_backend(directory: Path, manifest: Manifest, threads: int, exact: bool | None) -> Engine:
+    if manifest.backend == "onnxruntime":
+        _check_onnxruntime(directory, manifest)
+        from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
+
+        return OrtEngine(directory, manifest, threads=threads, exact=exact)
+    if manifest.backend == "torch":
+        require_torch(f"{directory} was built for the torch backend")
+        from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+
+        return TorchEngine.open(directory, manifest, threads=threads)
+    from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
+
+    return TrtEngine.open(directory, manifest)
+
+
+def require_torch(why: str) -> None:
+    """Raises MissingDependency, which begins with `why`, where PyTorch is not installed."""
+    if importlib.util.find_spec("torch") is None:
+        raise MissingDependency(f"{why} and PyTorch is not installed; {install_with('torch')}")
+
+
+def _check_onnxruntime(directory: Path, manifest: Manifest) -> None:
+    """Raises ArtifactError when the drafter needs an attention kernel newer than the installed one."""
+    installed = installed_versions("onnxruntime")
+    if manifest.drafter_kind != "dflash" or always_causal(manifest.toolchain) or not installed:
+        return
+    if always_causal(installed):
+        raise ArtifactError(
+            f"{directory} was built for the attention kernel of onnxruntime {manifest.toolchain['onnxruntime']}, "
+            f"found the older {installed['onnxruntime']}; rebuild with: {rebuild_command(directory, manifest)}"
+        )

@@ -1,0 +1,82 @@
+"""The block drafter behind the ONNX Runtime engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.manifest import DrafterDims
+from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest
+from ddtree_trt.runtime.engines.onnxruntime.network import Network
+
+
+class _States:
+    """Tapped target states the drafter's cache does not hold yet."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self._pieces: list[NDArray[np.float32]] = []  # [rows, M·H]
+
+    def add(self, states: NDArray[np.float32]) -> None:
+        self._pieces.append(states)
+        self.rows += len(states)
+
+    def cut(self, rows: int) -> None:
+        if rows < self.rows:
+            self._pieces = [np.concatenate(self._pieces)[:rows]] if rows else []
+            self.rows = rows
+
+    def take(self) -> NDArray[np.float32]:
+        states = self._pieces[0] if len(self._pieces) == 1 else np.concatenate(self._pieces)
+        self._pieces, self.rows = [], 0
+        return states
+
+
+class BlockDrafter:
+    """DFlash: one pass over [bonus, MASK × L], conditioned on the tapped target states of every committed token."""
+
+    def __init__(self, network: Network, dims: DrafterDims, chunk: int, scratch: int) -> None:
+        """`chunk`: most states one pass takes in; `scratch`: cache rows the graph writes behind the block."""
+        self._network, self._dims, self._chunk, self._scratch = network, dims, chunk, scratch
+        self._pending = [_States() for _ in range(network.cache.slots)]
+
+    def known(self, slot: int) -> int:
+        return self._network.cache.lengths[slot] + self._pending[slot].rows
+
+    def learn(self, slot: int, token_ids: NDArray[np.int64], states: NDArray[np.float32] | None) -> None:
+        assert states is not None, "a target built for a block drafter taps its states"
+        self._pending[slot].add(states)
+
+    def truncate(self, slot: int, length: int) -> None:
+        cache = self._network.cache
+        context = min(cache.lengths[slot], length)
+        cache.truncate(slot, context)
+        self._pending[slot].cut(length - context)
+
+    def draft(self, request: DraftRequest) -> Draft:
+        slot, dims, cache = request.slot, self._dims, self._network.cache
+        if not self._pending[slot].rows:
+            raise EngineError(f"slot {slot} has no new target states to draft from")
+        states, take = self._pending[slot].take(), self._network.buffers.take
+        length, k = dims.block_size - 1, min(request.top_k, dims.vocab_size)
+        block = take(names.TOKEN_IDS, (1, dims.block_size), np.int64)
+        block[0, 0], block[0, 1:] = request.bonus_token, dims.mask_token_id
+        top_k = take(names.TOP_K, (1,), np.int64)
+        top_k[0] = k
+        log_probs = take(names.LOG_PROBS, (1, length, k), np.float32)
+        token_ids = take(names.CANDIDATES, (1, length, k), np.int64)
+        outputs: dict[str, NDArray[Any]] = {names.LOG_PROBS: log_probs, names.CANDIDATES: token_ids}
+        for start in range(0, len(states), self._chunk):
+            # All but the last piece only extend the drafter's context; their block is overwritten by the next.
+            piece = states[start : start + self._chunk]
+            past, rows = cache.lengths[slot], len(piece) + dims.block_size
+            positions = take(names.POSITIONS, (1, rows), np.int64)
+            positions[0] = np.arange(past, past + rows)
+            inputs = {names.TAPS: piece[None], names.TOKEN_IDS: block, names.POSITIONS: positions, names.TOP_K: top_k}
+            self._network.run(slot, rows, inputs, outputs, scratch=self._scratch)
+            cache.append(slot, len(piece))
+        return Draft(log_probs[0].copy(), token_ids[0].astype(np.int32))

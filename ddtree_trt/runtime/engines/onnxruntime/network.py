@@ -1,0 +1,228 @@
+"""One network in ONNX Runtime: a session with its cache, shared between past and present.
+
+Rules of `GroupQueryAttention` this file keeps (a wrong value gives garbage without an error):
+seqlens_k is past + T − 1 of each sequence, total_length the largest past + T, the bias exactly that wide, and the past
+and present of a layer are one buffer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime as ort
+from numpy.typing import NDArray
+
+from ddtree_trt import _native
+from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.manifest import TransformerDims
+from ddtree_trt.device.cpu import read_cpu
+from ddtree_trt.errors import ArtifactError, EngineError
+from ddtree_trt.runtime.engines.drafters import Pass
+from ddtree_trt.runtime.engines.kv import SlotCache
+from ddtree_trt.runtime.tree import TokenTree, token_chain
+
+
+def session_options(threads: int) -> ort.SessionOptions:
+    """How networks run on this processor; 0 threads are one per core."""
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.log_severity_level = 3
+    options.enable_mem_pattern = False  # planned per set of input shapes, and the bias has another every pass
+    # Target and drafter have threads of their own: those of one would spin on the cores the other computes on.
+    options.add_session_config_entry("session.force_spinning_stop", "1")
+    if "vnni" not in read_cpu().features:
+        # There x86 processors sum products of bytes in 16 bits, which overflow, unless weights are unsigned.
+        options.add_session_config_entry("session.x64quantprecision", "1")
+    return options
+
+
+class _Buffers:
+    """Memory of the passes' inputs and outputs: it grows to the largest shape asked for and is reused."""
+
+    def __init__(self) -> None:
+        self._memory: dict[str, NDArray[Any]] = {}
+        self._views: dict[str, NDArray[Any]] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: type) -> NDArray[Any]:
+        """The same array as last time while the shape stays, so that what is bound stays bound."""
+        view = self._views.get(name)
+        if view is not None and view.shape == shape:
+            return view
+        size = math.prod(shape)
+        memory = self._memory.get(name)
+        if memory is None or memory.size < size:
+            memory = self._memory[name] = np.empty(size, dtype)
+        view = self._views[name] = memory[:size].reshape(shape)
+        return view
+
+
+class _Binding:
+    """A slot's caches and the arrays of its passes, bound to a session. An array that is bound already is not bound
+    again: every run reads and writes its memory."""
+
+    def __init__(self, session: ort.InferenceSession) -> None:
+        self.handle = session.io_binding()
+        self._bound: dict[str, NDArray[Any]] = {}
+
+    def cache(self, past: str, present: str, buffer: NDArray[np.float32]) -> None:
+        """One buffer as past and present."""
+        value = ort.OrtValue.ortvalue_from_numpy(buffer)
+        self.handle.bind_ortvalue_input(past, value)
+        self.handle.bind_ortvalue_output(present, value)
+
+    def input(self, name: str, array: NDArray[Any]) -> None:
+        if self._bound.get(name) is not array:
+            self.handle.bind_cpu_input(name, array)
+            self._bound[name] = array
+
+    def output(self, name: str, array: NDArray[Any]) -> None:
+        if self._bound.get(name) is not array:
+            self.handle.bind_ortvalue_output(name, ort.OrtValue.ortvalue_from_numpy(array))
+            self._bound[name] = array
+
+
+class Network:
+    """A session and the cache of its slots: runs passes over one slot at a time."""
+
+    def __init__(
+        self,
+        path: Path,
+        dims: TransformerDims,
+        slots: int,
+        rows: int,
+        threads: int,
+        *,
+        widths: Mapping[str, int],
+    ) -> None:
+        """`widths`: inputs and outputs by name, with their last axis. Raises ArtifactError when the graph cannot be
+        loaded, or is not that of `dims`."""
+        try:
+            self.session = ort.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime's exceptions share no useful base
+            reason = " ".join(str(error).split())
+            raise ArtifactError(f"ONNX Runtime {ort.__version__} cannot load {path}: {reason}; rebuild it") from error
+        self.dims = dims
+        self._check_graph(path, rows, widths)
+        self.cache = SlotCache(dims, slots, rows)
+        self._past = names.past_names(dims.num_layers)
+        self._present = names.present_names(dims.num_layers)
+        self.buffers = _Buffers()
+        self._bindings: dict[int, _Binding] = {}
+
+    def _check_graph(self, path: Path, rows: int, widths: Mapping[str, int]) -> None:
+        """What is bound by name and shape must be there: a wrong shape is an error of the first pass, or garbage."""
+        there = {end.name: end.shape for end in (*self.session.get_inputs(), *self.session.get_outputs())}
+        heads, size = self.dims.num_kv_heads, self.dims.head_dim
+        cache = [*names.past_names(self.dims.num_layers), *names.present_names(self.dims.num_layers)]
+        layers = sum(name.startswith("past_") for name in there) // 2
+        if layers != self.dims.num_layers:
+            raise ArtifactError(
+                f"{path} has {layers} layers, the manifest says {self.dims.num_layers}; rebuild the engine"
+            )
+        expected = {name: {1: heads, 2: rows, 3: size} for name in cache} | {
+            name: {-1: n} for name, n in widths.items()
+        }
+        for name, axes in expected.items():
+            shape = there.get(name)
+            if shape is None or any(shape[axis:][:1] != [wanted] for axis, wanted in axes.items()):
+                wanted = " and ".join(f"{wanted} on axis {axis}" for axis, wanted in axes.items())
+                raise ArtifactError(f"{path}: {name} is {shape}, the manifest asks for {wanted}; rebuild the engine")
+
+    def _binding(self, slot: int) -> _Binding:
+        """The slot's binding with its caches bound; made once, since rebinding every layer is slow."""
+        binding = self._bindings.get(slot)
+        if binding is None:
+            binding = self._bindings[slot] = _Binding(self.session)
+            for past, present, buffer in zip(self._past, self._present, self.cache.buffers, strict=True):
+                binding.cache(past, present, buffer[slot : slot + 1])
+        return binding
+
+    def run(
+        self,
+        slot: int,
+        tokens: int,
+        inputs: dict[str, NDArray[Any]],
+        outputs: dict[str, NDArray[Any]],
+        *,
+        scratch: int = 0,
+    ) -> None:
+        """Write `tokens` rows behind the slot's committed ones, filling `outputs`; nothing is committed. Arrays
+        from `buffers` stay bound while their shapes stay.
+
+        `scratch`: rows of the cache the graph writes behind those for itself.
+        """
+        self.cache.check_room(slot, tokens + scratch)
+        total = self.cache.lengths[slot] + tokens
+        seqlens = self.buffers.take(names.SEQLENS_K, (1,), np.int32)
+        total_length = self.buffers.take(names.TOTAL_LENGTH, (), np.int32)
+        seqlens[0], total_length[...] = total - 1, total
+        binding = self._binding(slot)
+        for name, array in (*inputs.items(), (names.SEQLENS_K, seqlens), (names.TOTAL_LENGTH, total_length)):
+            binding.input(name, array)
+        for name, array in outputs.items():
+            binding.output(name, array)
+        try:
+            self.session.run_with_iobinding(binding.handle)
+        except Exception as error:
+            raise EngineError(f"ONNX Runtime failed: {error}") from error
+
+
+class LanguageModel(Network):
+    """A network with the target's graph: a tree of tokens in, logits out."""
+
+    def __init__(
+        self,
+        path: Path,
+        dims: TransformerDims,
+        slots: int,
+        rows: int,
+        threads: int,
+        *,
+        taps: int = 0,
+        exact: bool = False,
+    ) -> None:
+        """`taps` is M, the number of tapped layers. `exact`: a row's results do not depend on how many others are in
+        its pass, as long as its ancestors lie right before it and there is room for two rows."""
+        self._tap_width, self._exact = taps * dims.hidden_size, exact
+        widths = {names.LOGITS: dims.vocab_size} | ({names.TAPS: self._tap_width} if taps else {})
+        super().__init__(path, dims, slots, rows, threads, widths=widths)
+
+    def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
+        """Write a tree's T rows behind the slot's committed ones; logits for the wanted rows [R]."""
+        size, wanted = len(tree), len(rows)
+        if not self._exact:
+            return self._extend(slot, tree, rows, size, wanted)
+        # Kernels for one row add in another order than those for several: a second, idle row is computed beside one
+        # that is alone. It lies behind the row in the cache, which sees nothing of it, and is never committed.
+        if size == 1 and self.cache.lengths[slot] + 2 <= self.cache.rows:
+            tree = token_chain(np.repeat(tree.token_ids, 2))
+        return self._extend(slot, tree, np.repeat(rows, 2) if wanted == 1 else rows, size, wanted)
+
+    def _extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64], size: int, wanted_rows: int) -> Pass:
+        """One pass, of which the first `size` tokens and the first `wanted_rows` rows of logits count."""
+        past, tokens, take = self.cache.lengths[slot], len(tree), self.buffers.take
+        token_ids = take(names.TOKEN_IDS, (1, tokens), np.int64)
+        positions = take(names.POSITIONS, (1, tokens), np.int64)
+        wanted = take(names.ROWS, rows.shape, np.int64)
+        bias = take(names.ATTENTION_BIAS, (1, 1, tokens, past + tokens), np.float32)
+        token_ids[0], wanted[:] = tree.token_ids, rows
+        np.add(tree.depths, past, out=positions[0])
+        _native.attention_bias(tree.parents, past, bias[0, 0])
+        inputs = {
+            names.TOKEN_IDS: token_ids,
+            names.POSITIONS: positions,
+            names.ATTENTION_BIAS: bias,
+            names.ROWS: wanted,
+        }
+        logits = take(names.LOGITS, (len(rows), self.dims.vocab_size), np.float32)
+        outputs = {names.LOGITS: logits}
+        taps = None
+        if self._tap_width:
+            outputs[names.TAPS] = taps = take(names.TAPS, (1, tokens, self._tap_width), np.float32)
+        self.run(slot, tokens, inputs, outputs)
+        logits = logits[:wanted_rows]
+        return Pass(logits.argmax(-1), logits, None if taps is None else taps[0, :size])

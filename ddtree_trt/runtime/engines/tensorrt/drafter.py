@@ -1,0 +1,176 @@
+"""The DFlash drafter behind the TensorRT engine, and the tapped target states it is conditioned on, on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.manifest import DrafterDims, Limits
+from ddtree_trt.device.cuda import Device, Upload
+from ddtree_trt.device.memory import INT_BYTES, Rows, aligned
+from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest
+from ddtree_trt.runtime.engines.kv import SlotLengths
+from ddtree_trt.runtime.engines.tensorrt.network import Network
+
+ROUND, CHUNK = 0, 1  # optimisation profiles: context rows of one round, at most a block; of a prompt's chunk
+
+
+@dataclass
+class _Known:
+    """Which tapped states of a slot there are: those of rows first … end − 1, in a ring."""
+
+    first: int = 0
+    end: int = 0  # committed tokens the drafter has been told of
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Addresses on the device, and where results arrive on the host."""
+
+    states: int  # [slots, ring rows, M·H]
+    context: int  # [N, C, M·H], the drafter's input
+    results: int  # log_probs [N, L, K] float32, then candidates [N, L, K] int32
+    host_results: NDArray[np.uint8]
+
+
+class BlockDrafter:
+    """One pass over [bonus, MASK × L] of every slot, conditioned on the tapped target states of every committed token.
+
+    The drafter's own cache holds `cache.lengths` context rows of a slot. States that it does not hold wait, one block
+    of them at most: more, such as a prompt's, is taken in when it comes. Slots of one pass must bring equally many
+    rows (C is exact, a padded row would become context), so a slot with fewer brings rows again that the cache already
+    holds, which writes what is there.
+    """
+
+    def __init__(
+        self, network: Network, device: Device, dims: DrafterDims, limits: Limits, element_bytes: int, buffers: Buffers,
+        upload: Upload, candidates: int,
+    ) -> None:  # fmt: skip
+        """`candidates` is K of the engine."""
+        self.network, self._device, self._dims, self._buffers = network, device, dims, buffers
+        self._upload, self._candidates = upload, candidates
+        self._rows = Rows.of(dims, limits)
+        self._state_bytes = len(dims.tap_layers) * dims.hidden_size * element_bytes
+        self.cache = SlotLengths(limits.max_batch, limits.cache_rows)
+        self._known = [_Known() for _ in range(limits.max_batch)]
+        self._steps = [*(c for c in (1, 2, 4, 8, 16, 32, 64) if c < dims.block_size), dims.block_size]
+
+    def known(self, slot: int) -> int:
+        """Leading committed tokens the drafter has been told of."""
+        return self._known[slot].end
+
+    def learn(self, slot: int, token_ids: NDArray[np.int64], states: int) -> None:
+        """Tokens [m] were committed behind the known ones; their tapped states [m, M·H] are at the address `states`."""
+        known, size, rows = self._known[slot], self._state_bytes, len(token_ids)
+        for start in range(0, rows, self._rows.chunk):
+            piece = min(self._rows.chunk, rows - start)
+            source = states + start * size
+            for address, count in self._ring(slot, known.end, piece):
+                self._device.copy(address, source, count * size)
+                source += count * size
+            known.end += piece
+            known.first = max(known.first, known.end - self._rows.waiting)
+            while self._waiting(slot) > self._dims.block_size:
+                self._pass([slot], min(self._waiting(slot), self._rows.chunk), [0])
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget what lies behind the first `length` committed tokens; fewer may be known."""
+        known = self._known[slot]
+        known.end = min(known.end, length)
+        known.first = min(known.first, known.end)
+        self.cache.truncate(slot, min(self.cache.lengths[slot], known.end))
+
+    def draft_all(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One pass for all requests, which name distinct slots; another for a slot whose sequence is still shorter
+        than what the others bring."""
+        wanted = max(max(self._waiting(r.slot) for r in requests), 1)
+        common = next(c for c in self._steps if c >= wanted)
+        groups: dict[int, list[DraftRequest]] = {}
+        for request in requests:
+            known = self._known[request.slot]
+            there = known.end - known.first
+            if not there:
+                raise EngineError(f"slot {request.slot} has no target states to draft from")
+            rows = common if there >= common else max(self._waiting(request.slot), 1)
+            groups.setdefault(rows, []).append(request)
+        drafts: dict[int, Draft] = {}
+        for rows, group in groups.items():
+            self._pass([r.slot for r in group], rows, [r.bonus_token for r in group], capture=rows in self._steps)
+            drafts |= self._fetch(group)
+        return [drafts[r.slot] for r in requests]
+
+    def warm_up(self) -> None:
+        """Capture the drafts of one sequence, on slot 0, for as many context rows as its known states allow."""
+        known = self._known[0]
+        for rows in self._steps:
+            if rows <= known.end - known.first:
+                self._pass([0], rows, [0], capture=True)
+
+    def _waiting(self, slot: int) -> int:
+        return self._known[slot].end - self.cache.lengths[slot]
+
+    def _ring(self, slot: int, first: int, rows: int) -> Iterator[tuple[int, int]]:
+        """Where the states of rows first … first + rows − 1 lie: (address, rows) of each piece."""
+        ring = self._rows.waiting
+        base = self._buffers.states + slot * ring * self._state_bytes
+        while rows:
+            at = first % ring
+            count = min(rows, ring - at)
+            yield base + at * self._state_bytes, count
+            first, rows = first + count, rows - count
+
+    def _pass(self, slots: Sequence[int], rows: int, bonus_tokens: Sequence[int], *, capture: bool = False) -> None:
+        """Take in `rows` context rows of every slot, C, and run the block behind them.
+
+        They are those that end where the known ones do, or the oldest that wait when more wait than are taken.
+        """
+        dims, block, size = self._dims, self._dims.block_size, self._state_bytes
+        ends = [min(self._known[s].end, self.cache.lengths[s] + rows) for s in slots]
+        past = np.array([end - rows for end in ends], np.int32)
+        target = self._buffers.context
+        for slot, start in zip(slots, past.tolist(), strict=True):
+            self.cache.check_room(slot, start + rows + block - self.cache.lengths[slot])
+            for address, count in self._ring(slot, start, rows):
+                self._device.copy(target, address, count * size)
+                target += count * size
+        tokens = np.full((len(slots), block), dims.mask_token_id, np.int32)
+        tokens[:, 0] = bonus_tokens
+        control: dict[str, NDArray[np.int32]] = {
+            names.TOKEN_IDS: tokens,
+            names.POSITIONS: (past[:, None] + np.arange(rows + block)).astype(np.int32),
+            names.SLOT_IDS: np.array(slots, np.int32),
+            names.PAST_LEN: past,
+        }
+        addresses = self._upload.send(control)
+        addresses[names.TAPS] = self._buffers.context
+        addresses[names.LOG_PROBS], addresses[names.CANDIDATES] = self._results(len(slots))
+        shapes: dict[str, tuple[int, ...]] = {name: array.shape for name, array in control.items()}
+        shapes[names.TAPS] = (len(slots), rows, len(dims.tap_layers) * dims.hidden_size)
+        profile = ROUND if rows <= block else CHUNK
+        self.network.run(profile, shapes, addresses, key=(len(slots), rows) if capture else None)
+        for slot, end in zip(slots, ends, strict=True):
+            self.cache.lengths[slot] = end
+
+    def _results(self, count: int) -> tuple[int, int]:
+        """Addresses of log_probs and candidates of `count` slots."""
+        values = count * (self._dims.block_size - 1) * self._candidates
+        return self._buffers.results, self._buffers.results + aligned(values * INT_BYTES)
+
+    def _fetch(self, group: Sequence[DraftRequest]) -> dict[int, Draft]:
+        """Wait for a pass and read its drafts by slot."""
+        shape = (len(group), self._dims.block_size - 1, self._candidates)
+        size, second = int(np.prod(shape)) * INT_BYTES, self._results(len(group))[1] - self._buffers.results
+        host = self._buffers.host_results[: second + size]
+        self._device.download(host, self._buffers.results)
+        self._device.synchronize()
+        log_probs = host[:size].view(np.float32).reshape(shape)
+        token_ids = host[second:].view(np.int32).reshape(shape)
+        return {
+            r.slot: Draft(log_probs[n, :, : r.top_k].copy(), token_ids[n, :, : r.top_k].copy())
+            for n, r in enumerate(group)
+        }

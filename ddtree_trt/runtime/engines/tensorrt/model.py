@@ -1,0 +1,95 @@
+"""One plan that takes trees of tokens, the target's or an autoregressive drafter's: choices and logits out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.device.cuda import Device, Upload
+from ddtree_trt.device.memory import FLOAT_BYTES, INT_BYTES
+from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.engines.base import VerifyRequest
+from ddtree_trt.runtime.engines.drafters import Pass
+from ddtree_trt.runtime.engines.kv import SlotLengths
+from ddtree_trt.runtime.engines.lazy_rows import LazyRows
+from ddtree_trt.runtime.engines.padding import pad_trees
+from ddtree_trt.runtime.engines.tensorrt.network import Network
+from ddtree_trt.runtime.tree import TokenTree
+
+VERIFY, PREFILL = 0, 1  # optimisation profiles: trees of a round, a prompt's chunk
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where a pass writes, on the device, and where choices arrive on the host."""
+
+    results: int  # choices int32 [R]
+    host_results: NDArray[np.uint8]
+    logits: int  # float32 [R, V]
+    taps: int | None  # [N, T, M·H]; None for a network without tapped layers
+
+
+class TrtLanguageModel:
+    """Passes over the trees of several slots, with the lengths of their caches."""
+
+    def __init__(
+        self, network: Network, device: Device, limits: Limits, vocab: int, upload: Upload, outputs: Outputs
+    ) -> None:
+        self.network, self.cache = network, SlotLengths(limits.max_batch, limits.cache_rows)
+        self._device, self._vocab, self._upload, self._outputs = device, vocab, upload, outputs
+        self._words = -(-limits.max_tokens_per_pass // 32)
+        self.generation = 0  # which pass the outputs are of: the next one overwrites them
+
+    def run(
+        self, requests: Sequence[VerifyRequest], tokens: int, rows: NDArray[np.int64], profile: int
+    ) -> NDArray[np.int64]:
+        """One pass over all trees, T padded to `tokens`: the choices [R] at the wanted flat rows."""
+        for request in requests:
+            self.cache.check_room(request.slot, tokens)
+        trees = pad_trees(requests, self.cache.lengths, tokens, self._words)
+        control = {
+            names.TOKEN_IDS: trees.token_ids,
+            names.POSITIONS: trees.positions,
+            names.SLOT_IDS: trees.slot_ids,
+            names.PAST_LEN: trees.past_len,
+            names.TREE_MASK: trees.tree_mask,
+            names.ROWS: rows.astype(np.int32),
+        }
+        at = self._outputs
+        self.generation += 1
+        addresses = self._upload.send(control)
+        addresses[names.CHOICES], addresses[names.LOGITS] = at.results, at.logits
+        if at.taps is not None:
+            addresses[names.TAPS] = at.taps
+        shapes = {name: array.shape for name, array in control.items()}
+        key = (len(requests), tokens) if profile == VERIFY else None
+        self.network.run(profile, shapes, addresses, key=key)
+        found = at.host_results[: len(rows) * INT_BYTES]
+        self._device.download(found, at.results)
+        self._device.synchronize()
+        return found.view(np.int32).astype(np.int64)
+
+    def logits(self, first: int, rows: int) -> LazyRows:
+        """Rows of the last pass's logits, [rows, V] from row `first` on, brought over row by row when they are read."""
+        generation, base = self.generation, self._outputs.logits + first * self._vocab * FLOAT_BYTES
+
+        def fetch(start: int, stop: int) -> NDArray[np.float32]:
+            if generation != self.generation:
+                raise EngineError("these logits are gone: the engine has made another pass since")
+            found = np.empty((stop - start, self._vocab), np.float32)
+            self._device.download(found, base + start * self._vocab * FLOAT_BYTES)
+            self._device.synchronize()
+            return found
+
+        return LazyRows(rows, self._vocab, fetch)
+
+    def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
+        """As `drafters.LanguageModel` says. Single tokens are captured, longer chains are a prompt's chunks."""
+        profile = VERIFY if len(tree) == 1 else PREFILL
+        choices = self.run([VerifyRequest(slot, tree)], len(tree), rows, profile)
+        return Pass(choices, self.logits(0, len(choices)), None)

@@ -1,0 +1,129 @@
+"""One TensorRT engine: contexts, bindings, and passes captured as CUDA graphs.
+
+All contexts share one workspace, since passes follow each other on one stream. A graph has a context of its own: a
+context that is used again, for other shapes, must not be one a graph was captured from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.manifest import TransformerDims
+from ddtree_trt.device.cuda import Device
+from ddtree_trt.device.memory import CacheShape
+from ddtree_trt.errors import EngineError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What every network of an engine directory uses."""
+
+    trt: Any  # the module
+    log: Any  # its log: `words()` are TensorRT's latest complaints, `clear()` forgets them
+    device: Device
+    workspace: tuple[int, int]  # address, bytes
+
+
+@dataclass(frozen=True)
+class _Captured:
+    graph: Any
+    context: Any  # what the graph was captured from lives as long as it
+    addresses: Mapping[str, int]
+
+
+class Network:
+    """Runs passes; what they read and write lies where the caller says, and stays there for a captured key."""
+
+    def __init__(
+        self, name: str, engine: Any, shared: Shared, tables: Mapping[str, int], dims: TransformerDims,
+        cache: CacheShape, cache_address: int,
+    ) -> None:  # fmt: skip
+        """`engine` is an ICudaEngine, `tables` are the addresses of those it reads by input, `cache` the shape of its
+        caches, at `cache_address`."""
+        self.name, self.engine, self.shared = name, engine, shared
+        # In place: past and present are one address, which the plugin checks.
+        self._fixed = dict(tables)
+        for part in (names.past_names(dims.num_layers), names.present_names(dims.num_layers)):
+            for plane, tensor in enumerate(part):
+                self._fixed[tensor] = cache_address + plane * cache.plane_bytes
+        there = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
+        self._fixed = {tensor: address for tensor, address in self._fixed.items() if tensor in there}
+        self._contexts: dict[int, Any] = {}  # profile → the context of passes that are not captured
+        self._captured: dict[Hashable, _Captured] = {}
+
+    @property
+    def graphs(self) -> int:
+        """How many passes were captured."""
+        return len(self._captured)
+
+    def run(
+        self,
+        profile: int,
+        shapes: Mapping[str, Shape],
+        addresses: Mapping[str, int],
+        *,
+        key: Hashable | None = None,
+    ) -> None:
+        """Put one pass on the stream. `shapes` of the inputs that vary; `addresses` of all that is not fixed.
+
+        With a `key` the pass is captured at its first use and launched as a graph from then on: equal keys mean equal
+        shapes and addresses. Raises EngineError with TensorRT's words.
+        """
+        if key is None:
+            context = self._contexts.get(profile)
+            if context is None:
+                context = self._contexts[profile] = self._context(profile)
+            self._enqueue(context, shapes, addresses)
+            return
+        captured = self._captured.get(key)
+        if captured is not None:
+            assert captured.addresses == addresses, "a captured pass reads and writes where it did"
+            self.shared.device.launch(captured.graph)
+            return
+        context = self._context(profile)
+        # The first pass of these shapes must not be captured: TensorRT sets itself up in it. This one is the result.
+        self._enqueue(context, shapes, addresses)
+        graph = self.shared.device.capture(lambda: self._execute(context))
+        self._captured[key] = _Captured(graph, context, dict(addresses))
+
+    def _context(self, profile: int) -> Any:
+        trt, device = self.shared.trt, self.shared.device
+        self.shared.log.clear()
+        context = self.engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if context is None:
+            raise self._error("no execution context")
+        self._check(context.set_optimization_profile_async(profile, device.stream), f"profile {profile}")
+        context.set_device_memory(*self.shared.workspace)
+        for tensor, address in self._fixed.items():
+            self._check(context.set_tensor_address(tensor, address), f"an address for {tensor}")
+        return context
+
+    def _enqueue(self, context: Any, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
+        for tensor, shape in shapes.items():
+            self._check(context.set_input_shape(tensor, shape), f"shape {list(shape)} for {tensor}")
+        for tensor, address in addresses.items():
+            self._check(context.set_tensor_address(tensor, address), f"an address for {tensor}")
+        if unset := context.infer_shapes():
+            raise self._error(f"no shape or address for {', '.join(unset)}")
+        self._execute(context)
+
+    def _execute(self, context: Any) -> None:
+        self._check(context.execute_async_v3(self.shared.device.stream), "the pass")
+
+    def _check(self, accepted: bool, what: str) -> None:
+        if not accepted:
+            raise self._error(f"TensorRT refuses {what}")
+
+    def _error(self, what: str) -> EngineError:
+        return EngineError(f"the {self.name} cannot run: {what}; {self.shared.log.words()}".rstrip("; "))
+
+    def close(self) -> None:
+        """Let contexts and engine go. Graphs are the device's and must be gone before."""
+        self._captured.clear()
+        self._contexts.clear()
+        self.engine = None

@@ -1,0 +1,181 @@
+"""Attention of T new rows over a slotted cache and themselves, in the three ways there are.
+
+- `KernelAttention`: our CUDA kernels, through `torch.ops.ddtree`; where flash-attn works (`flash.py`) it does
+  the passes that have no tree.
+- `DenseAttention`: PyTorch's scaled_dot_product_attention under a mask. It runs everywhere, and it is what the kernels
+  are compared with; on a GPU it serves precisions and head sizes the kernels do not have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ddtree_trt.errors import MissingDependency
+from ddtree_trt.plugins import HEAD_DIMS, MaskMode
+from ddtree_trt.plugins.library import BUILD_HINT, TORCH, find
+from ddtree_trt.runtime.engines.torch.flash import Flash, find_flash
+
+OPERATORS = (
+    *("attention_workspace_bytes", "tree_attention", "build_tree", "packed_mask", "walk", "compact"),
+    *("add_rms_norm", "split_qkv", "swiglu"),
+)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the rows of a pass go. Device data throughout: lengths are never shapes."""
+
+    slots: Tensor  # int32 [N]
+    past: Tensor  # int32 [N]: committed rows of each
+    mask: Tensor | None = None  # int32 [N, T, W]: ancestor-or-self bits, for mode TREE
+
+
+class Attention(Protocol):
+    kernels: bool  # whether `torch.ops.ddtree` works where this does
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache_k: Tensor,
+        cache_v: Tensor,
+        place: Place,
+        mode: MaskMode,
+        scale: float,
+    ) -> Tensor:
+        """Append keys and values [N, T, Hkv, D] to caches [slots, Hkv, S, D] and attend for q [N, T, Hq, D]:
+        [N, T, Hq, D]. All contiguous and of one type."""
+
+
+def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scratch: Scratch) -> Attention:
+    """The fastest there is for this device, type and head size.
+
+    Raises MissingDependency where the kernels would serve and are not built, and as `find_flash` does.
+    """
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_dim in HEAD_DIMS:
+        load_operators()
+        return KernelAttention(scratch, find_flash(device, dtype, head_dim))
+    return DenseAttention()
+
+
+class Scratch:
+    """The kernels' scratch memory of a whole engine: passes follow each other on one stream, so that one piece serves
+    every layer of every pass of both networks. It is allocated when the first asks for it and stays where it is."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        """`size` bytes, enough for the largest pass there will be: `memory.attention_workspace_bytes`."""
+        self.size, self._device = size, device
+
+    @cached_property
+    def memory(self) -> Tensor:
+        """uint8 [size], one byte at least."""
+        return torch.empty(max(self.size, 1), dtype=torch.uint8, device=self._device)
+
+
+def load_operators() -> None:
+    """Make `torch.ops.ddtree` available. Raises MissingDependency when the library is not built or stale."""
+    if not hasattr(torch.ops.ddtree, "tree_attention"):
+        path = find(TORCH)
+        torch.ops.load_library(str(path))
+        if missing := [name for name in OPERATORS if not hasattr(torch.ops.ddtree, name)]:
+            raise MissingDependency(f"native library {path} is older than this version: no {missing[0]}; {BUILD_HINT}")
+
+
+class KernelAttention:
+    """See the module."""
+
+    kernels = True
+
+    def __init__(self, scratch: Scratch, flash: Flash | None = None) -> None:
+        """`torch.ops.ddtree` must be loaded."""
+        self._scratch, self._flash = scratch.memory, flash
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache_k: Tensor,
+        cache_v: Tensor,
+        place: Place,
+        mode: MaskMode,
+        scale: float,
+    ) -> Tensor:
+        if mode is not MaskMode.TREE and self._flash is not None:
+            return self._flash(
+                q,
+                cache_k.transpose(1, 2),
+                cache_v.transpose(1, 2),
+                k,
+                v,
+                cache_seqlens=place.past,
+                cache_batch_idx=place.slots,
+                softmax_scale=scale,
+                causal=mode is MaskMode.CAUSAL,
+            )
+        mask = place.mask if mode is MaskMode.TREE else None
+        out = torch.empty_like(q)
+        torch.ops.ddtree.tree_attention(
+            q, k, v, cache_k, cache_v, place.slots, place.past, mask, int(mode), scale, out, self._scratch, 0
+        )
+        return out
+
+
+class DenseAttention:
+    """See the module. On a CPU it looks at no more rows than are in use; on a GPU, where asking would cost a wait, at
+    the whole slot."""
+
+    kernels = False
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache_k: Tensor,
+        cache_v: Tensor,
+        place: Place,
+        mode: MaskMode,
+        scale: float,
+    ) -> Tensor:
+        slots, tokens = place.slots.long(), q.shape[1]
+        column = torch.arange(tokens, device=q.device)
+        rows = place.past.long()[:, None] + column  # [N, T]
+        cache_k[slots[:, None], :, rows] = k
+        cache_v[slots[:, None], :, rows] = v
+        width = cache_k.shape[2] if q.is_cuda else int(place.past.max()) + tokens
+        seen = _visible(place, mode, tokens, width)[:, None]
+        if len(slots) == 1 and not q.is_cuda:
+            slot = int(slots[0])
+            keys, values = cache_k[slot : slot + 1, :, :width], cache_v[slot : slot + 1, :, :width]
+        else:
+            keys, values = cache_k[slots, :, :width], cache_v[slots, :, :width]
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), keys, values, attn_mask=seen, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous()
+
+
+def _visible(place: Place, mode: MaskMode, tokens: int, width: int) -> Tensor:
+    """bool [N, T, width]: which rows of its slot a new row sees."""
+    past = place.past.long()
+    column = torch.arange(tokens, device=past.device)
+    if mode is MaskMode.NONE:
+        own = torch.ones(1, tokens, tokens, dtype=torch.bool, device=past.device)
+    else:
+        own = (column <= column[:, None])[None]
+        if mode is MaskMode.TREE:
+            assert place.mask is not None, "a tree has a mask"
+            own = own & ((place.mask[:, :, column // 32] >> (column % 32)) & 1).bool()
+    row = torch.arange(width, device=past.device)
+    new = row - past[:, None]  # [N, width]: column of a row among the new ones
+    inside = (new >= 0) & (new < tokens)
+    of_new = own.expand(len(past), -1, -1).gather(2, new.clamp(0, tokens - 1)[:, None].expand(-1, tokens, -1))
+    return (new < 0)[:, None] | (inside[:, None] & of_new)

@@ -1,0 +1,52 @@
+"""The key-value cache of one network as one tensor, a slot of fixed size for every sequence."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ddtree_trt.artifact.manifest import TransformerDims
+from ddtree_trt.runtime.engines.kv import SlotLengths
+
+if TYPE_CHECKING:
+    from ddtree_trt.runtime.engines.torch.attention import Place
+
+
+class DeviceCache(SlotLengths):
+    """Slots in device memory, which never move. Lengths are the host's; passes get them as data (`Place`)."""
+
+    def __init__(
+        self, dims: TransformerDims, slots: int, rows: int, dtype: torch.dtype, device: torch.device, *, kernels: bool
+    ) -> None:
+        """`kernels`: rows are moved by `torch.ops.ddtree`, else by PyTorch."""
+        super().__init__(slots, rows)
+        self._kernels = kernels
+        # Zeros, not garbage: rows that were never written are multiplied by weights of zero, and NaN would survive it.
+        shape = (2 * dims.num_layers, slots, dims.num_kv_heads, rows, dims.head_dim)
+        self.slab = torch.zeros(shape, dtype=dtype, device=device)  # [planes, slots, Hkv, S, D]: key, value by layer
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [slots, Hkv, S, D] of a layer."""
+        return self.slab[2 * index], self.slab[2 * index + 1]
+
+    def write(self, keys_values: Tensor, place: Place, rows: Tensor) -> None:
+        """Store keys_values [layers, 2, N, C, Hkv, D] at rows int [N, C] of the sequences' slots, in every layer."""
+        values = keys_values.flatten(0, 1).permute(1, 2, 0, 3, 4)  # [N, C, planes, Hkv, D]
+        self.slab[:, place.slots.long()[:, None], :, rows.long()] = values
+
+    def compact(self, slots: Tensor, past: Tensor, keep: Tensor, count: Tensor) -> None:
+        """Move rows past + keep[j] of each sequence's slot to past + j in every plane; nothing is counted.
+
+        slots, past and count are int32 [N], keep int32 [N, M]: strictly rising, of which the first `count` are meant.
+        """
+        if self._kernels:
+            torch.ops.ddtree.compact(self.slab, slots, past, keep, count)
+            return
+        column = torch.arange(keep.shape[1], device=keep.device)
+        rows = past.long()[:, None] + column
+        sources = past.long()[:, None] + keep.long()
+        sources = torch.where(column < count[:, None], sources, rows).clamp(max=self.rows - 1)
+        slot = slots.long()[:, None]
+        self.slab[:, slot, :, rows.clamp(max=self.rows - 1)] = self.slab[:, slot, :, sources]

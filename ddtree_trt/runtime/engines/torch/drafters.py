@@ -1,0 +1,148 @@
+"""The drafters behind the PyTorch engine: DFlash, and the cache and passes of one that is a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddtree_trt import _native
+from ddtree_trt.artifact.manifest import DrafterDims
+from ddtree_trt.plugins import MaskMode
+from ddtree_trt.runtime.decoding.sampling import DrawnFrom
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest
+from ddtree_trt.runtime.engines.drafters import Pass
+from ddtree_trt.runtime.engines.torch.attention import Attention, Place
+from ddtree_trt.runtime.engines.torch.cache import DeviceCache
+from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
+from ddtree_trt.runtime.engines.torch.model import DFlash, Qwen3, Weights
+from ddtree_trt.runtime.tree import TokenTree
+
+# Candidates per position a graph is captured for: a draft takes the next number up. The last is the largest budget.
+TOP_KS = (1, 16, 64, 256, 1024, 4096)
+
+
+class BlockDrafter:
+    """DFlash: one pass over [bonus, MASK × L] of every slot, conditioned on the tapped target states of every committed
+    token.
+
+    States wait in a buffer of one block per slot, which is what a round commits at most; the draft's graph takes in
+    that whole buffer, and the block overwrites what it took in too much. More than a block, such as a prompt's states,
+    is taken in when it comes.
+    """
+
+    def __init__(
+        self,
+        dims: DrafterDims,
+        weights: Weights,
+        target: Qwen3,
+        cache: DeviceCache,
+        attention: Attention,
+        graphs: Graphs,
+    ) -> None:
+        self.dims, self.cache, self.graphs = dims, cache, graphs
+        self.model = DFlash(dims, weights, target, cache, attention)
+        device, slots, width = cache.slab.device, cache.slots, len(dims.tap_layers) * dims.hidden_size
+        self.waiting = torch.zeros(slots, dims.block_size, width, dtype=cache.slab.dtype, device=device)
+        self.counts = [0] * slots  # waiting states of each slot
+        self._control = Upload(Upload.size(*[(slots,)] * 4), device)
+        self._grown = [Upload(Upload.size((1,), (1,)), device) for _ in range(slots)]
+        largest = min(TOP_KS[-1], dims.vocab_size)
+        self._result = Download(2 * slots * (dims.block_size - 1) * largest, device)
+
+    @property
+    def waits(self) -> int:
+        """How often the host has waited for a draft."""
+        return self._result.waits
+
+    def known(self, slot: int) -> int:
+        return self.cache.lengths[slot] + self.counts[slot]
+
+    def learn(self, slot: int, token_ids: NDArray[np.int64], states: Tensor | None) -> None:
+        assert states is not None, "a target built for a block drafter taps its states"
+        count, rows = self.counts[slot], len(states)
+        if count + rows <= self.dims.block_size:
+            self.waiting[slot, count : count + rows] = states
+            self.counts[slot] += rows
+            return
+        states = torch.cat((self.waiting[slot, :count], states))
+        self.cache.check_room(slot, len(states))
+        lengths = np.array([self.cache.lengths[slot]], np.int32)
+        place = Place(*self._grown[slot].send(np.array([slot], np.int32), lengths))
+        self.model.absorb(states[None], place)
+        self.cache.append(slot, len(states))
+        self.counts[slot] = 0
+
+    def truncate(self, slot: int, length: int) -> None:
+        context = min(self.cache.lengths[slot], length)
+        self.cache.truncate(slot, context)
+        self.counts[slot] = min(self.counts[slot], length - context)
+
+    def draft_all(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One pass for all requests, which name distinct slots."""
+        slots = [r.slot for r in requests]
+        for slot in slots:
+            self.cache.check_room(slot, self.counts[slot] + self.dims.block_size)
+        wanted = max(r.top_k for r in requests)
+        top_k = min(next((k for k in TOP_KS if k >= wanted), TOP_KS[-1]), self.dims.vocab_size)
+        columns = (slots, [self.cache.lengths[s] for s in slots], [self.counts[s] for s in slots])
+        arrays = [np.array(c, np.int32) for c in (*columns, [r.bonus_token for r in requests])]
+        at, past, counts, bonus_tokens = self._control.send(*arrays)
+        shape = (2, len(requests), self.dims.block_size - 1, top_k)
+        size = int(np.prod(shape))
+        out = self._result.on_device[:size].view(shape)
+
+        def work() -> None:
+            log_probs, ids = self.run(at, past, counts, bonus_tokens, top_k)
+            out[0].copy_(log_probs.view(torch.int32))
+            out[1].copy_(ids)
+
+        self.graphs.run((len(requests), top_k), work)
+        found = self._result.fetch(size).reshape(shape)
+        for slot in slots:
+            self.cache.append(slot, self.counts[slot])
+            self.counts[slot] = 0
+        log_probs = found[0].view(np.float32)
+        return [Draft(log_probs[n, :, : r.top_k], found[1, n, :, : r.top_k]) for n, r in enumerate(requests)]
+
+    def warm_up(self, largest: int) -> None:
+        """Capture what drafts of one sequence for budgets up to `largest` run, on slot 0."""
+
+        def never(*_: object) -> DrawnFrom:
+            raise AssertionError("a block drafter draws nothing")
+
+        wanted = min(largest, self.dims.vocab_size, TOP_KS[-1])
+        for top_k in TOP_KS[: 1 + next(i for i, k in enumerate(TOP_KS) if k >= wanted)]:
+            self.draft_all([DraftRequest(0, 0, min(top_k, wanted), self.dims.block_size - 1, never)])
+
+    def run(
+        self, slots: Tensor, past: Tensor, counts: Tensor, bonus_tokens: Tensor, top_k: int
+    ) -> tuple[Tensor, Tensor]:
+        """Take in the waiting states and draft behind them; int32 [N] each. See `DFlash.block`."""
+        self.model.absorb(self.waiting.index_select(0, slots), Place(slots, past))
+        return self.model.block(bonus_tokens, Place(slots, past + counts), top_k)
+
+
+class TorchLanguageModel:
+    """A language model of its own over one slot at a time, for an autoregressive drafter."""
+
+    def __init__(self, model: Qwen3) -> None:
+        self._model = model
+        self.cache = model.cache
+
+    def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
+        """Write a tree's T rows behind the slot's committed ones; logits for the wanted rows [R]."""
+        self.cache.check_room(slot, len(tree))
+        device, past = self.cache.slab.device, self.cache.lengths[slot]
+
+        def moved(array: NDArray[np.integer], dtype: torch.dtype = torch.int32) -> Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array)).to(device, dtype)
+
+        place = Place(moved(np.array([slot])), moved(np.array([past])), moved(_native.packed_mask(tree.parents)[None]))
+        ids, positions = moved(tree.token_ids[None]), moved((tree.depths + past)[None])
+        hidden, _ = self._model.forward(ids, positions, place, MaskMode.TREE)
+        logits = self._model.logits(hidden[0].index_select(0, moved(rows)))
+        return Pass(logits.argmax(-1).cpu().numpy(), logits.cpu().numpy(), None)

@@ -1,0 +1,179 @@
+"""Both networks in plain PyTorch: Qwen3, and the DFlash drafter on top of it.
+
+Everything is a function of tensors of fixed shape, the committed lengths included, so that a pass can be captured into
+a CUDA graph once and replayed at any length. Rows behind the wanted ones are padding: they see themselves only, write
+their keys and values behind those of the real rows, and nobody reads what comes out of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ddtree_trt.artifact.manifest import DrafterDims, TransformerDims
+from ddtree_trt.artifact.weight_layout import DRAFTER
+from ddtree_trt.plugins import MaskMode
+from ddtree_trt.runtime.engines.torch.attention import Attention, Place
+from ddtree_trt.runtime.engines.torch.cache import DeviceCache
+from ddtree_trt.runtime.engines.torch.pointwise import math_for, rotary_tables, rotate
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Layer:
+    qkv: Tensor  # [(Hq + 2·Hkv)·D, H]
+    q_norm: Tensor  # [D]
+    k_norm: Tensor  # [D]
+    o: Tensor  # [H, Hq·D]
+    input_norm: Tensor  # [H]
+    post_norm: Tensor  # [H]
+    gate_up: Tensor  # [2·inner, H]
+    down: Tensor  # [H, inner]
+
+
+class Decoder:
+    """The layers of one network, with their cache and rotary tables."""
+
+    def __init__(
+        self,
+        dims: TransformerDims,
+        weights: Weights,
+        prefix: str,
+        cache: DeviceCache,
+        attention: Attention,
+    ) -> None:
+        self.dims, self.cache, self.attention = dims, cache, attention
+        self.math = math_for(attention.kernels, dims)
+        stacked = weights.get(f"{prefix}qkv")
+        self.layers = [
+            _layer(weights, f"{prefix}layers.{i}.", None if stacked is None else stacked[i])
+            for i in range(dims.num_layers)
+        ]
+        self.norm = weights[f"{prefix}norm"]
+        self.tables = rotary_tables(dims, cache.rows, cache.slab.device)
+        self.scale = dims.head_dim**-0.5
+
+    def attend(self, index: int, h: Tensor, positions: Tensor, place: Place, mode: MaskMode) -> Tensor:
+        """Attention of layer `index` over rows h [N, T, H], whose keys and values go into the cache: [N, T, H]."""
+        d, layer = self.dims, self.layers[index]
+        q, k, v = self.math.split_qkv(
+            F.linear(h, layer.qkv),
+            layer.q_norm,
+            layer.k_norm,
+            self.tables,
+            positions,
+            d.rms_norm_eps,
+            d.num_heads,
+        )
+        seen = self.attention(q, k, v, *self.cache.layer(index), place, mode, self.scale)
+        return F.linear(seen.flatten(2), layer.o)
+
+    def run(
+        self, x: Tensor, positions: Tensor, place: Place, mode: MaskMode, taps: tuple[int, ...] = ()
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Rows x [N, T, H] at positions int32 [N, T] through all layers: the normed hidden states [N, T, H] and the
+        tapped layers' outputs."""
+        eps, tapped = self.dims.rms_norm_eps, []
+        update: Tensor | None = None  # what the last product adds to x; the next norm takes it in
+        for i, layer in enumerate(self.layers):
+            x, h = self.math.add_norm(x, update, layer.input_norm, eps)
+            if i - 1 in taps:
+                tapped.append(x)
+            x, h = self.math.add_norm(x, self.attend(i, h, positions, place, mode), layer.post_norm, eps)
+            update = F.linear(self.math.swiglu(F.linear(h, layer.gate_up)), layer.down)
+        x, h = self.math.add_norm(x, update, self.norm, eps)
+        if len(self.layers) - 1 in taps:
+            tapped.append(x)
+        return h, tapped
+
+
+def _layer(weights: Weights, prefix: str, qkv: Tensor | None) -> Layer:
+    names = [field.name for field in fields(Layer) if field.name != "qkv"]
+    parts = {name: weights[f"{prefix}{name}"] for name in names}
+    return Layer(qkv=weights[f"{prefix}qkv"] if qkv is None else qkv, **parts)
+
+
+class Qwen3:
+    """A target, or an autoregressive drafter: tokens in, logits and tapped states out."""
+
+    def __init__(
+        self,
+        dims: TransformerDims,
+        weights: Weights,
+        prefix: str,
+        cache: DeviceCache,
+        attention: Attention,
+        taps: tuple[int, ...] = (),
+    ) -> None:
+        self.dims, self.cache, self.taps = dims, cache, taps
+        self.embedding = weights[f"{prefix}embedding"]
+        self.head = weights.get(f"{prefix}head", self.embedding)
+        if not self.head.is_cuda:
+            self.head = self.head.float()  # only CUDA multiplies halves and keeps the sums
+        self._decoder = Decoder(dims, weights, prefix, cache, attention)
+
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, place: Place, mode: MaskMode
+    ) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [N, T, H] of token_ids int [N, T] and, where layers are tapped, their outputs [N, T, M·H]."""
+        x = F.embedding(token_ids, self.embedding)
+        hidden, tapped = self._decoder.run(x, positions, place, mode, self.taps)
+        return hidden, torch.cat(tapped, -1) if tapped else None
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """float32 [R, V] of hidden states [R, H], kept in the float32 they are summed in: half precisions have steps
+        between large logits in which different tokens would look equal."""
+        if out is None:
+            out = torch.empty(len(hidden), self.dims.vocab_size, device=hidden.device)
+        if hidden.is_cuda and hidden.dtype != torch.float32:
+            return torch.ops.aten.mm.dtype_out(hidden, self.head.t(), torch.float32, out=out)
+        return torch.mm(hidden.to(self.head.dtype), self.head.t(), out=out)
+
+
+class DFlash:
+    """The block drafter: the context's keys and values from tapped target states, then one block on top of them."""
+
+    def __init__(
+        self, dims: DrafterDims, weights: Weights, target: Qwen3, cache: DeviceCache, attention: Attention
+    ) -> None:
+        self.dims, self.cache, self._target = dims, cache, target
+        self._decoder = Decoder(dims, weights, DRAFTER, cache, attention)
+        self._fc, self._context_norm = weights[f"{DRAFTER}fc"], weights[f"{DRAFTER}context_norm"]
+        first = dims.num_heads * dims.head_dim
+        self._context_kv = weights[f"{DRAFTER}qkv"][:, first:]  # [layers, 2·Hkv·D, H]
+        self._k_norm = torch.stack([layer.k_norm for layer in self._decoder.layers])[:, None]  # [layers, 1, D]
+        self._block = torch.arange(dims.block_size, dtype=torch.int32, device=cache.slab.device)
+
+    def absorb(self, states: Tensor, place: Place) -> None:
+        """Write the keys and values of context rows, from tapped target states [N, C, M·H], behind `place.past`."""
+        d, decoder = self.dims, self._decoder
+        batch, rows = states.shape[:2]
+        _, context = decoder.math.add_norm(F.linear(states, self._fc), None, self._context_norm, d.rms_norm_eps)
+        context = context.flatten(0, 1)
+        # [layers, N·C, 2·Hkv·D]; the layers' weights are read where they lie, between those of their queries.
+        product = torch.bmm(context.expand(d.num_layers, -1, -1), self._context_kv.transpose(1, 2))
+        both = product.view(d.num_layers, batch, rows, 2, d.num_kv_heads, d.head_dim)
+        keys = F.rms_norm(both[:, :, :, 0], (d.head_dim,), None, d.rms_norm_eps) * self._k_norm[:, None, None]
+        positions = place.past[:, None] + torch.arange(rows, dtype=torch.int32, device=states.device)
+        keys = rotate(keys, decoder.tables, positions).to(states.dtype)
+        self.cache.write(torch.stack((keys, both[:, :, :, 1]), 1), place, positions)
+
+    def block(self, bonus_tokens: Tensor, place: Place, top_k: int) -> tuple[Tensor, Tensor]:
+        """Draft [bonus, MASK × L] behind `place.past`: log-probabilities float32 [N, L, K], falling, and the
+        candidates int32 [N, L, K], for bonus_tokens int32 [N]."""
+        d, batch = self.dims, len(bonus_tokens)
+        masks = bonus_tokens.new_full((batch, d.block_size - 1), d.mask_token_id)
+        token_ids = torch.cat((bonus_tokens[:, None], masks), 1)
+        positions = place.past[:, None] + self._block
+        x = F.embedding(token_ids, self._target.embedding)
+        hidden, _ = self._decoder.run(x, positions, place, MaskMode.NONE)
+        logits = self._target.logits(hidden[:, 1:].flatten(0, 1))
+        best, ids = logits.topk(top_k, -1)
+        log_probs = best - logits.logsumexp(-1, keepdim=True)
+        shape = (batch, d.block_size - 1, top_k)
+        return log_probs.view(shape), ids.to(torch.int32).view(shape)

@@ -1,0 +1,99 @@
+"""What lies between a layer's matrix products: norms, rotary embedding, SwiGLU.
+
+`KernelMath` is our CUDA kernels, one launch each; in a decoding round the number of launches is what these cost.
+`PlainMath` says the same in PyTorch, in any precision, and rounds where Hugging Face rounds.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ddtree_trt.artifact.manifest import TransformerDims
+
+
+def rotary_tables(dims: TransformerDims, rows: int, device: torch.device) -> Tensor:
+    """float32 [2, rows, D]: cosines, and sines with the first half's sign turned; computed in float64, rounded once."""
+    inverse = dims.rope_theta ** (-torch.arange(0, dims.head_dim, 2, dtype=torch.float64) / dims.head_dim)
+    angles = torch.outer(torch.arange(rows, dtype=torch.float64), inverse)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))).float().to(device)
+
+
+def rotate(x: Tensor, tables: Tensor, positions: Tensor) -> Tensor:
+    """Heads x [..., N, T, heads, D] turned to positions int [N, T], in float32, by `rotary_tables`."""
+    cos, sin = (F.embedding(positions, table).unsqueeze(-2) for table in tables)
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1).float(), sin)
+
+
+class Math(Protocol):
+    def add_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """(x + update, its RMS norm), [N, T, H] each; x itself where there is no update."""
+
+    def split_qkv(
+        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, tables: Tensor, positions: Tensor, eps: float, heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, T, Hq, D], keys and values [N, T, Hkv, D], contiguous, of the fused projection's output
+        [N, T, (Hq + 2·Hkv)·D]: heads normed, queries and keys turned. `heads` is Hq."""
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) · up, [N, T, inner], of [N, T, 2·inner]."""
+
+
+class PlainMath:
+    def add_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = x if update is None else x + update
+        return total, F.rms_norm(total, (total.shape[-1],), weight, eps)
+
+    def split_qkv(
+        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, tables: Tensor, positions: Tensor, eps: float, heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        size = q_norm.shape[0]
+        parts = qkv.unflatten(-1, (-1, size))
+        kv_heads = (parts.shape[2] - heads) // 2
+        q, k, v = parts.split([heads, kv_heads, kv_heads], 2)
+        turned = (rotate(F.rms_norm(x, (size,), w, eps), tables, positions) for x, w in ((q, q_norm), (k, k_norm)))
+        q, k = (x.to(qkv.dtype).contiguous() for x in turned)
+        return q, k, v.contiguous()
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+
+class KernelMath:
+    """Rows are those of N and T together. Needs `torch.ops.ddtree`, bf16 or fp16, and widths in multiples of 8."""
+
+    def add_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        normed = torch.empty_like(x)
+        total = x if update is None else torch.empty_like(x)
+        flat, added = x.flatten(0, 1), None if update is None else update.flatten(0, 1)
+        into = None if update is None else total.flatten(0, 1)
+        torch.ops.ddtree.add_rms_norm(flat, added, weight, eps, into, normed.flatten(0, 1))
+        return total, normed
+
+    def split_qkv(
+        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, tables: Tensor, positions: Tensor, eps: float, heads: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        size = q_norm.shape[0]
+        parts = qkv.view(*qkv.shape[:2], -1, size)
+        kv_heads = (parts.shape[2] - heads) // 2
+        q, k, v = (parts.new_empty(*qkv.shape[:2], h, size) for h in (heads, kv_heads, kv_heads))
+        rows = [x.flatten(0, 1) for x in (q, k, v)]
+        at = positions.to(torch.int32).flatten().contiguous()
+        torch.ops.ddtree.split_qkv(parts.flatten(0, 1), q_norm, k_norm, tables, at, eps, *rows)
+        return q, k, v
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        out = gate_up.new_empty(*gate_up.shape[:2], gate_up.shape[2] // 2)
+        torch.ops.ddtree.swiglu(gate_up.flatten(0, 1), out.flatten(0, 1))
+        return out
+
+
+def math_for(kernels: bool, *dims: TransformerDims) -> Math:
+    """The kernels where attention has them too and the networks' widths suit them."""
+    widths = [w for d in dims for w in (d.hidden_size, d.intermediate_size)]
+    return KernelMath() if kernels and not any(w % 8 for w in widths) else PlainMath()

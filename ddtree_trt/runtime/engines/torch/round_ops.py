@@ -1,0 +1,91 @@
+"""The operators of a round on the device: the kernels of `torch.ops.ddtree`, or the same on the host for a CPU."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddtree_trt import _native
+from ddtree_trt.runtime.engines.padding import write_mask
+from ddtree_trt.runtime.tree import build_tree
+
+
+class RoundOps(Protocol):
+    """The operators of `cpp_plugins/torch/ops.cpp` that a round needs, with their arguments."""
+
+    def build_tree(
+        self, log_probs: Tensor, candidates: Tensor, root_tokens: Tensor, budgets: Tensor, past: Tensor,
+        token_ids: Tensor, parents: Tensor, depths: Tensor, positions: Tensor, counts: Tensor,
+    ) -> None:  # fmt: skip
+        """Trees of log_probs [N, L, K] into the int32 tensors [N, T], and their sizes, root included, into counts."""
+
+    def packed_mask(self, parents: Tensor, mask: Tensor) -> None:
+        """Ancestor-or-self bits of parents [N, T] into mask [N, T, W]."""
+
+    def walk(
+        self, parents: Tensor, token_ids: Tensor, choices: Tensor, counts: Tensor, past: Tensor,
+        path: Tensor, lengths: Tensor, next_tokens: Tensor, next_past: Tensor,
+    ) -> None:  # fmt: skip
+        """The accepted paths into path [N, T], padded with −1, and what follows from them into tensors [N]."""
+
+
+class KernelOps:
+    """`torch.ops.ddtree`."""
+
+    def build_tree(
+        self, log_probs: Tensor, candidates: Tensor, root_tokens: Tensor, budgets: Tensor, past: Tensor,
+        token_ids: Tensor, parents: Tensor, depths: Tensor, positions: Tensor, counts: Tensor,
+    ) -> None:  # fmt: skip
+        torch.ops.ddtree.build_tree(
+            log_probs, candidates, root_tokens, budgets, past, token_ids, parents, depths, positions, None, counts
+        )
+
+    def packed_mask(self, parents: Tensor, mask: Tensor) -> None:
+        torch.ops.ddtree.packed_mask(parents, mask)
+
+    def walk(self, *tensors: Tensor) -> None:
+        torch.ops.ddtree.walk(*tensors)
+
+
+class HostOps:
+    """The same by the host's C++, for a CPU."""
+
+    def build_tree(
+        self, log_probs: Tensor, candidates: Tensor, root_tokens: Tensor, budgets: Tensor, past: Tensor,
+        token_ids: Tensor, parents: Tensor, depths: Tensor, positions: Tensor, counts: Tensor,
+    ) -> None:  # fmt: skip
+        for n, budget in enumerate(budgets.tolist()):
+            tree = build_tree(log_probs[n].numpy(), candidates[n].numpy(), budget)
+            size = 1 + len(tree)
+            token_ids[n], parents[n], depths[n] = root_tokens[n], -1, 0
+            token_ids[n, 1:size] = torch.from_numpy(tree.token_ids)
+            parents[n, :size] = torch.from_numpy(tree.parents)
+            depths[n, 1:size] = torch.from_numpy(tree.depths)
+            counts[n] = size
+        positions.copy_(past[:, None] + depths)
+
+    def packed_mask(self, parents: Tensor, mask: Tensor) -> None:
+        mask.zero_()
+        for row, bits in zip(parents.numpy(), mask.numpy(), strict=True):
+            write_mask(bits.view(np.uint32), row[: _tree_size(row)])
+
+    def walk(
+        self, parents: Tensor, token_ids: Tensor, choices: Tensor, counts: Tensor, past: Tensor,
+        path: Tensor, lengths: Tensor, next_tokens: Tensor, next_past: Tensor,
+    ) -> None:  # fmt: skip
+        path.fill_(-1)
+        for n, size in enumerate(counts.tolist()):
+            tree, said = parents[n, :size].numpy(), choices[n, :size].numpy()
+            nodes = _native.walk(tree, token_ids[n, 1:size].numpy(), said)
+            path[n, : len(nodes)] = torch.from_numpy(nodes)
+            lengths[n], next_tokens[n] = len(nodes), int(said[nodes[-1]])
+        next_past.copy_(past + lengths)
+
+
+def _tree_size(parents: NDArray[np.int32]) -> int:
+    """Nodes of a tree, root included, whose padding has the root's parent, −1."""
+    return 1 + int(np.count_nonzero(parents[1:] >= 0))

@@ -1,0 +1,93 @@
+"""Where an engine computes, whether that device knows its precision, and its weights there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ddtree_trt.artifact.manifest import TORCH_WEIGHTS, Manifest, rebuild_command
+from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET, StoredWeight, stored_weights
+from ddtree_trt.errors import ArtifactError
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_BF16_CAPABILITY = (8, 0)
+
+
+def choose_device() -> torch.device:
+    """The first GPU of this process, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """The GPU's name, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def keep_sums_single() -> None:
+    """Have this process's matrix products on GPUs sum in float32, whatever their inputs are.
+
+    PyTorch lets cuBLAS add the parts of a product that was split along its sums in bf16 or fp16. It splits by the
+    number of rows, so that a row would come out differently in a pass over a tree and in one over a single token. TF32
+    would round float32 inputs to 10 bits.
+    """
+    products = torch.backends.cuda.matmul
+    products.allow_bf16_reduced_precision_reduction = False
+    products.allow_fp16_reduced_precision_reduction = False
+    products.allow_fp16_accumulation = False
+    products.allow_tf32 = False
+
+
+def check_device(directory: Path, manifest: Manifest, device: torch.device) -> None:
+    """Raises ArtifactError when the device does not compute in the engine's precision."""
+    rebuild = rebuild_command(directory, manifest)
+    if device.type == "cpu" and manifest.precision == "fp16":
+        raise ArtifactError(
+            f"{directory} was built in fp16, which is for GPUs, and no GPU was found; rebuild with: "
+            f"{rebuild.replace('--precision fp16', '--precision fp32')}"
+        )
+    if device.type == "cuda" and manifest.precision != "fp32":
+        capability = torch.cuda.get_device_capability(device)
+        if capability < _BF16_CAPABILITY:
+            found = f"{device_name(device)} (sm_{capability[0]}{capability[1]})"
+            raise ArtifactError(
+                f"{directory} was built in {manifest.precision}, which the kernels compute on sm_80 and later; "
+                f"found {found}; rebuild with: "
+                f"{rebuild.replace(f'--precision {manifest.precision}', '--precision fp32')}"
+            )
+
+
+def read_weights(directory: Path, manifest: Manifest, device: torch.device) -> dict[str, Tensor]:
+    """Every tensor of the weight file, on the device. Raises ArtifactError when it is not what the manifest says."""
+    path, dtype = directory / TORCH_WEIGHTS, DTYPES[manifest.precision]
+    rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
+    weights: dict[str, Tensor] = {}
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            names = set(file.keys())
+            expected = _expected(manifest, names)
+            if missing := sorted({w.name for w in expected} ^ names):
+                raise ArtifactError(f"{path}: {missing[0]} is missing or superfluous; {rebuild}")
+            for weight in expected:
+                tensor = file.get_tensor(weight.name)
+                if tuple(tensor.shape) != weight.shape or tensor.dtype != dtype:
+                    raise ArtifactError(
+                        f"{path}: {weight.name} should be {manifest.precision} {list(weight.shape)}, found "
+                        f"{tensor.dtype} {list(tensor.shape)}; {rebuild}"
+                    )
+                weights[weight.name] = tensor
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(f"{path} cannot be read ({error}); {rebuild}") from error
+    return weights
+
+
+def _expected(manifest: Manifest, names: set[str]) -> list[StoredWeight]:
+    """Whether a network has a head of its own is the file's to say."""
+    return stored_weights(
+        manifest.target_dims,
+        manifest.drafter_dims,
+        target_tied=f"{TARGET}head" not in names,
+        drafter_tied=f"{DRAFTER}head" not in names,
+    )

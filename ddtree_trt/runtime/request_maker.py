@@ -1,0 +1,186 @@
+"""From what a caller asks to sequences the scheduler can run, and back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.runtime.decoding.budget import AutoBudgets, Budget, FixedBudget
+from ddtree_trt.runtime.decoding.latency import load_or_measure
+from ddtree_trt.runtime.decoding.loop import Watcher
+from ddtree_trt.runtime.decoding.methods import default_budget, longest_draft, resolve_method
+from ddtree_trt.runtime.decoding.routing import check_mode, why_host
+from ddtree_trt.runtime.decoding.sampling import Sampler
+from ddtree_trt.runtime.engines.base import Engine
+from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput, Usage
+from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams, check_device_rounds
+from ddtree_trt.runtime.sequence import Sequence
+from ddtree_trt.runtime.stats import RequestMetrics, merge
+from ddtree_trt.runtime.text.codec import Prompt, TextCodec, TextStream
+
+
+@dataclass
+class Request:
+    """A prompt with its n sequences."""
+
+    request_id: str
+    prompt: str | None
+    prompt_ids: list[int]
+    params: SamplingParams
+    sequences: list[Sequence]
+
+    @property
+    def finished(self) -> bool:
+        return all(s.finished for s in self.sequences)
+
+    def raise_error(self) -> None:
+        """Raise what ended one of the sequences, if the engine failed."""
+        for s in self.sequences:
+            if s.error is not None:
+                raise s.error
+
+    def output(self) -> RequestOutput:
+        """Everything so far."""
+        return self._output([s.output_so_far() for s in self.sequences])
+
+    def take(self) -> RequestOutput | None:
+        """What is new since the last call, or None when nothing can be shown yet."""
+        parts = [p for s in self.sequences if (p := s.take()) is not None]
+        return self._output(parts) if parts else None
+
+    def _output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        metrics = merge(s.metrics for s in self.sequences)
+        wanted = self.params.prompt_logprobs is not None
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_ids,
+            outputs=outputs,
+            finished=self.finished,
+            metrics=metrics,
+            usage=Usage(metrics.prompt_tokens, metrics.output_tokens, metrics.cached_tokens),
+            prompt_logprobs=list(self.sequences[0].prompt_logprobs) if wanted else None,
+        )
+
+
+class RequestMaker:
+    """Checks a call against the engine and makes its sequences."""
+
+    def __init__(
+        self, directory: Path, engine: Engine, codec: TextCodec, *, device_rounds: DeviceRoundsMode = "auto"
+    ) -> None:
+        """Raises UsageError where `device_rounds` is no mode, or one that this engine does not have."""
+        check_mode(check_device_rounds(device_rounds), engine)
+        self._codec, self._engine, self._manifest = codec, engine, engine.manifest
+        self._device_rounds = device_rounds
+        self._auto = _auto_budgets(directory, engine)
+        self._count = 0
+
+    def make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        on_round: Watcher | None = None,
+        device_rounds: DeviceRoundsMode | None = None,
+    ) -> Request:
+        """`device_rounds` is for this request instead of all. Raises UsageError for a prompt that is empty, out of
+        vocabulary or too long, or params the engine cannot honour."""
+        if not isinstance(params, SamplingParams):
+            raise UsageError(
+                f"sampling_params must be SamplingParams, not {shown(params)}; make them of names with "
+                "SamplingParams.from_mapping"
+            )
+        ids = self._codec.encode(prompt)
+        params = replace(params, method=resolve_method(params.method, self._manifest.drafter_kind))
+        self._check(ids, params)
+        why = why_host(device_rounds or self._device_rounds, self._engine, params, watched=on_round is not None)
+        self._count += 1
+        text = prompt if isinstance(prompt, str) else None
+        echo = ""
+        if params.echo:
+            echo = text or self._codec.decode(ids, skip_special_tokens=params.skip_special_tokens)
+        sequences = [self._sequence(i, ids, params, echo, why) for i in range(params.n)]
+        for sequence in sequences:
+            sequence.on_round = on_round
+        return Request(request_id or f"req-{self._count}", text, ids, params, sequences)
+
+    def _check(self, ids: list[int], params: SamplingParams) -> None:
+        limits, vocab = self._manifest.limits, self._manifest.target_dims.vocab_size
+        if not ids:
+            raise UsageError("the prompt has no tokens; give at least one")
+        if len(ids) >= limits.max_seq_len:
+            raise UsageError(
+                f"the prompt has {len(ids)} tokens, this engine takes at most {limits.max_seq_len - 1} "
+                f"(max_seq_len {limits.max_seq_len}); shorten it or rebuild with a larger --max-seq-len"
+            )
+        room = limits.max_seq_len - len(ids)
+        for name in ("max_tokens", "min_tokens"):
+            if (getattr(params, name) or 0) > room:
+                raise UsageError(
+                    f"{name} {getattr(params, name)} does not fit: the prompt leaves {room} of this engine's "
+                    f"{limits.max_seq_len} tokens; lower it, shorten the prompt or rebuild with a larger --max-seq-len"
+                )
+        if min(ids) < 0 or max(ids) >= vocab:
+            wrong = next(t for t in ids if not 0 <= t < vocab)
+            raise UsageError(f"token id {shown(wrong)} in the prompt is outside the vocabulary of {vocab}")
+        for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            if (out := next((t for t in tokens if t >= vocab), None)) is not None:
+                raise UsageError(f"{name}: token id {shown(out)} is outside the vocabulary of {vocab}")
+        if params.min_tokens and len(self._ends(params)) >= vocab:
+            raise UsageError(
+                f"min_tokens ({params.min_tokens}) needs a token that does not end the text, and stop_token_ids name "
+                f"the whole vocabulary of {vocab}; leave one of the two out"
+            )
+        if params.tree_budget != "auto" and params.tree_budget > limits.max_tree_budget:
+            raise UsageError(
+                f"tree_budget {shown(params.tree_budget)} is above this engine's {limits.max_tree_budget}; "
+                "lower it or rebuild with a larger --max-tree-budget"
+            )
+
+    def _sequence(self, index: int, ids: list[int], params: SamplingParams, echo: str, why: str | None) -> Sequence:
+        stream = TextStream(
+            self._codec,
+            params.stop,
+            skip_special_tokens=params.skip_special_tokens,
+            keep_stop=params.include_stop_str_in_output,
+        )
+        return Sequence(
+            index=index,
+            prompt=ids,
+            params=params,
+            eos_ids=self._eos(params),
+            capacity=self._manifest.limits.max_seq_len,
+            sampler=Sampler(params, self._manifest.target_dims.vocab_size, ids, self._ends(params), index),
+            stream=stream,
+            budget=self._budget(params),
+            metrics=RequestMetrics(on_device=why is None, why_host=why),
+            echo=echo,
+        )
+
+    def _eos(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset() if params.ignore_eos else frozenset(self._manifest.stop_token_ids)
+
+    def _ends(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end the text, all of which min_tokens forbids."""
+        return self._eos(params) | set(params.stop_token_ids)
+
+    def _budget(self, params: SamplingParams) -> Budget:
+        if params.tree_budget != "auto":
+            return FixedBudget(params.tree_budget)
+        fixed = default_budget(params.method, self._manifest.drafter_dims)
+        if fixed is not None:
+            return FixedBudget(fixed)
+        # What was drafted has a part in what a chain's rounds draw: with a seed they must not depend on other requests.
+        repeatable = params.method == "draft-model" and params.stochastic and params.seed is not None
+        return self._auto.for_sequence(alone=repeatable)
+
+
+def _auto_budgets(directory: Path, engine: Engine) -> AutoBudgets:
+    """What automatic budgets need. Measures the machine if the engine has not yet."""
+    manifest, profile = engine.manifest, load_or_measure(directory, engine)
+    most, chains = manifest.limits.max_tree_budget, manifest.drafter_kind != "dflash"
+    depth = min(most, longest_draft(manifest.drafter_dims))
+    return AutoBudgets(profile, depth if chains else most, depth, buckets=engine.buckets, chains=chains)

@@ -1,0 +1,184 @@
+"""Text in and out: tokenizer, chat template, incremental detokenisation, stop strings."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence, Set
+from numbers import Integral
+from pathlib import Path
+from typing import Any, cast
+
+from ddtree_trt.artifact.tokenizer_files import load_tokenizer
+from ddtree_trt.errors import ArtifactError, UsageError, shown
+from ddtree_trt.reading import Source
+from ddtree_trt.runtime.params import as_integer, check_text
+from ddtree_trt.runtime.text import chat_template
+
+Messages = Sequence[Mapping[str, str]]
+Prompt = str | Sequence[int] | Messages
+INCOMPLETE = "\ufffd"  # what a tokenizer decodes a cut UTF-8 sequence to
+
+
+def as_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt (text, token ids, messages) or several, as a list of prompts. Raises UsageError for what is neither;
+    what is wrong with a single prompt is `TextCodec.encode`'s to say."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping | bytes | bytearray | Set) or not isinstance(prompts, Iterable):
+        raise UsageError(
+            "prompts must be a text, a list of token ids, a list of chat messages {role, content}, or a list of such "
+            f"prompts, not {shown(prompts)}"
+        )
+    items = list(prompts)
+    single = items and (all(isinstance(p, Integral) for p in items) or all(isinstance(p, Mapping) for p in items))
+    return [items] if single else items
+
+
+class TextCodec:
+    """The engine's tokenizer with the chat template its drafter was trained for."""
+
+    def __init__(self, directory: Path, chat_template_args: Mapping[str, Any]) -> None:
+        self.tokenizer = load_tokenizer(directory, Source(str(directory), ArtifactError, "rebuild the engine"))
+        self._template_args = dict(chat_template_args)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt: text as it is, chat messages through the template, ids unchanged.
+
+        Raises UsageError for anything else; whether ids are in the vocabulary is the engine's to say.
+        """
+        if isinstance(prompt, str):
+            check_text("the prompt", prompt)
+            return list(self.tokenizer.encode(prompt, add_special_tokens=False))
+        if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+            raise UsageError(f"a prompt is text, token ids or chat messages, not {type(prompt).__name__}")
+        if set(map(type, prompt)) == {int}:  # the general way takes a microsecond per item
+            return list(cast(Sequence[int], prompt))
+        if prompt and all(isinstance(item, Mapping) for item in prompt):
+            return self.encode(self.render(prompt))  # type: ignore[arg-type]
+        ids = [as_integer(item) for item in prompt]
+        if (wrong := next((place for place, token in enumerate(ids) if token is None), None)) is not None:
+            raise UsageError(
+                "a prompt is text, a list of token ids, or a list of chat messages {role, content}, "
+                f"not a list whose item {wrong} is {shown(prompt[wrong])}"
+            )
+        return cast(list[int], ids)
+
+    def render(self, messages: Messages) -> str:
+        """Chat messages as the text the model was trained on. Raises UsageError for messages that are none, and where
+        the engine's template refuses them, or takes too much time or memory."""
+        for place, message in enumerate(messages):
+            for name in ("role", "content"):
+                text = message.get(name)
+                if not isinstance(text, str):
+                    raise UsageError(
+                        f"a chat message needs a role and a content, both text: message {place} is {shown(message)}"
+                    )
+                check_text(f"the {name} of message {place}", text)
+        try:
+            template = self.tokenizer.get_chat_template() if self.tokenizer.chat_template else None
+        except ValueError as error:  # several templates, none of which is the default
+            raise UsageError(f"this engine's chat templates cannot be used: {error}") from error
+        if template is None:
+            raise UsageError("this engine's tokenizer has no chat template; give the prompt as text")
+        variables = {**self.tokenizer.special_tokens_map, **self._template_args}
+        return chat_template.render(template, messages, variables)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The tokens' text exactly, with U+FFFD for bytes that are no UTF-8."""
+        # Not the tokenizer's own decode: that one may tidy up spaces and costs ten times as much.
+        return str(self.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+
+class TextStream:
+    """The text of a growing token sequence, cut before the first stop string.
+
+    A token adds the characters it completes: text never ends inside a UTF-8 character, whose bytes may be spread over
+    several tokens. `starts[i]` is the character at which token i begins, be it the middle of that character's bytes.
+    """
+
+    _LONGEST_WINDOW = 4  # tokens decoded again with every new one
+
+    def __init__(
+        self,
+        codec: TextCodec,
+        stop: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        keep_stop: bool = False,
+    ) -> None:
+        self._codec, self._skip = codec, skip_special_tokens
+        self._stop, self._keep_stop = tuple(stop), keep_stop
+        self._tokens: list[int] = []
+        # How a token decodes may depend on the one before it: a window of tokens is decoded, of which `_taken`
+        # characters are in the text. `_boundary` is the last place before the newest tokens where no character is open.
+        self._window = self._boundary = self._taken = 0
+        self.text = ""
+        self.starts: list[int] = []
+
+    def push(self, token: int, *, silent: bool = False, may_stop: bool = True) -> str | None:
+        """Add a token; returns the stop string it completes, if any. A silent token adds no text."""
+        before = len(self.text)
+        self.starts.append(before)
+        if silent:
+            return None
+        self._tokens.append(token)
+        grown = self._decode()
+        complete = grown.rstrip(INCOMPLETE)
+        self._take(complete)
+        if len(complete) == len(grown):
+            self._advance()
+        return self._cut(before) if self._stop and may_stop else None
+
+    def _decode(self) -> str:
+        return self._codec.decode(self._tokens[self._window :], skip_special_tokens=self._skip)
+
+    def _take(self, text: str) -> None:
+        """Append what is new of the window's text."""
+        if len(text) > self._taken:
+            self.text += text[self._taken :]
+            self._taken = len(text)
+
+    def _advance(self) -> None:
+        """No character is open: a long window may begin at the boundary before this one."""
+        if len(self._tokens) - self._window > self._LONGEST_WINDOW:
+            window, self._window = self._window, self._boundary
+            taken = len(self._decode())
+            if taken:
+                self._taken = taken
+            else:  # tokens without text tell nothing about how the next one decodes
+                self._window = window
+        self._boundary = len(self._tokens)
+
+    def _cut(self, before: int) -> str | None:
+        """Find the earliest stop string that ends behind `before` and cut the text at it."""
+        found: tuple[int, str] | None = None
+        for stop in self._stop:
+            at = self.text.find(stop, max(0, before - len(stop) + 1))
+            if at >= 0 and (found is None or at < found[0]):
+                found = (at, stop)
+        if found is None:
+            return None
+        at, stop = found
+        self.text = self.text[: at + len(stop) if self._keep_stop else at]
+        return stop
+
+    def tokens_within(self, size: int) -> int:
+        """Tokens that begin within the first `size` characters: those needed to cover them."""
+        return bisect_left(self.starts, size)
+
+    def flush(self) -> None:
+        """At the end of the sequence, take what an unfinished character left open."""
+        self._take(self._decode())
+
+    def safe_length(self) -> int:
+        """Characters that can be shown now: those that cannot turn out to be the start of a stop string."""
+        held, last = 0, self.text[-1:]
+        for stop in self._stop if last else ():
+            end = min(len(stop) - 1, len(self.text))
+            # Only a part of the stop string that ends in the text's last character can end the text.
+            while (size := stop.rfind(last, 0, end) + 1) > held:
+                if self.text.endswith(stop[:size]):
+                    held = size
+                    break
+                end = size - 1
+        return len(self.text) - held

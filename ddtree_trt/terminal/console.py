@@ -1,0 +1,177 @@
+"""What `ddtree-trt run` shows: streamed text, trees, closing figures, and the comparison of methods."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+import sys
+from statistics import median
+from typing import Any
+
+from ddtree_trt.errors import DDTreeError
+from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.outputs import RequestOutput
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.stats import DEVICE_ROUND, ROUND_STAGES, RequestMetrics
+from ddtree_trt.runtime.text.codec import Prompt
+from ddtree_trt.terminal.tree_view import TreeView
+
+REPETITIONS = 5  # of every method in a comparison, interleaved
+
+
+def messages(text: str, system: str | None) -> list[dict[str, str]]:
+    """One user message, with a system message in front if there is one."""
+    head = [{"role": "system", "content": system}] if system else []
+    return [*head, {"role": "user", "content": text}]
+
+
+def stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show_tree: bool) -> str:
+    """Print the text as it comes, then the closing line; returns the text."""
+    view = TreeView(llm.codec) if show_tree else None
+    text, last = "", None
+    for part in llm.stream(prompt, params, on_round=view):
+        last = part
+        for output in part.outputs:
+            text += output.text
+            if view is None:
+                print(output.text, end="", flush=True)
+    print(text if view else "")
+    if last is not None:
+        if view and llm.engine.rounds and last.metrics.why_host:
+            print(f"rounds did not stay on the device: {last.metrics.why_host}")
+        print(closing_line(last.metrics))
+    return text
+
+
+def closing_line(m: RequestMetrics) -> str:
+    """Tokens, speed, rounds, acceptance and where the time went."""
+    parts = [f"{m.output_tokens} tokens"]
+    if m.decode_tokens_per_s:
+        parts.append(f"{m.decode_tokens_per_s:.0f} tokens/s")
+    where = " on the device" if m.on_device else ""
+    parts += [
+        f"{m.rounds} rounds{where}",
+        f"{m.mean_acceptance_length:.2f} tokens/round",
+        f"budget {m.mean_budget:.1f}",
+    ]
+    if m.rounds:
+        stages = (DEVICE_ROUND,) if m.on_device else ROUND_STAGES
+        parts.append("ms/round: " + ", ".join(f"{s} {1000 * m.stage_s[s] / m.rounds:.2f}" for s in stages))
+    return f"[{' · '.join(parts)}]"
+
+
+def print_output_json(output: RequestOutput) -> None:
+    """One request as JSON: its completions, figures and usage."""
+    print(json.dumps(_plain(output), ensure_ascii=False, indent=1))
+
+
+def _plain(output: RequestOutput) -> dict[str, Any]:
+    return {
+        "request_id": output.request_id,
+        "prompt_token_ids": output.prompt_token_ids,
+        "outputs": [dataclasses.asdict(o) for o in output.outputs],
+        "usage": {**dataclasses.asdict(output.usage), "total_tokens": output.usage.total_tokens},
+        "metrics": output.metrics.to_dict(),
+    }
+
+
+def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool) -> None:
+    """Run the request by its method and by the baselines, interleaved, on the same engine; print the medians.
+
+    Raises NotIdentical when the outputs differ.
+    """
+    if params.stochastic and params.seed is None:
+        # With one seed every method that samples from the target draws the same tokens.
+        params = dataclasses.replace(params, seed=secrets.randbits(32))
+    methods = list(dict.fromkeys(["ar", "dflash", params.method]))
+    if llm.engine.manifest.drafter_kind != "dflash":
+        methods.remove("dflash")
+    runs: dict[str, list[RequestOutput]] = {m: [] for m in methods}
+    for repetition in range(1 + REPETITIONS):
+        for method in methods:
+            budget = params.tree_budget if method == params.method else "auto"
+            each = dataclasses.replace(params, method=method, tree_budget=budget)
+            output = llm.generate(prompt, each)[0]
+            if repetition:  # the first of each warms up
+                runs[method].append(output)
+    outputs = {m: r[0] for m, r in runs.items()}
+    speeds = {m: median(o.metrics.decode_tokens_per_s or 0.0 for o in r) for m, r in runs.items()}
+    final = outputs[params.method]
+    differing = [m for m in methods if _tokens(outputs[m]) != _tokens(outputs["ar"])]
+    if as_json:
+        rows = {m: {"tokens_per_s": speeds[m], **_plain(outputs[m])} for m in methods}
+        print(json.dumps({"identical": not differing, "methods": rows}, ensure_ascii=False, indent=1))
+    else:
+        for completion in final.outputs:
+            print(completion.text)
+        print()
+        _print_table(outputs, speeds)
+        print(f"acceptance lengths of {params.method}: {' '.join(map(str, final.metrics.acceptance_lengths))}")
+        print(f"identical: {'no' if differing else 'yes'}")
+    if differing:
+        raise NotIdentical(_explain(llm, prompt, params, outputs, differing[0]))
+
+
+class NotIdentical(DDTreeError):
+    """A method's output differs from the autoregressive one."""
+
+
+def _tokens(output: RequestOutput) -> list[list[int]]:
+    return [o.token_ids for o in output.outputs]
+
+
+def _print_table(outputs: dict[str, RequestOutput], speeds: dict[str, float]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("method")
+    shown = (*ROUND_STAGES, *([DEVICE_ROUND] if any(o.metrics.on_device for o in outputs.values()) else []))
+    figures = ("tokens", "tokens/s", "speedup", "rounds", "tokens/round", "budget")
+    for name in (*figures, *(f"{s} ms" for s in shown)):
+        table.add_column(name, justify="right")
+    for method, output in outputs.items():
+        m = output.metrics
+        stages = [f"{1000 * m.stage_s[s] / max(m.rounds, 1):.2f}" for s in shown]
+        gain = speeds[method] / speeds["ar"] if speeds["ar"] else 0.0
+        cells = [f"{speeds[method]:.0f}", f"{gain:.2f}×", str(m.rounds), f"{m.mean_acceptance_length:.2f}"]
+        table.add_row(method, str(m.output_tokens), *cells, f"{m.mean_budget:.1f}", *stages)
+    width = None if sys.stdout.isatty() else 140
+    Console(width=width, highlight=False).print(table)
+
+
+def _explain(llm: LLM, prompt: Prompt, params: SamplingParams, outputs: dict[str, RequestOutput], method: str) -> str:
+    """Where two outputs part, and how close the target's two best tokens were there."""
+    pairs = zip(_tokens(outputs["ar"]), _tokens(outputs[method]), strict=True)
+    index, (ours, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    again = llm.generate(prompt, dataclasses.replace(params, method="ar", tree_budget="auto", logprobs=2))[0]
+    top = (again.outputs[index].logprobs or [])[at : at + 1]
+    gap = f"; the target's two best are {top[0].top[0][1] - top[0].top[1][1]:.2e} apart there" if top else ""
+    return f"{method} differs from ar at token {at}{gap}"
+
+
+def chat(llm: LLM, params: SamplingParams, system: str | None) -> None:
+    """Converse until end of input. The conversation's cache is reused from turn to turn."""
+    history = [{"role": "system", "content": system}] if system else []
+    print(f"{llm.engine.manifest.name}, {params.method}. /reset forgets the conversation, /exit ends it.")
+    while True:
+        try:
+            text = input("\n> ").strip()
+        except EOFError:
+            print()
+            return
+        if text == "/exit":
+            return
+        if text == "/reset":
+            history = history[:1] if system else []
+        elif text:
+            history.append({"role": "user", "content": text})
+            try:
+                answer = stream(llm, history, params, show_tree=False)
+            except DDTreeError as error:
+                history.pop()
+                print(f"error: {error}", file=sys.stderr)
+            else:
+                history.append({"role": "assistant", "content": answer})

@@ -1,0 +1,173 @@
+"""How the command line speaks: results on stdout, errors and progress on stderr, colour and bars only on a terminal."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddtree_trt.artifact.manifest import Manifest, Progress, no_progress
+from ddtree_trt.device.memory import MemoryPlan
+from ddtree_trt.doctor import Diagnosis
+from ddtree_trt.inspection import EngineReport
+from ddtree_trt.reading import printable
+
+if TYPE_CHECKING:
+    from ddtree_trt.build.dryrun import DryRun
+    from ddtree_trt.runtime.decoding.latency import LatencyProfile
+
+
+def print_error(message: str) -> None:
+    """One line on stderr, whatever line breaks and control characters the message has."""
+    print("error:", printable(" ".join(message.split())), file=sys.stderr)
+
+
+def print_json(data: Any) -> None:
+    print(json.dumps(data, indent=1, ensure_ascii=False))
+
+
+@contextmanager
+def progress_bars() -> Iterator[Progress]:
+    """A `Progress` that draws one bar per stage on stderr; silent where stderr is not a terminal."""
+    if not sys.stderr.isatty():
+        yield no_progress
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, TaskID, TextColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bars
+
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[amount]}"),
+        TimeRemainingColumn(),
+    )
+    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(stage: str, done: int, total: int, /) -> None:
+            # Small totals count steps, large ones bytes.
+            amount = f"{done}/{total}" if total < 10_000 else f"{human_bytes(done)} of {human_bytes(total)}"
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=total, amount=amount)
+            bars.update(tasks[stage], completed=done, total=total, amount=amount)
+
+        yield show
+
+
+def human_bytes(count: int) -> str:
+    """Bytes in decimal units: 999 B, 1.2 kB, 17.5 MB."""
+    size = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{count} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"
+
+
+def print_fields(fields: Iterable[tuple[str, str]], indent: str = "") -> None:
+    """Aligned `name  value` lines."""
+    rows = list(fields)
+    width = max((len(name) for name, _ in rows), default=0)
+    for name, value in rows:
+        print(printable(f"{indent}{name:<{width}}  {value}".rstrip()))
+
+
+def print_built(directory: Path, manifest: Manifest, notes: Iterable[str] = ()) -> None:
+    """What was built, what its user should know of it, and what comes next."""
+    size = human_bytes(sum(entry.size for entry in manifest.files.values()))
+    shown_directory = printable(str(directory))
+    print(f"built {shown_directory}: {manifest.backend} {manifest.precision}, {size}, {manifest.build_seconds:.1f} s")
+    for note in notes:
+        print(printable(note))
+    print(f"next: ddtree-trt run {printable(shlex.quote(str(directory)))}")
+
+
+def print_dry_run(would: DryRun) -> None:
+    print(f"{would.name}: {would.backend} {would.precision} engine, not built")
+    available = would.available_bytes
+    there = "no GPU whose memory is known" if available is None else human_bytes(available)
+    print_fields(
+        [
+            ("limits", _listing(vars(would.limits))),
+            *_memory_fields(would.memory),
+            ("there is", there),
+        ]
+    )
+
+
+def print_engine(report: EngineReport) -> None:
+    m, memory, without = report.manifest, report.memory, report.no_device_rounds
+    print(f"{m.name}: {m.backend} {m.precision} engine at {printable(report.directory)}, every file verified")
+    print_fields(
+        [
+            ("target", f"{m.target.name} ({m.target.revision}) sha256 {m.target.sha256[:16]}"),
+            ("drafter", f"{m.drafter.name} ({m.drafter.revision}) sha256 {m.drafter.sha256[:16]}, {m.drafter_kind}"),
+            ("target dims", _listing(vars(m.target_dims))),
+            ("drafter dims", _listing(vars(m.drafter_dims))),
+            ("limits", _listing(vars(m.limits))),
+            *_memory_fields(memory),
+            ("stop tokens", ", ".join(map(str, m.stop_token_ids)) or "none"),
+            ("chat template", _listing(m.chat_template_args) or "no arguments"),
+            ("golden tau", ", ".join(f"{k} {low}–{high}" for k, (low, high) in m.golden_tau.items()) or "none"),
+            ("toolchain", f"ddtree-trt {m.product_version}, {_listing(m.toolchain)}"),
+            ("plugin", _listing(m.plugin or {}) or "none"),
+            *([("cannot run here", report.problem)] if report.problem else []),
+            ("device rounds", f"none: {without}" if without else "on a GPU, method ddtree with a fixed budget"),
+            ("profile", "measured" if report.has_profile else "not measured yet"),
+            ("build time", f"{m.build_seconds:.1f} s"),
+            ("files", human_bytes(report.total_bytes)),
+        ]
+    )
+    files = ((name, f"{human_bytes(e.size):>9}  {e.sha256[:16]}") for name, e in m.files.items())
+    print_fields(files, indent="  ")
+
+
+def _memory_fields(plan: MemoryPlan) -> list[tuple[str, str]]:
+    """A memory plan as named lines."""
+    each, every = human_bytes(plan.kv_bytes_per_slot), human_bytes(plan.kv_bytes_all_slots)
+    return [
+        ("weights", human_bytes(plan.weights_bytes)),
+        ("KV cache", f"{each} per slot, {every} for {plan.slots} slots at full length"),
+        ("buffers", f"{human_bytes(plan.buffers_bytes)}: logits, tapped states, control data"),
+        ("workspace", f"about {human_bytes(plan.workspace_bytes)}"),
+        ("memory", f"about {human_bytes(plan.total_bytes)} on the {plan.place}"),
+    ]
+
+
+def _listing(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {_plain(value)}" for name, value in values.items())
+
+
+def _plain(value: Any) -> str:
+    return "[" + ", ".join(map(str, value)) + "]" if isinstance(value, tuple) else str(value)
+
+
+def print_diagnosis(diagnosis: Diagnosis) -> None:
+    d = diagnosis
+    print_fields(
+        [
+            ("ddtree-trt", d.version),
+            ("python", d.python),
+            ("platform", d.platform),
+            ("cpu", f"{d.cpu.model}, {d.cpu.cores} cores"),
+            ("cpu features", " ".join(d.cpu.features) or "none of interest"),
+            ("packages", _listing(d.packages)),
+        ]
+    )
+    print()
+    print_fields((f"{'yes' if c.found else 'no ':3}  {c.name}", f"{c.detail} → {c.enables}") for c in d.checks)
+
+
+def print_profile(profile: LatencyProfile) -> None:
+    print(profile.machine)
+    for cost in profile.contexts:
+        verify = "  ".join(f"{t}: {1000 * s:.2f}" for t, s in zip(cost.tree_tokens, cost.verify_s, strict=True))
+        token = f" and {1000 * cost.draft_token_s:.2f} a token" if cost.draft_token_s else ""
+        print(
+            f"context {cost.context}: draft {1000 * cost.draft_s:.2f} ms{token}, verify by tree tokens (ms)  {verify}"
+        )

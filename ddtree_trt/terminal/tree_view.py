@@ -1,0 +1,51 @@
+"""Draws a round: the verified tree, its probabilities, and the path the target accepted."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console
+from rich.text import Text
+from rich.tree import Tree
+
+from ddtree_trt.runtime.decoding.loop import Round
+from ddtree_trt.runtime.text.codec import TextCodec
+
+
+class TreeView:
+    """Prints every round it is called with."""
+
+    def __init__(self, codec: TextCodec, console: Console | None = None) -> None:
+        self._codec = codec
+        self._console = console or Console(highlight=False)
+        self._count = 0
+
+    def __call__(self, round_: Round) -> None:
+        self._count += 1
+        self._console.print(Text(self._heading(round_), style="bold"))
+        tree = round_.tree
+        accepted = set(round_.path.tolist())
+        branches = [Tree(self._label(round_.root_token, "", 0 in accepted), guide_style="dim")]
+        for node in range(1, len(tree) + 1):
+            weight = float(tree.log_weights[node - 1])
+            label = self._label(int(tree.token_ids[node - 1]), f" {math.exp(weight):.3f}", node in accepted)
+            branches.append(branches[tree.parents[node]].add(label))
+        self._console.print(branches[0])
+
+    def _heading(self, round_: Round) -> str:
+        accepted = round_.tree.token_ids[round_.path[1:] - 1].tolist()
+        tokens = " ".join(self._text(t) for t in [*accepted, round_.next_token])
+        head = f"round {self._count}: {len(round_.tree)} nodes, committed {len(round_.path)}: {tokens}"
+        if (d := round_.decision) is None:
+            return head
+        if not d.drafted:
+            return f"{head} (drafting does not pay at present)"
+        why = f"expected {d.expected_tokens:.1f} tokens in {1000 * d.expected_s:.2f} ms, {d.expected_gain:.2f}× ar"
+        return f"{head} ({'probe; ' if d.probe else ''}{why})"
+
+    def _label(self, token: int, probability: str, accepted: bool) -> Text:
+        mark = "✓ " if accepted else ""
+        return Text.assemble((mark + self._text(token), "bold green" if accepted else ""), (probability, "dim"))
+
+    def _text(self, token: int) -> str:
+        return repr(self._codec.decode([token], skip_special_tokens=False))

@@ -1,0 +1,59 @@
+"""Pictures: each is drawn where there is something to draw, and the same result gives the same picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import struct
+from pathlib import Path
+
+import pytest
+from bench_results import STAGES, make_result, make_sample
+
+from ddtree_trt.bench.reporting.plots import plot_all, require_matplotlib
+from ddtree_trt.errors import MissingDependency
+
+RICH = make_result(
+    *(make_sample("ar", f"{s}/{i}", token_ms=4 + i, temperature=t) for s in "ab" for i in (0, 1) for t in (0.0, 1.0)),
+    *(
+        make_sample(case, f"{s}/{i}", token_ms=2 + i, temperature=t, stage_s=STAGES, mean_budget=8.0)
+        for case in ("dflash", "ddtree@4", "ddtree@16", "ddtree@auto", "ddtree-reference:ddtree@4")
+        for s in "ab"
+        for i in (0, 1)
+        for t in (0.0, 1.0)
+    ),
+    peers=("ddtree-reference=somewhere",),
+    temperatures=(0.0, 1.0),
+)
+
+
+def png_size(path: Path) -> tuple[int, int]:
+    head = path.read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    width, height = struct.unpack(">II", head[16:24])
+    return width, height
+
+
+def test_every_picture_is_drawn_at_the_same_width(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    written = plot_all(RICH, tmp_path / "new" / "folder")
+    assert [p.name for p in written] == ["speedup.png", "budget.png", "stages.png", "acceptance.png"]
+    assert {png_size(p)[0] for p in written} == {1660}
+    assert all(300 < png_size(p)[1] < 2000 for p in written)
+
+
+def test_the_same_result_gives_the_same_files(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    pairs = zip(plot_all(RICH, tmp_path / "a"), plot_all(RICH, tmp_path / "b"), strict=True)
+    assert all(a.read_bytes() == b.read_bytes() for a, b in pairs)
+
+
+def test_what_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    poor = make_result(make_sample("ar"), make_sample("hf:generate", acceptance_lengths=None))
+    assert [p.name for p in plot_all(poor, tmp_path)] == ["speedup.png"]
+
+
+def test_without_matplotlib_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependency, match=r"\.\[bench\]"):
+        require_matplotlib()

@@ -1,0 +1,201 @@
+"""The check passes what is right and fails what is wrong, for the reason it names."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+from scripted import make_manifest
+
+from ddtree_trt import check
+from ddtree_trt.artifact.manifest import MANIFEST, Limits, load_manifest
+from ddtree_trt.bench.session import Session
+from ddtree_trt.bench.settings import CheckSettings
+from ddtree_trt.bench.uniformity import BINS, FALSE_ALARM, chi_square_tail, place_in_distribution, uniformity
+from ddtree_trt.check import CAUSES, Difference, check_engine, describe, engine_cases, target_logits
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.decoding.sampling import Sampler
+from ddtree_trt.runtime.params import SamplingParams
+
+
+def settings(engine: Path, **changes: object) -> CheckSettings:
+    values = {"engine": str(engine), "limit": 2, "max_tokens": 32, "seeds": 0, "sampled_prompts": 2}
+    return CheckSettings(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def test_a_good_engine_passes(tiny_engine: Path) -> None:
+    report = check_engine(settings(tiny_engine, seeds=10, max_tokens=24))
+    assert report.passed
+    assert {f.case for f in report.greedy} >= {"ar", "dflash", "dflash-sample", "ddtree@auto", "ddtree@16"}
+    assert all(not f.differences for f in report.greedy)
+    assert {f.case for f in report.tau} == {"dflash", "ddtree@64"}
+    assert {f.case for f in report.distribution} >= {"ar", "dflash", "ddtree@16"}
+    lines = describe(report)
+    assert lines[-1] == "passed"
+    assert not [line for line in lines if "FAIL" in line]
+    assert report.to_dict()["passed"] is True
+
+
+def test_a_walk_that_accepts_too_much_fails(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def last_node(tree: object, choices: np.ndarray) -> np.ndarray:
+        return np.unique([0, len(choices) - 1]).astype(np.int32)
+
+    monkeypatch.setattr("ddtree_trt.runtime.decoding.loop.walk", last_node)
+    report = check_engine(settings(tiny_engine))
+    verdicts = {f.case: f.passed for f in report.greedy}
+    assert verdicts["ar"]
+    assert not verdicts["ddtree@16"]
+    assert not report.passed
+    difference = next(f for f in report.greedy if f.case == "ddtree@16").differences[0]
+    assert difference.gap is not None
+    assert difference.gap > difference.rounding
+    assert any("rounding moves them by at most" in line for line in describe(report))
+    assert report.to_dict()["greedy"][0]["passed"] is True
+
+
+def test_a_sampler_that_prefers_likely_tokens_fails(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose, choose_against = Sampler.choose, Sampler.choose_against
+    monkeypatch.setattr(Sampler, "choose", lambda self, logits: choose(self, 3 * logits))
+    monkeypatch.setattr(Sampler, "choose_against", lambda self, logits, drawn: choose_against(self, 3 * logits, drawn))
+    monkeypatch.setattr(check, "TEMPERATURES", (3.0,))
+    report = check_engine(settings(tiny_engine, seeds=16, max_tokens=2))
+    assert not any(f.passed for f in report.distribution)
+    assert all(f.passed for f in report.greedy)
+    assert not report.passed
+
+
+@pytest.fixture
+def hopeful_engine(tiny_engine: Path, tmp_path: Path) -> Iterator[Path]:
+    """The tiny engine, expected to be far better than it is."""
+    directory = tmp_path / "engine"
+    shutil.copytree(tiny_engine, directory)
+    manifest = dataclasses.replace(load_manifest(directory), golden_tau={"dflash": (50.0, 60.0), "ddtree": (0.5, 1.0)})
+    (directory / MANIFEST).write_text(manifest.to_json())
+    yield directory
+
+
+def test_a_low_tau_fails_and_names_the_usual_causes(hopeful_engine: Path) -> None:
+    report = check_engine(settings(hopeful_engine))
+    low, high = report.tau
+    assert not low.passed
+    assert set(low.alternatives) == {"thinking off", "thinking on", "no chat template"}
+    assert low.alternatives["thinking off"] > 1
+    assert high.passed  # above the range is no fault: it was verified
+    text = "\n".join(describe(report))
+    assert all(cause in text for cause in CAUSES)
+    assert describe(report)[-1] == "FAILED"
+
+
+def test_tau_of_other_prompts_is_shown_and_not_judged(hopeful_engine: Path, tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"prompt": "What is 2 + 3?"}\n')
+    report = check_engine(settings(hopeful_engine, prompts=(str(path),)))
+    assert report.passed
+    assert "not judged" in "\n".join(describe(report))
+
+
+def test_target_logits_are_those_each_token_was_chosen_from(tiny_engine: Path) -> None:
+    session = Session(tiny_engine)
+    limits = session.manifest.limits
+    prompt = [5 + i % 50 for i in range(limits.prefill_chunk + 7)]
+    output, _ = session.generate(prompt, SamplingParams(max_tokens=9, method="ar", ignore_eos=True))
+    tokens = output.outputs[0].token_ids
+    rows = target_logits(session, prompt, tokens)
+    assert rows.shape == (9, session.manifest.target_dims.vocab_size)
+    assert rows.argmax(1).tolist() == tokens
+    session.close()
+
+
+@pytest.mark.parametrize(
+    ("gap", "explained"),
+    [(0.0, True), (1e-6, True), (1e-3, False), (None, False)],
+)
+def test_only_a_tie_within_rounding_explains_a_difference(gap: float | None, explained: bool) -> None:
+    assert Difference("p", 3, 1, 2, gap, rounding=1e-5).explained is explained
+
+
+def test_an_output_that_ends_early_is_a_difference_without_excuse(tiny_engine: Path) -> None:
+    session = Session(tiny_engine)
+    for expected, found in (([7, 8], [7]), ([7], [7, 8])):
+        difference = check._explain(session, "p", [5, 6], expected, found)
+        assert (difference.position, difference.gap, difference.explained) == (1, None, False)
+    session.close()
+
+
+def test_coarser_precisions_allow_more() -> None:
+    allowed = check.RELATIVE_ROUNDING
+    assert allowed["fp32"] < allowed["fp16"] < allowed["bf16"] < 0.1
+
+
+def test_every_method_of_the_drafter_is_checked() -> None:
+    block = engine_cases(make_manifest(6, "dflash", 4, Limits(max_tree_budget=16)), ("auto", 16, 64))
+    assert [c.label for c in block] == ["ar", "ddtree@auto", "ddtree@16", "dflash", "dflash-sample"]
+    chain = engine_cases(make_manifest(6, "autoregressive", 4, Limits()), ("auto", 16))
+    assert [c.label for c in chain] == ["ar", "draft-model"]
+
+
+def test_what_cannot_be_checked_is_refused(tiny_engine: Path) -> None:
+    with pytest.raises(UsageError, match="raise --seeds"):
+        check_engine(settings(tiny_engine, seeds=1))
+    with pytest.raises(UsageError, match="lower --max-tokens"):
+        check_engine(settings(tiny_engine, max_tokens=100_000))
+
+
+# The test of uniformity
+
+
+@given(st.floats(0, 200), st.integers(1, 20).map(lambda n: 2 * n))
+def test_the_tail_of_chi_square_is_scipys(statistic: float, degrees: int) -> None:
+    assert chi_square_tail(statistic, degrees) == pytest.approx(stats.chi2.sf(statistic, degrees), rel=1e-9, abs=1e-300)
+
+
+def test_an_odd_number_of_degrees_is_refused() -> None:
+    with pytest.raises(ValueError, match="even number"):
+        chi_square_tail(1.0, 3)
+
+
+@given(st.integers(0, 1000))
+def test_places_lie_where_the_mass_is(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    logits = np.log([0.5, 0.3, 0.2]).astype(np.float32)
+    bounds = {0: (0.0, 0.5), 1: (0.5, 0.8), 2: (0.8, 1.0)}
+    for token, (low, high) in bounds.items():
+        assert low - 1e-6 <= (place_in_distribution(logits, token, 1.0, rng) or 0) <= high + 1e-6
+
+
+def test_equal_logits_share_their_places() -> None:
+    rng = np.random.default_rng(0)
+    places = [place_in_distribution(np.zeros(4, np.float32), token, 1.0, rng) for token in range(4)]
+    assert [int(4 * p) for p in places if p is not None] == [0, 1, 2, 3]
+
+
+def test_temperature_flattens_and_certainty_tells_nothing() -> None:
+    rng = np.random.default_rng(0)
+    logits = np.array([4.0, 0.0], np.float32)
+    assert place_in_distribution(logits, 0, 1.0, rng) is None
+    place = place_in_distribution(logits, 1, 4.0, rng)
+    assert place is not None
+    assert place > 1 / (1 + np.exp(-1)) - 1e-6
+
+
+def test_the_false_alarm_rate_is_what_is_stated() -> None:
+    """Over many honest samplers the p-value is uniform: about as many lie below any level as it says."""
+    rng = np.random.default_rng(0)
+    p_values = [uniformity(rng.random(50 * BINS).tolist()).p_value for _ in range(2000)]
+    assert stats.kstest(p_values, "uniform").pvalue > 1e-3
+    assert sum(p < 0.01 for p in p_values) / 2000 == pytest.approx(0.01, abs=0.007)
+    assert FALSE_ALARM <= 1e-4
+
+
+def test_a_small_bias_is_found_with_enough_draws() -> None:
+    """One token in twenty taken from the likeliest half instead of from everywhere."""
+    rng = np.random.default_rng(1)
+    places = np.where(rng.random(20_000) < 0.05, rng.random(20_000) / 2, rng.random(20_000))
+    assert not uniformity(places.tolist()).passed

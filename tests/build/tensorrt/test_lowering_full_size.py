@@ -1,0 +1,189 @@
+"""The TensorRT graphs of the published pairs, full size but without their weights: onnx's checker, strict shape
+inference, and no operator that TensorRT's parser does not have."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from lowered import SUPPORTED, with_body
+from onnx import ModelProto, TensorProto, helper
+
+from ddtree_trt import plugins
+from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.manifest import DrafterDims, Limits, TransformerDims
+from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD, drafter_shapes, target_shapes
+from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+from ddtree_trt.build.graph.networks import build_drafter_graph, build_target_graph
+from ddtree_trt.build.graph.ops import TYPES, Make
+from ddtree_trt.build.presets import PRESETS
+from ddtree_trt.plugins import MaskMode
+
+# The shapes in the config.json files of Qwen/Qwen3-4B, Qwen/Qwen3-8B and of their drafters at z-lab.
+_COMMON = {"vocab_size": 151936, "num_kv_heads": 8, "head_dim": 128, "num_heads": 32, "rms_norm_eps": 1e-6}
+_COMMON |= {"rope_theta": 1e6, "max_positions": 40960}
+_WIDTHS = {
+    "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728},
+    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288},
+}
+_TIED = {"qwen3-4b": True, "qwen3-8b": False}
+_DFLASH = {"block_size": 16, "mask_token_id": 151669, "tap_layers": (1, 9, 17, 25, 33), "num_target_layers": 36}
+
+
+class SparseWeights:
+    """A weight file that has a length and no blocks. An array is made for its shape once per kind of layer."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._end = path, 0
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def add(self, key: str, make: Make, dtype: str) -> TensorProto:
+        kind = re.sub(r"\d+", "", key)
+        if kind not in self._shapes:
+            self._shapes[kind] = make().shape
+        tensor = TensorProto(name=key, data_type=TYPES[dtype], dims=self._shapes[kind])
+        length = helper.tensor_dtype_to_np_dtype(TYPES[dtype]).itemsize * int(np.prod(tensor.dims))
+        tensor.data_location = TensorProto.EXTERNAL
+        for name, value in (("location", self._path.name), ("offset", self._end), ("length", length)):
+            tensor.external_data.add(key=name, value=str(value))
+        self._end += length
+        return tensor
+
+    def close(self) -> None:
+        with self._path.open("wb") as file:
+            file.truncate(self._end)
+
+
+def zeros(shapes: dict[str, tuple[int, ...]]) -> object:
+    """Weights by name that take one byte each kind, however large."""
+    return lambda name: np.broadcast_to(np.zeros((), np.int8), shapes[name])
+
+
+@pytest.fixture(scope="module", params=["qwen3-4b", "qwen3-8b"])
+def graphs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Both graphs of a preset, written beside their sparse weights."""
+    name, folder = request.param, tmp_path_factory.mktemp("full")
+    dims = TransformerDims(**_COMMON, **_WIDTHS[name], num_layers=36)
+    drafter = DrafterDims(**_COMMON, **_WIDTHS[name], **_DFLASH, num_layers=5)
+    limits, tied = PRESETS[name].limits, _TIED[name]
+    weights = zeros(target_shapes(dims, tied=tied))
+    paths = {}
+    for network in ("target", "drafter"):
+        sink = SparseWeights(folder / f"{network}.bin")
+        g = TensorRtGraph(network, sink, "bfloat16")
+        if network == "target":
+            model = build_target_graph(g, dims, weights, tap_layers=drafter.tap_layers, limits=limits, tied=tied)
+        else:
+            own = zeros(drafter_shapes(drafter))
+            model = build_drafter_graph(g, drafter, own, target_weights=weights, target_tied=tied, limits=limits)
+        sink.close()
+        paths[network] = folder / f"{network}.onnx"
+        paths[network].write_bytes(model.SerializeToString())
+    return paths
+
+
+def load(path: Path) -> ModelProto:
+    return onnx.load(str(path), load_external_data=False)
+
+
+def test_every_operator_is_one_tensorrt_has(graphs: dict[str, Path]) -> None:
+    for path in graphs.values():
+        model = load(path)
+        assert {node.op_type for node in model.graph.node if not node.domain} <= SUPPORTED
+        ours = [node for node in model.graph.node if node.domain]
+        layers = sum(value.name.startswith("past_key") for value in model.graph.input)
+        assert [(n.domain, n.op_type) for n in ours] == [(plugins.NAMESPACE, plugins.ATTENTION)] * layers
+        assert len({node.name for node in model.graph.node}) == len(model.graph.node), "errors name nodes"
+
+
+@pytest.mark.parametrize(("network", "mode"), [("target", MaskMode.TREE), ("drafter", MaskMode.NONE)])
+def test_checker_and_strict_shape_inference(graphs: dict[str, Path], network: str, mode: MaskMode) -> None:
+    """Through the plugin too, whose function body stands in for its shape rules."""
+    path = graphs[network]
+    onnx.checker.check_model(str(path), full_check=False)
+    model = with_body(load(path), mode)
+    inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+    known = {v.name: v.type.tensor_type for v in (*inferred.graph.value_info, *inferred.graph.output)}
+    halves = {TensorProto.BFLOAT16, TensorProto.FLOAT}
+    for node in inferred.graph.node:
+        for out in node.output:
+            assert out in known, f"nothing is known of {out}"
+            assert known[out].HasField("shape"), out
+        if node.op_type in ("MatMul", "Gemm"):
+            head = names.HEAD in node.input  # logits are summed and kept in float32
+            assert known[node.output[0]].elem_type == (TensorProto.FLOAT if head else TensorProto.BFLOAT16)
+        if node.op_type in ("ReduceMean", "Sqrt", "Exp", "Log", "Sigmoid"):
+            assert known[node.output[0]].elem_type == TensorProto.FLOAT
+        if node.op_type == "MatMul":
+            assert known[node.output[0]].shape.dim[-1].dim_value > 0
+    assert {v.type.tensor_type.elem_type for v in model.graph.input} <= {TensorProto.INT32, *halves}
+
+
+@pytest.mark.parametrize("fault", ["shape", "type"])
+def test_the_inference_sees_a_fault(graphs: dict[str, Path], fault: str) -> None:
+    """One weight of another shape, or one value left in float32, would not pass."""
+    model = with_body(load(graphs["target"]), MaskMode.TREE)
+    if fault == "shape":
+        (weight,) = (t for t in model.graph.initializer if t.name == "model.layers.1.o")
+        weight.dims[0] += 1
+    else:
+        (cast,) = (n for n in model.graph.node if n.output[0] == "model.layers.1.swiglu")
+        cast.attribute[0].i = TensorProto.FLOAT
+    with pytest.raises(onnx.shape_inference.InferenceError):
+        onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+
+
+def test_inputs_and_outputs_are_the_contract(graphs: dict[str, Path]) -> None:
+    limits = Limits(max_seq_len=4096, max_batch=4)
+    words, rows = -(-limits.max_tokens_per_pass // 32), limits.cache_rows
+    for network, path in graphs.items():
+        graph = load(path).graph
+        shapes = {
+            v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim]
+            for v in (*graph.input, *graph.output)
+        }
+        hidden = shapes[names.EMBEDDING][1]
+        assert shapes[names.EMBEDDING] == [151936, hidden]
+        assert shapes[names.HEAD] == [151936, hidden]
+        assert shapes["past_key.0"] == shapes["present_value.0"] == [4, 8, rows, 128]
+        assert shapes[names.SLOT_IDS] == shapes[names.PAST_LEN] == ["N"]
+        if network == "target":
+            assert shapes[names.TREE_MASK] == ["N", "T", words]
+            assert shapes[names.TAPS] == ["N", "T", 5 * hidden] and shapes[names.LOGITS] == ["R", 151936]
+        else:
+            assert shapes[names.TAPS] == ["N", "C", 5 * hidden] and shapes[names.POSITIONS] == ["N", "C+block"]
+            assert shapes[names.LOG_PROBS] == shapes[names.CANDIDATES] == ["N", 15, 256]
+
+
+def test_logits_are_a_product_of_float32(graphs: dict[str, Path]) -> None:
+    """Summed and kept in float32: a product of halves would be rounded to halves before anything could cast it."""
+    for network, path in graphs.items():
+        graph = load(path).graph
+        kinds = {v.name: v.type.tensor_type.elem_type for v in graph.input}
+        assert kinds[names.HEAD] == TensorProto.FLOAT != kinds[names.EMBEDDING]
+        (product,) = (node for node in graph.node if names.HEAD in node.input)
+        made = {out: node for node in graph.node for out in node.output}
+        cast = made[product.input[0]]
+        assert (cast.op_type, cast.attribute[0].i) == ("Cast", TensorProto.FLOAT)
+        assert product.output[0] == (names.LOGITS if network == "target" else "flat_logits")
+        readers = [node.op_type for node in graph.node if product.output[0] in node.input]
+        assert "Cast" not in readers
+
+
+def test_the_tables_are_no_weights(graphs: dict[str, Path]) -> None:
+    """The embedding and the head are inputs; nothing of that size is in a plan."""
+    for path in graphs.values():
+        sizes = {t.name: int(np.prod(t.dims)) for t in load(path).graph.initializer}
+        assert not {EMBEDDING, HEAD} & set(sizes) and max(sizes.values()) < 151936 * 2560
+
+
+def test_attributes_the_plugin_is_found_by(graphs: dict[str, Path]) -> None:
+    (node, *_) = (n for n in load(graphs["target"]).graph.node if n.domain)
+    found = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    assert set(found) == {*plugins.ATTENTION_ATTRIBUTES, "plugin_namespace", "plugin_version"}
+    assert (found["plugin_namespace"], found["plugin_version"]) == (b"ddtree", b"1")
+    assert found[plugins.MAX_TREE] == 257 and found[plugins.MASK_MODE] == 0
+    assert found[plugins.SCALE] == pytest.approx(128**-0.5)

@@ -1,0 +1,173 @@
+"""The TensorRT graph of a quantised checkpoint, in ONNX Runtime, against transformers with the same rounding."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from checkpoints import edit_json, make_drafter, make_target, write_safetensors
+from engine_builds import build_engine
+from lowered import SUPPORTED, LoweredPair, with_body
+from numerics import TOLERANCE, Array, Truth, path_to, random_tree
+from onnx import TensorProto, numpy_helper
+from quantized import ALGORITHMS, GROUP, projections, quantize
+
+from ddtree_trt.artifact.manifest import DrafterDims, Limits
+from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
+from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+from ddtree_trt.build.graph.networks import build_target_graph
+from ddtree_trt.build.graph.ops import TYPES
+from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.errors import BuildError
+from ddtree_trt.plugins import MaskMode
+
+LIMITS = Limits(max_seq_len=64, max_batch=2, max_tree_budget=20, prefill_chunk=32)
+DIMS = {"head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_positions": 128}
+# What ModelOpt leaves of AWQ's scales: those before which there is no norm to fold them into.
+LEFT = ("o_proj", "down_proj")
+EVERY = ("_proj",)
+
+
+class QuantizedTruth(Truth):
+    """transformers in float32 on the values the stored ones stand for, the inputs of projections scaled and rounded."""
+
+    def __init__(self, folder: Path, checkpoint: Checkpoint, *, rounded: bool = True) -> None:
+        quantized = projections(checkpoint.directory)
+        weights = {
+            n: quantized[n].weight.numpy() if n in quantized else checkpoint.tensor(n) for n in checkpoint.tensors
+        }
+        folder.mkdir()
+        shutil.copy(checkpoint.directory / "config.json", folder)
+        write_safetensors(folder / "model.safetensors", weights, "fp32")
+        edit_json(folder / "config.json", quantization_config=None)
+        super().__init__(folder, (0, 2))
+        for name, module in self.model.named_modules():
+            if (found := quantized.get(f"{name}.weight")) is not None:
+                module.register_forward_pre_hook(lambda _, x, found=found: (found.rows(x[0], rounded=rounded),))
+
+
+def error(found: Array, expected: Array) -> float:
+    return float(np.abs(found - expected).max() / np.sqrt(np.mean(np.square(expected))))
+
+
+CASES = {
+    "FP8": ("FP8", {}),
+    "FP8, a scale each": ("FP8", {"shared": False}),
+    "INT8": ("W8A8_SQ_PER_CHANNEL", {"smooth": EVERY}),
+    "INT8, a scale each": ("W8A8_SQ_PER_CHANNEL", {"smooth": EVERY, "shared": False}),
+    "INT8 weights": ("W8A16", {}),
+    "INT4 AWQ": ("W4A16_AWQ", {"smooth": LEFT}),
+    "INT4 AWQ, a scale each": ("W4A16_AWQ", {"smooth": EVERY, "shared": False}),
+    "INT4": ("W4A16_AWQ", {"config": {"group_size": None}}),
+}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    algorithm, options = CASES[request.param]
+    target = make_target(tmp_path_factory.mktemp("quantized") / "target", **DIMS)
+    return load_checkpoint(quantize(target, algorithm, **options))
+
+
+def test_prefill_and_a_tree(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """What rounds to another of the 8-bit values now and then moves a logit a little; leaving the rounding out moves it
+    much more."""
+    drafter = load_checkpoint(make_drafter(tmp_path / "drafter", **DIMS))
+    lowered = LoweredPair(tmp_path / "graphs", checkpoint, drafter, LIMITS, "float32")
+    exact = QuantizedTruth(tmp_path / "exact", checkpoint)
+    rng = np.random.default_rng(2)
+    prompt = rng.integers(0, 96, 20)
+    found = lowered.prefill(0, prompt)
+    close = error(found, exact(prompt)[0])
+    assert checkpoint.quantization is not None
+    rounds = checkpoint.quantization.format.rounds_inputs
+    bound = 0.01 if rounds else TOLERANCE
+    assert close < bound
+    if rounds:
+        far = error(found, QuantizedTruth(tmp_path / "unrounded", checkpoint, rounded=False)(prompt)[0])
+        assert far > 5 * max(close, 1e-3), (close, far)
+    tree = random_tree(rng, 12, 96)
+    assert len(set(tree.parents.tolist())) < len(tree) - 1, "branches"
+    _, logits = lowered.verify({0: tree})[0]
+    for leaf in sorted(set(range(12)) - set(tree.parents.tolist())):
+        path = path_to(tree, leaf)
+        expected = exact([*prompt, *tree.token_ids[path]])[0][-len(path) :]
+        assert error(logits[path], expected) < bound
+
+
+def test_other_backends_compute_with_what_the_values_stand_for(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    drafter = make_drafter(tmp_path / "drafter", **DIMS)
+    engine = build_engine(checkpoint.directory, drafter, tmp_path / "engine", max_batch=1)
+    prompt = np.random.default_rng(2).integers(0, 96, 20)
+    truth = QuantizedTruth(tmp_path / "truth", checkpoint, rounded=False)
+    assert error(engine.prefill(0, prompt, rows="all", taps=False).logits, truth(prompt)[0]) < TOLERANCE
+
+
+def bf16_graph(checkpoint: Checkpoint, folder: Path, floats: str = "bfloat16") -> onnx.ModelProto:
+    with WeightFile(folder / "weights.bin") as sink:
+        g, tied = TensorRtGraph("target", sink, floats), checkpoint.tie_word_embeddings
+        graph = build_target_graph(
+            g, checkpoint.dims, checkpoint.tensor, tap_layers=(0,), limits=LIMITS, tied=tied, quantized=checkpoint
+        )
+    (folder / "target.onnx").write_bytes(graph.SerializeToString())
+    return graph
+
+
+def test_the_graph_holds_the_stored_values(
+    checkpoint: Checkpoint, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    assert checkpoint.quantization is not None
+    form = checkpoint.quantization.format
+    graph = bf16_graph(checkpoint, tmp_path)
+    onnx.checker.check_model(str(tmp_path / "target.onnx"))
+    inferred = onnx.shape_inference.infer_shapes(
+        with_body(graph, MaskMode.TREE), check_type=True, strict_mode=True, data_prop=True
+    )
+    values = {v.name: v.type.tensor_type for v in inferred.graph.value_info}
+    kinds = Counter(node.op_type for node in graph.graph.node)
+    assert {kind for kind in kinds if kind != "DDTreeAttention"} <= SUPPORTED
+    weights = {t.name: t for t in graph.graph.initializer if t.data_type == TYPES[form.values] and t.dims}
+    assert kinds["QuantizeLinear"] == form.rounds_inputs * len(weights)
+    assert kinds["DequantizeLinear"] == (1 + form.rounds_inputs) * len(weights)
+    together = "a scale each" not in request.node.name  # q, k and v are one product, gate and up another
+    assert len(weights) == checkpoint.dims.num_layers * (4 if together else 7)
+    smoothed = [node for node in graph.graph.node if node.op_type == "Mul" and node.output[0].endswith(".smooth")]
+    smooth = CASES[request.node.callspec.params["checkpoint"]][1].get("smooth", ())
+    per_layer = {(): 0, LEFT: 2, EVERY: 4 if together else 7}[smooth]
+    assert len(smoothed) == checkpoint.dims.num_layers * per_layer
+    for node in (n for n in graph.graph.node if n.op_type == "DequantizeLinear"):
+        assert values[node.output[0]].elem_type == TensorProto.BFLOAT16
+        if form.values == "int4":
+            attrs = {a.name: a.i for a in node.attribute}
+            assert attrs == {"axis": 0, "block_size": GROUP}
+    (down,) = (t for name, t in weights.items() if "layers.1" in name and "down" in name)
+    onnx.external_data_helper.load_external_data_for_tensor(down, str(tmp_path))
+    stored = numpy_helper.to_array(down).astype(np.float32)
+    scales = checkpoint.scales("model.layers.1.mlp.down_proj.weight")
+    weight = projections(checkpoint.directory)["model.layers.1.mlp.down_proj.weight"].weight.numpy()
+    assert scales is not None
+    by = np.repeat(scales.weight, GROUP, 1) if scales.weight.ndim == 2 else np.atleast_1d(scales.weight)[:, None]
+    np.testing.assert_array_equal(stored.T * by, weight)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_scale_fp16_cannot_hold(tmp_path: Path, algorithm: str) -> None:
+    shape = {"FP8": (), "W8A8_SQ_PER_CHANNEL": (48,), "W8A16": (48,), "W4A16_AWQ": (48, 2)}[algorithm]
+    tiny = {"layers.1.mlp.up_proj.weight_scale": np.full(shape, 1e-6, np.float32)}
+    checkpoint = load_checkpoint(quantize(make_target(tmp_path / "t", **DIMS), algorithm, replace=tiny))
+    with pytest.raises(BuildError, match=r"(up_proj|gate_up).*scale is 1e-06, which fp16 cannot hold; use .* bf16"):
+        bf16_graph(checkpoint, tmp_path, "float16")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_quantised_drafter_is_taken_for_what_it_stands_for(tmp_path: Path, algorithm: str) -> None:
+    drafter = load_checkpoint(quantize(make_drafter(tmp_path / "d", **DIMS), algorithm))
+    assert isinstance(drafter.dims, DrafterDims) and drafter.is_quantized
+    name = "layers.0.mlp.up_proj.weight"
+    np.testing.assert_array_equal(drafter.tensor(name), projections(drafter.directory)[name].weight.numpy())
+    assert torch.isfinite(torch.from_numpy(drafter.tensor(name))).all()

@@ -1,0 +1,403 @@
+"""The manifest survives a round trip and nothing else; an engine directory appears whole or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact.manifest import (
+    MANIFEST,
+    PROFILE,
+    CheckpointIdentity,
+    DrafterDims,
+    FileEntry,
+    Limits,
+    Manifest,
+    TransformerDims,
+    load_manifest,
+    newest_engine,
+    parse_manifest,
+    rebuild_command,
+    verify_files,
+)
+from ddtree_trt.build import directory as writer
+from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
+from ddtree_trt.errors import ArtifactError, BuildError
+
+DIMS = TransformerDims(96, 32, 2, 4, 2, 16, 64, 1e-6, 1e6, 2048)
+FILES = ("target.onnx", "drafter.onnx", "weights.bin", *artifact.TOKENIZER_FILES)
+
+
+def make_manifest(**changes: Any) -> Manifest:
+    manifest = Manifest(
+        schema_version=artifact.SCHEMA_VERSION,
+        product_version="1.2.3",
+        backend="onnxruntime",
+        precision="fp32",
+        name="pair",
+        target=CheckpointIdentity("org/target", "abc", "0" * 64),
+        drafter=CheckpointIdentity("org/drafter", "def", "1" * 64),
+        drafter_kind="dflash",
+        target_dims=DIMS,
+        drafter_dims=DrafterDims(
+            *vars(DIMS).values(), block_size=8, mask_token_id=4, tap_layers=(0, 1), num_target_layers=2
+        ),
+        limits=Limits(),
+        stop_token_ids=(2, 3),
+        chat_template_args={"enable_thinking": False},
+        toolchain={"onnx": "1.23"},
+        tensors={"target": {"inputs": ["token_ids"], "outputs": ["logits"]}},
+        files={"weights.bin": FileEntry(3, "2" * 64)},
+        build_seconds=1.5,
+        golden_tau={"ddtree": (4.0, 9.5)},
+    )
+    return dataclasses.replace(manifest, **changes)
+
+
+def make_engine(path: Path, **changes: Any) -> Manifest:
+    """A directory with a manifest that vouches for it; the files hold their own names."""
+    path.mkdir(parents=True)
+    for name in FILES:
+        (path / name).write_text(name * 100)
+    manifest = make_manifest(files=describe_files(path), **changes)
+    (path / MANIFEST).write_text(manifest.to_json())
+    return manifest
+
+
+# The manifest
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"drafter_kind": "autoregressive", "drafter_dims": DIMS},
+        {"plugin": {"name": "DDTreeAttention", "abi": "1"}, "backend": "tensorrt", "precision": "bf16"},
+        {"golden_tau": {}, "stop_token_ids": (), "chat_template_args": {"nested": {"a": [1, None]}}},
+        {"target_dims": dataclasses.replace(DIMS, rope_theta=1000000)},
+    ],
+)
+def test_round_trip(changes: dict[str, Any]) -> None:
+    manifest = make_manifest(**changes)
+    again = parse_manifest(manifest.to_json(), "manifest.json")
+    assert again == manifest
+    assert type(again.drafter_dims) is type(manifest.drafter_dims)
+    assert type(again.target_dims.rope_theta) is float
+
+
+def test_dflash_of_an_autoregressive_engine() -> None:
+    assert make_manifest().dflash.block_size == 8
+    with pytest.raises(ArtifactError, match="has an autoregressive drafter"):
+        _ = make_manifest(drafter_kind="autoregressive", drafter_dims=DIMS).dflash
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (("schema_version",), 99, "schema version 99, this ddtree-trt reads version 1; rebuild with"),
+        (("backend",), "abacus", "m: backend must be 'onnxruntime' or 'tensorrt' or 'torch', found 'abacus'"),
+        (("name",), 5, "m: name must be a name of letters, digits, '.', '_' and '-', found 5"),
+        (("build_seconds",), True, "m: build_seconds must be a number from 0 to 1e+09, found true"),
+        (("limits", "max_batch"), "8", "m: limits.max_batch must be an integer from 1 to 1024, found '8'"),
+        (("limits", "max_batch"), 8.0, "m: limits.max_batch must be an integer from 1 to 1024, found 8.0"),
+        (("limits", "colour"), 1, "m: limits has unknown fields ['colour'], lacks fields []"),
+        (("limits",), [1], "m: limits must be an object, found [1]"),
+        (("target_dims",), None, "m: target_dims must be an object, found null"),
+        (
+            ("drafter_dims", "tap_layers"),
+            [0, "x"],
+            "m: drafter_dims.tap_layers[1] must be an integer from 0 to 999",
+        ),
+        (("drafter_dims", "tap_layers"), 3, "m: drafter_dims.tap_layers must be a list, found 3"),
+        (("golden_tau", "ddtree"), [1.0], "m: golden_tau.ddtree must be a list of 2 entries"),
+        (("files", "weights.bin", "size"), None, "m: files.'weights.bin'.size must be an integer"),
+        (("tensors", "target", "inputs"), [1], "m: tensors.target.inputs[0] must be a text"),
+        (("plugin",), {"abi": 1}, "m: plugin.abi must be a text"),
+        (("drafter_kind",), "autoregressive", "m: drafter_dims has unknown fields ['block_size'"),
+    ],
+)
+def test_a_wrong_field_is_named(place: tuple[str, ...], value: Any, message: str) -> None:
+    data = json.loads(make_manifest().to_json())
+    inner = data
+    for key in place[:-1]:
+        inner = inner[key]
+    inner[place[-1]] = value
+    with pytest.raises(ArtifactError) as caught:
+        parse_manifest(json.dumps(data), "m")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("{", "not valid JSON"), ("[]", "no schema_version"), ("{}", "no schema_version")]
+)
+def test_not_a_manifest(text: str, message: str) -> None:
+    with pytest.raises(ArtifactError, match=message):
+        parse_manifest(text, "m")
+
+
+def test_missing_field_is_named() -> None:
+    data = json.loads(make_manifest().to_json())
+    del data["limits"]
+    with pytest.raises(ArtifactError, match=r"lacks fields \['limits'\]"):
+        parse_manifest(json.dumps(data), "m")
+
+
+def test_rebuild_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert (
+        rebuild_command(Path("engines/pair"), make_manifest())
+        == "ddtree-trt build --target pair --chat-template-arg enable_thinking=false --force"
+    )
+    local = CheckpointIdentity("mine", artifact.LOCAL, "0" * 64)
+    manifest = make_manifest(target=local, drafter=local, limits=Limits(max_seq_len=99), chat_template_args={})
+    command = rebuild_command(Path("elsewhere"), manifest)
+    assert command == (
+        "ddtree-trt build --target pair --checkpoint DIR --drafter DIR --max-seq-len 99 --output elsewhere --force"
+    )
+
+
+def test_newest_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArtifactError, match="no engine under engines/; build one with"):
+        newest_engine()
+    for age, name in ((100, "newer"), (200, "older"), (0, ".newest.tmp-1-00ff")):
+        make_engine(tmp_path / "engines" / name)
+        os.utime(tmp_path / "engines" / name / MANIFEST, (1e9 - age, 1e9 - age))
+    assert newest_engine() == Path("engines/newer")
+
+
+# Verification
+
+
+def test_a_whole_engine_is_verified_with_progress(tmp_path: Path) -> None:
+    manifest = make_engine(tmp_path / "e")
+    (tmp_path / "e" / PROFILE).write_text("measured here")  # another machine has another profile
+    calls: list[tuple[str, int, int]] = []
+    verify_files(tmp_path / "e", load_manifest(tmp_path / "e"), lambda *call: calls.append(call))
+    total = sum(entry.size for entry in manifest.files.values())
+    assert calls[-1] == ("verify files", total, total)
+    assert [c[1] for c in calls] == sorted(c[1] for c in calls)
+
+
+@pytest.mark.parametrize("name", [*FILES, MANIFEST])
+def test_any_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
+    make_engine(tmp_path / "e")
+    path = tmp_path / "e" / name
+    whole = path.read_bytes()
+    step = max(1, len(whole) // 97)
+    for position in range(0, len(whole), step):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << (position % 8)
+        path.write_bytes(damaged)
+        if name == MANIFEST and _same_json(bytes(damaged), whole):
+            continue  # a flip in the white space between two fields changes nothing
+        with pytest.raises(ArtifactError) as caught:
+            verify_files(tmp_path / "e", load_manifest(tmp_path / "e"))
+        assert "rebuild" in str(caught.value) and "\n" not in str(caught.value)
+    path.write_bytes(whole)
+    verify_files(tmp_path / "e", load_manifest(tmp_path / "e"))
+
+
+def _same_json(left: bytes, right: bytes) -> bool:
+    try:
+        return bool(json.loads(left) == json.loads(right))
+    except ValueError:
+        return False
+
+
+def verify_refusal(engine: Path) -> str:
+    with pytest.raises(ArtifactError) as caught:
+        verify_files(engine, load_manifest(engine))
+    return str(caught.value)
+
+
+def test_truncated_missing_and_unlisted_files(tmp_path: Path) -> None:
+    engine = tmp_path / "e"
+    manifest = make_engine(engine)
+    (engine / "target.onnx").write_text("short")
+    assert "target.onnx has 5 bytes, the manifest says 1100; rebuild with:" in verify_refusal(engine)
+    (engine / "target.onnx").unlink()
+    assert "target.onnx is missing" in verify_refusal(engine)
+    (engine / "target.onnx").write_text("target.onnx" * 100)
+    fewer = {name: entry for name, entry in manifest.files.items() if name != "weights.bin"}
+    (engine / MANIFEST).write_text(dataclasses.replace(manifest, files=fewer).to_json())
+    assert "does not list weights.bin" in verify_refusal(engine)
+    outside = {**manifest.files, "../secret": FileEntry(1, "0" * 64)}
+    (engine / MANIFEST).write_text(dataclasses.replace(manifest, files=outside).to_json())
+    assert "files: the name must be a name of letters, digits" in verify_refusal(engine)
+
+
+def test_an_edited_manifest_is_refused(tmp_path: Path) -> None:
+    make_engine(tmp_path / "e")
+    path = tmp_path / "e" / MANIFEST
+    data = json.loads(path.read_text())
+    data["limits"]["max_seq_len"] = 1 << 10
+    path.write_text(json.dumps(data))
+    assert "is damaged or was edited" in verify_refusal(tmp_path / "e")
+    del data["digest"]
+    path.write_text(json.dumps(data))
+    assert "is damaged or was edited" in verify_refusal(tmp_path / "e")
+
+
+def test_no_engine(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match=r"no engine at .*ddtree-trt build --target tiny"):
+        load_manifest(tmp_path / "nowhere")
+    with pytest.raises(ArtifactError, match="is not an engine directory"):
+        load_manifest(tmp_path)
+    (tmp_path / MANIFEST).write_bytes(b"\xff\xfe\xfd")
+    with pytest.raises(ArtifactError, match="is not valid JSON"):
+        load_manifest(tmp_path)
+
+
+# The atomic directory
+
+
+def write_engine(destination: Path, content: str, *, force: bool = False) -> None:
+    with atomic_directory(destination, force=force) as temporary:
+        (temporary / "data").write_text(content)
+        assert not (destination / "data").exists() or (destination / "data").read_text() != content
+        (temporary / MANIFEST).write_text("{}")
+
+
+def hidden(parent: Path) -> list[str]:
+    return [p.name for p in parent.iterdir() if p.name.startswith(".")]
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_new_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
+    if not exchange:
+        monkeypatch.setattr(writer.ctypes, "CDLL", lambda *args, **kwargs: object())
+    destination = tmp_path / "deep" / "engine"
+    write_engine(destination, "one")
+    write_engine(destination, "two", force=True)
+    assert (destination / "data").read_text() == "two"
+    assert hidden(destination.parent) == []
+    umask = os.umask(0o22)
+    os.umask(umask)
+    assert destination.stat().st_mode & 0o777 == 0o777 & ~umask
+
+
+def test_a_link_to_an_engine_keeps_pointing_at_it(tmp_path: Path) -> None:
+    write_engine(tmp_path / "engine", "one")
+    (tmp_path / "link").symlink_to("engine")
+    write_engine(tmp_path / "link", "two", force=True)
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "engine" / "data").read_text() == "two"
+
+
+def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "engine").mkdir()
+    write_engine(tmp_path / "engine", "one")
+    assert (tmp_path / "engine" / "data").read_text() == "one"
+
+
+def test_what_must_not_be_replaced(tmp_path: Path) -> None:
+    write_engine(tmp_path / "engine", "one")
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter").write_text("dear")
+    (tmp_path / "file").write_text("text")
+    for name, force, message in (
+        ("engine", False, "give --force to replace it"),
+        ("home", True, "was not written by ddtree-trt"),
+        ("file", True, "is not a directory"),
+        ("file/engine", True, "cannot write .*/engine: .*/file is not a directory"),
+    ):
+        with pytest.raises(BuildError, match=message):
+            prepare_destination(tmp_path / name, force=force)
+    assert (tmp_path / "home" / "letter").exists()
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), ValueError("bug"), MemoryError()]
+)
+def test_a_failed_write_changes_nothing(tmp_path: Path, error: BaseException) -> None:
+    destination = tmp_path / "engine"
+    write_engine(destination, "old")
+    expected = BuildError if isinstance(error, OSError) else type(error)
+    with pytest.raises(expected) as caught, atomic_directory(destination, force=True) as temporary:
+        (temporary / "data").write_text("new")
+        raise error
+    if isinstance(error, OSError):
+        assert "No space left on device; nothing was changed, free some space" in str(caught.value)
+    assert (destination / "data").read_text() == "old"
+    assert hidden(tmp_path) == []
+
+
+def test_a_failed_exchange_puts_the_old_engine_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    destination = tmp_path / "engine"
+    write_engine(destination, "old")
+    monkeypatch.setattr(writer.ctypes, "CDLL", lambda *args, **kwargs: object())
+    rename, calls = os.rename, []
+
+    def failing(source: Path, target: Path) -> None:
+        calls.append(source)
+        if len(calls) == 2:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(writer.os, "rename", failing)
+    with pytest.raises(BuildError, match="Input/output error"):
+        write_engine(destination, "new", force=True)
+    assert (destination / "data").read_text() == "old"
+    assert hidden(tmp_path) == []
+
+
+def dead_pid() -> int:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def test_leftovers_of_killed_builds_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    dead, living = dead_pid(), os.getppid()
+    stale = tmp_path / f".engine.tmp-{dead}-00ff"
+    others = [
+        tmp_path / f".engine.tmp-{living}-00ff",  # a build that is running
+        tmp_path / f".engine2.tmp-{dead}-00ff",  # of another name
+        tmp_path / f".engine.tmp-{dead}-00ff.txt",
+        tmp_path / ".engine.tmp-note",
+    ]
+    for path in (stale, *others):
+        path.mkdir()
+        (path / "data").write_text("x")
+    target = tmp_path / "elsewhere"
+    target.mkdir()
+    (tmp_path / f".engine.tmp-{dead}-0001").symlink_to(target)
+    write_engine(tmp_path / "engine", "one")
+    assert not stale.exists()
+    assert all((path / "data").exists() for path in others) and target.exists()
+
+
+def test_a_locked_leftover_is_somebody_elses(tmp_path: Path) -> None:
+    """A build in another container has an id that means nothing here, but it holds the lock."""
+    stale = tmp_path / f".engine.tmp-{dead_pid()}-00ff"
+    stale.mkdir()
+    descriptor = writer._lock(stale)
+    write_engine(tmp_path / "engine", "one")
+    assert stale.exists()
+    os.close(descriptor)
+    write_engine(tmp_path / "engine", "two", force=True)
+    assert not stale.exists()
+
+
+def test_an_engine_moved_aside_by_a_killed_build_comes_back(tmp_path: Path) -> None:
+    write_engine(tmp_path / "engine", "old")
+    (tmp_path / "engine").rename(tmp_path / f".engine.tmp-{dead_pid()}-00ff.old")
+    with pytest.raises(BuildError, match="--force"):
+        prepare_destination(tmp_path / "engine", force=False)
+    assert (tmp_path / "engine" / "data").read_text() == "old"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_unwritable_parent(tmp_path: Path) -> None:
+    tmp_path.chmod(0o555)
+    with pytest.raises(BuildError, match=r"cannot write .*: Permission denied"):
+        prepare_destination(tmp_path / "engine", force=False)
+    tmp_path.chmod(0o755)

@@ -1,0 +1,225 @@
+"""What a build writes: the manifest's facts, weights stored once and exactly, the same bytes every time."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from checkpoints import STOP_TOKEN, TARGET_DIMS, make_drafter, make_pair, make_target, make_tokenizer, random_weights
+
+from ddtree_trt import __version__
+from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact.manifest import DrafterDims, Limits, Manifest, load_manifest, verify_files
+from ddtree_trt.build.checkpoint.reader import EMBEDDING, load_checkpoint, target_shapes
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.graph.weights import ALIGNMENT, WeightFile
+from ddtree_trt.build.presets import PRESETS
+from ddtree_trt.errors import BuildError
+
+
+def build(pair: tuple[Path, Path], engine: Path, **options: Any) -> Manifest:
+    request = BuildRequest(target="mine", checkpoint=pair[0], drafter=pair[1], output=engine, **options)
+    manifest = compile_engine(request)
+    assert load_manifest(engine) == manifest
+    verify_files(engine, manifest)
+    return manifest
+
+
+def initialisers(graph: Path) -> dict[str, tuple[dict[str, str], onnx.TensorProto]]:
+    """External initialisers of a graph by name, with where they are."""
+    model = onnx.load(str(graph), load_external_data=False)
+    external = [t for t in model.graph.initializer if t.data_location == onnx.TensorProto.EXTERNAL]
+    return {t.name: ({e.key: e.value for e in t.external_data}, t) for t in external}
+
+
+def test_manifest_of_a_pair(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path / "pair", dtype="bf16")
+    calls: list[tuple[str, int, int]] = []
+    engine = tmp_path / "engine"
+    request = BuildRequest(target="mine", checkpoint=pair[0], drafter=pair[1], output=engine, max_batch=2)
+    manifest = compile_engine(request, lambda *call: calls.append(call))
+    assert manifest == load_manifest(engine)
+    assert (manifest.name, manifest.backend, manifest.precision) == ("mine", "onnxruntime", "fp32")
+    assert (manifest.product_version, manifest.schema_version) == (__version__, artifact.SCHEMA_VERSION)
+    assert manifest.target == load_checkpoint(pair[0]).identity
+    assert manifest.drafter == load_checkpoint(pair[1]).identity
+    assert (manifest.target.name, manifest.target.revision) == ("target", artifact.LOCAL)
+    assert manifest.target_dims == TARGET_DIMS and isinstance(manifest.dflash, DrafterDims)
+    assert manifest.limits == Limits(max_seq_len=TARGET_DIMS.max_positions, max_batch=2)  # cut to the positions
+    assert manifest.stop_token_ids == (STOP_TOKEN,)
+    assert set(manifest.toolchain) == {"python", "numpy", "onnx", "onnxruntime"}
+    assert manifest.tensors["target"]["outputs"][-2:] == ["taps", "logits"]
+    assert "taps" in manifest.tensors["drafter"]["inputs"]
+    assert list(manifest.files) == sorted(p.name for p in engine.iterdir() if p.name != artifact.MANIFEST)
+    stages = dict.fromkeys(stage for stage, _, _ in calls)
+    assert list(stages) == ["write weights", "identify target", "identify drafter", "digest files"]
+    for stage in stages:
+        done = [d for s, d, _ in calls if s == stage]
+        last = next(call for call in reversed(calls) if call[0] == stage)
+        assert done == sorted(done) and last[1] == last[2]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_weights_are_stored_once_and_exactly(tmp_path: Path, tied: bool, dtype: str) -> None:
+    pair = make_pair(tmp_path / "pair", tied=tied, dtype=dtype)
+    build(pair, tmp_path / "engine")
+    target = initialisers(tmp_path / "engine" / artifact.TARGET_GRAPH)
+    drafter = initialisers(tmp_path / "engine" / artifact.DRAFTER_GRAPH)
+    shared = [EMBEDDING] if tied else [EMBEDDING, "lm_head"]
+    assert sorted(target.keys() & drafter.keys()) == sorted(shared)
+    data = (tmp_path / "engine" / artifact.WEIGHTS).read_bytes()
+    places = {}
+    for name, (where, tensor) in (target | drafter).items():
+        assert where["location"] == artifact.WEIGHTS and int(where["offset"]) % ALIGNMENT == 0
+        assert int(where["length"]) == 4 * np.prod(tensor.dims)
+        places[name] = (int(where["offset"]), int(where["length"]))
+    for name in shared:
+        assert target[name][0] == drafter[name][0]
+    ordered = sorted(places.values())
+    assert all(a + length <= b for (a, length), (b, _) in itertools.pairwise(ordered))
+    offset, length = places[EMBEDDING]
+    stored = np.frombuffer(data[offset : offset + length], np.float32).reshape(TARGET_DIMS.vocab_size, -1)
+    np.testing.assert_array_equal(stored, load_checkpoint(pair[0]).tensor(EMBEDDING))
+    if dtype == "fp32":
+        np.testing.assert_array_equal(stored, random_weights(target_shapes(TARGET_DIMS, tied=tied), seed=0)[EMBEDDING])
+    for graph in (artifact.TARGET_GRAPH, artifact.DRAFTER_GRAPH):
+        ort.InferenceSession(tmp_path / "engine" / graph, providers=["CPUExecutionProvider"])
+
+
+def test_the_same_input_gives_the_same_bytes(tmp_path: Path) -> None:
+    """Sharded or not, the engine's files are equal byte for byte: digests identify a build."""
+    whole = make_pair(tmp_path / "whole", dtype="fp16")
+    sharded = (
+        make_target(tmp_path / "sharded" / "target", dtype="fp16", shards=3),
+        make_drafter(tmp_path / "sharded" / "drafter", dtype="fp16", shards=2),
+    )
+    first, again, third = (build(pair, tmp_path / str(i)) for i, pair in enumerate((whole, whole, sharded)))
+    assert first.files == again.files == third.files
+    assert first.target == again.target
+
+
+def test_autoregressive_drafter(tmp_path: Path) -> None:
+    pair = make_target(tmp_path / "t"), make_target(tmp_path / "d", hidden_size=16, num_layers=1, tokenizer=False)
+    manifest = build(pair, tmp_path / "engine")
+    assert manifest.drafter_kind == "autoregressive" and manifest.drafter_dims.hidden_size == 16
+    assert "taps" not in manifest.tensors["target"]["outputs"] + manifest.tensors["drafter"]["outputs"]
+    target = initialisers(tmp_path / "engine" / artifact.TARGET_GRAPH)
+    drafter = initialisers(tmp_path / "engine" / artifact.DRAFTER_GRAPH)
+    assert not target.keys() & drafter.keys()
+
+
+def test_tokenizer_files(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path / "pair")
+    (pair[0] / "chat_template.jinja").write_text("{{ messages }}")
+    (pair[0] / "README.md").write_text("not copied")
+    engine = tmp_path / "engine"
+    build(pair, engine)
+    assert (engine / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert not (engine / "README.md").exists()
+    assert json.loads((engine / "generation_config.json").read_text()) == {"eos_token_id": [STOP_TOKEN]}
+    (pair[0] / "generation_config.json").write_text('{"eos_token_id": 5, "temperature": 0.6}')
+    assert build(pair, engine, force=True).stop_token_ids == (5,)
+    assert json.loads((engine / "generation_config.json").read_text())["temperature"] == 0.6
+
+
+def test_generation_config_is_the_models_where_the_tokenizer_lies_beside(tmp_path: Path) -> None:
+    pair = make_target(tmp_path / "t" / "target", tokenizer=False), make_drafter(tmp_path / "drafter")
+    make_tokenizer(tmp_path / "t" / "tokenizer", TARGET_DIMS.vocab_size)
+    (pair[0] / "generation_config.json").write_text('{"eos_token_id": 7}')
+    build(pair, tmp_path / "engine")
+    assert json.loads((tmp_path / "engine" / "generation_config.json").read_text()) == {"eos_token_id": 7}
+
+
+def test_names_and_destinations(tmp_path: Path) -> None:
+    assert BuildRequest(target="tiny").destination == Path("engines/tiny")
+    assert BuildRequest(checkpoint=tmp_path / "My-Model_1.5").name == "My-Model_1.5"
+    assert BuildRequest(target="tiny", output=Path("x")).destination == Path("x")
+    pair = make_pair(tmp_path)
+    manifest = compile_engine(BuildRequest(checkpoint=pair[0], drafter=pair[1], output=tmp_path / "e"))
+    assert manifest.name == "target" and manifest.chat_template_args == {} == manifest.golden_tau
+
+
+def test_a_preset_keeps_its_arguments_with_local_directories(tmp_path: Path) -> None:
+    pair = make_pair(tmp_path)
+    manifest = compile_engine(
+        BuildRequest(target="qwen3-8b", checkpoint=pair[0], drafter=pair[1], output=tmp_path / "e")
+    )
+    assert manifest.chat_template_args == {"enable_thinking": False}
+    assert manifest.golden_tau == dict(PRESETS["qwen3-8b"].golden_tau)
+    assert manifest.limits.max_batch == PRESETS["qwen3-8b"].limits.max_batch
+
+
+def test_a_hub_preset_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The snapshot's directory name, a commit, becomes the revision; only data files are asked for."""
+    target, drafter = make_pair(tmp_path)
+    homes = {"Qwen/Qwen3-4B": target, "z-lab/Qwen3-4B-DFlash-b16": drafter}
+    asked = []
+
+    def snapshot(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append(repository)
+        assert not any(pattern.endswith(".py") or pattern == "*" for pattern in allow_patterns)
+        return str(homes[repository])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    manifest = compile_engine(BuildRequest(target="qwen3-4b", output=tmp_path / "e"))
+    assert asked == list(homes)
+    assert (manifest.target.name, manifest.target.revision) == ("Qwen/Qwen3-4B", "target")
+
+
+# The weight file
+
+
+def test_weight_file(tmp_path: Path) -> None:
+    made = []
+
+    def make(name: str, array: np.ndarray) -> Any:
+        return lambda: made.append(name) or array
+
+    arrays = {
+        "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "transposed": np.arange(6, dtype=np.float32).reshape(2, 3).T,
+        "scalar": np.float32(3).reshape(()),
+        "empty": np.zeros((0, 4), np.float32),
+    }
+    with WeightFile(tmp_path / "weights.bin") as sink:
+        tensors = {name: sink.add(name, make(name, array)) for name, array in arrays.items()}
+        again = sink.add("matrix", make("again", arrays["matrix"]))
+        assert again == tensors["matrix"] and again is not tensors["matrix"]
+        assert sink.size == sum(a.nbytes for a in arrays.values())
+    assert made == list(arrays)
+    for name, tensor in tensors.items():
+        got = onnx.numpy_helper.to_array(tensor, base_dir=str(tmp_path))
+        np.testing.assert_array_equal(got, arrays[name])
+        assert got.dtype == arrays[name].dtype and got.shape == arrays[name].shape
+    with pytest.raises(FileExistsError):
+        WeightFile(tmp_path / "weights.bin")
+
+
+def test_weights_in_half_precision(tmp_path: Path) -> None:
+    """Rounded to the nearest, ties to even; what fp16 cannot hold is refused by name."""
+    array = np.array([[1.0, -2.5], [1 + 2**-8, 1 + 3 * 2**-8], [3.4e4, 1e-7]], np.float32)
+    with WeightFile(tmp_path / "weights.bin") as sink:
+        tensors = {dtype: sink.add(dtype, lambda: array, dtype) for dtype in ("bfloat16", "float16")}
+        with pytest.raises(BuildError, match=r"big has weights up to 70000, which fp16 cannot hold; use .* bf16"):
+            sink.add("big", lambda: np.float32([7e4]), "float16")
+    for dtype, tensor in tensors.items():
+        got = onnx.numpy_helper.to_array(tensor, base_dir=str(tmp_path)).astype(np.float32)
+        expected = torch.tensor(array).to(getattr(torch, dtype)).float().numpy()
+        np.testing.assert_array_equal(got, expected)
+
+
+def test_large_arrays_are_written_in_blocks(tmp_path: Path) -> None:
+    calls: list[int] = []
+    array = np.arange(20 << 20, dtype=np.float32)
+    with WeightFile(tmp_path / "w", expected_bytes=1, progress=lambda _, done, total: calls.append(done)) as sink:
+        sink.add("a", lambda: array)
+    assert len(calls) == 4 and calls[-1] == array.nbytes
+    np.testing.assert_array_equal(np.fromfile(tmp_path / "w", np.float32), array)

@@ -1,0 +1,420 @@
+"""Faults in builds and built engines: one clear line, exit code 1 or 2, no half engine, an old one untouched."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_pair, make_target, random_weights, write_safetensors
+
+from ddtree_trt.artifact.manifest import MANIFEST, load_manifest, verify_files
+from ddtree_trt.build import compile as compiler
+from ddtree_trt.build.backends.onnxruntime.backend import OnnxRuntimeBuild
+from ddtree_trt.build.checkpoint.reader import target_shapes
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.cli import app
+from ddtree_trt.errors import UsageError
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Run the command line in this process: (exit code, stdout, stderr)."""
+
+    def run(*args: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as caught:
+            app([str(a) for a in args], prog_name="ddtree-trt")
+        out, err = capsys.readouterr()
+        return int(caught.value.code or 0), out, err
+
+    return run
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    return make_pair(tmp_path / "pair")
+
+
+def build_args(pair: tuple[Path, Path], engine: Path, *more: object) -> list[object]:
+    return ["build", "--target", "mine", "--checkpoint", pair[0], "--drafter", pair[1], "--output", engine, *more]
+
+
+def fingerprint(engine: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(engine.iterdir())}
+
+
+def assert_refused(result: tuple[int, str, str], code: int, *words: str) -> None:
+    """One `error: …` line with these words, nothing on stdout, this exit code."""
+    status, out, err = result
+    assert (status, out) == (code, ""), err
+    assert re.fullmatch(r"error: [^\n]+\n", err), err
+    for word in words:
+        assert word in err
+
+
+class OldEngine:
+    """An engine that is there before the fault, and must be there unchanged after it."""
+
+    def __init__(self, path: Path, pair: tuple[Path, Path]) -> None:
+        self.path = path
+        compile_engine(BuildRequest(target="mine", checkpoint=pair[0], drafter=pair[1], output=path))
+        self.before = fingerprint(path)
+
+    def assert_untouched(self) -> None:
+        assert fingerprint(self.path) == self.before
+        verify_files(self.path, load_manifest(self.path))
+        assert [p.name for p in self.path.parent.iterdir()] == [self.path.name]
+
+
+@pytest.fixture
+def old(tmp_path: Path, pair: tuple[Path, Path]) -> OldEngine:
+    return OldEngine(tmp_path / "engines" / "mine", pair)
+
+
+# Damaged engines
+
+
+@pytest.mark.parametrize("name", ["target.onnx", "drafter.onnx", "weights.bin", "tokenizer.json"])
+@pytest.mark.parametrize("fault", ["truncated", "bit-flipped", "missing"])
+def test_damaged_engine_file(cli: Cli, old: OldEngine, name: str, fault: str) -> None:
+    path = old.path / name
+    whole = bytearray(path.read_bytes())
+    if fault == "missing":
+        path.unlink()
+    elif fault == "truncated":
+        path.write_bytes(whole[: len(whole) // 2])
+    else:
+        whole[len(whole) // 2] ^= 8
+        path.write_bytes(whole)
+    word = {"truncated": "bytes, the manifest says", "bit-flipped": "is damaged", "missing": "is missing"}[fault]
+    rebuild = "rebuild with: ddtree-trt build --target mine --checkpoint DIR --drafter DIR"
+    assert_refused(cli("inspect", old.path), 1, name, word, rebuild)
+
+
+def test_wrong_schema_version(cli: Cli, old: OldEngine) -> None:
+    edit_json(old.path / MANIFEST, schema_version=7)
+    assert_refused(cli("inspect", old.path), 1, "schema version 7", "reads version 1", "rebuild with: ddtree-trt build")
+
+
+def test_a_damaged_engine_can_be_rebuilt_in_place(cli: Cli, pair: tuple[Path, Path], old: OldEngine) -> None:
+    (old.path / MANIFEST).write_text("{")
+    assert_refused(cli("inspect", old.path), 1, "not valid JSON", "rebuild the engine")
+    status, out, err = cli(*build_args(pair, old.path, "--force"))
+    assert (status, err) == (0, "") and str(old.path) in out
+    verify_files(old.path, load_manifest(old.path))
+
+
+# Checkpoints that cannot be used: refused before the engine directory is touched
+
+
+def break_tokenizer(target: Path, drafter: Path) -> None:
+    (target / "tokenizer.json").unlink()
+
+
+def break_values(target: Path, drafter: Path) -> None:
+    weights = random_weights(target_shapes(TARGET_DIMS, tied=True), seed=0)
+    weights["model.layers.2.mlp.down_proj.weight"][3, 1] = np.nan
+    write_safetensors(target / "model.safetensors", weights, "fp16")
+
+
+def break_pair(target: Path, drafter: Path) -> None:
+    make_drafter(drafter, num_target_layers=36, tap_layers=(1, 9))
+
+
+def break_drafter_file(target: Path, drafter: Path) -> None:
+    path = drafter / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def break_target_kind(target: Path, drafter: Path) -> None:
+    edit_json(target / "config.json", model_type="qwen3_moe")
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (break_tokenizer, ["has no tokenizer", "tokenizer.json is missing"]),
+        (break_values, ["model.layers.2.mlp.down_proj.weight[3, 1] is nan", "must be finite"]),
+        (break_pair, ["num_target_layers is 36, the target's layers 3", "use the drafter trained for this target"]),
+        (break_drafter_file, ["norm.weight ends 1000 bytes behind the end of the file", "fetch the checkpoint again"]),
+        (break_target_kind, ["qwen3_moe", "mixture-of-experts"]),
+    ],
+)
+def test_unusable_pair(
+    cli: Cli, pair: tuple[Path, Path], old: OldEngine, fault: Callable[[Path, Path], None], words: list[str]
+) -> None:
+    fault(*pair)
+    assert_refused(cli(*build_args(pair, old.path, "--force")), 1, *words)
+    old.assert_untouched()
+    assert_refused(cli(*build_args(pair, old.path.with_name("new"))), 1, *words)
+    old.assert_untouched()
+
+
+def test_missing_directories_and_offline(cli: Cli, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = pair[0].parent / "nowhere"
+    engine = pair[0].parent / "engine"
+    assert_refused(cli(*build_args((nowhere, pair[1]), engine)), 1, f"no checkpoint at {nowhere}")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", _no_network)
+    hub = ["build", "--target", "qwen3-4b", "--output", engine]
+    offline = ["cannot download Qwen/Qwen3-4B", "ConnectionError: no route", "give --checkpoint DIR"]
+    assert_refused(cli(*hub), 1, *offline)
+    offline = ["cannot download z-lab/Qwen3-4B-DFlash-b16", "give --drafter DIR"]
+    assert_refused(cli(*hub, "--checkpoint", pair[0]), 1, *offline)
+    assert not engine.exists()
+
+
+def _no_network(*args: Any, **kwargs: Any) -> str:
+    raise ConnectionError("no route\nto host")
+
+
+# Wrong calls
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ([], ["nothing to build", "tiny, qwen3-4b"]),
+        (["--target", "llama-3.1-8b"], ["unknown target 'llama-3.1-8b'", "no other architecture is supported"]),
+        (["--target", "x\x1b[2J"], ["'x\\x1b[2J' cannot name an engine"]),
+        (["--target", "../up"], ["cannot name an engine"]),
+        (["--checkpoint", "somewhere"], ["--checkpoint without --target needs --drafter DIR too"]),
+        (
+            ["--target", "tiny", "--builder-inspect"],
+            ["--builder-inspect is for --backend tensorrt, not for onnxruntime"],
+        ),
+        (["--target", "tiny", "--builder-optimization-level", "high"], ["--builder-optimization-level", "integer"]),
+        (["--target", "tiny", "--backend", "abacus"], ["--backend", "abacus"]),
+        (["--target", "tiny", "--precision", "fp16"], ["precision 'fp16' is not available"]),
+        (["--target", "tiny", "--max-seq-len", "1000000"], ["--max-seq-len 1000000", "positions"]),
+        (["--target", "tiny", "--max-seq-len", "1"], ["--max-seq-len must be 2 to 134217728, not 1"]),
+        (["--target", "tiny", "--max-tree-budget", "-1"], ["--max-tree-budget must be 1 to 4096"]),
+        (["--target", "tiny", "--max-tree-budget", "0"], ["--max-tree-budget must be 1 to 4096, not 0", "--method ar"]),
+        (["--target", "tiny", "--max-tree-budget", "5000"], ["--max-tree-budget must be 1 to 4096"]),
+        (["--target", "tiny", "--max-batch", "0"], ["--max-batch must be 1 to 1024"]),
+        (["--target", "tiny", "--max-batch", "many"], ["--max-batch", "integer"]),
+        (["--target", "tiny", "--colour"], ["--colour"]),
+    ],
+)
+def test_wrong_call(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], words: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_refused(cli("build", *args), 2, *words)
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_a_backend_that_is_not_installed(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt", None)
+    result = cli("build", "--target", "tiny", "--backend", "tensorrt", "--output", tmp_path / "e")
+    assert_refused(result, 1, "cannot import tensorrt", "pip install '.[tensorrt]'")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("onnxruntime", "rows"), [("1.31.1", 300), ("1.23.2", 600)])
+def test_a_block_longer_than_a_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, onnxruntime: str, rows: int
+) -> None:
+    """An attention kernel that is always causal takes the block's rows twice."""
+    monkeypatch.setattr(
+        "ddtree_trt.build.backends.onnxruntime.backend.installed_versions", lambda *_: {"onnxruntime": onnxruntime}
+    )
+    pair = make_target(tmp_path / "t"), make_drafter(tmp_path / "d", block_size=300)
+    request = BuildRequest(target="mine", checkpoint=pair[0], drafter=pair[1], output=tmp_path / "e")
+    with pytest.raises(UsageError, match=rf"block of 300 tokens .* give --max-tree-budget {rows}"):
+        compile_engine(BuildRequest(**{**vars(request), "max_tree_budget": rows - 2}))
+    assert compile_engine(BuildRequest(**{**vars(request), "max_tree_budget": rows})).dflash.block_size == 300
+
+
+# The output
+
+
+def test_existing_engine_without_force(cli: Cli, pair: tuple[Path, Path], old: OldEngine) -> None:
+    assert_refused(cli(*build_args(pair, old.path)), 1, "exists; give --force to replace it")
+    old.assert_untouched()
+
+
+def test_unwritable_output(cli: Cli, pair: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert_refused(cli(*build_args(pair, tmp_path / "file" / "engine")), 1, f"{tmp_path / 'file'} is not a directory")
+    # No mode keeps root out of a directory; nothing can be created in /proc.
+    result = cli(*build_args(pair, Path("/proc/engine")))
+    assert_refused(result, 1, "cannot write /proc/engine", "choose another path")
+
+
+def no_space(*args: Any, **kwargs: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    "where", [(WeightFile, "_write"), (WeightFile, "close"), (compiler, "copy_tokenizer"), (Path, "write_bytes")]
+)
+def test_disk_full_while_writing(
+    cli: Cli, pair: tuple[Path, Path], old: OldEngine, monkeypatch: pytest.MonkeyPatch, where: tuple[Any, str]
+) -> None:
+    monkeypatch.setattr(*where, no_space)
+    result = cli(*build_args(pair, old.path, "--force"))
+    assert_refused(result, 1, "No space left on device; nothing was changed, free some space")
+    assert_refused(cli(*build_args(pair, old.path.with_name("new"))), 1, "No space left on device")
+    old.assert_untouched()
+
+
+def test_disk_full_at_the_manifest(
+    cli: Cli, pair: tuple[Path, Path], old: OldEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest is the last file: everything else is there by then, and all of it goes."""
+    write_text = Path.write_text
+
+    def failing(path: Path, *args: Any, **kwargs: Any) -> int:
+        if path.name != MANIFEST:
+            return write_text(path, *args, **kwargs)
+        assert {"target.onnx", "drafter.onnx", "weights.bin"} <= {p.name for p in path.parent.iterdir()}
+        return no_space()
+
+    monkeypatch.setattr(Path, "write_text", failing)
+    assert_refused(cli(*build_args(pair, old.path, "--force")), 1, "No space left on device")
+    monkeypatch.undo()
+    old.assert_untouched()
+
+
+def test_a_real_write_error(pair: tuple[Path, Path], old: OldEngine) -> None:
+    """The kernel's own refusal, in the middle of the weights: files may not pass 16 kB in this process."""
+    code = (
+        "import resource, signal; resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384));"
+        "from ddtree_trt.cli import main; main()"
+    )
+    args = [str(a) for a in build_args(pair, old.path, "--force")]
+    run = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True)
+    assert_refused((run.returncode, run.stdout, run.stderr), 1, "File too large", "nothing was changed")
+    old.assert_untouched()
+
+
+def test_too_little_space_is_seen_before_any_work(
+    cli: Cli, pair: tuple[Path, Path], old: OldEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = compiler.shutil.disk_usage(old.path)
+    monkeypatch.setattr(compiler.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    monkeypatch.setattr(OnnxRuntimeBuild, "write", lambda *args: pytest.fail("work was done"))
+    assert_refused(cli(*build_args(pair, old.path, "--force")), 1, "MB free", "--output DIR on another disk")
+    old.assert_untouched()
+
+
+def test_an_unexpected_error_is_one_line_too(
+    cli: Cli, pair: tuple[Path, Path], old: OldEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OnnxRuntimeBuild, "write", lambda *args: 1 / 0)
+    args = build_args(pair, old.path, "--force")
+    assert_refused(cli(*args), 1, "unexpected ZeroDivisionError", "--debug")
+    status, _, err = cli("--debug", *args)
+    assert status == 1 and "Traceback" in err and err.splitlines()[-1].startswith("error: unexpected")
+    old.assert_untouched()
+
+
+# Interruptions
+
+SLOW_BUILD = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background starts with it ignored
+from ddtree_trt.build.graph.weights import WeightFile
+write, count = WeightFile._write, 0
+def slow(self, key, array):
+    global count
+    count += 1
+    if count == 20:
+        print("in the middle", flush=True)
+        time.sleep(600)
+    return write(self, key, array)
+WeightFile._write = slow
+from ddtree_trt.cli import main
+main()
+"""
+
+
+def interrupt_build(args: list[object], signal_number: int) -> subprocess.CompletedProcess[str]:
+    """Start a build, wait until it is in the middle of the weights, and send it a signal."""
+    command = [sys.executable, "-c", SLOW_BUILD, *map(str, args)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in the middle\n", process.communicate()
+        process.send_signal(signal_number)
+        out, err = process.communicate(timeout=300)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def test_ctrl_c_in_the_middle_of_a_build(pair: tuple[Path, Path], old: OldEngine) -> None:
+    run = interrupt_build(build_args(pair, old.path, "--force"), signal.SIGINT)
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "")
+    old.assert_untouched()
+    run = interrupt_build(build_args(pair, old.path.with_name("new")), signal.SIGINT)
+    assert run.returncode == 130
+    old.assert_untouched()
+
+
+def test_sigkill_in_the_middle_of_a_build(cli: Cli, pair: tuple[Path, Path], old: OldEngine) -> None:
+    run = interrupt_build(build_args(pair, old.path, "--force"), signal.SIGKILL)
+    assert run.returncode == -signal.SIGKILL
+    left = [p for p in old.path.parent.iterdir() if p != old.path]
+    assert [p.name.startswith(".mine.tmp-") for p in left] == [True]
+    assert not (left[0] / MANIFEST).exists()
+    assert_refused(cli("inspect", left[0]), 1, "is not an engine directory")
+    assert fingerprint(old.path) == old.before
+
+    # The next build of that name removes what was left.
+    assert cli(*build_args(pair, old.path, "--force"))[0] == 0
+    assert [p.name for p in old.path.parent.iterdir()] == [old.path.name]
+
+
+def test_a_running_build_survives_another_of_the_same_name(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """Two builds at once: neither removes the other's files, and the last to end replaces nothing by accident."""
+    engine = tmp_path / "engines" / "mine"
+    code = SLOW_BUILD.replace("time.sleep(600)", "sys.stdin.read()")
+    command = [sys.executable, "-c", code, *map(str, build_args(pair, engine))]
+    streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **streams) as slow:
+        assert slow.stdout is not None
+        assert slow.stdout.readline() == "in the middle\n"
+        compile_engine(BuildRequest(target="mine", checkpoint=pair[0], drafter=pair[1], output=engine))
+        before = fingerprint(engine)
+        out, err = slow.communicate(timeout=300)
+    assert_refused((slow.returncode, out, err), 1, f"cannot write {engine}", "nothing was changed")
+    assert fingerprint(engine) == before
+    assert [p.name for p in engine.parent.iterdir()] == ["mine"]
+
+
+# Memory
+
+MEASURE = """
+import json, re, sys
+from pathlib import Path
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+target, drafter, output = map(Path, sys.argv[1:])
+manifest = compile_engine(BuildRequest(target="mine", checkpoint=target, drafter=drafter, output=output))
+peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
+print(json.dumps({"peak": peak, "written": manifest.files["weights.bin"].size}))
+"""
+
+
+@pytest.mark.slow
+def test_peak_memory_is_below_two_and_a_half_times_the_weights(tmp_path: Path) -> None:
+    """Against the checkpoint's bfloat16, half of what is written. VmHWM, because ru_maxrss is inherited over exec."""
+    dims = {"hidden_size": 1024, "num_layers": 5, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64}
+    pair = make_pair(tmp_path / "pair", dtype="bf16", vocab_size=16384, intermediate_size=3072, **dims)
+    weights = sum((directory / "model.safetensors").stat().st_size for directory in pair)
+    assert weights > 200e6
+    command = [sys.executable, "-c", MEASURE, *map(str, pair), str(tmp_path / "engine")]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    result = json.loads(run.stdout)
+    assert result["written"] > 1.9 * weights
+    assert result["peak"] < 2.5 * weights, result

@@ -1,0 +1,297 @@
+"""Configurations people publish: those of the presets' models are read, those of other drafters refused by a field."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3Config
+
+from ddtree_trt.artifact.manifest import DrafterDims
+from ddtree_trt.build.checkpoint.config import ModelConfig, read_config
+from ddtree_trt.errors import CheckpointError
+
+# As the hub has them for Qwen3-8B and its DFlash drafter; the 4B models differ in sizes and tied tables.
+QWEN3_8B: dict[str, Any] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "initializer_range": 0.02,
+    "intermediate_size": 12288,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+QWEN3_4B = {**QWEN3_8B, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
+DFLASH_8B: dict[str, Any] = {
+    **{name: value for name, value in QWEN3_8B.items() if name != "torch_dtype"},
+    "architectures": ["DFlashDraftModel"],
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "block_size": 16,
+    "dflash_config": {"mask_token_id": 151669, "target_layer_ids": [1, 9, 17, 25, 33]},
+    "dtype": "bfloat16",
+    "layer_types": ["full_attention"] * 5,
+    "max_window_layers": 5,
+    "num_hidden_layers": 5,
+    "num_target_layers": 36,
+    "transformers_version": "4.57.3",
+}
+DFLASH_4B = {**DFLASH_8B, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
+
+
+def read(path: Path, config: dict[str, Any]) -> ModelConfig:
+    (path / "config.json").write_text(json.dumps(config))
+    return read_config(path)
+
+
+def refusal(path: Path, config: dict[str, Any]) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        read(path, config)
+    message = str(caught.value)
+    assert message.isprintable() and len(message) < 600
+    return message
+
+
+@pytest.mark.parametrize(("config", "hidden"), [(QWEN3_8B, 4096), (QWEN3_4B, 2560)])
+def test_published_targets(tmp_path: Path, config: dict[str, Any], hidden: int) -> None:
+    dims = read(tmp_path, config).dims
+    assert (dims.hidden_size, dims.num_layers, dims.rope_theta, dims.max_positions) == (hidden, 36, 1e6, 40960)
+
+
+@pytest.mark.parametrize("config", [DFLASH_8B, DFLASH_4B])
+def test_published_drafters(tmp_path: Path, config: dict[str, Any]) -> None:
+    dims = read(tmp_path, config).dims
+    assert isinstance(dims, DrafterDims)
+    assert (dims.block_size, dims.mask_token_id, dims.num_target_layers, dims.num_layers) == (16, 151669, 36, 5)
+    assert dims.tap_layers == (1, 9, 17, 25, 33)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_the_installed_transformers_writes(tmp_path: Path, whole: bool) -> None:
+    """Every field of its configuration, or those that differ from its defaults."""
+    config = Qwen3Config(num_hidden_layers=2, num_key_value_heads=4, eos_token_id=[5, 6], bos_token_id=1)
+    config.architectures = ["Qwen3ForCausalLM"]
+    loaded = read(tmp_path, json.loads(config.to_json_string(use_diff=not whole)))
+    assert loaded.stop_token_ids == (5, 6) and loaded.dims.num_layers == 2
+
+
+def test_every_base_field_of_transformers_4(tmp_path: Path) -> None:
+    """A configuration that was saved whole by an older version: its base class had the parameters of generation."""
+    legacy = {
+        "_name_or_path": "x", "return_dict": True, "output_hidden_states": False, "torchscript": False,
+        "is_decoder": False, "pruned_heads": {}, "tie_encoder_decoder": False, "is_encoder_decoder": False,
+        "add_cross_attention": False,
+        "cross_attention_hidden_size": None, "max_length": 20, "temperature": 1.0, "top_k": 50, "bad_words_ids": None,
+        "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}, "chunk_size_feed_forward": 0, "tokenizer_class": None,
+    }  # fmt: skip
+    read(tmp_path, {**QWEN3_8B, **legacy})
+
+
+def test_a_value_that_changes_nothing_is_accepted(tmp_path: Path) -> None:
+    section = {**DFLASH_8B["dflash_config"], "causal": False, "causal_head": False, "sample_from_anchor": False}
+    neutral = {
+        "is_causal": False,
+        "draft_vocab_size": 151936,
+        "final_logit_softcapping": None,
+        "output_multiplier": 1.0,
+    }
+    read(tmp_path, {**DFLASH_8B, **neutral, "dflash_config": section})
+    read(tmp_path, {**QWEN3_8B, "is_causal": True, "mlp_bias": False, "head_chunks": None})
+
+
+@pytest.mark.parametrize(
+    "name",
+    """use_sliding_window tie_word_embeddings max_window_layers head_dim rms_norm_eps rope_theta
+    max_position_embeddings layer_types eos_token_id""".split(),
+)
+def test_a_field_that_is_null_is_not_set(tmp_path: Path, name: str) -> None:
+    left_out = {field: value for field, value in QWEN3_8B.items() if field != name}
+    assert read(tmp_path, {**QWEN3_8B, name: None}) == read(tmp_path, left_out)
+
+
+def test_a_required_field_that_is_null(tmp_path: Path) -> None:
+    assert "hidden_size must be an integer from 1 to 1048576, found null" in refusal(
+        tmp_path, {**QWEN3_8B, "hidden_size": None}
+    )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_mrope": False},
+        {"attn_implementation": "sdpa", "_attn_implementation": "eager", "_flash_attn_2_enabled": True},
+        {"name_or_path": "Qwen/Qwen3-8B", "num_labels": 2, "model_max_length": 4096},
+        {"rope_scaling": {"rope_type": "default", "factor": 1.0}},
+        {"mlp_only_layers": [], "output_router_logits": False, "norm_topk_prob": False},
+        {"sliding_window": 0, "use_sliding_window": False},
+    ],
+)
+def test_harmless_fields_change_nothing(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert read(tmp_path, {**QWEN3_8B, **changes}) == read(tmp_path, QWEN3_8B)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"use_mrope": True}, "use_mrope is true, which is not implemented; only false is"),
+        ({"mlp_only_layers": [3]}, "mlp_only_layers is [3], which is not implemented; only [] is"),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling.factor is 2.0, which is not implemented; only 1 is"),
+        ({"colour": 1}, "if no number of the model depends on it, remove it from the file"),
+    ],
+)
+def test_what_is_not_implemented_has_one_advice(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    assert refusal(tmp_path, {**QWEN3_8B, **changes}).endswith(message)
+
+
+def test_a_window_of_none_where_one_is_used(tmp_path: Path) -> None:
+    windowed = {**QWEN3_8B, "sliding_window": 0, "use_sliding_window": True}
+    assert "sliding_window must be an integer from 1 to" in refusal(tmp_path, windowed)
+
+
+def test_block_size_in_either_place(tmp_path: Path) -> None:
+    inside = {**DFLASH_8B["dflash_config"], "block_size": 16}
+    moved = {name: value for name, value in DFLASH_8B.items() if name != "block_size"} | {"dflash_config": inside}
+    assert (
+        read(tmp_path, moved).dims == read(tmp_path, DFLASH_8B).dims == read(tmp_path, moved | {"block_size": 16}).dims
+    )
+    assert "block_size is 8, but 16 in dflash_config: which is it?" in refusal(tmp_path, moved | {"block_size": 8})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"is_causal": True}, "is_causal is true, which is not implemented; only false is"),
+        ({"sample_from_anchor": True}, "sample_from_anchor is true"),
+        ({"output_multiplier": 0.2}, "output_multiplier is 0.2, which is not implemented; only 1 is"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"attention_sink_bias": True}, "attention_sink_bias is true"),
+        ({"draft_vocab_size": 32000}, "draft_vocab_size is 32000"),
+        ({"projector_type": "dspark"}, "projector_type is 'dspark'"),
+        ({"markov_rank": 256}, "markov_rank is 256"),
+        ({"architectures": ["DFlash2DraftModel"]}, "architectures is 'DFlash2DraftModel'"),
+        ({"architectures": ["DSparkDraftModel"]}, "architectures is 'DSparkDraftModel'"),
+        (
+            {"layer_types": ["sliding_attention"] * 4 + ["full_attention"]},
+            "'sliding_attention', which is not implemented",
+        ),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn'"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.full_attention is"),
+        ({"color\n\x1b[2J": 1}, "'color\\n\\x1b[2J' is 1, which is not implemented"),
+    ],
+)
+def test_drafters_with_another_arithmetic(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    assert message in refusal(tmp_path, {**DFLASH_8B, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"causal": True}, "dflash_config.causal is true, which is not implemented; only false is"),
+        ({"causal_head": True}, "dflash_config.causal_head is true"),  # JetSpec: DFlash's tensors, a causal block
+        ({"sample_from_anchor": True}, "dflash_config.sample_from_anchor is true"),
+        ({"output_multiplier": 2}, "dflash_config.output_multiplier is 2"),
+        ({"final_logit_softcapping": 20.0}, "dflash_config.final_logit_softcapping is 20.0"),
+        ({"attention_sink_bias": True}, "dflash_config.attention_sink_bias is true"),
+        ({"draft_vocab_size": 32000}, "dflash_config.draft_vocab_size is 32000"),
+        ({"projector_type": "domino", "gru_hidden_dim": 1024}, "dflash_config.projector_type is 'domino'"),
+        ({"attention_mode": "mla"}, "dflash_config.attention_mode is 'mla'"),
+        ({"selector_rank": 256, "selector_top_k": 16}, "dflash_config.selector_rank is 256"),
+        ({"conv_kernel_size": 2, "conv_group_size": 16}, "dflash_config.conv_group_size is 16"),
+        ({"use_swa": True, "swa_window_size": 2048}, "dflash_config.use_swa is true"),
+    ],
+)
+def test_drafters_whose_section_says_so(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    section = {**DFLASH_8B["dflash_config"], **changes}
+    assert message in refusal(tmp_path, {**DFLASH_8B, "dflash_config": section})
+
+
+def test_a_flat_drafter_is_no_language_model(tmp_path: Path) -> None:
+    """DeepSpec's: what DFlash has in a section of its own, beside the fields of Qwen3."""
+    flat = {**DFLASH_8B, "target_layer_ids": [1, 9], "mask_token_id": 151669, "markov_rank": 256}
+    del flat["dflash_config"]
+    named = {**flat, "architectures": ["Qwen3DSparkModel"]}
+    assert "architectures is 'Qwen3DSparkModel', which is not implemented" in refusal(tmp_path, named)
+    del flat["architectures"]
+    assert "block_size is 16, which is not implemented" in refusal(tmp_path, flat)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"mlp_bias": True}, "mlp_bias is true, which is not implemented; only false is"),
+        ({"is_causal": False}, "is_causal is false"),
+        ({"logit_scale": 0.5}, "logit_scale is 0.5"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+        ({"altup_num_inputs": 4}, "altup_num_inputs is 4, which is not implemented; if no number of the model depends"),
+        ({"architectures": ["Qwen3ForSequenceClassification"]}, "architectures is 'Qwen3ForSequenceClassification'"),
+    ],
+)
+def test_targets_with_another_arithmetic(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    assert message in refusal(tmp_path, {**QWEN3_8B, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_hidden_layers": 10_000_000}, "num_hidden_layers must be an integer from 1 to 1000, found 10000000"),
+        ({"layer_types": 5}, "layer_types must be a list, found 5"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers 36"),
+        ({"architectures": 5}, "architectures must be a list, found 5"),
+        ({"rms_norm_eps": 1e300}, "rms_norm_eps must be a number from 1e-30 to 0.1, found 1e+300"),
+        ({"max_position_embeddings": 1}, "max_position_embeddings must be an integer from 2 to 134217728, found 1"),
+        ({"tie_word_embeddings": "x"}, "tie_word_embeddings must be true or false, found 'x'"),
+        ({"max_window_layers": "x"}, "max_window_layers must be an integer from 0 to 1000, found 'x'"),
+        ({"rope_parameters": []}, "rope_parameters must be an object, found []"),
+        ({"use_sliding_window": "yes"}, "use_sliding_window must be true or false, found 'yes'"),
+        ({"model_type": ["qwen3"]}, "model_type must be a text, found ['qwen3']"),
+        ({"hidden_size": True}, "hidden_size must be an integer from 1 to 1048576, found true"),
+        ({"vocab_size": 1 << 40}, "vocab_size must be an integer from 1 to 16777216"),
+        ({"eos_token_id": [151645, "x" * 9999]}, "eos_token_id must be an integer from 0 to 151935, found 'xxx"),
+    ],
+)
+def test_values_of_the_wrong_kind_or_size(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    assert message in refusal(tmp_path, {**QWEN3_8B, **changes})
+
+
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json", "hf_quant_config.json"])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+        ('{"x": ' + "[" * 64 + "]" * 64 + "}", "nested too deeply, at most 64 levels are read"),
+        ('{"eos_token_id": NaN}', "NaN is no JSON number"),
+        ('{"eos_token_id": -Infinity}', "-Infinity is no JSON number"),
+        ('{"rms_norm_eps": 1e999}', "the number 1e999 is too large"),
+        ('{"vocab_size": ' + "9" * 5000 + "}", "is not valid JSON"),
+        ('{"vocab_size": 1, "vocab_size": 2}', "'vocab_size' is there twice"),
+        ("[]", "is not a JSON object but []"),
+        (" " * (5 << 20), "more than 4 MiB"),
+    ],
+)
+def test_json_that_is_none(tmp_path: Path, file: str, text: str, message: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    (tmp_path / file).write_text(text)
+    with pytest.raises(CheckpointError) as caught:
+        read_config(tmp_path)
+    assert message in str(caught.value) and file in str(caught.value) and len(str(caught.value)) < 500

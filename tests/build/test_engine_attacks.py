@@ -1,0 +1,376 @@
+"""What builds and engines withstand: death at any moment, edited manifests, links and paths that lead elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from checkpoints import edit_json, make_pair
+
+from ddtree_trt import LLM, AsyncLLM
+from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact.manifest import (
+    DRAFTER_GRAPH,
+    MANIFEST,
+    TARGET_GRAPH,
+    WEIGHTS,
+    always_causal,
+    installed_versions,
+    load_manifest,
+    rebuild_command,
+    verify_files,
+)
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.directory import describe_files
+from ddtree_trt.errors import ArtifactError, DDTreeError
+from ddtree_trt.inspection import inspect_engine
+from ddtree_trt.runtime.engines.load import open_engine
+from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
+from ddtree_trt.runtime.text.codec import TextCodec
+from ddtree_trt.terminal import printing as terminal
+
+OLD_RUNTIME = always_causal(installed_versions("onnxruntime"))  # follows a link in the engine's own directory
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, Path]:
+    return make_pair(tmp_path / "pair")
+
+
+@pytest.fixture
+def engine(pair: tuple[Path, Path], tmp_path: Path) -> Path:
+    compile_engine(BuildRequest(target="mine", checkpoint=pair[0], drafter=pair[1], output=tmp_path / "engine"))
+    return tmp_path / "engine"
+
+
+def refusal(engine: Path) -> str:
+    """The line with which opening an engine is refused."""
+    with pytest.raises(DDTreeError) as caught:
+        open_engine(engine)
+    message = str(caught.value)
+    assert message.isprintable() and len(message) < 1000
+    return message
+
+
+def sign(engine: Path, **changes: Any) -> None:
+    """Change a manifest, down to its digest: `limits__max_batch=0` is a field of a record."""
+    body = json.loads((engine / MANIFEST).read_text())
+    del body["digest"]
+    for place, value in changes.items():
+        *records, name = place.split("__")
+        holder = body
+        for record in records:
+            holder = holder[record]
+        holder[name] = value
+    (engine / MANIFEST).write_text(json.dumps({**body, "digest": artifact._body_digest(body)}))
+
+
+# Death at random moments
+
+BUILDER = """
+import os, signal, sys, time
+from pathlib import Path
+import onnxruntime, transformers.tokenization_utils_fast
+from ddtree_trt.build.backends.onnxruntime import backend as _
+from ddtree_trt.build.checkpoint import reader as checkpoint
+from ddtree_trt.build.graph import networks as graph
+from ddtree_trt.build.graph import weights
+from ddtree_trt.build.checkpoint import template
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.errors import DDTreeError
+target, drafter, output = map(Path, sys.argv[1:])
+for line in sys.stdin:
+    number, delay, force = line.split()
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            request = BuildRequest("mine", target, drafter, output=output, force=force == "1")
+            compile_engine(request)
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    if int(number):
+        time.sleep(float(delay))
+        os.kill(child, int(number))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+class Builder:
+    """Builds an engine in processes that are forked from one that has everything imported."""
+
+    def __init__(self, pair: tuple[Path, Path], output: Path) -> None:
+        command = [sys.executable, "-c", BUILDER, *map(str, (*pair, output))]
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
+
+    def build(self, number: int = 0, after_s: float = 0.0, *, force: bool) -> int:
+        """The exit code of a build that gets a signal after a while; 0 sends none."""
+        assert self.process.stdin and self.process.stdout
+        print(number, after_s, int(force), file=self.process.stdin, flush=True)
+        return int(self.process.stdout.readline())
+
+
+@pytest.fixture
+def builder(pair: tuple[Path, Path], tmp_path: Path) -> Iterator[Builder]:
+    builder = Builder(pair, tmp_path / "out" / "mine")
+    with builder.process:
+        yield builder
+        assert builder.process.stdin
+        builder.process.stdin.close()
+
+
+@pytest.mark.parametrize("cases", [30, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("over", ["nothing", "an engine"])
+def test_builds_that_die_at_any_moment(builder: Builder, tmp_path: Path, over: str, cases: int) -> None:
+    """No half engine: what has its name is whole. One leftover at most, which the next build removes."""
+    place, rng, whole, died = tmp_path / "out" / "mine", random.Random(over), 0, 0
+    assert builder.build(force=False) == 0
+    reference = {path.name: path.read_bytes() for path in place.iterdir() if path.name != MANIFEST}
+    for _ in range(cases):
+        if over == "nothing":
+            for path in (*place.glob("*"), *([place] if place.exists() else [])):
+                path.rmdir() if path.is_dir() else path.unlink()
+        number = rng.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
+        died += builder.build(number, rng.uniform(0, 0.15), force=True) != 0
+        beside = [path.name for path in place.parent.iterdir() if path != place]
+        assert len(beside) <= 1 and all(name.startswith(".mine.tmp-") for name in beside)
+        assert over == "nothing" or place.exists()
+        if place.exists():
+            whole += 1
+            verify_files(place, load_manifest(place))
+            assert {path.name: path.read_bytes() for path in place.iterdir() if path.name != MANIFEST} == reference
+    assert died and (over == "nothing" or whole == cases)
+    assert builder.build(force=True) == 0
+    assert [path.name for path in place.parent.iterdir()] == ["mine"]
+
+
+# Manifests whose digest is right
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"limits__max_batch": 0}, "limits.max_batch must be an integer from 1 to 1024, found 0"),
+        ({"limits__max_batch": -3}, "limits.max_batch must be an integer from 1 to 1024, found -3"),
+        ({"limits__max_tree_budget": 10**30}, "limits.max_tree_budget must be an integer from 1 to 4096"),
+        ({"limits__prefill_chunk": 0}, "limits.prefill_chunk must be"),
+        ({"limits__max_seq_len": 1 << 26}, "is more than the models' 256 positions"),
+        ({"target_dims__num_layers": 10**9}, "target_dims.num_layers must be an integer from 1 to 1000"),
+        ({"target_dims__num_layers": 2}, "num_target_layers is 3, the target's layers 2"),
+        ({"target_dims__num_kv_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
+        ({"target_dims__num_kv_heads": 4}, "past_key.0 is"),
+        ({"target_dims__head_dim": 32}, "past_key.0 is"),
+        ({"drafter_dims__num_layers": 1}, "drafter.onnx has 2 layers, the manifest says 1"),
+        ({"drafter_dims__block_size": 5}, "token_ids is"),
+        ({"drafter_dims__tap_layers": [0]}, "taps is"),
+        ({"drafter_dims__tap_layers": []}, "drafter_dims.tap_layers is empty"),
+        ({"drafter_dims__tap_layers": [0, 7]}, "target_layer_ids [7] are not layers of the target"),
+        ({"drafter_dims__mask_token_id": 96}, "mask_token_id 96 is not below vocab_size 96"),
+        ({"limits__max_seq_len": 200}, "past_key.0 is"),
+        ({"target_dims__rms_norm_eps": -1.0}, "target_dims.rms_norm_eps must be a number from"),
+        ({"stop_token_ids": [96]}, "stop_token_ids [96] are not below vocab_size 96"),
+        ({"stop_token_ids": 5}, "stop_token_ids must be a list, found 5"),
+        ({"precision": "fp16"}, "precision is fp16, which the onnxruntime backend does not compute in"),
+        ({"name": "x; rm -rf ~"}, "name must be a name of letters, digits"),
+        ({"name": "\x1b[2Jx"}, "found '\\x1b[2Jx'"),
+        ({"name": "--help"}, "name must be a name of letters, digits"),
+        ({"schema_version": "\x1b[2J"}, "has schema version '\\x1b[2J'"),
+        ({"build_seconds": -1}, "build_seconds must be a number from 0"),
+        ({"target__sha256": "0"}, "target.sha256 must be a sha256"),
+        ({"chat_template_args": []}, "chat_template_args must be an object, found []"),
+        ({"golden_tau": {"ddtree": [1, "x"]}}, "golden_tau.ddtree[1] must be a number"),
+        ({"drafter_kind": "autoregressive"}, "drafter_dims has unknown fields"),
+        ({"backend": ["onnxruntime"]}, "backend must be"),
+    ],
+)
+def test_manifests_with_absurd_values(engine: Path, changes: dict[str, Any], message: str) -> None:
+    sign(engine, **changes)
+    assert message in refusal(engine)
+
+
+def test_versions_that_are_none(engine: Path) -> None:
+    sign(engine, toolchain={"onnxruntime": "one.two", "python": "x"})
+    open_engine(engine).close()
+    sign(engine, toolchain={"onnxruntime": "9" * 5000 + ".1"})
+    open_engine(engine).close()
+
+
+def test_memory_that_is_not_there(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise MemoryError("Unable to allocate 8.00 PiB")
+
+    monkeypatch.setattr("ddtree_trt.runtime.engines.kv.np.zeros", refuse)
+    assert "did not get it (Unable to allocate 8.00 PiB); rebuild with a smaller --max-batch" in refusal(engine)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 GiB.\nMore",
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes.",
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_memory_that_is_not_there_for_the_first_passes(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    closed: list[object] = []
+
+    def refuse(self: OrtEngine) -> None:
+        raise RuntimeError(text)
+
+    monkeypatch.setattr(OrtEngine, "warm_up", refuse)
+    monkeypatch.setattr(OrtEngine, "close", lambda self: closed.append(self))
+    with pytest.raises(ArtifactError, match=r"needs about .* GB of memory and did not get it .*--max-batch") as refused:
+        open_engine(engine, warm=True)
+    assert text.splitlines()[0] in str(refused.value) and "More" not in str(refused.value)
+    assert len(closed) == 1
+
+
+def test_a_failure_of_the_first_passes_stays_itself(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[object] = []
+
+    def refuse(self: OrtEngine) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(OrtEngine, "warm_up", refuse)
+    monkeypatch.setattr(OrtEngine, "close", lambda self: closed.append(self))
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        open_engine(engine, warm=True)
+    assert len(closed) == 1
+
+
+@pytest.mark.parametrize("made", [LLM, AsyncLLM])
+@pytest.mark.parametrize("part", ["TextCodec", "RequestMaker", "Scheduler"])
+def test_what_cannot_be_made_closes_its_engine(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, made: type[LLM] | type[AsyncLLM], part: str
+) -> None:
+    closed: list[object] = []
+    close = OrtEngine.close
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("refused")
+
+    def record(self: OrtEngine) -> None:
+        closed.append(self)
+        close(self)
+
+    monkeypatch.setattr(sys.modules[made.__module__], part, refuse)
+    monkeypatch.setattr(OrtEngine, "close", record)
+    with pytest.raises(ValueError, match="refused"):
+        made(engine)
+    assert len(closed) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 200_000, '{"schema_version": NaN}', "null", '{"a": 1, "a": 2}', " " * (5 << 20)]
+)
+def test_manifests_that_are_no_json(engine: Path, text: str) -> None:
+    (engine / MANIFEST).write_text(text)
+    assert "rebuild the engine" in refusal(engine)
+
+
+# What reaches a terminal or a shell
+
+
+def test_strings_of_a_manifest_are_escaped_and_quoted(engine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nasty = "a\x1b[2J\rb\u202e\n$(x)"
+    sign(engine, target__name=nasty, product_version=nasty, toolchain={nasty: nasty}, chat_template_args={nasty: nasty})
+    terminal.print_engine(inspect_engine(engine))
+    shown = capsys.readouterr().out
+    assert all(line.isprintable() for line in shown.splitlines()) and "\\x1b[2J" in shown
+    command = rebuild_command(Path("a b/$(touch x)"), load_manifest(engine))
+    assert command.isprintable()
+    words = shlex.split(command)
+    assert words[words.index("--output") + 1] == "a b/$(touch x)" and words[-1] == "--force"
+    terminal.print_error(f"cannot read {nasty}")
+    assert capsys.readouterr().err == "error: cannot read a\\x1b[2J b\\u202e $(x)\n"
+
+
+# Paths that lead elsewhere
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "..", ".", ".hidden", "a\x00b", "-rf", "a b", ""])
+def test_file_names_that_are_paths(engine: Path, name: str) -> None:
+    sign(engine, files={**json.loads((engine / MANIFEST).read_text())["files"], name: {"size": 1, "sha256": "0" * 64}})
+    assert "files: the name must be a name of letters, digits" in refusal(engine)
+
+
+def test_links_in_an_engine_are_only_as_good_as_what_they_lead_to(engine: Path, tmp_path: Path) -> None:
+    text, moved = engine / "tokenizer.json", tmp_path / "moved"
+    text.rename(moved)
+    text.symlink_to(moved)
+    open_engine(engine).close()
+    weights = engine / WEIGHTS
+    (tmp_path / "other").write_bytes(bytes(weights.stat().st_size))
+    weights.unlink()
+    weights.symlink_to(tmp_path / "other")
+    assert f"{WEIGHTS} is damaged: its sha256 differs" in refusal(engine)
+    weights.unlink()
+    weights.symlink_to("/dev/zero")
+    assert f"{WEIGHTS} is missing" in refusal(engine)
+    weights.unlink()
+    os.mkfifo(weights)  # nobody will ever write to it
+    assert f"{WEIGHTS} is missing" in refusal(engine)
+
+
+@pytest.mark.parametrize("graph", [TARGET_GRAPH, DRAFTER_GRAPH])
+@pytest.mark.parametrize("escape", ["../outside.bin", "{absolute}", *([] if OLD_RUNTIME else ["link.bin"])])
+def test_external_data_stays_in_the_engine(engine: Path, tmp_path: Path, graph: str, escape: str) -> None:
+    """A graph whose weights lie elsewhere, its digests right: the runtime reads nothing outside."""
+    outside = engine.parent / "outside.bin"
+    outside.write_bytes((engine / WEIGHTS).read_bytes())
+    location = escape.format(absolute=outside)
+    if location == "link.bin":
+        (engine / location).symlink_to(outside)
+    model = onnx.load(str(engine / graph), load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            entry.value = location if entry.key == "location" else entry.value
+    onnx.save(model, str(engine / graph))
+    manifest = load_manifest(engine)
+    files = {name: entry for name, entry in describe_files(engine).items() if name != "link.bin"}
+    (engine / MANIFEST).write_text(dataclasses.replace(manifest, files=files).to_json())
+    with pytest.raises(ArtifactError, match="cannot load") as caught:
+        open_engine(engine)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_file_is_opened_before_all_are_verified(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = []
+    monkeypatch.setattr("ddtree_trt.runtime.engines.load._open_backend", lambda *args: opened.append(args))
+    for name in load_manifest(engine).files:
+        whole = (engine / name).read_bytes()
+        (engine / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        assert f"{name} is damaged" in refusal(engine)
+        (engine / name).write_bytes(whole)
+    assert not opened
+
+
+def test_code_that_comes_with_a_checkpoint_never_runs(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    target, drafter = pair
+    marker = tmp_path / "ran"
+    code = f"open({str(marker)!r}, 'w').close()\nclass Config: pass\nTokenizer = Model = Config\n"
+    for place in pair:
+        (place / "code.py").write_text(code)
+        edit_json(place / "config.json", auto_map={"AutoConfig": "code.Config", "AutoModel": "code.Model"})
+    edit_json(target / "tokenizer_config.json", auto_map={"AutoTokenizer": ["code.Tokenizer", "code.Tokenizer"]})
+    engine = tmp_path / "engine"
+    compile_engine(BuildRequest(target="mine", checkpoint=target, drafter=drafter, output=engine))
+    TextCodec(engine, {}).encode("t5")
+    open_engine(engine).close()
+    assert not marker.exists() and not (engine / "code.py").exists()

@@ -1,0 +1,73 @@
+"""The named pairs, and the tokenizer that belongs to a target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from checkpoints import edit_json, make_target, make_tokenizer
+
+from ddtree_trt.build.checkpoint.reader import check_pair, load_checkpoint
+from ddtree_trt.build.checkpoint.tokenizer import find_tokenizer
+from ddtree_trt.build.presets import PRESETS, PackagedSource, find_preset
+from ddtree_trt.errors import CheckpointError, UsageError
+
+# Tokenizers
+
+
+def test_tokenizer_beside_the_checkpoint(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", tokenizer=False)
+    with pytest.raises(CheckpointError, match="has no tokenizer"):
+        find_tokenizer(target, 96)
+    make_tokenizer(tmp_path / "tokenizer", 96)
+    assert find_tokenizer(target, 96) == tmp_path / "tokenizer"
+    make_tokenizer(target, 96)
+    assert find_tokenizer(target, 96) == target
+
+
+def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
+    def refused(message: str) -> None:
+        with pytest.raises(CheckpointError, match=message):
+            find_tokenizer(tmp_path, 96)
+
+    make_tokenizer(tmp_path, 97)
+    refused("has token 96, the target's vocab_size is 96")
+    make_tokenizer(tmp_path, 96)
+    edit_json(tmp_path / "tokenizer.json", added_tokens=[{"id": 200, "content": "<|im_end|>"}])
+    refused("has token 200")
+    edit_json(tmp_path / "tokenizer.json", model=None)
+    refused("model.vocab must be the vocabulary, found null")
+    (tmp_path / "tokenizer.json").write_text("[]")
+    refused("not a JSON object")
+    (tmp_path / "tokenizer.json").write_text("{")
+    refused("is not valid JSON")
+    make_tokenizer(tmp_path, 96)
+    (tmp_path / "tokenizer_config.json").unlink()
+    refused("has no tokenizer_config.json")
+
+
+# Presets
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_complete(name: str) -> None:
+    preset = find_preset(name)
+    assert preset.name == name
+    assert set(preset.golden_tau) == {"dflash", "ddtree"}
+    assert all(1 <= low < high for low, high in preset.golden_tau.values())
+    if name != "tiny":
+        assert preset.chat_template_args == {"enable_thinking": False}
+
+
+def test_packaged_presets_load_and_fit() -> None:
+    for preset in PRESETS.values():
+        if isinstance(preset.target, PackagedSource) and isinstance(preset.drafter, PackagedSource):
+            target, drafter = load_checkpoint(preset.target.directory), load_checkpoint(preset.drafter.directory)
+            check_pair(target, drafter)
+            find_tokenizer(preset.target.directory, target.dims.vocab_size)
+            assert target.stop_token_ids
+
+
+def test_unknown_preset() -> None:
+    with pytest.raises(UsageError, match=r"known are tiny, .*--checkpoint DIR and --drafter DIR"):
+        find_preset("qwen4")

@@ -1,0 +1,195 @@
+"""The command line around building: what a user types and reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ddtree_trt import __version__
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.cli import app
+from ddtree_trt.device.cpu import read_cpu
+from ddtree_trt.device.gpus import find_gpus
+from ddtree_trt.terminal import printing as terminal
+
+
+def run(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ddtree_trt.cli", *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory in which `ddtree-trt build --target tiny` was run."""
+    directory = tmp_path_factory.mktemp("workplace")
+    built = run("build", "--target", "tiny", cwd=directory)
+    assert (built.returncode, built.stderr) == (0, "")
+    first, second = built.stdout.splitlines()
+    assert first.startswith("built engines/tiny: onnxruntime fp32, ")
+    assert second == "next: ddtree-trt run engines/tiny"
+    return directory
+
+
+def test_inspect(workplace: Path) -> None:
+    shown = run("inspect", "engines/tiny", cwd=workplace)
+    assert (shown.returncode, shown.stderr) == (0, "")
+    lines = shown.stdout.splitlines()
+    assert lines[0] == "tiny: onnxruntime fp32 engine at engines/tiny, every file verified"
+    words = {line.split("  ")[0].strip() for line in lines[1:]}
+    assert {"target", "drafter", "target dims", "limits", "weights", "KV cache", "toolchain", "files"} <= words
+    assert any(line.strip().startswith("weights.bin") for line in lines)
+    assert "tiny/target (packaged)" in shown.stdout
+
+
+def test_inspect_json(workplace: Path) -> None:
+    shown = run("inspect", "engines/tiny", "--json", cwd=workplace)
+    report = json.loads(shown.stdout)
+    manifest, memory = report["manifest"], report["memory"]
+    dims, drafter, limits = manifest["target_dims"], manifest["drafter_dims"], Limits(**manifest["limits"])
+    values = sum(2 * d["num_layers"] * d["num_kv_heads"] * d["head_dim"] for d in (dims, drafter))
+    assert memory["kv_bytes_per_slot"] == 4 * values * limits.cache_rows
+    assert memory["kv_bytes_all_slots"] == limits.max_batch * memory["kv_bytes_per_slot"]
+    assert memory["weights_bytes"] == manifest["files"]["weights.bin"]["size"]
+    assert report["total_bytes"] == sum(f["size"] for f in manifest["files"].values())
+    assert report["has_profile"] is True
+
+
+def test_limits_on_the_command_line(workplace: Path) -> None:
+    args = ["--max-seq-len", 300, "--max-tree-budget", 1, "--max-batch", 3, "--output", "small"]
+    assert run("build", "--target", "tiny", *args, cwd=workplace).returncode == 0
+    limits = json.loads((workplace / "small" / "manifest.json").read_text())["limits"]
+    assert (limits["max_seq_len"], limits["max_tree_budget"], limits["max_batch"]) == (300, 1, 3)
+
+
+def test_second_build_needs_force(workplace: Path) -> None:
+    again = run("build", "--target", "tiny", cwd=workplace)
+    assert again.returncode == 1
+    assert again.stderr.startswith("error: ") and "give --force" in again.stderr and again.stderr.count("\n") == 1
+    assert run("build", "--target", "tiny", "--force", cwd=workplace).returncode == 0
+
+
+def test_inspect_of_nothing(tmp_path: Path) -> None:
+    shown = run("inspect", tmp_path / "nowhere")
+    assert (shown.returncode, shown.stdout) == (1, "")
+    assert shown.stderr.startswith("error: no engine at ") and "ddtree-trt build --target tiny" in shown.stderr
+
+
+def test_help_version_and_no_command() -> None:
+    assert run("--version").stdout == f"ddtree-trt {__version__}\n"
+    shown = run("--help")
+    assert shown.returncode == 0 and all(word in shown.stdout for word in ("build", "inspect", "doctor", "--debug"))
+    bare = run()
+    assert bare.returncode == 2 and "Usage" in bare.stdout
+    wrong = run("bild")
+    assert wrong.returncode == 2 and wrong.stderr.startswith("error: No such command 'bild'")
+
+
+def test_debug_shows_the_traceback(tmp_path: Path) -> None:
+    shown = run("--debug", "inspect", tmp_path)
+    assert shown.returncode == 1 and "Traceback" in shown.stderr
+    assert shown.stderr.splitlines()[-1].startswith("error: ")
+
+
+def test_doctor() -> None:
+    shown = run("doctor")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    report = json.loads(run("doctor", "--json").stdout)
+    names = [check["name"] for check in report["checks"]]
+    assert names[:3] == ["native module", "onnxruntime", "NVIDIA GPU"]
+    assert {"torch", "TensorRT", "CUDA driver", "libddtree_plugins.so"} <= set(names)
+    assert all(check["detail"] and check["enables"] for check in report["checks"])
+    assert report["packages"]["onnx"] and report["cpu"]["cores"] >= 1
+    assert all(name in shown.stdout for name in names)
+
+
+def test_bars_on_a_terminal_only(workplace: Path) -> None:
+    """On a terminal stderr carries progress; stdout is the same two lines either way."""
+    leader, follower = pty.openpty()
+    command = [sys.executable, "-m", "ddtree_trt.cli", "build", "--target", "tiny", "--force"]
+    env = {**os.environ, "TERM": "xterm"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=follower, cwd=workplace, env=env) as process:
+        os.close(follower)
+        drawn = b""
+        while True:
+            try:
+                block = os.read(leader, 4096)
+            except OSError:  # how Linux says that the other end is closed
+                break
+            if not block:
+                break
+            drawn += block
+        assert process.stdout is not None
+        out = process.stdout.read().decode()
+    os.close(leader)
+    assert process.returncode == 0 and b"write weights" in drawn
+    assert out.splitlines()[1] == "next: ddtree-trt run engines/tiny"
+
+
+def test_a_closed_pipe_is_no_error(workplace: Path) -> None:
+    command = f"{sys.executable} -m ddtree_trt.cli inspect engines/tiny --json | head -c 1"
+    shown = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=workplace)
+    assert (shown.stdout, shown.stderr) == ("{", "")
+
+
+def test_app_returns_its_code_when_embedded() -> None:
+    assert app(["inspect", "nowhere"], standalone_mode=False) == 1
+    assert app(["doctor", "--json"], standalone_mode=False) in (None, 0)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (17_500_000, "17.5 MB"), (16_400_000_000, "16.4 GB"), (2e12, "2.0 TB")],
+)
+def test_human_bytes(count: int, text: str) -> None:
+    assert terminal.human_bytes(count) == text
+
+
+# What doctor reads
+
+XEON = "processor\t: 0\nmodel name\t: Xeon\nflags\t\t: fpu avx2 fma avx512f avx512_vnni avx512_bf16 amx_tile\n\n"
+GRAVITON = "processor\t: 0\nFeatures\t: fp asimd asimddp sve i8mm bf16\n\n"
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "features"),
+    [
+        (XEON, ("avx2", "avx512", "vnni", "bf16", "amx")),
+        (XEON.replace("avx512", "x"), ("avx2", "amx")),
+        (GRAVITON, ("bf16", "neon", "dotprod", "i8mm", "sve")),
+        ("", ()),
+    ],
+)
+def test_cpu_features(tmp_path: Path, cpuinfo: str, features: tuple[str, ...]) -> None:
+    (tmp_path / "cpuinfo").write_text(cpuinfo)
+    assert read_cpu(tmp_path / "cpuinfo").features == features
+
+
+def test_no_cpuinfo(tmp_path: Path) -> None:
+    assert read_cpu(tmp_path / "nothing").features == ()
+
+
+@pytest.mark.parametrize(
+    ("script", "names"),
+    [
+        (
+            "echo 'NVIDIA H200, 580.1, 143771 MiB, 9.0'; echo 'NVIDIA A100, 580.1, 81920 MiB, 8.0'",
+            ["NVIDIA H200", "NVIDIA A100"],
+        ),
+        ("echo 'couldn'\"'\"'t communicate with the driver' >&2; exit 9", []),
+        ("echo gibberish", []),
+    ],
+)
+def test_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, names: list[str]) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\n{script}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if not names and Path("/proc/driver/nvidia/gpus").exists():
+        pytest.skip("this machine has a driver")
+    assert [gpu.name for gpu in find_gpus()] == names

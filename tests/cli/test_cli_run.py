@@ -1,0 +1,125 @@
+"""`ddtree-trt run` as a user meets it: prompts from everywhere, comparison, trees, JSON, and clear refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ddtree_trt.cli import app
+from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
+
+QUESTION = "Lars has 9 keys. Lenlot has double that number. What number of keys does Lenlot have?"
+
+
+def run(*arguments: str | Path, stdin: str | None = "", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "ddtree_trt.cli", *map(str, arguments)]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, cwd=cwd, timeout=500)
+
+
+def test_compare_proves_the_output_is_the_targets(tiny_engine: Path) -> None:
+    done = run("run", tiny_engine, "--prompt", QUESTION, "--compare", "--max-tokens", "40")
+    assert done.returncode == 0, done.stderr
+    assert "identical: yes" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.split()[:1] in (["ar"], ["dflash"], ["ddtree"])]
+    assert [r[0] for r in rows] == ["ar", "dflash", "ddtree"]
+    assert len({r[1] for r in rows}) == 1, "every method makes the same number of tokens"
+    assert done.stderr == ""
+
+
+def test_every_source_of_a_prompt_gives_the_same_text(tiny_engine: Path, tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text(QUESTION)
+    options = ("--json", "--max-tokens", "24")
+    outputs = [
+        run("run", tiny_engine, "--prompt", QUESTION, *options),
+        run("run", tiny_engine, "--prompt-file", file, *options),
+        run("run", tiny_engine, *options, stdin=QUESTION),
+    ]
+    texts = [json.loads(o.stdout)["outputs"][0]["text"] for o in outputs]
+    assert texts[0] and texts == [texts[0]] * 3
+    raw = json.loads(run("run", tiny_engine, "--raw", "--prompt", QUESTION, *options).stdout)
+    assert len(raw["prompt_token_ids"]) < len(json.loads(outputs[0].stdout)["prompt_token_ids"])
+
+
+def test_json_has_text_usage_and_metrics(tiny_engine: Path) -> None:
+    done = run("run", tiny_engine, "--prompt", QUESTION, "--json", "--tree-budget", "8", "--max-tokens", "30")
+    data = json.loads(done.stdout)
+    metrics, output = data["metrics"], data["outputs"][0]
+    assert output["finish_reason"] in ("stop", "length")
+    assert data["usage"]["completion_tokens"] == len(output["token_ids"]) == metrics["output_tokens"]
+    assert sum(metrics["acceptance_lengths"]) + 1 == metrics["output_tokens"]
+    assert set(metrics["budgets"]) <= {8}
+
+
+def test_profile_waits_for_the_engine(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settled: list[bool] = []
+    monkeypatch.setattr(OrtEngine, "settle", lambda engine: settled.append(True))
+    request = ["run", str(tiny_engine), "--prompt", QUESTION, "--max-tokens", "8", "--json"]
+    plain = CliRunner().invoke(app, request)
+    assert not settled
+    profiled = CliRunner().invoke(app, [*request, "--profile"])
+    assert settled
+    texts = [json.loads(result.stdout)["outputs"][0]["text"] for result in (plain, profiled)]
+    assert texts[0] == texts[1]
+
+
+def test_show_tree_draws_every_round(tiny_engine: Path) -> None:
+    done = run("run", tiny_engine, "--prompt", QUESTION, "--show-tree", "--tree-budget", "6", "--max-tokens", "20")
+    assert done.returncode == 0, done.stderr
+    assert "round 1: 6 nodes, committed" in done.stdout
+    assert "✓" in done.stdout and "└──" in done.stdout
+    assert "tokens/round" in done.stdout.splitlines()[-1]
+
+
+def test_the_newest_engine_is_the_default(tiny_engine: Path, tmp_path: Path) -> None:
+    missing = run("run", "--prompt", "x", cwd=tmp_path)
+    assert missing.returncode == 1
+    assert missing.stderr.strip() == "error: no engine under engines/; build one with: ddtree-trt build --target tiny"
+    (tmp_path / "engines").mkdir()
+    (tmp_path / "engines" / "tiny").symlink_to(tiny_engine)
+    assert run("run", "--prompt", QUESTION, "--max-tokens", "4", cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--prompt", "x", "--max-tokens", "0"], "max_tokens must be at least 1, not 0"),
+        (["--prompt", "x", "--max-tokens", "100000"], "max_tokens 100000 does not fit: the prompt leaves"),
+        (["--prompt", "x", "--temperature", "-1"], "temperature must be from 0 to 100, not -1.0"),
+        (["--prompt", "x", "--method", "magic"], "method must be auto or one of"),
+        (["--prompt", "x", "--tree-budget", "many"], "--tree-budget must be a number or auto, not 'many'"),
+        (["--prompt", "x", "--tree-budget", "100000"], "tree_budget 100000 is above this engine's"),
+        (["--prompt", "x", "--method", "draft-model"], "needs a drafter of kind autoregressive"),
+        (["--prompt", "x", "--prompt-file", "y"], "give --prompt or --prompt-file, not both"),
+        (["--prompt-file", "/nowhere/at/all"], "cannot read --prompt-file"),
+        (["--prompt", "", "--raw"], "the prompt has no tokens"),
+        (["--prompt", "word " * 3000], "tokens, this engine takes at most"),
+        (["--prompt", "x", "--compare", "--show-tree"], "give it without --compare"),
+    ],
+)
+def test_wrong_calls_are_one_line_and_exit_code_2(tiny_engine: Path, options: list[str], message: str) -> None:
+    done = run("run", tiny_engine, *options)
+    assert done.returncode == 2, done.stdout
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_a_chat_remembers_and_ends(tiny_engine: Path) -> None:
+    """Without a prompt and with a terminal on stdin, `run` converses."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "ddtree_trt.cli", "run", str(tiny_engine), "--max-tokens", "16"]
+    process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    os.close(theirs)
+    os.write(ours, f"{QUESTION}\nAnd two more?\n/reset\n/exit\n".encode())
+    out, err = process.communicate(timeout=500)
+    os.close(ours)
+    assert process.returncode == 0, err
+    assert out.count("tokens/round") == 2

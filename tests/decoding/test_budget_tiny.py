@@ -1,0 +1,93 @@
+"""Automatic budgets on the packaged pair: what is expected of a round happens, and poor requests harm no other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from profiles import make_profile
+from serving import ThreadServer, thread_server
+from simulated import CPU
+
+import ddtree_trt
+from ddtree_trt.runtime import request_maker as requests
+from ddtree_trt.runtime.decoding.loop import Round
+from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.params import SamplingParams
+
+PROMPTS = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "prompts.jsonl"
+LEARNT = 200  # rounds
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_expected_and_observed_tokens_agree(
+    tiny_engine: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Costs are given, not measured, so that every run chooses the same budgets."""
+    monkeypatch.setattr(requests, "load_or_measure", lambda *_: make_profile(draft_s=1.0, slope=0.1))
+    rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
+    rounds: list[Round] = []
+    with LLM(tiny_engine) as llm:
+        for seed, row in enumerate(rows[i] for offset in range(20) for i in range(offset, len(rows), 20)):
+            params = SamplingParams(temperature=temperature, seed=seed, max_tokens=256)
+            for _ in llm.stream([{"role": "user", "content": row["prompt"]}], params, on_round=rounds.append):
+                pass
+    later = [(r.decision.expected_tokens, len(r.path)) for r in rounds[LEARNT:] if r.decision]
+    assert len(later) > 300
+    assert len({len(r.tree) for r in rounds}) > 5, "the rule should choose many sizes"
+    expected, observed = (sum(column) for column in zip(*later, strict=True))
+    assert expected == pytest.approx(observed, rel=0.05)
+
+
+def poor_prompts(count: int) -> list[list[int]]:
+    return np.random.default_rng(0).integers(0, 2048, (count, 20)).tolist()
+
+
+def good_prompts(count: int) -> list[str]:
+    return [json.loads(line)["prompt"] for line in PROMPTS.read_text(encoding="utf-8").splitlines()[:count]]
+
+
+def tokens_per_round(server: ThreadServer, prompts: list[str], tokens: int) -> float:
+    """Of chat requests for the prompts, from the server's own metrics."""
+    before = server.figures()
+    for prompt in prompts:
+        assert server.chat(prompt, max_tokens=tokens, temperature=0).status_code == 200
+    after = server.figures()
+    rounds, made = (after[f"ddtree_{n}_total"] - before[f"ddtree_{n}_total"] for n in ("rounds", "generation_tokens"))
+    return (made - len(prompts)) / rounds  # a prompt's first token comes without a round
+
+
+@pytest.mark.parametrize(("poor", "tokens", "good", "answer"), [(5, 48, 20, 64), (1, 300, 20, 120)])
+def test_poor_requests_do_not_end_drafting_for_a_server(
+    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, poor: int, tokens: int, good: int, answer: int
+) -> None:
+    """Random tokens at a temperature, then questions the pair knows, beside a fresh server."""
+    monkeypatch.setattr(requests, "load_or_measure", lambda *_: CPU)
+    asked = good_prompts(good)
+    with thread_server(tiny_engine) as server:
+        fresh = tokens_per_round(server, asked, answer)
+    with thread_server(tiny_engine) as server:
+        for seed, prompt in enumerate(poor_prompts(poor)):
+            body = {"prompt": prompt, "max_tokens": tokens, "temperature": 2.0, "seed": seed, "ignore_eos": True}
+            assert server.http.post("/v1/completions", json=body).status_code == 200
+        assert tokens_per_round(server, asked, answer) >= 0.95 * fresh
+    assert fresh > 5
+
+
+def test_short_answers_half_of_them_poor_keep_their_drafts(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "load_or_measure", lambda *_: CPU)
+    chats = [[{"role": "user", "content": p}] for p in good_prompts(24)]
+
+    def per_round(mixed: bool) -> float:
+        committed: list[int] = []
+        with LLM(tiny_engine) as llm:
+            for seed, (chat, random) in enumerate(zip(chats, poor_prompts(24), strict=True)):
+                (output,) = llm.generate([chat], SamplingParams(max_tokens=24))
+                committed += output.metrics.acceptance_lengths
+                if mixed:
+                    llm.generate([random], SamplingParams(max_tokens=24, temperature=2.0, seed=seed, ignore_eos=True))
+        return sum(committed) / len(committed)
+
+    assert per_round(mixed=True) >= 0.95 * per_round(mixed=False) > 5

@@ -1,0 +1,233 @@
+"""Method draft-model on real engines: an autoregressive drafter, built from random checkpoints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import TARGET_DIMS, make_target
+from scripted import completion, finish
+from simulated import CHAINS, costs
+from truth import FALSE_ALARM, chi_square, distribution
+
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime import request_maker as requests
+from ddtree_trt.runtime.decoding.costs import CostModel
+from ddtree_trt.runtime.decoding.latency import LatencyProfile
+from ddtree_trt.runtime.decoding.sampling import Sampler
+from ddtree_trt.runtime.engines.base import DraftRequest
+from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
+from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.outputs import RequestOutput
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.scheduler import Scheduler
+
+PROMPT = [5, 9, 2, 40, 7]
+
+
+def build(path: Path, **drafter: Any) -> Path:
+    """An engine whose target is always the same and whose drafter is `make_target(**drafter)`."""
+    target = make_target(path / "target")
+    make_target(path / "drafter", tokenizer=False, **drafter)
+    request = BuildRequest(target="pair", checkpoint=target, drafter=path / "drafter", output=path / "engine")
+    compile_engine(request)
+    return path / "engine"
+
+
+@pytest.fixture(scope="module")
+def smaller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """The drafter is another network: one layer, another width, untied."""
+    shape = {"num_layers": 1, "hidden_size": 24, "num_heads": 2, "num_kv_heads": 1, "tied": False, "seed": 3}
+    with LLM(build(tmp_path_factory.mktemp("smaller"), **shape)) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def same_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The drafter is the target itself: what it drafts greedily is always right."""
+    return build(tmp_path_factory.mktemp("same"))
+
+
+@pytest.fixture(scope="module")
+def same(same_engine: Path) -> Iterator[LLM]:
+    with LLM(same_engine) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def unlike(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The drafter is another random network, whose tokens are hardly ever the target's."""
+    shape = {"num_layers": 1, "hidden_size": 24, "num_heads": 2, "num_kv_heads": 1, "tied": False, "seed": 3}
+    return build(tmp_path_factory.mktemp("unlike"), **shape)
+
+
+def prompts(count: int, size: int = 6) -> list[list[int]]:
+    return np.random.default_rng(size).integers(2, TARGET_DIMS.vocab_size, (count, size)).tolist()
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, "auto"])
+def test_greedy_output_is_that_of_ar(smaller: LLM, length: Any) -> None:
+    asked = prompts(8)
+    expected = smaller.generate(asked, SamplingParams(method="ar", max_tokens=60, ignore_eos=True))
+    params = SamplingParams(method="draft-model", tree_budget=length, max_tokens=60, ignore_eos=True)
+    found = smaller.generate(asked, params)
+    assert [f.outputs[0].token_ids for f in found] == [e.outputs[0].token_ids for e in expected]
+
+
+def test_a_perfect_drafter_is_always_accepted(same: LLM) -> None:
+    """Its cache must follow the target's through full acceptance, where the last drafted token was never fed to it."""
+    params = SamplingParams(method="draft-model", tree_budget=4, max_tokens=61, ignore_eos=True)
+    (output,) = same.generate(PROMPT, params)
+    assert output.metrics.acceptance_lengths == [5] * 12
+
+
+def test_a_perfect_drafter_is_kept_at_temperature_1(same: LLM) -> None:
+    params = SamplingParams(tree_budget=4, temperature=1, top_k=20, seed=1, max_tokens=61, ignore_eos=True)
+    (output,) = same.generate(PROMPT, params)
+    assert output.metrics.acceptance_lengths == [5] * 12
+
+
+def test_what_is_drafted_depends_on_the_committed_tokens_only(smaller: LLM) -> None:
+    """After rejections, reuse of a longer prompt's cache and a change of slot, the draft is that of a fresh cache."""
+    engine = smaller.engine
+    sampler = Sampler(SamplingParams(), TARGET_DIMS.vocab_size, PROMPT, frozenset())
+
+    def draft(slot: int) -> list[int]:
+        request = DraftRequest(slot, 11, 1, 5, sampler.draft)
+        return engine.draft([request])[0].token_ids[:, 0].tolist()
+
+    def fill(slot: int, tokens: list[int]) -> None:
+        engine.prefill(slot, np.array(tokens), rows="none", taps=True)
+
+    def fresh(tokens: list[int]) -> list[int]:
+        engine.truncate(0, 0)
+        fill(0, tokens)
+        return draft(0)
+
+    engine.truncate(1, 0)
+    fill(1, PROMPT)
+    drafted = draft(1)
+    accepted = [11, drafted[0], drafted[1]]
+    fill(1, [*accepted, 50])  # and the third one rejected
+    assert draft(1) == fresh([*PROMPT, *accepted, 50])
+    engine.truncate(1, len(PROMPT) + 2)
+    assert draft(1) == fresh([*PROMPT, *accepted[:2]])
+    engine.truncate(1, len(PROMPT))
+    fill(1, [30, 31, 32])
+    assert draft(1) == fresh([*PROMPT, 30, 31, 32])
+    assert draft(1) == fresh([*PROMPT, 30, 31, 32])
+
+
+def test_a_prompt_longer_than_a_chunk(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", max_positions=800)
+    drafter = make_target(tmp_path / "drafter", tokenizer=False, num_layers=1, seed=4, max_positions=800)
+    compile_engine(BuildRequest(target="pair", checkpoint=target, drafter=drafter, output=tmp_path / "engine"))
+    with LLM(tmp_path / "engine") as llm:
+        (prompt,) = prompts(1, llm.engine.manifest.limits.prefill_chunk * 2 + 50)
+        expected = llm.generate(prompt, SamplingParams(method="ar", max_tokens=20, ignore_eos=True))
+        found = llm.generate(prompt, SamplingParams(method="draft-model", max_tokens=20, ignore_eos=True))
+    assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+
+
+def test_chat_turns_start_from_the_slot(smaller: LLM) -> None:
+    params = SamplingParams(method="draft-model", max_tokens=12, ignore_eos=True)
+    (prompt,) = prompts(1, 30)
+    (first,) = smaller.generate(prompt, params)
+    turn = [*prompt, *first.outputs[0].token_ids, 8, 9]
+    (second,) = smaller.generate(turn, params)
+    assert second.usage.cached_tokens == len(turn) - 3  # the answer's last token and the two new ones
+    (plain,) = smaller.generate(turn, SamplingParams(method="ar", max_tokens=12, ignore_eos=True))
+    assert second.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+def test_first_tokens_are_distributed_as_the_targets(smaller: LLM) -> None:
+    engine, options = smaller.engine, {"temperature": 1.0, "top_k": 3}
+    plain = SamplingParams(**options)
+
+    def joint(output: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+        if len(output) == 3:
+            return {output: 1.0}
+        engine.truncate(0, 0)
+        verdict = engine.prefill(0, np.array([*PROMPT, *output]), rows="last", taps=False)
+        row = distribution(verdict.logits[-1].tolist(), plain, PROMPT, output)
+        return {k: p * q for t, p in enumerate(row) if p for k, q in joint((*output, t)).items()}
+
+    expected, counts, scheduler = joint(()), Counter[tuple[int, ...]](), Scheduler(engine)
+    assert len(expected) == 27
+    for seed in range(0, 1600, 8):
+        completions = [
+            completion(engine, PROMPT, SamplingParams(method="draft-model", max_tokens=3, seed=s, **options))
+            for s in range(seed, seed + 8)
+        ]
+        finish(scheduler, completions)
+        counts.update(tuple(c.output) for c in completions)
+    assert chi_square(counts, expected) > FALSE_ALARM
+
+
+def test_the_default_method_suits_the_drafter(smaller: LLM) -> None:
+    named = SamplingParams(method="draft-model", tree_budget=3, max_tokens=12, ignore_eos=True)
+    (found,) = smaller.generate(PROMPT, SamplingParams(tree_budget=3, max_tokens=12, ignore_eos=True))
+    (expected,) = smaller.generate(PROMPT, named)
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    assert found.metrics.drafted_tokens == expected.metrics.drafted_tokens > 0
+
+
+def automatic(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, profile: LatencyProfile, count: int
+) -> list[RequestOutput]:
+    """One request after the other with chosen lengths, at given costs."""
+    monkeypatch.setattr(requests, "load_or_measure", lambda *_: profile)
+    with LLM(engine) as llm:
+        params = SamplingParams(max_tokens=49, ignore_eos=True)
+        return [llm.generate(prompt, params)[0] for prompt in prompts(count)]
+
+
+def test_the_length_grows_with_a_drafter_that_is_right(same_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    outputs = automatic(same_engine, monkeypatch, CHAINS["small"], 6)
+    assert outputs[-1].metrics.mean_budget > 6
+    assert outputs[-1].metrics.mean_acceptance_length > 6
+
+
+def test_a_useless_drafter_falls_back_to_single_tokens(unlike: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the time that the rounds would have taken: at least 0.95 of the speed of `ar`."""
+    cost = CostModel(CHAINS["small"], 16, 16).at(0)
+    seconds = tokens = 0.0
+    for output in automatic(unlike, monkeypatch, CHAINS["small"], 20):
+        budgets = output.metrics.budgets
+        assert any(budgets), "every request has its own first draft"
+        seconds += sum(cost.round_s(n) if n else cost.single_s for n in budgets)
+        tokens += sum(output.metrics.acceptance_lengths)
+    assert tokens * cost.single_s >= 0.95 * seconds
+
+
+def test_a_seed_repeats_chosen_lengths_whatever_went_between(unlike: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "load_or_measure", lambda *_: CHAINS["small"])
+    params = SamplingParams(temperature=1, top_k=3, seed=5, max_tokens=60, ignore_eos=True)
+    with LLM(unlike) as llm:
+        (first,) = llm.generate(PROMPT, params)
+        llm.generate(prompts(4), SamplingParams(max_tokens=200, ignore_eos=True))
+        (again,) = llm.generate(PROMPT, params)
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+    assert again.metrics.budgets == first.metrics.budgets
+    assert any(first.metrics.budgets)
+
+
+def test_a_drafter_as_slow_as_its_target_is_not_asked(same_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (output,) = automatic(same_engine, monkeypatch, costs(0.0, 0.1, 0.05, draft_token_s=1.0), 1)
+    assert not any(output.metrics.budgets)
+
+
+@pytest.mark.parametrize("method", ["ddtree", "dflash", "dflash-sample"])
+def test_block_methods_are_refused(smaller: LLM, method: str) -> None:
+    with pytest.raises(UsageError, match=rf"'{method}' needs a drafter of kind dflash.*can do ar, draft-model"):
+        smaller.generate(PROMPT, SamplingParams(method=method))
+
+
+def test_engine_knows_the_kind(smaller: LLM) -> None:
+    assert isinstance(smaller.engine, OrtEngine)
+    assert smaller.engine.manifest.drafter_kind == "autoregressive"

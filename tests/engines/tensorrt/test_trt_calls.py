@@ -1,0 +1,369 @@
+"""What the TensorRT engine asks of CUDA and TensorRT: per round, when something fails, and by the shipping interfaces.
+
+On the pretended machines of `fake_cuda` and `fake_trt_engine`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_cuda import FakeCuda, cudaError_t
+from fake_trt_engine import BLOCK, LIMITS, PROMPTS, FakeContext, Machine, generate
+from numerics import random_tree
+from real_tensorrt import check_call, cuda_names, real_tensorrt, site
+
+from ddtree_trt.device.buckets import buckets
+from ddtree_trt.device.cuda import Device, Upload
+from ddtree_trt.errors import EngineError
+from ddtree_trt.plugins.reference import packed_mask
+from ddtree_trt.runtime.engines.base import VerifyRequest
+from ddtree_trt.runtime.engines.load import open_engine
+from ddtree_trt.runtime.engines.padding import pad_trees
+from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
+from ddtree_trt.runtime.engines.tensorrt.opening import make_log
+from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.outputs import RequestOutput
+
+# What a round asks of the device
+
+
+def rounds(log: list[tuple[Any, ...]]) -> list[list[str]]:
+    """The names of what was put on the stream, split behind each wait."""
+    parts: list[list[str]] = [[]]
+    for name, *_ in log:
+        parts[-1].append(name)
+        if name == "wait":
+            parts.append([])
+    return parts
+
+
+def test_a_round_is_two_uploads_two_graphs_two_downloads(running: Any) -> None:
+    llm, machine = running
+    log = machine.cuda.log
+    options = {"method": "ddtree", "tree_budget": 16}
+    generate(llm, PROMPTS[:1], **options)  # captures what it needs
+    start = len(log)
+    (output,) = generate(
+        llm, ["There are 6 drawers, each with 32 cards. How many cards are there? There are 6"], **options
+    )
+    steps = rounds(log[start:])
+    prompt = ["upload", "pass", "download", "wait"]
+    assert steps[0] == prompt
+    first_draft = next(i for i, step in enumerate(steps) if "launch" in step)
+    assert len(steps) - 1 - first_draft == 2 * output.metrics.rounds
+    moved = 0
+    for draft, verify in zip(steps[first_draft:-1:2], steps[first_draft + 1 :: 2], strict=True):
+        assert verify == ["upload", "launch", "download", "wait"]
+        # The commit of the round before: rows move only where the path left a gap.
+        commit = draft[: draft.index("upload")] if "compact" not in draft else draft[:3]
+        if commit[:3] == ["upload", "compact", "compact"]:
+            moved += 1
+            draft = draft[3:]
+        while draft and draft[0] in ("copy", "recorded"):
+            draft = draft[1:]
+        if draft[0] == "upload" and draft[1] == "pass":  # taking in the prompt
+            draft = draft[2:]
+            while draft[0] == "copy":
+                draft = draft[1:]
+        assert draft == ["upload", "launch", "download", "wait"]
+    assert moved
+    assert not [name for name, *_ in log[start:] if name in ("malloc", "capture")]
+
+
+def test_profiling_waits_once_more_per_stage_on_the_device(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves nothing on the stream for the next stage's clock; without it a commit's work waits there."""
+    machine.store_profile()
+
+    def measure(profile: bool) -> tuple[RequestOutput, int, list[int]]:
+        """One request's output, the host's waits, and what was left on the stream after each step."""
+        left: list[int] = []
+        with LLM(machine.directory, profile=profile) as llm:
+            engine, step = llm.engine, llm._scheduler.step
+
+            def watched() -> list[Any]:
+                moved = step()
+                left.append(machine.cuda.pending)
+                return moved
+
+            monkeypatch.setattr(llm._scheduler, "step", watched)
+            assert isinstance(engine, TrtEngine)
+            before = engine.waits
+            (output,) = generate(llm, PROMPTS[:1], method="ddtree", tree_budget=16)
+            return output, engine.waits - before, left
+
+    (plain, waits, left), (profiled, more, nothing) = measure(False), measure(True)
+    assert plain.outputs == profiled.outputs
+    metrics = profiled.metrics
+    chunks = -(-metrics.prompt_tokens // LIMITS.prefill_chunk)
+    assert more - waits == chunks + 3 * metrics.rounds
+    assert any(left) and not any(nothing)
+
+
+def test_all_slots_of_a_round_go_through_one_pass(running: Any) -> None:
+    llm, machine = running
+    options = {"method": "ddtree", "tree_budget": 16}
+    generate(llm, PROMPTS, **options)
+    start, waits = len(machine.cuda.log), llm.engine.waits
+    outputs = generate(llm, PROMPTS, **options)
+    longest = max(o.metrics.rounds for o in outputs)
+    prompts = sum(len(list(range(0, o.metrics.prompt_tokens, LIMITS.prefill_chunk))) for o in outputs)
+    # Two waits of a round, two of a prompt's last chunk (its logits are read); one-token prompts draft on their own
+    # until they have a block's states.
+    alone = sum(o.metrics.rounds for o in outputs if o.metrics.prompt_tokens < BLOCK)
+    assert llm.engine.waits - waits <= 2 * longest + prompts + len(outputs) + min(alone, BLOCK) + len(outputs)
+    assert sum(entry[0] == "launch" for entry in machine.cuda.log[start:]) <= 2 * longest + min(alone, BLOCK)
+
+
+def test_a_graph_is_captured_once_per_bucket(machine: Machine) -> None:
+    machine.store_profile()
+    with LLM(machine.directory) as llm:
+        engine = llm.engine
+        assert isinstance(engine, TrtEngine)
+        generate(llm, PROMPTS, method="ddtree", tree_budget=16)
+        generate(llm, PROMPTS, method="ddtree", tree_budget=15)  # 16 tokens, 17 before: another bucket
+
+        def captured() -> int:
+            return sum(entry == ("capture",) for entry in machine.cuda.log)
+
+        assert captured() == sum(network.graphs for network in engine.networks) == len(machine.cuda.graphs)
+        before = captured()
+        generate(llm, PROMPTS, method="ddtree", tree_budget=15)  # now with the prompts in the cache
+        generate(llm, PROMPTS, method="ddtree", tree_budget=15)
+        assert captured() == len(machine.cuda.graphs) <= before + LIMITS.max_batch
+        # One context per profile that is not captured, and one per graph.
+        for network in engine.networks:
+            assert network.engine.contexts <= 2 + network.graphs
+        assert [entry for entry in machine.cuda.log if entry[0] == "malloc"] == [("malloc", engine.layout.total_bytes)]
+
+
+@pytest.mark.parametrize("options", [{"method": "ar"}, {"method": "ddtree", "tree_budget": 16}, {"method": "dflash"}])
+def test_a_single_request_captures_nothing(machine: Machine, options: dict[str, Any]) -> None:
+    """Whatever its trees: that was done when the engine was opened, which left every slot empty."""
+    machine.store_profile()
+    with LLM(machine.directory) as llm:
+        engine = llm.engine
+        assert isinstance(engine, TrtEngine)
+        captured = [entry for entry in machine.cuda.log if entry == ("capture",)]
+        assert len(captured) == sum(network.graphs for network in engine.networks)
+        assert engine.target.network.graphs == len(buckets(1 + LIMITS.max_tree_budget))
+        assert not any(engine.length(slot) or engine.draftable_length(slot) for slot in range(LIMITS.max_batch))
+        start = len(machine.cuda.log)
+        generate(llm, PROMPTS[1:2], **options)
+        assert ("capture",) not in machine.cuda.log[start:]
+    engine = open_engine(machine.directory)  # type: ignore[assignment]
+    assert engine.length(0) == 0 and machine.cuda.log[-1][0] != "capture"
+    engine.close()
+
+
+def test_an_engine_that_cannot_be_warmed_is_closed(machine: Machine) -> None:
+    machine.cuda.fail["cudaGraphInstantiate"] = cudaError_t.cudaErrorMemoryAllocation
+    with pytest.raises(EngineError, match="cudaGraphInstantiate failed with cudaErrorMemoryAllocation"):
+        open_engine(machine.directory, warm=True)
+    assert not machine.cuda.leaks
+
+
+def test_buckets_rise_to_the_largest_tree() -> None:
+    for largest in (1, 2, 17, 41, 256, 257, 1025):
+        steps = buckets(largest)
+        assert steps == sorted(set(steps))
+        assert steps[0] == 1
+        assert steps[-1] == largest
+
+
+def test_padding_rows_see_themselves_only() -> None:
+    tree = random_tree(np.random.default_rng(1), 30, 50)
+    small = random_tree(np.random.default_rng(2), 3, 50)
+    lengths = [0, 7, 100]
+    padded = pad_trees([VerifyRequest(2, tree), VerifyRequest(1, small)], lengths, tokens=34, words=3)
+    assert padded.slot_ids.tolist() == [2, 1]
+    assert padded.past_len.tolist() == [100, 7]
+    for n, (one, past) in enumerate(((tree, 100), (small, 7))):
+        size = len(one)
+        assert padded.token_ids[n].tolist() == [*one.token_ids, *[one.token_ids[0]] * (34 - size)]
+        assert padded.positions[n].tolist() == [*(past + one.depths), *[past] * (34 - size)]
+        expected = packed_mask(np.concatenate((one.parents, np.full(34 - size, -1))).astype(np.int32), 3)
+        np.testing.assert_array_equal(padded.tree_mask[n], expected)
+    assert padded.tree_mask.dtype == np.int32
+
+
+def test_pinned_memory_is_not_overwritten_before_it_was_read() -> None:
+    cuda = FakeCuda()
+    device = Device(cuda)
+    upload = Upload(device, device.allocate(1024), device.pinned(1024))
+    kept = device.allocate(256)
+    first = upload.send({"x": np.arange(4, dtype=np.int32)})
+    device.copy(kept, first["x"], 16)
+    upload.send({"x": np.zeros(4, np.int32)})
+    found = np.empty(4, np.int32)
+    device.download(found, kept)
+    device.synchronize()
+    assert found.tolist() == [0, 1, 2, 3]
+    device.close()
+    assert not cuda.leaks
+
+
+def test_another_thread_may_take_over(machine: Machine) -> None:
+    """As `AsyncLLM` does; every thread begins with GPU 0 as its current one."""
+    engine = open_engine(machine.directory)
+    with ThreadPoolExecutor(1) as other:
+        said = other.submit(engine.prefill, 0, np.array([5, 6, 7]), rows="last", taps=True).result()
+        assert np.asarray(other.submit(np.asarray, said.logits).result()).shape == (1, 2048)
+        other.submit(engine.close).result()
+    assert not machine.cuda.leaks
+
+
+# What fails
+
+
+def test_logits_and_states_of_an_earlier_pass_are_gone(machine: Machine) -> None:
+    engine = open_engine(machine.directory)
+    said = engine.prefill(0, np.array([5, 6, 7]), rows="last", taps=True)
+    engine.prefill(1, np.array([5, 6, 7]), rows="none", taps=True)
+    with pytest.raises(EngineError, match="these logits are gone"):
+        said.logits[0]
+    tree = random_tree(np.random.default_rng(0), 5, 2048)
+    engine.verify([VerifyRequest(0, tree)])
+    engine.verify([VerifyRequest(1, tree)])
+    with pytest.raises(EngineError, match="slot 0 was not in the last target pass"):
+        engine.commit(0, np.array([0]), taps=True)
+    with pytest.raises(EngineError, match="a tree of 42 tokens, the engine was built for 41"):
+        engine.verify([VerifyRequest(0, random_tree(np.random.default_rng(0), 42, 2048))])
+    engine.close()
+    engine.close()
+    assert not machine.cuda.leaks
+
+
+@pytest.mark.parametrize(
+    ("function", "status", "captures"),
+    [
+        ("cudaStreamSynchronize", cudaError_t.cudaErrorIllegalAddress, False),
+        ("cudaGraphInstantiate", cudaError_t.cudaErrorMemoryAllocation, True),
+        ("cudaStreamEndCapture", cudaError_t.cudaErrorStreamCaptureInvalidated, True),
+        ("cudaMemcpyAsync", cudaError_t.cudaErrorIllegalAddress, False),
+    ],
+)
+def test_errors_carry_cudas_names(machine: Machine, function: str, status: cudaError_t, captures: bool) -> None:
+    engine = open_engine(machine.directory)
+    engine.prefill(0, np.array([5, 6, 7]), rows="none", taps=True)
+    tree = random_tree(np.random.default_rng(0), 5, 2048)
+    if not captures:
+        engine.verify([VerifyRequest(0, tree)])
+    machine.cuda.fail[function] = status
+    with pytest.raises(EngineError, match=f"{function} failed with {status.name}: words for {int(status)}"):
+        engine.verify([VerifyRequest(0, tree)])
+    assert not machine.cuda.fail
+    if function == "cudaStreamEndCapture":
+        machine.cuda.capturing = None  # what the failed call would have done
+    engine.truncate(0, 0)
+    engine.prefill(0, np.array([5, 6, 7]), rows="none", taps=True)
+    engine.close()
+    assert not machine.cuda.leaks
+
+
+def test_tensorrts_refusal_ends_the_recording(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = open_engine(machine.directory)
+    engine.prefill(0, np.array([5, 6, 7]), rows="none", taps=True)
+    execute = FakeContext.execute_async_v3
+
+    def refuse(self: FakeContext, stream: int) -> bool:
+        if machine.cuda.capturing is None:
+            return execute(self, stream)
+        self._engine.log.log(self._engine.log.Severity.ERROR, "no kernel\nfor this")
+        return False
+
+    monkeypatch.setattr(FakeContext, "execute_async_v3", refuse)
+    with pytest.raises(EngineError, match="the target cannot run: TensorRT refuses the pass; no kernel for this"):
+        engine.verify([VerifyRequest(0, random_tree(np.random.default_rng(0), 5, 2048))])
+    assert machine.cuda.capturing is None
+    engine.close()
+    assert not machine.cuda.leaks
+
+
+def test_closing_gives_back_all_it_can(machine: Machine) -> None:
+    engine = open_engine(machine.directory)
+    machine.cuda.fail["cudaFreeHost"] = cudaError_t.cudaErrorIllegalAddress
+    with pytest.raises(EngineError, match="cudaFreeHost failed with cudaErrorIllegalAddress"):
+        engine.close()
+    assert machine.cuda.leaks == ["pinned"]
+
+
+# The shipping interfaces
+
+
+def test_every_call_is_one_that_tensorrt_has(running: Any) -> None:
+    llm, machine = running
+    generate(llm, PROMPTS[:1], method="ddtree", tree_budget=8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "tensorrt")
+        real = real_tensorrt()
+    seen = {(cls, method): arguments for cls, method, *arguments in machine.trt.calls}
+    for (cls, method), arguments in seen.items():
+        check_call(getattr(getattr(real, cls), method), arguments, {})
+    for name in (
+        *("get_tensor_name", "num_io_tensors", "num_optimization_profiles", "device_memory_size_v2"),
+        *("get_tensor_shape", "create_execution_context"),
+    ):
+        assert hasattr(real.ICudaEngine, name)
+    assert hasattr(real.IPluginRegistry, "all_creators")
+    assert "USER_MANAGED" in real.ExecutionContextAllocationStrategy.__members__
+    assert {"INTERNAL_ERROR", "ERROR", "WARNING"} <= set(real.ILogger.Severity.__members__)
+
+
+def test_tensorrts_log_is_one_that_tensorrt_takes() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "tensorrt", raising=False)
+        real = real_tensorrt()
+    log = make_log(real)
+    assert isinstance(log, real.ILogger)
+    for severity in real.ILogger.Severity.__members__.values():
+        log.log(severity, f"{severity.name}\nof two lines")
+    assert log.words() == "INTERNAL_ERROR of two lines; ERROR of two lines"
+    log.clear()
+    assert log.words() == ""
+
+
+# What the engine passes to each function, tried on a machine whose GPUs are hidden: an argument of a kind that
+# cuda-python does not take is a TypeError before CUDA is asked.
+_ARGUMENTS = """
+import numpy as np
+from cuda.bindings import runtime as r
+s, g, x, kinds = r.cudaStream_t(), r.cudaGraph_t(), r.cudaGraphExec_t(), r.cudaMemcpyKind
+local = r.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+assert isinstance(int(s), int) and {"name", "major", "minor"} <= set(dir(r.cudaDeviceProp()))
+assert r.cudaGetErrorString(r.cudaError_t.cudaErrorNoDevice)[1].decode()
+calls = {
+    "cudaGetDeviceCount": (), "cudaGetDevice": (), "cudaSetDevice": (0,), "cudaGetDeviceProperties": (0,),
+    "cudaMemGetInfo": (), "cudaMalloc": (64,), "cudaFree": (256,), "cudaFreeHost": (256,),
+    "cudaHostAlloc": (64, r.cudaHostAllocDefault), "cudaStreamCreateWithFlags": (r.cudaStreamNonBlocking,),
+    "cudaMemsetAsync": (256, 0, 16, s), "cudaStreamSynchronize": (s,), "cudaStreamDestroy": (s,),
+    "cudaStreamBeginCapture": (s, local), "cudaStreamEndCapture": (s,), "cudaGraphInstantiate": (g, 0),
+    "cudaGraphDestroy": (g,), "cudaGraphLaunch": (x, s), "cudaGraphExecDestroy": (x,),
+    "cudaMemcpyAsync": (256, np.zeros(4).ctypes.data, 16, kinds.cudaMemcpyHostToDevice, s),
+    "cudaRuntimeGetVersion": (), "cudaDriverGetVersion": (),
+}
+for name, arguments in calls.items():
+    status, *results = getattr(r, name)(*arguments)
+    assert status.name.startswith("cuda"), status
+print(*calls, "cudaGetErrorString")
+"""
+
+
+def test_every_name_is_one_that_cuda_python_has() -> None:
+    used = {name for name in vars(FakeCuda) if name.startswith("cuda")}
+    assert used <= cuda_names()
+    members = [f"{e.__name__}.{m}" for e in (FakeCuda.cudaError_t, FakeCuda.cudaMemcpyKind) for m in e.__members__]
+    code = _ARGUMENTS + "\n".join(f"r.{m}" for m in members)
+    path = os.pathsep.join([str(site()), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    functions = {
+        name for name in used if callable(getattr(FakeCuda, name)) and not name.endswith(("_t", "Kind", "Mode"))
+    }
+    assert functions == set(run.stdout.split())

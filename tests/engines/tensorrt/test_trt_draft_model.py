@@ -1,0 +1,76 @@
+"""Method draft-model on the TensorRT engine, over fake device memory, beside the ONNX Runtime engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from checkpoints import make_target
+from engine_builds import PACKAGED
+from fake_trt_engine import LIMITS, PROMPTS, Lowerings, Machine, generate, installed
+
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.device import memory
+from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter
+from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
+from ddtree_trt.runtime.llm import LLM
+
+# Another network: other shapes, one layer, a head that is not its embedding.
+OTHER = {"vocab_size": 2048, "hidden_size": 48, "num_layers": 1, "head_dim": 64, "num_heads": 2, "num_kv_heads": 1}
+
+
+@pytest.fixture(scope="module", params=["the target itself", "another network"])
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[LLM, LLM, Machine]]:
+    """(on TensorRT, on ONNX Runtime, the machine) of the packaged target and an autoregressive drafter."""
+    folder, target = tmp_path_factory.mktemp("pair"), PACKAGED / "target"
+    drafter = target
+    if request.param != "the target itself":
+        drafter = make_target(folder / "drafter", tokenizer=False, tied=False, seed=3, max_positions=512, **OTHER)
+    limits: dict[str, Any] = {n: getattr(LIMITS, n) for n in ("max_seq_len", "max_batch", "max_tree_budget")}
+    compile_engine(BuildRequest(target="x", checkpoint=target, drafter=drafter, output=folder / "ort", **limits))
+    lowerings = Lowerings(folder, target, drafter, folder / "ort", LIMITS, "fp32")
+    with installed(lowerings.machine()) as machine, LLM(folder / "ort", threads=1) as reference:
+        with LLM(machine.directory) as llm:
+            yield llm, reference, machine
+        assert not machine.cuda.leaks
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "top_p": 0.95, "seed": 3}], ids=str)
+@pytest.mark.parametrize("length", [3, 4])
+def test_output_and_acceptance_are_those_of_the_onnxruntime_engine(
+    pair: Any, length: int, options: dict[str, Any]
+) -> None:
+    """Slots of different lengths, each drafted for token by token; twice, so that a slot starts behind what it held."""
+    llm, reference, _ = pair
+    for prompts in (PROMPTS * 2, PROMPTS):
+        found = generate(llm, prompts, method="draft-model", tree_budget=length, **options)
+        expected = generate(reference, prompts, method="draft-model", tree_budget=length, **options)
+        assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+        assert [o.metrics.acceptance_lengths for o in found] == [o.metrics.acceptance_lengths for o in expected]
+
+
+def test_greedy_output_is_that_of_ar(pair: Any) -> None:
+    llm, _, _ = pair
+    drafted, plain = generate(llm, PROMPTS, method="draft-model"), generate(llm, PROMPTS, method="ar")
+    assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
+    engine = llm.engine
+    assert isinstance(engine, TrtEngine) and isinstance(engine.drafter, AutoregressiveDrafter)
+    assert not {memory.TAPS, memory.STATES, memory.CONTEXT} & set(engine.layout.sizes), "nobody asks for states"
+
+
+def test_drafted_tokens_are_one_captured_pass_each(pair: Any) -> None:
+    llm, _, machine = pair
+    generate(llm, PROMPTS[:1], method="draft-model")  # captured, and the prompt's tokens cached
+    start = len(machine.cuda.log)
+    (output,) = generate(llm, PROMPTS[:1], method="draft-model")
+    log = machine.cuda.log[start:]
+    assert not [entry for entry in log if entry[0] in ("malloc", "capture")]
+    rounds, drafted = output.metrics.rounds, output.metrics.drafted_tokens
+    launches = sum(entry[0] == "launch" for entry in log)
+    chunks = sum(entry[:2] == ("pass", "drafter") for entry in log)
+    # What a round begins with is the tokens the drafter has not seen: one, or a few more as a chain.
+    assert launches + chunks == rounds + drafted
+    assert chunks <= rounds

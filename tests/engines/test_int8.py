@@ -1,0 +1,287 @@
+"""Engines with products of 8-bit integers: what is rounded, against NumPy and against transformers rounded alike, and
+what must not depend on the rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from checkpoints import make_pair, make_target
+from dflash import DFlash, refuse_to_draw
+from engine_builds import build_engine
+from hypothesis import given
+from hypothesis import strategies as st
+from numerics import Follower, Truth, path_to, random_tree
+from numpy.typing import NDArray
+from onnx import TensorProto
+from quantized import quantize
+
+from ddtree_trt.artifact.manifest import TARGET_GRAPH, load_manifest, rebuild_command
+from ddtree_trt.bench.settings import CheckSettings
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.build.graph.lowering_int8 import LARGEST, Int8Graph, quantize_channels
+from ddtree_trt.build.graph.ops import Table
+from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.check import check_engine
+from ddtree_trt.device.cpu import Cpu
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.engines.base import DraftRequest
+from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
+from ddtree_trt.runtime.engines.onnxruntime.network import session_options
+from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.params import SamplingParams
+
+WIDTH, OUTPUTS = 48, 33
+
+
+class Memory:
+    """Weights inside the graph, so that a model is whole in memory."""
+
+    def add(self, key: str, make: Any, dtype: str) -> TensorProto:
+        return onnx.numpy_helper.from_array(np.ascontiguousarray(make()), key)
+
+
+def session(weight: NDArray[np.float32], *, head: bool = False) -> ort.InferenceSession:
+    """One product with a weight [in, out]: `y` of rows `x`."""
+    g = Int8Graph("product", Memory())
+    g.input("x", "float32", ["R", weight.shape[0]])
+    if head:
+        g.head("x", Table("lm_head", "table", lambda: weight.T, weight.shape[::-1]), "y")
+    else:
+        g.linear("x", "weight", lambda: weight, "y")
+    g.output("y", "float32", ["R", weight.shape[1]])
+    return ort.InferenceSession(g.model().SerializeToString(), session_options(1), providers=["CPUExecutionProvider"])
+
+
+@pytest.fixture(params=["this", "old"])
+def processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What products are made for: this processor, and one that does not sum bytes exactly."""
+    if request.param == "old":
+        monkeypatch.setattr("ddtree_trt.runtime.engines.onnxruntime.network.read_cpu", lambda: Cpu("old", 2, ("avx2",)))
+
+
+def rounded_rows(x: NDArray[np.float32]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    largest = np.abs(x).max(-1, keepdims=True)
+    return np.rint(x.astype(np.float64) / largest * LARGEST).astype(np.int64), largest / np.float32(LARGEST)
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 17, 65])
+def test_a_product_is_the_integers_one(rows: int, head: bool) -> None:
+    rng = np.random.default_rng(rows)
+    weight = rng.standard_normal((WIDTH, OUTPUTS), dtype=np.float32)
+    x = (rng.standard_normal((rows, WIDTH)) * np.exp(rng.normal(size=(rows, 1)) * 4)).astype(np.float32)
+    (found,) = session(weight, head=head).run(None, {"x": x})
+    values, scales = quantize_channels(weight)
+    whole, row_scales = rounded_rows(x)
+    expected = (whole @ values.astype(np.int64)) * row_scales * scales
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-7 * np.abs(expected).max())
+    exact = x @ weight
+    assert np.abs(found - exact).max() < 0.03 * np.abs(exact).max()  # and it is about the product itself
+
+
+@pytest.mark.usefixtures("processor")
+def test_sums_do_not_overflow() -> None:
+    """The largest products there are, of one sign: kernels that add pairs of them in 16 bits are a third off."""
+    weight, x = np.ones((256, 3), np.float32), np.ones((2, 256), np.float32)
+    (found,) = session(weight).run(None, {"x": x})
+    np.testing.assert_allclose(found, np.full((2, 3), 256), rtol=1e-6)
+
+
+@pytest.mark.usefixtures("processor")
+def test_a_row_does_not_depend_on_the_others() -> None:
+    rng = np.random.default_rng(0)
+    run = session(rng.standard_normal((WIDTH, OUTPUTS), dtype=np.float32)).run
+    x = rng.standard_normal((17, WIDTH), dtype=np.float32)
+    x[3] *= 1e6
+    x[4] = 0
+    (together,) = run(None, {"x": x})
+    for row in range(len(x)):
+        np.testing.assert_array_equal(run(None, {"x": x[row : row + 1]})[0][0], together[row])
+    assert not together[4].any()
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**32 - 1))
+def test_rounding_a_weight(height: int, width: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    weight = (rng.standard_normal((height, width)) * 10.0 ** rng.integers(-8, 8, width)).astype(np.float32)
+    weight[:, rng.random(width) < 0.2] = 0
+    values, scale = quantize_channels(weight)
+    assert values.dtype == np.int8 and (scale > 0).all() and np.isfinite(scale).all()
+    assert np.abs(values.astype(int)).max() <= LARGEST
+    assert (np.abs(values * scale - weight) <= scale / 2 * (1 + 1e-5)).all()
+    assert (np.abs(values).max(0) == LARGEST)[weight.any(0)].all()  # no scale is larger than it must be
+
+
+class RoundedTruth(Truth):
+    """transformers, with the inputs and the weight of every projection rounded."""
+
+    def __init__(self, directory: Path, tap_layers: Any) -> None:
+        super().__init__(directory, tap_layers)
+        for module in self.model.modules():
+            if isinstance(module, torch.nn.Linear):
+                values, scale = quantize_channels(module.weight.detach().numpy().T)
+                weight = torch.from_numpy(np.ascontiguousarray((values * scale).T))
+                module.weight = torch.nn.Parameter(weight)  # a new one: a tied embedding keeps its own
+                module.register_forward_pre_hook(self._round)
+
+    @staticmethod
+    def _round(module: object, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        largest = inputs[0].abs().amax(-1, keepdim=True)
+        return torch.round(inputs[0] / largest * LARGEST) * largest / LARGEST
+
+
+class Errors:
+    """In place of `numerics.assert_close`: the largest error of every row, in units of the expected values' scale.
+
+    A value on the border of two integers may be rounded either way, by the last bit of the sum before it. Rows where
+    that happens are few, and what they get is another rounding of the same network; all others are equal.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[float] = []
+
+    def __call__(self, found: NDArray[np.float32], expected: NDArray[np.float32], what: str) -> None:
+        assert found.shape == expected.shape, what
+        self.rows += (np.abs(found - expected).max(-1) / np.sqrt(np.mean(np.square(expected)))).tolist()
+
+
+@pytest.fixture
+def errors(monkeypatch: pytest.MonkeyPatch) -> Errors:
+    collected = Errors()
+    monkeypatch.setattr("numerics.assert_close", collected)
+    return collected
+
+
+def follow(engine: OrtEngine, truth: Truth) -> None:
+    """Prefill, branching trees, compaction, and again."""
+    follower = Follower(engine, 1, truth)
+    rng, vocabulary = np.random.default_rng(5), engine.manifest.target_dims.vocab_size
+    follower.prefill(rng.integers(0, vocabulary, 20))
+    for nodes in (1, 2, 17, 9):
+        tree = random_tree(rng, nodes, vocabulary)
+        follower.verify(tree)
+        follower.commit(path_to(tree, int(tree.depths.argmax())))
+
+
+@pytest.mark.usefixtures("processor")
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_target_is_transformers_quantised(tied: bool, errors: Errors, tmp_path: Path) -> None:
+    target, drafter = make_pair(tmp_path / "pair", tied=tied)
+    engine = build_engine(target, drafter, tmp_path / "engine", precision="int8", max_batch=2)
+    follow(engine, RoundedTruth(target, engine.manifest.dflash.tap_layers))
+    engine.close()
+    engine.close()  # again is no error
+    assert len(errors.rows) > 60
+    assert np.mean(np.array(errors.rows) < 1e-4) > 0.7
+    assert max(errors.rows) < 0.2
+
+
+def test_the_truth_above_can_tell(errors: Errors, tmp_path: Path) -> None:
+    """A network that is not rounded has no row in common."""
+    target, drafter = make_pair(tmp_path / "pair")
+    engine = build_engine(target, drafter, tmp_path / "engine", precision="int8", max_batch=2)
+    follow(engine, Truth(target, engine.manifest.dflash.tap_layers))
+    assert min(errors.rows) > 1e-2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_drafter_is_near_the_one_in_float32(tied: bool, tmp_path: Path) -> None:
+    """Its log-probabilities, of the candidates it names, against the plain statement of DFlash."""
+    target, drafter = make_pair(tmp_path / "pair", tied=tied)
+    engine = build_engine(target, drafter, tmp_path / "engine", precision="int8")
+    truth = Truth(target, engine.manifest.dflash.tap_layers)
+    dflash = DFlash(drafter, engine.manifest.dflash, truth)
+    tokens = np.random.default_rng(1).integers(0, 90, 30)
+    engine.prefill(0, tokens, rows="none", taps=True)
+    (draft,) = engine.draft([DraftRequest(0, 7, 20, 1, refuse_to_draw)])
+    expected = np.take_along_axis(dflash(truth(tokens.tolist())[1], 7), draft.token_ids.astype(np.int64), 1)
+    error, spread = np.abs(draft.log_probs - expected), expected.std()
+    assert error.max() < 0.6 * spread and error.mean() < 0.2 * spread
+    assert error.max() > 1e-4  # it is in 8 bits
+
+
+def test_every_method_is_lossless(tmp_path: Path) -> None:
+    """By the report of `ddtree-trt check`, which forgives what the precision rounds."""
+    directory = tmp_path / "tiny"
+    compile_engine(BuildRequest(target="tiny", output=directory, precision="int8"))
+    report = check_engine(CheckSettings(str(directory), limit=6, max_tokens=60, threads=1))
+    assert report.precision == "int8"
+    assert len(report.greedy) > 5 and len(report.distribution) > 3 and len(report.tau) > 1
+    assert [f for f in (*report.greedy, *report.distribution, *report.tau) if not f.passed] == []
+
+
+def test_the_manifest_says_so(tmp_path: Path) -> None:
+    target, drafter = make_pair(tmp_path / "pair")
+    request = BuildRequest(target="x", checkpoint=target, drafter=drafter, output=tmp_path / "e", precision="int8")
+    manifest = compile_engine(request)
+    assert manifest == load_manifest(tmp_path / "e")
+    assert manifest.precision == "int8" and manifest.backend == "onnxruntime"
+    assert "--backend onnxruntime --precision int8" in rebuild_command(tmp_path / "e", manifest)
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """Bytes of every array that is written into a weight file."""
+    sizes: dict[str, int] = {}
+    write = WeightFile._write
+
+    def spy(self: WeightFile, key: str, array: NDArray[Any]) -> TensorProto:
+        sizes[key] = array.nbytes
+        return write(self, key, array)
+
+    monkeypatch.setattr(WeightFile, "_write", spy)
+    return sizes
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_dry_run_knows_the_bytes(tied: bool, written: dict[str, int], tmp_path: Path) -> None:
+    """To the byte, but for the rotary tables."""
+    target, drafter = make_pair(tmp_path / "pair", tied=tied)
+    request = BuildRequest(target="x", checkpoint=target, drafter=drafter, output=tmp_path / "e", precision="int8")
+    compile_engine(request)
+    tables = sum(size for key, size in written.items() if "rotary" in key)
+    assert dry_run(request).memory.weights_bytes == sum(written.values()) - tables
+    kept = {key for key in written if not key.endswith((".int8", ".scale"))}
+    assert {key for key in kept if "norm" not in key and "rotary" not in key} == {
+        "model.embed_tokens.weight",
+        "drafter.fc",
+    }
+
+
+def test_an_autoregressive_drafter_has_a_head_of_its_own(written: dict[str, int], tmp_path: Path) -> None:
+    target, _ = make_pair(tmp_path / "pair")
+    small = make_target(tmp_path / "small", num_layers=1, seed=1)
+    compile_engine(BuildRequest(target="x", checkpoint=target, drafter=small, output=tmp_path / "e", precision="int8"))
+    assert {f"{prefix}model.embed_tokens.weight.head.int8" for prefix in ("", "drafter.")} <= written.keys()
+    with LLM(tmp_path / "e") as llm:
+        (output,) = llm.generate([list(range(5, 25))], SamplingParams(max_tokens=20, method="draft-model"))
+        assert output.metrics.output_tokens == 20
+
+
+def test_a_quantised_target_is_taken_for_what_it_stands_for(tmp_path: Path) -> None:
+    """ModelOpt's int8 is a scale per output channel, too: its values are found again."""
+    target, drafter = make_pair(tmp_path / "pair")
+    quantize(target, "W8A8_SQ_PER_CHANNEL")
+    expected = load_checkpoint(target).tensor("model.layers.0.mlp.down_proj.weight").T
+    request = BuildRequest(target="x", checkpoint=target, drafter=drafter, output=tmp_path / "e", precision="int8")
+    compile_engine(request)
+    graph = onnx.load(tmp_path / "e" / TARGET_GRAPH)
+    stored = {i.name: onnx.numpy_helper.to_array(i) for i in graph.graph.initializer if "layers.0.down" in i.name}
+    values, scale = stored["model.layers.0.down.int8"], stored["model.layers.0.down.scale"]
+    assert np.abs(values * scale - expected).max() <= scale.max() / 2 * (1 + 1e-5)
+
+
+def test_only_where_there_are_such_products(tmp_path: Path) -> None:
+    request = BuildRequest(target="tiny", output=tmp_path / "e", backend="torch", precision="int8")
+    with pytest.raises(UsageError, match="precision 'int8' is not available: the torch backend computes in"):
+        compile_engine(request)
+    assert not (tmp_path / "e").exists()

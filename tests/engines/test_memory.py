@@ -1,0 +1,255 @@
+"""Memory plans: arithmetic on dimensions, held against what engines really take, and what `--dry-run` makes of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import edit_json, make_pair
+from hypothesis import given
+from hypothesis import strategies as st
+from quantized import ALGORITHMS, GROUP, quantize
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from ddtree_trt.artifact.manifest import DrafterDims, Limits, TransformerDims
+from ddtree_trt.build import dryrun
+from ddtree_trt.build.backends.base import BackendName
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+from ddtree_trt.build.graph.networks import build_target_graph
+from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.cli import app
+from ddtree_trt.device import memory
+from ddtree_trt.device.gpus import Gpu, find_gpus
+from ddtree_trt.device.memory import ALIGNMENT, CacheShape, Layout, MemoryPlan, Rows, plan_engine, tensorrt_buffers
+from ddtree_trt.doctor import diagnose
+from ddtree_trt.errors import BuildError
+from ddtree_trt.inspection import inspect_engine
+
+# The shapes in the config.json files of Qwen/Qwen3-8B and of its drafter at z-lab.
+TARGET = TransformerDims(151936, 4096, 36, 32, 8, 128, 12288, 1e-6, 1e6, 40960)
+DRAFTER = DrafterDims(151936, 4096, 5, 32, 8, 128, 12288, 1e-6, 1e6, 40960, 16, 151669, (1, 9, 17, 25, 33), 36)
+LIMITS = Limits(max_seq_len=4096, max_batch=4)
+BACKENDS: tuple[BackendName, ...] = ("onnxruntime", "torch", "tensorrt")
+
+
+def test_the_cache_of_a_known_model() -> None:
+    """147,456 bytes a token in bfloat16 (2 · 36 layers · 8 heads · 128 · 2 bytes) and the drafter's 20,480."""
+    plan = plan_engine("tensorrt", "bf16", TARGET, DRAFTER, LIMITS, 18_000_000_000)
+    assert plan.kv_bytes_per_slot == (147_456 + 20_480) * (4096 + 257)
+    assert plan.kv_bytes_all_slots == 4 * plan.kv_bytes_per_slot
+    assert plan.place == "GPU"
+    parts = (plan.weights_bytes, plan.kv_bytes_all_slots, plan.buffers_bytes, plan.workspace_bytes)
+    assert plan.total_bytes == sum(parts)
+    assert plan.to_dict() == {**vars(plan), "kv_bytes_all_slots": parts[1], "total_bytes": sum(parts)}
+
+
+dims = st.builds(
+    lambda heads, size, layers: TransformerDims(96, 32, layers, heads, heads, size, 48, 1e-6, 1e4, 512),
+    *(st.sampled_from(values) for values in ((1, 2, 3), (8, 16, 64), (1, 5))),
+)
+limits = st.builds(
+    Limits,
+    max_seq_len=st.integers(2, 400),
+    max_batch=st.integers(1, 9),
+    max_tree_budget=st.integers(0, 300),
+    prefill_chunk=st.integers(1, 256),
+)
+
+
+@given(dims, limits, st.sampled_from((2, 4)))
+def test_planes_begin_where_tensorrt_takes_them(dims: TransformerDims, limits: Limits, size: int) -> None:
+    """With no slot more behind a plane than that takes."""
+    cache = CacheShape.of(dims, limits, size)
+    assert cache.plane_bytes % ALIGNMENT == 0
+    assert cache.stored_slots >= cache.slots
+    for fewer in range(cache.slots, cache.stored_slots):
+        assert fewer * cache.slot_bytes % ALIGNMENT
+    assert cache.total_bytes >= cache.planes * cache.slots * cache.slot_bytes
+
+
+@given(st.dictionaries(st.text(), st.integers(0, 10_000), min_size=1))
+def test_a_layout_keeps_buffers_apart(sizes: dict[str, int]) -> None:
+    layout = Layout.of(sizes)
+    spans = sorted((layout.offsets[name], layout.offsets[name] + size) for name, size in sizes.items())
+    assert all(start % ALIGNMENT == 0 for start, _ in spans)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    assert spans[-1][1] <= layout.total_bytes < sum(sizes.values()) + ALIGNMENT * len(sizes)
+
+
+def test_the_plan_is_the_sum_of_the_buffers() -> None:
+    """`inspect` and the engine count the same things: what is not cache or table is the plan's buffers."""
+    buffers = tensorrt_buffers(TARGET, DRAFTER, LIMITS, 2)
+    plan = plan_engine("tensorrt", "bf16", TARGET, DRAFTER, LIMITS, 0)
+    assert 2 * buffers[memory.EMBEDDING] == buffers[memory.HEAD] == 151936 * 4096 * 4  # logits are sums in float32
+    caches = buffers[memory.TARGET_KV] + buffers[memory.DRAFTER_KV]
+    assert caches == plan.kv_bytes_all_slots  # nothing behind these planes
+    tables = buffers[memory.EMBEDDING] + buffers[memory.HEAD]
+    assert plan.weights_bytes == buffers[memory.HEAD]
+    assert sum(buffers.values()) == tables + caches + plan.buffers_bytes
+    rows = Rows.of(DRAFTER, LIMITS)
+    assert (rows.waiting, rows.context, rows.chunk) == (256 + 16, 256, 256)
+    assert buffers[memory.LOGITS] == 4 * 257 * 151936 * 4
+
+
+def test_the_plan_of_an_autoregressive_drafter_is_the_sum_too() -> None:
+    drafter = TransformerDims(151936, 1024, 28, 16, 8, 128, 3072, 1e-6, 1e6, 40960)
+    buffers = tensorrt_buffers(TARGET, drafter, LIMITS, 2)
+    plan = plan_engine("tensorrt", "bf16", TARGET, drafter, LIMITS, 0)
+    tables = [memory.EMBEDDING, memory.DRAFTER_EMBEDDING, memory.HEAD, memory.DRAFTER_HEAD]
+    assert sum(buffers[name] for name in tables) == 151936 * (4096 + 1024) * (2 + 4)
+    assert plan.weights_bytes == 151936 * (4096 + 1024) * 4
+    caches = buffers[memory.TARGET_KV] + buffers[memory.DRAFTER_KV]
+    assert caches == plan.kv_bytes_all_slots
+    assert sum(buffers.values()) == sum(buffers[name] for name in tables) + caches + plan.buffers_bytes
+    assert buffers[memory.DRAFT_LOGITS] == 151936 * 4
+    assert not {memory.TAPS, memory.STATES, memory.CONTEXT} & set(buffers)
+
+
+def test_a_cpu_passes_one_slot_at_a_time() -> None:
+    on_cpu, on_gpu = (plan_engine(b, "fp32", TARGET, DRAFTER, LIMITS, 0) for b in ("onnxruntime", "torch"))
+    assert (on_cpu.place, on_gpu.place) == ("host", "device")
+    assert 3 * on_cpu.buffers_bytes < on_gpu.buffers_bytes
+    assert on_cpu.kv_bytes_all_slots == on_gpu.kv_bytes_all_slots
+
+
+# --dry-run
+
+
+def run(*args: object) -> subprocess.CompletedProcess[str]:
+    result = CliRunner().invoke(app, [str(a) for a in args])
+    return subprocess.CompletedProcess(args, result.exit_code, result.stdout, result.stderr)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_dry_run_writes_nothing(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any machine, for every backend."""
+    monkeypatch.chdir(tmp_path)
+    shown = run("build", "--target", "tiny", "--backend", backend, "--dry-run", "--max-batch", 3)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith(f"tiny: {backend} ")
+    assert "for 3 slots at full length" in shown.stdout
+    assert not list(tmp_path.iterdir())
+    data = json.loads(run("build", "--target", "tiny", "--backend", backend, "--dry-run", "--json").stdout)
+    assert data["limits"]["max_batch"] == Limits.max_batch
+    assert data["memory"]["total_bytes"] > data["memory"]["kv_bytes_all_slots"] > 0
+
+
+def test_dry_run_says_what_the_build_has(tmp_path: Path) -> None:
+    """Weights and cache by config.json alone against an engine's files."""
+    target, drafter = make_pair(tmp_path / "pair")
+    request = BuildRequest(target="x", checkpoint=target, drafter=drafter, output=tmp_path / "e", max_batch=2)
+    would = dry_run(request)
+    compile_engine(request)
+    found = inspect_engine(tmp_path / "e").memory
+    assert would.memory.kv_bytes_per_slot == found.kv_bytes_per_slot
+    assert would.limits.max_batch == 2
+    # The file holds rotary tables too, and aligns its tensors.
+    assert would.memory.weights_bytes <= found.weights_bytes < 2 * would.memory.weights_bytes
+    (tmp_path / "pair" / "target" / "model.safetensors").unlink()
+    assert dry_run(request) == would  # no weight was looked at
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_dry_run_counts_quantised_weights_as_they_are_stored(algorithm: str, tmp_path: Path) -> None:
+    """Where they stay as they are, which is in TensorRT's plans, except what is named as excluded."""
+    target, drafter = make_pair(tmp_path / "pair")
+    plain = BuildRequest(target="x", backend="tensorrt", checkpoint=target, drafter=drafter)
+    on_cpu = dataclasses.replace(plain, backend="onnxruntime")
+    before, before_on_cpu = (dry_run(request).memory.weights_bytes for request in (plain, on_cpu))
+    quantize(target, algorithm)
+    tensors = load_file(target / "model.safetensors")
+    one_byte = (torch.float8_e4m3fn, torch.int8, torch.uint8)
+    ours = {n: t for n, t in tensors.items() if not n.endswith(("input_scale", "k_scale"))}
+    expected = sum(t.numel() * (1 if t.dtype in one_byte else 2) for t in ours.values())
+    expected += 2 * load_checkpoint(drafter).num_values
+    dims = load_checkpoint(target).dims
+    head = 4 * dims.vocab_size * dims.hidden_size  # in float32 on the device, the embedding's values
+    assert dry_run(plain).memory.weights_bytes == expected + head < before
+    assert dry_run(on_cpu).memory.weights_bytes == before_on_cpu
+    assert load_checkpoint(target).stored_bytes(2) == expected - 2 * load_checkpoint(drafter).num_values
+    edit_json(
+        target / "hf_quant_config.json",
+        quantization={"quant_algo": algorithm, "group_size": GROUP, "exclude_modules": ["model.layers.*"]},
+    )
+    assert dry_run(plain).memory.weights_bytes == before
+
+
+def test_the_plan_of_a_quantised_target_is_what_its_graph_holds(tmp_path: Path) -> None:
+    """Against the weights that are written for the parser, rotary tables, norms in float32 and padding aside."""
+    target = load_checkpoint(quantize(make_pair(tmp_path / "pair")[0], "W4A16_AWQ"))
+    with WeightFile(tmp_path / "weights.bin") as sink:
+        limits = Limits(max_seq_len=64, max_tree_budget=8)
+        g = TensorRtGraph("target", sink, "bfloat16")
+        build_target_graph(g, target.dims, target.tensor, tap_layers=(0,), limits=limits, tied=True, quantized=target)
+    dims = target.dims
+    norms = dims.num_layers * (2 * dims.hidden_size + 2 * dims.head_dim) + dims.hidden_size
+    tables = limits.cache_rows * dims.head_dim * 4
+    embedding = 2 * dims.vocab_size * dims.hidden_size  # an input of the plan
+    assert target.stored_bytes(2) == sink.size - tables - 2 * norms + embedding
+
+
+def test_dry_run_checks_the_request() -> None:
+    for args, words in (
+        (("--dry-run", "--max-batch", 0), "--max-batch must be 1 to 1024"),
+        (("--dry-run", "--backend", "tensorrt", "--precision", "fp32"), "'fp32' is not available"),
+        (("--json",), "--json is for --dry-run"),
+    ):
+        shown = run("build", "--target", "tiny", *args)
+        assert shown.returncode == 2
+        assert words in shown.stderr
+
+
+def gpu(monkeypatch: pytest.MonkeyPatch, mib: str) -> None:
+    monkeypatch.setattr(dryrun, "find_gpus", lambda: (Gpu("Pretended GPU", "580.1", f"{mib}", "9.0"),))
+
+
+def big(**options: Any) -> MemoryPlan:
+    limits = Limits(max_seq_len=4096, **options)
+    return plan_engine("tensorrt", "bf16", TARGET, DRAFTER, limits, 18_000_000_000)
+
+
+def test_what_cannot_fit_is_refused_with_what_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    available = 40 << 30
+    would = dryrun.DryRun("qwen3-8b", "tensorrt", "bf16", LIMITS, big(max_batch=64), available)
+    with pytest.raises(BuildError, match=r"needs about \d+\.\d GB of the GPU's memory, which has 42.9 GB") as caught:
+        would.check()
+    slots = int(str(caught.value).split("--max-batch ")[1])
+    assert big(max_batch=slots).total_bytes <= available < big(max_batch=slots + 2).total_bytes
+    small = dryrun.DryRun("qwen3-8b", "tensorrt", "bf16", LIMITS, big(max_batch=4), 10 << 30)
+    with pytest.raises(BuildError, match="a smaller --max-seq-len, or a smaller pair"):
+        small.check()
+    dryrun.DryRun("qwen3-8b", "tensorrt", "bf16", LIMITS, big(max_batch=4), None).check()
+    gpu(monkeypatch, "1 MiB")
+    shown = run("build", "--target", "tiny", "--backend", "tensorrt", "--dry-run")
+    assert shown.returncode == 1
+    assert "of the GPU's memory, which has 0.0 GB" in shown.stderr
+    gpu(monkeypatch, "unknown")
+    assert run("build", "--target", "tiny", "--backend", "tensorrt", "--dry-run").returncode == 0
+
+
+def test_a_gpus_memory_as_nvidia_smi_says_it() -> None:
+    assert Gpu("x", "1", "143771 MiB", "9.0").memory_bytes == 143771 << 20
+    assert Gpu("x", "1", "[N/A]", "9.0").memory_bytes is None
+    assert all(g.memory_bytes is None or g.memory_bytes > 0 for g in find_gpus())
+
+
+def test_doctor_weighs_the_newest_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = {check.name for check in diagnose().checks}
+    assert "newest engine" not in names
+    target, drafter = make_pair(tmp_path / "pair")
+    compile_engine(BuildRequest(target="x", checkpoint=target, drafter=drafter))
+    (check,) = (check for check in diagnose().checks if check.name == "newest engine")
+    assert check.found
+    assert check.detail.startswith("engines/x takes about 0.0")
+    assert {c.name for c in diagnose().checks} == names | {"newest engine"}

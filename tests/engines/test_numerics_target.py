@@ -1,0 +1,113 @@
+"""The target engine against transformers' Qwen3 in float32: prefill, branching trees, compaction, reuse."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import make_pair
+from engine_builds import PACKAGED, build_engine, build_torch_engine
+from numerics import Follower, Truth, path_to, random_tree
+
+from ddtree_trt.artifact.manifest import Limits
+
+CHUNK = Limits.prefill_chunk
+NODES = 10
+SHAPES: dict[str, dict[str, Any]] = {
+    "untied": {"tied": False},
+    "heads-1-1": {"num_heads": 4, "num_kv_heads": 4},
+    "heads-4-1": {"num_heads": 4, "num_kv_heads": 1},
+    "heads-8-1": {"num_heads": 8, "num_kv_heads": 1, "tied": False},
+    "one-layer": {"num_layers": 1},
+    "large-heads": {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1},
+    "small-heads": {"head_dim": 16, "hidden_size": 128, "num_heads": 3, "num_kv_heads": 1},
+    "rotary": {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "dtype": "bf16"},
+}
+
+
+BUILDS = {"onnxruntime": build_engine, "torch": build_torch_engine}
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def build(request: pytest.FixtureRequest) -> Any:
+    return BUILDS[request.param]
+
+
+@pytest.fixture(scope="module", params=["tiny", *SHAPES])
+def followers(request: pytest.FixtureRequest, build: Any, tmp_path_factory: pytest.TempPathFactory) -> list[Follower]:
+    """Both slots of an engine, for the packaged pair and for random checkpoints of every kind of shape."""
+    path = tmp_path_factory.mktemp("target")
+    target, drafter = PACKAGED / "target", PACKAGED / "drafter"
+    if request.param != "tiny":
+        target, drafter = make_pair(path, max_positions=2 * CHUNK, **SHAPES[request.param])
+    engine = build(target, drafter, path / "engine", max_batch=2)
+    truth = Truth(target, engine.manifest.dflash.tap_layers)
+    return [Follower(engine, slot, truth) for slot in range(2)]
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(7)
+
+
+@pytest.fixture
+def slot(followers: list[Follower]) -> Follower:
+    followers[0].truncate(0)
+    return followers[0]
+
+
+def vocabulary(slot: Follower) -> int:
+    return slot.engine.manifest.target_dims.vocab_size
+
+
+@pytest.mark.parametrize("past", [1, 9, CHUNK - 1, CHUNK, CHUNK + 1])
+def test_rounds_behind_a_prompt(slot: Follower, rng: np.random.Generator, past: int) -> None:
+    """Trees, each behind what the one before it committed: the root, a path that must be moved, one that need not."""
+    prompt = rng.integers(0, vocabulary(slot), past).tolist()
+    for start in range(0, past, CHUNK):
+        slot.prefill(prompt[start : start + CHUNK])
+    for node in (0, NODES - 1, 1):
+        tree = random_tree(rng, NODES, vocabulary(slot))
+        slot.verify(tree)
+        slot.commit(path_to(tree, node))
+    slot.prefill(rng.integers(0, vocabulary(slot), 3))
+
+
+def test_chunks_of_any_size_make_one_prompt(slot: Follower, rng: np.random.Generator) -> None:
+    for size in (5, 1, 30, 1, 2):
+        slot.prefill(rng.integers(0, vocabulary(slot), size))
+
+
+def test_a_tree_that_is_not_committed_leaves_no_trace(slot: Follower, rng: np.random.Generator) -> None:
+    slot.prefill(rng.integers(0, vocabulary(slot), 6))
+    for _ in range(2):
+        slot.verify(random_tree(rng, NODES, vocabulary(slot)))
+    slot.commit(np.array([0], np.int32))
+    slot.verify(random_tree(rng, 1, vocabulary(slot)))
+
+
+def test_a_truncated_slot_goes_on_with_other_tokens(slot: Follower, rng: np.random.Generator) -> None:
+    for length, more in ((0, 20), (13, 4), (17, 1), (1, 8)):
+        slot.truncate(length)
+        slot.prefill(rng.integers(0, vocabulary(slot), more))
+        tree = random_tree(rng, NODES, vocabulary(slot))
+        slot.verify(tree)
+        slot.commit(path_to(tree, NODES - 1))
+
+
+def test_slots_are_independent(followers: list[Follower], rng: np.random.Generator) -> None:
+    """Two sequences of different lengths in one call, and one of them alone in between."""
+    engine, vocab = followers[0].engine, vocabulary(followers[0])
+    for follower, length in zip(followers, (3, 19), strict=True):
+        follower.truncate(0)
+        follower.prefill(rng.integers(0, vocab, length))
+    for nodes in ((NODES, 5), (2, NODES)):
+        trees = [random_tree(rng, n, vocab) for n in nodes]
+        requests = [follower.request(tree) for follower, tree in zip(followers, trees, strict=True)]
+        for follower, verdict in zip(followers, engine.verify(requests), strict=True):
+            follower.check(verdict)
+        for follower, tree in zip(followers, trees, strict=True):
+            follower.commit(path_to(tree, len(tree) - 1))
+        followers[1].verify(trees[0])
+        followers[1].commit(path_to(trees[0], 1))

@@ -1,0 +1,87 @@
+"""Rows of logits: what a prefill returns on every backend, and rows that stay on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_builds import PACKAGED, build_torch_engine
+from scripted import Good, MarkovTarget, ScriptedEngine
+
+from ddtree_trt.bench.pairs.forced import ForcedEngine
+from ddtree_trt.runtime.engines.base import Engine, LogitRows
+from ddtree_trt.runtime.engines.lazy_rows import LazyRows
+from ddtree_trt.runtime.engines.load import open_engine
+
+BACKENDS = ("onnxruntime", "torch", "tensorrt", "scripted", "forced")
+
+
+def scripted() -> ScriptedEngine:
+    return ScriptedEngine(MarkovTarget(64), Good(MarkovTarget(64)))
+
+
+@pytest.fixture(params=BACKENDS)
+def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
+    def torch() -> Engine:
+        return build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", tmp_path / "e", max_seq_len=64)
+
+    makers: dict[str, Callable[[], Engine]] = {
+        "onnxruntime": lambda: open_engine(request.getfixturevalue("small_engine"), threads=1),
+        "torch": torch,
+        "tensorrt": lambda: open_engine(request.getfixturevalue("machine").directory),
+        "scripted": scripted,
+        "forced": lambda: ForcedEngine(scripted(), 3),
+    }
+    made = makers[request.param]()
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(("rows", "count"), [("all", 5), ("last", 1), ("none", 0)])
+def test_a_prefill_returns_the_rows_it_is_asked_for(engine: Engine, rows: LogitRows, count: int) -> None:
+    """And no row more: every backend, and what stands for one, means the same."""
+    tokens = np.array([5, 6, 7, 8, 9], np.int64)
+    verdict = engine.prefill(0, tokens, rows=rows, taps=True)
+    vocab = engine.manifest.target_dims.vocab_size
+    logits = np.asarray(verdict.logits)
+    assert verdict.choices.shape == (count,) and verdict.choices.dtype == np.int64
+    assert len(verdict.logits) == count and logits.shape == (count, vocab) and logits.dtype == np.float32
+    assert verdict.choices.tolist() == logits.argmax(-1).tolist()
+    assert engine.length(0) == engine.draftable_length(0) == 5
+    if count:
+        np.testing.assert_array_equal(verdict.logits[-1], logits[-1])
+        np.testing.assert_array_equal(verdict.logits[0], logits[0])
+    with pytest.raises(IndexError):
+        verdict.logits[count]
+
+
+def test_lazy_rows_fetch_what_is_read() -> None:
+    fetched: list[tuple[int, int]] = []
+    whole = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+    def fetch(start: int, stop: int) -> Any:
+        fetched.append((start, stop))
+        return whole[start:stop].copy()
+
+    rows = LazyRows(4, 3, fetch)
+    assert len(rows) == 4 and not fetched
+    np.testing.assert_array_equal(rows[2], whole[2])
+    np.testing.assert_array_equal(rows[-1], whole[3])
+    assert fetched == [(2, 3), (3, 4)]
+    np.testing.assert_array_equal(np.asarray(rows), whole)
+    assert fetched[2:] == [(0, 4)]
+    assert np.array(rows, np.float64).dtype == np.float64
+    assert [r.tolist() for r in rows] == whole.tolist()
+    for index in (4, -5):
+        with pytest.raises(IndexError, match="of 4"):
+            rows[index]
+    with pytest.raises(ValueError, match="cannot be read without a copy"):
+        np.asarray(rows, copy=False)
+
+
+def test_no_rows_fetch_nothing() -> None:
+    rows = LazyRows(0, 3, lambda *_: pytest.fail("there is nothing to fetch"))
+    assert np.asarray(rows).shape == (0, 3) and list(rows) == []

@@ -1,0 +1,180 @@
+"""Parts of the PyTorch engine that only a GPU uses, as far as a CPU can show them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from attention_cases import case
+from plugin_libraries import torch_operators
+from torch import Tensor
+from torch.nn import functional as F
+
+from ddtree_trt.artifact.manifest import Limits, TransformerDims
+from ddtree_trt.bench.pairs.random_pair import find_shape
+from ddtree_trt.bench.pairs.random_torch import random_torch_engine
+from ddtree_trt.errors import MissingDependency
+from ddtree_trt.plugins import MaskMode, reference
+from ddtree_trt.runtime.engines.base import DraftRequest
+from ddtree_trt.runtime.engines.torch import attention as torch_attention
+from ddtree_trt.runtime.engines.torch.attention import DenseAttention
+from ddtree_trt.runtime.engines.torch.graphs import Download, Upload
+from ddtree_trt.runtime.engines.torch.pointwise import KernelMath, PlainMath, rotary_tables
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("mode", MaskMode)
+@pytest.mark.parametrize("tokens", [1, 9])
+def test_dense_attention_is_the_reference(mode: MaskMode, tokens: int) -> None:
+    tensors, place = case(tokens)
+    arrays = [t.numpy().copy() for t in tensors]
+    assert place.mask is not None
+    control = [t.numpy() for t in (place.slots, place.past, place.mask)]
+    expected, keys, values = reference.attention(*arrays, *control, mode, 0.3)  # type: ignore[call-arg]
+    found = DenseAttention()(*tensors, place, mode, 0.3)  # type: ignore[arg-type]
+    np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
+    np.testing.assert_array_equal(tensors[3].numpy(), keys)
+    np.testing.assert_array_equal(tensors[4].numpy(), values)
+
+
+@pytest.fixture
+def operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`torch.ops.ddtree` on the emulated kernels."""
+    library = torch_operators()
+    monkeypatch.setattr(torch_attention, "find", lambda name: library)
+    torch_attention.load_operators()
+
+
+HALVES = {"bf16": (torch.bfloat16, 2.0**-8), "fp16": (torch.float16, 2.0**-11)}  # type, half a step relative to a value
+
+
+def assert_rounded_once(found: Tensor, exact: Tensor, half_step: float) -> None:
+    """Whether `found` is `exact` within one rounding, and what float32 sums in another order."""
+    torch.testing.assert_close(found.double(), exact, rtol=1.02 * half_step, atol=1e-5)
+
+
+@pytest.mark.parametrize("precision", HALVES)
+@pytest.mark.parametrize("width", [8, 192, 2560, 4096])
+def test_the_kernels_norm(operators: None, precision: str, width: int) -> None:
+    dtype, half_step = HALVES[precision]
+    x, update, weight = (torch.randn(shape).to(dtype) for shape in ((2, 3, width), (2, 3, width), (width,)))
+    for added in (update, None):
+        total, normed = KernelMath().add_norm(x, added, weight, 1e-6)
+        expected, _ = PlainMath().add_norm(x, added, weight, 1e-6)
+        assert torch.equal(total, expected)
+        exact = total.double() * (total.double().square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
+        assert_rounded_once(normed, exact, half_step)
+
+
+@pytest.mark.parametrize("precision", HALVES)
+@pytest.mark.parametrize("heads", [(4, 2, 64), (1, 1, 64), (8, 2, 128), (3, 3, 128)])
+def test_the_kernels_split_and_turn(operators: None, precision: str, heads: tuple[int, int, int]) -> None:
+    dtype, half_step = HALVES[precision]
+    q_heads, kv_heads, size = heads
+    dims = TransformerDims(8, 8, 1, q_heads, kv_heads, size, 8, 1e-6, 1e4, 64)
+    tables = rotary_tables(dims, 50, CPU)
+    qkv = torch.randn(2, 3, (q_heads + 2 * kv_heads) * size).to(dtype)
+    norms = [torch.rand(size).to(dtype) + 0.5 for _ in range(2)]
+    positions = torch.tensor([[0, 7, 49], [3, 3, 31]], dtype=torch.int32)
+    found = KernelMath().split_qkv(qkv, *norms, tables, positions, 1e-6, q_heads)
+    exact = PlainMath().split_qkv(qkv.double(), *(n.double() for n in norms), tables.double(), positions, 1e-6, q_heads)
+    for part, (x, expected) in enumerate(zip(found, exact, strict=True)):
+        assert x.is_contiguous() and x.shape == expected.shape
+        if part == 2:
+            assert torch.equal(x.double(), expected)
+        else:  # turning adds two products, whose sum may be far smaller than they are
+            torch.testing.assert_close(x.double(), expected, rtol=1.02 * half_step, atol=2e-4)
+
+
+@pytest.mark.parametrize("precision", HALVES)
+@pytest.mark.parametrize("inner", [8, 512, 2056])
+def test_the_kernels_swiglu(operators: None, precision: str, inner: int) -> None:
+    dtype, half_step = HALVES[precision]
+    gate_up = (4 * torch.randn(2, 3, 2 * inner)).to(dtype)
+    gate_up[0, 0, :2] = torch.tensor([-60.0, 60.0]).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    assert_rounded_once(KernelMath().swiglu(gate_up), F.silu(gate) * up, half_step)
+
+
+def test_the_kernels_refuse_what_they_do_not_have(operators: None) -> None:
+    ops, half = torch.ops.ddtree, torch.bfloat16
+    x, w, tables = torch.zeros(2, 16, dtype=half), torch.zeros(16, dtype=half), torch.zeros(2, 5, 64)
+    q, kv, at = torch.zeros(2, 2, 64, dtype=half), torch.zeros(2, 1, 64, dtype=half), torch.zeros(2, dtype=torch.int32)
+    norm, qkv = torch.ones(64, dtype=half), torch.zeros(2, 4, 64, dtype=half)
+    wide, odd = torch.zeros(2, 2, 32, dtype=half), torch.zeros(2, 12, dtype=half)
+    calls: list[tuple[Any, str]] = [
+        (lambda: ops.add_rms_norm(x.float(), None, w.float(), 1e-6, None, x.float()), "x must be bfloat16 or float16"),
+        (lambda: ops.add_rms_norm(odd, None, w[:12], 1e-6, None, odd.clone()), "status 2"),
+        (lambda: ops.add_rms_norm(x, x, w, 1e-6, None, x.clone()), "status 1"),
+        (lambda: ops.add_rms_norm(x, None, w[:8], 1e-6, None, x.clone()), "weight must have shape"),
+        (lambda: ops.swiglu(x, x), "gate_up must have shape"),
+        (lambda: ops.split_qkv(qkv, norm, norm, tables, at.long(), 1e-6, q, kv, kv.clone()), "positions must be"),
+        (lambda: ops.split_qkv(qkv[:, :3], norm, norm, tables, at, 1e-6, q, kv, kv.clone()), "qkv must"),
+        (
+            lambda: ops.split_qkv(
+                wide.repeat(1, 2, 1), norm[:32], norm[:32], tables[..., :32].contiguous(), at, 1e-6,
+                wide, wide[:, :1].contiguous(), wide[:, :1].contiguous(),
+            ),
+            "status 3",
+        ),
+    ]  # fmt: skip
+    for call, text in calls:
+        with pytest.raises(RuntimeError, match=text):
+            call()
+
+
+def test_a_library_of_before_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    class Namespace:
+        pass
+
+    def load(path: str) -> None:
+        for name in torch_attention.OPERATORS[:-1]:
+            setattr(namespace, name, None)
+
+    namespace = Namespace()
+    monkeypatch.setattr(torch.ops, "ddtree", namespace)
+    monkeypatch.setattr(torch.ops, "load_library", load)
+    monkeypatch.setattr(torch_attention, "find", lambda name: tmp_path / name)
+    with pytest.raises(MissingDependency, match="older than this version: no swiglu; run `make plugins`"):
+        torch_attention.load_operators()
+
+
+def test_equal_shapes_go_up_to_equal_addresses() -> None:
+    shapes = [(3,), (3,), (3, 5), (3, 5, 2)]
+    upload = Upload(Upload.size(*shapes), CPU)
+    rng = np.random.default_rng(0)
+    before: list[int] = []
+    for _ in range(2):
+        arrays = [rng.integers(-9, 9, shape).astype(np.int32) for shape in shapes]
+        views = upload.send(*arrays)
+        for view, array in zip(views, arrays, strict=True):
+            np.testing.assert_array_equal(view.numpy(), array)
+            assert view.is_contiguous() and (view.data_ptr() - views[0].data_ptr()) % 16 == 0
+        addresses = [view.data_ptr() for view in views]
+        assert before in ([], addresses)
+        before = addresses
+
+
+def test_what_comes_down_is_a_copy() -> None:
+    download = Download(6, CPU)
+    download.on_device.copy_(torch.arange(6))
+    found = download.fetch(4)
+    download.on_device.zero_()
+    assert found.tolist() == [0, 1, 2, 3] and download.fetch(2).tolist() == [0, 0]
+    assert download.waits == 2
+
+
+def test_random_weights_make_an_engine() -> None:
+    """Without a checkpoint: every weight the layout names, logits about as peaked as a trained network's."""
+    shape, limits = find_shape("micro"), Limits(max_seq_len=128, max_batch=1)
+    engine, weights = random_torch_engine("micro", shape, "fp32", limits, torch.device("cpu"))
+    assert engine.manifest.name == "random-micro" and all(torch.isfinite(w).all() for w in weights.values())
+    verdict = engine.prefill(0, np.arange(1, 40), rows="all", taps=True)
+    assert 2 < np.asarray(verdict.logits).std() < 50
+    assert len(set(verdict.choices.tolist())) > 20
+    (draft,) = engine.draft([DraftRequest(0, 3, 4, 3, lambda *_: pytest.fail("a block drafter draws nothing"))])
+    assert np.isfinite(draft.log_probs).all()

@@ -1,0 +1,303 @@
+"""The round on the device, run on the CPU: token for token what the host-built round gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import make_target
+from engine_builds import PACKAGED, build_torch_engine
+from hypothesis import given
+from hypothesis import strategies as st
+from plugin_libraries import torch_operators
+from truth import FALSE_ALARM, chi_square
+
+from ddtree_trt.bench.pairs.forced import ForcedEngine
+from ddtree_trt.bench.pairs.forced_torch import ForcedRounds
+from ddtree_trt.device.buckets import buckets
+from ddtree_trt.errors import EngineError
+from ddtree_trt.plugins import reference as plugin_reference
+from ddtree_trt.runtime.decoding.noise import Noise
+from ddtree_trt.runtime.engines.base import RoundRequest
+from ddtree_trt.runtime.engines.load import open_engine
+from ddtree_trt.runtime.engines.torch import attention as torch_attention
+from ddtree_trt.runtime.engines.torch.attention import KernelAttention
+from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.engines.torch.noise import gumbel
+from ddtree_trt.runtime.engines.torch.round_ops import HostOps, KernelOps
+from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.outputs import RequestOutput
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.text.codec import TextCodec
+
+TOKENS = 50
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("round") / "tiny"
+    build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", path, max_batch=3, max_seq_len=320).close()
+    return path
+
+
+@pytest.fixture
+def engine(directory: Path) -> Iterator[TorchEngine]:
+    engine = open_engine(directory, threads=1)
+    assert isinstance(engine, TorchEngine)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture(scope="module")
+def prompts(directory: Path) -> list[list[int]]:
+    codec = TextCodec(directory, {})
+    rows = (PACKAGED / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [codec.encode([{"role": "user", "content": json.loads(row)["prompt"]}]) for row in rows[3::17]][:3]
+
+
+@pytest.fixture(scope="module", params=[3, 16, 64])
+def expected(request: pytest.FixtureRequest, directory: Path, prompts: list[Any]) -> tuple[int, list[RequestOutput]]:
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, method="ddtree", tree_budget=request.param)
+    with LLM(directory) as llm:
+        return request.param, llm.generate(prompts, params)
+
+
+def seed_of(seed: int | None, index: int) -> int:
+    """What a request's completion `index` draws with on a device."""
+    return Noise(seed, index).target_seed
+
+
+def decode(engine: TorchEngine, bonus: list[int], tokens: int, **request: Any) -> tuple[list[Any], list[Any]]:
+    """Rounds of slots 0, 1, … until one of them has so many tokens: the tokens of each, and how many by round."""
+    assert engine.rounds is not None
+    request = {"budget": 16, **request}
+    requests = [RoundRequest(slot, token, **request) for slot, token in enumerate(bonus)]
+    found: list[list[int]] = [[] for _ in bonus]
+    lengths: list[list[int]] = [[] for _ in bonus]
+    while max(map(len, found)) < tokens:
+        for slot, result in enumerate(engine.rounds.round(requests)):
+            found[slot] += result.tokens
+            lengths[slot].append(len(result.tokens))
+            requests[slot] = replace(requests[slot], bonus_token=result.tokens[-1])
+    return found, lengths
+
+
+def prefill(engine: TorchEngine, prompts: list[list[int]]) -> list[int]:
+    """Put each prompt into a slot; their first tokens."""
+    bonus = []
+    for slot, prompt in enumerate(prompts):
+        engine.truncate(slot, 0)
+        verdict = engine.prefill(slot, np.array(prompt, np.int64), rows="last", taps=True)
+        bonus.append(int(verdict.choices[0]))
+    return bonus
+
+
+def begins_with(longer: list[Any], shorter: list[Any]) -> bool:
+    return longer[: len(shorter)] == shorter
+
+
+def test_rounds_are_the_hosts(engine: TorchEngine, prompts: list[Any], expected: tuple[int, Any]) -> None:
+    """Tokens and acceptance lengths of each sequence, alone and side by side."""
+    budget, outputs = expected
+    for group in ([0], [1], [0, 1, 2]):
+        bonus = prefill(engine, [prompts[n] for n in group])
+        tokens, lengths = decode(engine, bonus, TOKENS - 1, budget=budget)
+        for slot, n in enumerate(group):
+            found, wanted = [bonus[slot], *tokens[slot]], outputs[n].outputs[0].token_ids
+            assert begins_with(found, wanted) or begins_with(wanted, found)
+            whole = outputs[n].metrics.acceptance_lengths[:-1]  # the last round may have been cut
+            assert begins_with(lengths[slot], whole) or begins_with(whole, lengths[slot])
+            assert engine.length(slot) == engine.draftable_length(slot) == len(prompts[n]) + len(found) - 1
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_the_engine_goes_on_where_rounds_stopped(
+    engine: TorchEngine, prompts: list[Any], expected: tuple[int, Any], ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounds launched in vain leave no trace: what comes after a flight was left, also in the middle of a round's
+    tokens, is what one long run says. Another slot, and rounds of two slots, in between."""
+    monkeypatch.setattr("ddtree_trt.runtime.engines.torch.flight.AHEAD", ahead)
+    budget, outputs = expected
+    bonus = prefill(engine, prompts[:2])
+    said, other = [bonus[0]], [bonus[1]]
+    for kept in (1, 9, 2, 12):
+        tokens, _ = decode(engine, said[-1:], kept, budget=budget)
+        said += tokens[0][:kept]
+        engine.truncate(0, len(prompts[0]) + len(said) - 1)
+        tokens, _ = decode(engine, [said[-1], other[-1]], 1, budget=budget)
+        said += tokens[0]
+        other += tokens[1]
+    for found, output in ((said, outputs[0]), (other, outputs[1])):
+        wanted = output.outputs[0].token_ids
+        assert begins_with(wanted, found) or begins_with(found, wanted)
+
+
+def test_slots_of_one_round_have_budgets_of_their_own(engine: TorchEngine, prompts: list[Any]) -> None:
+    """Trees of different sizes share a pass; a slot's rounds are those it has alone."""
+    assert engine.rounds is not None
+    alone = []
+    for n, budget in enumerate((3, 40, 16)):
+        bonus = prefill(engine, prompts[n : n + 1])
+        requests = [RoundRequest(0, bonus[0], budget)]
+        alone.append(engine.rounds.round(requests)[0])
+        assert alone[-1].nodes == budget
+    bonus = prefill(engine, prompts)
+    together = engine.rounds.round([RoundRequest(n, bonus[n], budget) for n, budget in enumerate((3, 40, 16))])
+    assert together == alone
+
+
+def test_padding_changes_nothing(engine: TorchEngine, prompts: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes of a GPU: trees of 3, 16 and 40 nodes in passes of 4, 32 and 48 tokens, which other budgets share."""
+    assert engine.rounds is not None
+    expected = [decode(engine, prefill(engine, prompts[:1]), 20, budget=budget) for budget in (3, 16, 40)]
+    engine.buckets = buckets(engine.limits.max_tokens_per_pass)
+    found = [decode(engine, prefill(engine, prompts[:1]), 20, budget=budget) for budget in (3, 16, 40)]
+    assert found == expected
+    made = [engine.rounds.made_for([RoundRequest(0, 0, budget)]) for budget in (3, 16, 17, 31, 40)]
+    assert made[1] is made[2] is made[3] and made[0] is not made[1] is not made[4]
+
+
+def test_rounds_go_on_to_the_slots_end(engine: TorchEngine, prompts: list[Any]) -> None:
+    """The last ones are not launched ahead; then there is no room."""
+    (bonus,) = prefill(engine, prompts[:1])
+    with pytest.raises(EngineError, match="cache rows, 17 more do not fit"):
+        decode(engine, [bonus], 10_000)
+    rows, block = engine.cache.rows, engine.manifest.dflash.block_size
+    assert engine.limits.max_seq_len <= rows - 17 - block < engine.length(0) <= rows
+
+
+def test_draws_do_not_depend_on_the_tree(engine: TorchEngine, prompts: list[Any]) -> None:
+    """With one seed every budget gives the same text, and another seed gives another."""
+    texts = {}
+    for seed, budget in ((1, 1), (1, 8), (1, 40), (2, 8)):
+        bonus = prefill(engine, prompts[:1])
+        tokens, _ = decode(engine, bonus, 30, budget=budget, seed=seed_of(seed, 0), temperature=4.0)
+        texts[seed, budget] = tokens[0][:30]
+    assert texts[1, 1] == texts[1, 8] == texts[1, 40] != texts[2, 8]
+
+
+def test_temperature_0_is_greedy_beside_another(
+    engine: TorchEngine, prompts: list[Any], expected: tuple[int, Any]
+) -> None:
+    assert engine.rounds is not None
+    budget, outputs = expected
+    bonus = prefill(engine, prompts[:2])
+    requests = [RoundRequest(0, bonus[0], budget), RoundRequest(1, bonus[1], budget, temperature=4.0, seed=5)]
+    found = engine.rounds.round(requests)
+    assert begins_with(outputs[0].outputs[0].token_ids, [bonus[0], *found[0].tokens])
+
+
+def test_noise_draws_from_the_distribution() -> None:
+    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -3.0, 0.5])
+    seeds = torch.tensor([seed_of(7, i) for i in range(40)])
+    for temperature in (0.6, 1.0):
+        noise = gumbel(seeds, torch.arange(500).expand(40, -1), len(logits))
+        assert noise.dtype == torch.float32 and torch.isfinite(noise).all()
+        drawn = (logits + temperature * noise).argmax(-1).flatten().tolist()
+        p = (logits / temperature).softmax(0).tolist()
+        counts = {(t,): drawn.count(t) for t in range(len(p))}
+        assert chi_square(counts, {(t,): q for t, q in enumerate(p)}) > FALSE_ALARM
+
+
+def test_noise_is_a_function_of_seed_position_and_token() -> None:
+    seeds = torch.tensor([seed_of(0, 0), seed_of(0, 1)])
+    whole = gumbel(seeds, torch.tensor([[5, 6], [6, 9]]), 50)
+    assert torch.equal(whole[:1, 1:], gumbel(seeds[:1], torch.tensor([[6]]), 50))
+    assert torch.equal(whole[..., :7], gumbel(seeds, torch.tensor([[5, 6], [6, 9]]), 7))
+    assert not torch.equal(whole[0, 1], whole[1, 0])
+    assert abs(float(np.corrcoef(whole.flatten(0, 1).numpy()[:2])[0, 1])) < 0.5
+    assert seed_of(None, 0) != seed_of(None, 0)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_lie_where_the_engine_has_room_for_them(
+    engine: TorchEngine, prompts: list[Any], temperature: float
+) -> None:
+    """Nothing that a pass writes is larger, and the memory plan counts it once."""
+    bonus = prefill(engine, prompts[:2])
+    engine.logits.fill_(torch.nan)
+    decode(engine, bonus, 1, temperature=temperature)
+    assert torch.isfinite(engine.logits[: 2 * 17]).all()
+
+
+def test_forced_rounds_commit_what_is_forced(engine: TorchEngine, prompts: list[Any]) -> None:
+    """In rounds of their own over the same engine; those of the engine do not know of it."""
+    (bonus,) = prefill(engine, prompts[:1])
+    assert engine.rounds is not None
+    plain = engine.rounds.round([RoundRequest(0, bonus, 128)])
+    forced = ForcedEngine(engine, 3).rounds
+    assert isinstance(forced, ForcedRounds)
+    requests = [RoundRequest(0, plain[0].tokens[-1], 128)]
+    for _ in range(6):
+        (result,) = forced.round(requests)
+        assert len(result.tokens) == 3
+        requests = [replace(requests[0], bonus_token=result.tokens[-1])]
+    # The engine's own rounds begin anew from the books, though they were in flight for this slot before.
+    expected = RoundRequest(0, plain[0].tokens[-1], 128)
+    length = engine.length(0)
+    (result,) = engine.rounds.round([expected])
+    assert engine.length(0) == length + len(result.tokens)
+    assert length == len(prompts[0]) + len(plain[0].tokens) + 18
+    forced.close()
+    assert forced not in engine.flights and engine.rounds in engine.flights
+    assert "forced" not in {field.name for field in fields(RoundRequest)}
+
+
+@given(seed=st.integers(0, 10_000), sizes=st.lists(st.integers(1, 70), min_size=1, max_size=3))
+def test_the_hosts_operators_are_the_reference(seed: int, sizes: list[int]) -> None:
+    """Masks and walks of padded trees, as the kernels compute them; neither is written in terms of the other."""
+    rng, tokens = np.random.default_rng(seed), 70
+    parents = np.full((len(sizes), tokens), -1, np.int32)
+    for row, size in zip(parents, sizes, strict=True):
+        row[1:size] = [rng.integers(0, i) for i in range(1, size)]
+    token_ids, choices = (rng.integers(0, 4, parents.shape).astype(np.int32) for _ in range(2))
+    past = rng.integers(0, 50, len(sizes)).astype(np.int32)
+    words = -(-tokens // 32) + 1
+    mask = torch.full((len(sizes), tokens, words), 7, dtype=torch.int32)
+    tree, said, drafted = (torch.from_numpy(a) for a in (parents, choices, token_ids))
+    HostOps().packed_mask(tree, mask)
+    path = torch.zeros(parents.shape, dtype=torch.int32)
+    lengths, following, new_past = (torch.zeros(len(sizes), dtype=torch.int32) for _ in range(3))
+    counts = torch.tensor(sizes, dtype=torch.int32)
+    HostOps().walk(tree, drafted, said, counts, torch.from_numpy(past), path, lengths, following, new_past)
+    for n, size in enumerate(sizes):
+        np.testing.assert_array_equal(mask[n].numpy(), plugin_reference.packed_mask(parents[n], words))
+        nodes = plugin_reference.walk(parents[n], token_ids[n], choices[n], size)
+        assert path[n].tolist() == [*nodes, *[-1] * (tokens - len(nodes))]
+        assert (lengths[n], following[n], new_past[n]) == (len(nodes), choices[n, nodes[-1]], past[n] + len(nodes))
+
+
+def test_rounds_on_the_kernels(
+    directory: Path, tmp_path: Path, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The round as a GPU runs it, but for the graph: every operator is the kernels' own source on the CPU."""
+    library = torch_operators()
+    monkeypatch.setattr(torch_attention, "find", lambda name: library)
+    build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", tmp_path / "e", precision="bf16").close()
+    torch_attention.load_operators()
+    monkeypatch.setattr(
+        "ddtree_trt.runtime.engines.torch.engine.attention_for", lambda *given: KernelAttention(given[-1])
+    )
+    found = {}
+    for way in ("device", "host"):
+        engine = open_engine(tmp_path / "e")
+        assert isinstance(engine, TorchEngine) and engine.kernels
+        assert engine.rounds is not None
+        rounds = engine.rounds.made_for([RoundRequest(0, 0, 16)])
+        assert isinstance(rounds._ops, KernelOps)
+        if way == "host":
+            rounds._ops = HostOps()
+        found[way] = decode(engine, prefill(engine, prompts[:1]), 24)
+    assert found["device"] == found["host"]
+    assert max(found["device"][1][0]) > 2
+
+
+def test_an_autoregressive_drafter_has_none(tmp_path: Path) -> None:
+    target, drafter = make_target(tmp_path / "t"), make_target(tmp_path / "d", tokenizer=False)
+    assert build_torch_engine(target, drafter, tmp_path / "e").rounds is None

@@ -1,0 +1,315 @@
+"""Tree attention: the CUDA source, run on the CPU, against the NumPy reference.
+
+The emulation follows the fragment layouts of the PTX manual, lands asynchronous copies at unknown moments and shuffles
+threads between barriers. Machine code, memory ordering and speed are for cpp_plugins/tests/run_gpu.sh.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import numpy as np
+import pytest
+from plugin_libraries import Guarded, address, aligned, emulated_kernels
+
+from ddtree_trt import _native
+from ddtree_trt.artifact.manifest import Limits, TransformerDims
+from ddtree_trt.device import memory
+from ddtree_trt.errors import EngineError
+from ddtree_trt.plugins import MaskMode, reference
+
+POISON = 0x7FFF  # NaN in bf16 and fp16 alike
+
+
+def encode(values: np.ndarray, fp16: bool) -> np.ndarray:
+    """uint16 bits of bf16 or fp16, rounded to nearest even."""
+    if fp16:
+        return values.astype(np.float16).view(np.uint16)
+    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def decode(bits: np.ndarray, fp16: bool) -> np.ndarray:
+    if fp16:
+        return bits.view(np.float16).astype(np.float32)
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def random_tree(rng: np.random.Generator, tokens: int) -> np.ndarray:
+    return np.array([-1, *(rng.integers(0, i) for i in range(1, tokens))], np.int32)
+
+
+def chain(_: np.random.Generator, tokens: int) -> np.ndarray:
+    return np.arange(-1, tokens - 1, dtype=np.int32)
+
+
+def star(_: np.random.Generator, tokens: int) -> np.ndarray:
+    return np.array([-1] + [0] * (tokens - 1), np.int32)
+
+
+class Case:
+    """Random tensors of one call. Cache rows at and after past_len are NaN: reading one shows."""
+
+    def __init__(
+        self, tokens, past, group=1, kv_heads=1, head_dim=64, fp16=False, tree=random_tree, slots=None, seed=0
+    ):
+        rng = np.random.default_rng(seed)
+        self.fp16 = fp16
+        self.past_len = np.array(past, np.int32)
+        n = len(self.past_len)
+        slots = slots or n + 1
+        capacity = max(int(self.past_len.max()), 0) + tokens + 3
+        shapes = {
+            "q": (n, tokens, kv_heads * group, head_dim),
+            "k": (n, tokens, kv_heads, head_dim),
+            "v": (n, tokens, kv_heads, head_dim),
+            "cache_k": (slots, kv_heads, capacity, head_dim),
+            "cache_v": (slots, kv_heads, capacity, head_dim),
+        }
+        self.arrays = {name: aligned(shape, np.uint16) for name, shape in shapes.items()}
+        for array in self.arrays.values():
+            array[...] = encode(rng.standard_normal(array.shape, np.float32), fp16)
+        self.slot_ids = rng.permutation(slots)[:n].astype(np.int32)
+        for name in ("cache_k", "cache_v"):
+            for slot, length in zip(self.slot_ids, self.past_len, strict=True):
+                self.arrays[name][slot, :, max(length, 0) :] = POISON
+        self.tree_mask = np.stack([reference.packed_mask(tree(rng, tokens)) for _ in range(n)])
+        self.scale = head_dim**-0.5
+
+    def expected(self, mode):
+        values = {name: decode(array, self.fp16) for name, array in self.arrays.items()}
+        return reference.attention(
+            values["q"], values["k"], values["v"], values["cache_k"], values["cache_v"],
+            self.slot_ids, self.past_len, self.tree_mask, mode, self.scale,
+        )  # fmt: skip
+
+    def fields(self, mode, splits=0, **change):
+        a = self.arrays
+        slots, kv_heads, capacity, head_dim = a["cache_k"].shape
+        fields = {
+            "q": address(a["q"]), "k": address(a["k"]), "v": address(a["v"]),
+            "past_k": address(a["cache_k"]), "past_v": address(a["cache_v"]),
+            "present_k": address(a["cache_k"]), "present_v": address(a["cache_v"]),
+            "slot_ids": address(self.slot_ids), "past_len": address(self.past_len),
+            "tree_mask": address(self.tree_mask), "sequences": len(self.past_len), "tokens": a["q"].shape[1],
+            "q_heads": a["q"].shape[2], "kv_heads": kv_heads, "head_dim": head_dim, "slots": slots,
+            "capacity": capacity, "mask_words": self.tree_mask.shape[2], "type": int(self.fp16),
+            "mask_mode": int(mode), "scale": self.scale, "splits": splits,
+        }  # fmt: skip
+        return fields | change
+
+    def run(self, mode, splits=0, place=lambda array: array):
+        fields = self.fields(mode, splits)
+        size = emulated_kernels().attention_workspace_bytes(**fields)
+        workspace, out = aligned((size // 2,), np.uint16), aligned(self.arrays["q"].shape, np.uint16)
+        workspace[...] = out[...] = POISON
+        workspace, out = place(workspace), place(out)
+        emulated_kernels().launch(
+            "tree_attention", out=address(out), workspace=address(workspace), workspace_bytes=size, **fields
+        )
+        return decode(out, self.fp16)
+
+
+def check(case, mode, splits=0):
+    attn, present_k, present_v = case.expected(mode)
+    found = case.run(mode, splits)
+    assert np.isfinite(found).all()
+    assert np.abs(found - attn).max() <= 2e-2
+    assert np.linalg.norm(found - attn) <= (2e-3 if case.fp16 else 1e-2) * np.linalg.norm(attn)
+    np.testing.assert_array_equal(decode(case.arrays["cache_k"], case.fp16), present_k)
+    np.testing.assert_array_equal(decode(case.arrays["cache_v"], case.fp16), present_v)
+
+
+EDGES = [0, 1, 63, 64, 65, 127, 128, 129]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 17, 33])
+@pytest.mark.parametrize("group", [1, 2, 4, 8])
+def test_pasts_around_tile_edges(tokens, group):
+    for i, past in enumerate(EDGES):
+        check(Case(tokens, [past], group, seed=i), MaskMode.TREE, splits=(0, 1, 2)[i % 3])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "past", "group"),
+    [
+        (65, 63, 4),
+        (65, 4096, 4),
+        (129, 65, 2),
+        (129, 4095, 1),
+        (513, 129, 2),
+        (513, 1000, 1),
+        (1025, 64, 1),
+        (1025, 4096, 1),
+    ],
+)
+def test_large_trees_and_long_pasts(tokens, past, group):
+    check(Case(tokens, [past], group), MaskMode.TREE)
+
+
+@pytest.mark.parametrize("mode", list(MaskMode))
+@pytest.mark.parametrize("tree", [random_tree, chain, star])
+def test_modes_and_tree_shapes(mode, tree):
+    check(Case(33, [70], 2, tree=tree), mode)
+
+
+@pytest.mark.parametrize("mode", list(MaskMode))
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("fp16", [False, True])
+def test_types_head_sizes_and_batches(mode, head_dim, fp16):
+    for splits in (0, 1, 5):
+        check(Case(17, [100, 0, 65], 4, 2, head_dim, fp16), mode, splits)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_calls(seed):
+    rng = np.random.default_rng(seed)
+    pasts = rng.integers(0, 200, rng.integers(1, 4))
+    case = Case(
+        int(rng.integers(1, 70)), pasts, int(rng.integers(1, 9)), int(rng.integers(1, 3)), int(rng.choice([64, 128])),
+        bool(rng.integers(2)), seed=seed,
+    )  # fmt: skip
+    check(case, MaskMode(int(rng.integers(3))), int(rng.integers(0, 9)))
+
+
+def test_chain_and_causal_are_bitwise_the_same():
+    np.testing.assert_array_equal(
+        Case(33, [70], 2, tree=chain).run(MaskMode.TREE), Case(33, [70], 2).run(MaskMode.CAUSAL)
+    )
+
+
+def test_a_token_that_sees_nothing_gets_zeros():
+    case = Case(5, [0])
+    case.tree_mask[0, 3] = 0
+    found = case.run(MaskMode.TREE)
+    assert not found[0, 3].any() and found[0, 4].any()
+
+
+def test_a_mask_without_the_root_hides_it_where_past_ends_inside_a_tile():
+    for past in (63, 62, 15):
+        case = Case(9, [past], 2)
+        case.tree_mask[...] = np.array([1 << i for i in range(9)], np.int32).reshape(1, 9, 1)
+        check(case, MaskMode.TREE)
+
+
+def test_tree_mask_bits_of_later_tokens_are_ignored():
+    case = Case(17, [9], 2)
+    expected = Case(17, [9], 2).run(MaskMode.CAUSAL)
+    case.tree_mask[...] = -1
+    np.testing.assert_array_equal(case.run(MaskMode.TREE), expected)
+
+
+def _run_garbage(at_end: bool) -> None:
+    rng = np.random.default_rng(7)
+    for past, slot in [(-(2**31), -5), (2**31 - 1, 2**31 - 1), (10**6, 3), (-1, -(2**31))]:
+        guard = Guarded(at_end)
+        case = Case(17, [20, 20], 4, 2)
+        case.past_len[:], case.slot_ids[:] = past, (slot, 1)
+        for name, array in case.arrays.items():
+            case.arrays[name] = guard(np.where(array == POISON, 0x3800, array).astype(np.uint16))
+        case.past_len, case.slot_ids = guard(case.past_len), guard(case.slot_ids)
+        case.tree_mask = guard(rng.integers(-(2**31), 2**31, case.tree_mask.shape).astype(np.int32))
+        expected = case.expected(MaskMode.TREE)[0]
+        for splits in (1, 0):
+            assert np.abs(case.run(MaskMode.TREE, splits, guard) - expected).max() <= 2e-2
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+def test_garbage_control_values_stay_in_bounds(at_end):
+    emulated_kernels()  # built before the child needs it
+    child = multiprocessing.get_context("fork").Process(target=_run_garbage, args=(at_end,))
+    child.start()
+    child.join(60)
+    assert child.exitcode == 0, "a signal here (negative) is an access outside an array"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"q": None}, "pointer"),
+        ({"tree_mask": None}, "pointer"),
+        ({"head_dim": 96}, "no kernel"),
+        ({"type": 2}, "no kernel"),
+        ({"mask_mode": 3}, "no kernel"),
+        ({"q_heads": 3}, "extent"),
+        ({"kv_heads": 0}, "extent"),
+        ({"tokens": -1}, "extent"),
+        ({"capacity": 4}, "extent"),
+        ({"slots": 0}, "extent"),
+        ({"mask_words": 0}, "extent"),
+        ({"scale": 0.0}, "extent"),
+        ({"scale": float("nan")}, "extent"),
+        ({"workspace_bytes": 16}, "workspace"),
+        ({"workspace": None}, "workspace"),
+    ],
+)
+def test_the_launcher_refuses(change, text):
+    case = Case(5, [3], 2, 2)
+    out, workspace = aligned(case.arrays["q"].shape, np.uint16), aligned((1 << 20,), np.uint8)
+    good = case.fields(MaskMode.TREE, 2, out=address(out), workspace=address(workspace), workspace_bytes=1 << 20)
+    with pytest.raises(EngineError, match=text):
+        emulated_kernels().launch("tree_attention", **{**good, **change})
+    with pytest.raises(EngineError, match="16 bytes"):
+        emulated_kernels().launch("tree_attention", **{**good, "k": good["k"] + 2})
+    emulated_kernels().launch("tree_attention", **good)
+
+
+def test_nothing_to_do_needs_no_pointers():
+    for empty in ("tokens", "sequences"):
+        fields = Case(5, [3]).fields(MaskMode.TREE) | {"q": None, empty: 0}
+        assert emulated_kernels().attention_workspace_bytes(**fields) == 0
+        emulated_kernels().launch("tree_attention", **fields)
+
+
+def _needs(q_heads, kv_heads, head_dim, capacity, max_batch, max_tokens):
+    """The launcher's own need of every call up to these extents, bytes [max_batch, max_tokens]."""
+    extents = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity, "slots": max_batch}
+    words = -(-max_tokens // 32)
+    return [
+        [
+            emulated_kernels().attention_workspace_bytes(sequences=n, tokens=t, scale=0.1, mask_words=words, **extents)
+            for t in range(1, max_tokens + 1)
+        ]
+        for n in range(1, max_batch + 1)
+    ]
+
+
+@pytest.mark.parametrize("max_batch", [1, 4, 17, 32])
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "head_dim", "capacity"),
+    [(32, 8, 128, 4353), (16, 8, 128, 4353), (14, 2, 64, 1000), (8, 1, 64, 257), (4, 4, 64, 64), (64, 4, 128, 40960)],
+)
+def test_the_bound_is_the_largest_need_of_any_call(q_heads, kv_heads, head_dim, capacity, max_batch):
+    """What is set aside must do for every number of sequences and tokens: fewer sequences are cut into more parts."""
+    max_tokens = min(257, capacity)
+    needs = _needs(q_heads, kv_heads, head_dim, capacity, max_batch, max_tokens)
+    bound = _native.attention_workspace_bound(max_batch, max_tokens, q_heads, kv_heads, head_dim, capacity)
+    assert bound == max(map(max, needs))
+
+
+@pytest.mark.parametrize("max_batch", [4, 17, 32])
+def test_the_memory_plan_counts_the_bound(max_batch):
+    """Of Qwen3-8B's heads one sequence of 16 tokens needs most, 8,785,920 bytes, whatever the largest batch is."""
+    dims = TransformerDims(151936, 4096, 36, 32, 8, 128, 12288, 1e-6, 1e6, 40960)
+    limits = Limits(max_seq_len=4096, max_batch=max_batch)
+    assert limits.cache_rows == 4353
+    assert _needs(32, 8, 128, 4353, 1, 16)[0][15] == 8_785_920
+    assert memory.attention_workspace_bytes([dims], limits) == 8_785_920
+    for backend in ("torch", "tensorrt"):
+        halves, single = (memory.plan_engine(backend, p, dims, dims, limits, 0) for p in ("bf16", "fp32"))
+        passes = {"torch": 2, "tensorrt": 1}[backend]
+        without = [
+            plan.workspace_bytes - passes * memory._widest_bytes(backend, size, dims, dims, limits)
+            for plan, size in ((halves, 2), (single, 4))
+        ]
+        assert without[0] - without[1] == 8_785_920  # float32 has no kernels
+
+
+@pytest.mark.parametrize(
+    "change", [{"sequences": 0}, {"tokens": 300}, {"q_heads": 3}, {"kv_heads": 0}, {"head_dim": 0}]
+)
+def test_the_bound_of_impossible_extents_is_refused(change):
+    good = {"sequences": 1, "tokens": 16, "q_heads": 8, "kv_heads": 4, "head_dim": 64, "capacity": 256}
+    assert _native.attention_workspace_bound(**good) > 0
+    with pytest.raises(ValueError, match="tokens at most capacity"):
+        _native.attention_workspace_bound(**{**good, **change})

@@ -1,0 +1,212 @@
+"""The import law: who may import whom, and that the light entry points stay light."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+import ddtree_trt
+
+PACKAGE = Path(ddtree_trt.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+NATIVE = "ddtree_trt._native"
+HEAVY = {"onnx", "onnxruntime", "torch", "tensorrt", "transformers"}
+
+# The rooms that may import a runtime, at any depth: whole packages and single files.
+OWNERS = {
+    "onnxruntime": ("runtime/engines/onnxruntime/",),
+    "torch": (
+        *("runtime/engines/torch/", "bench/pairs/forced_torch.py", "bench/pairs/random_torch.py"),
+        *("bench/reference.py", "bench/peers/hf.py", "bench/peers/reference.py"),
+    ),
+    "tensorrt": ("build/backends/tensorrt/", "device/"),
+    "cuda": ("device/",),
+}
+ONNX_ROOM = "build/graph/"  # may import onnx when it is loaded; the rest of build/ inside a function
+
+# What `build` and `runtime` share. These import nothing of ours but each other.
+LEAVES = ("artifact/", "device/", "models/", "plugins/", "errors.py", "files.py", "isolation.py", "reading.py")
+LARGEST_FOLDER, LONGEST_FILE, LONGEST_FUNCTION = 15, 350, 60
+
+
+def imports(tree: ast.AST) -> set[str]:
+    """Absolute names of every module imported below `tree`, `from x import y` as x and x.y."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide what is imported"
+            found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def loaded_imports(tree: ast.Module) -> set[str]:
+    """Imports that run when the module is loaded: not those inside functions or under TYPE_CHECKING."""
+    found: set[str] = set()
+    todo: list[ast.AST] = list(tree.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= imports(node)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            todo += node.orelse
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            todo += ast.iter_child_nodes(node)
+    return found
+
+
+def within(names: set[str], module: str) -> set[str]:
+    return {name for name in names if name == module or name.startswith(f"{module}.")}
+
+
+def our_files(names: set[str]) -> set[str]:
+    """The files of ours behind imported names. A public name of the package is its `__init__.py`, which loads it; the
+    version and the native module are nobody's file."""
+    found = set()
+    for name in within(names, "ddtree_trt") - {"ddtree_trt", "ddtree_trt.__version__"} - within(names, NATIVE):
+        parts = name.split(".")[1:]
+        ways = [
+            ("/".join(parts[:end]) + end_of)
+            for end in (len(parts), len(parts) - 1)
+            for end_of in (".py", "/__init__.py")
+        ]
+        found.add(next((way for way in ways if (PACKAGE / way).is_file()), "__init__.py"))
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_import_law(path: Path) -> None:
+    place = path.relative_to(PACKAGE).as_posix()
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = imports(tree)
+    others = {file for file in our_files(names) if not file.startswith(LEAVES)}
+    if place.startswith(LEAVES):
+        assert not others, "leaves import leaves only"
+    for side in ("build/", "runtime/"):
+        if place.startswith(side):
+            assert not {other for other in others if not other.startswith(side)}, f"{side} and leaves only"
+    if place.startswith("build/"):
+        assert not within(names, NATIVE)
+    # What the kernels and the host are tested against is for tests alone.
+    assert not within(names, "ddtree_trt.plugins.reference")
+    for module, owners in OWNERS.items():
+        assert place.startswith(owners) or not within(names, module)
+    if within(loaded_imports(tree), "onnx"):
+        assert place.startswith(ONNX_ROOM)
+    if not place.startswith("build/"):
+        assert not within(names, "onnx")
+
+
+def test_the_law_finds_what_breaks_it() -> None:
+    code = "from ddtree_trt import LLM, __version__, _native, errors\nfrom ddtree_trt.runtime.tree import TokenTree\n"
+    assert our_files(imports(ast.parse(code))) == {"__init__.py", "errors.py", "runtime/tree.py"}
+
+
+def circles(graph: dict[str, set[str]]) -> list[set[str]]:
+    """Groups of modules that import each other, directly or over others."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        todo = [start]
+        while todo:
+            new = graph[todo.pop()] - seen
+            seen |= new
+            todo += new
+        return seen
+
+    behind = {module: reached(module) for module in graph}
+    groups = {
+        frozenset(m for m in behind[module] if module in behind[m]) for module in graph if module in behind[module]
+    }
+    return sorted((set(group) for group in groups), key=sorted)
+
+
+def test_no_import_circle() -> None:
+    """Of whatever kind: imports inside functions and those for types count too."""
+    graph = {}
+    for path in FILES:
+        place = path.relative_to(PACKAGE).as_posix()
+        graph[place] = our_files(imports(ast.parse(path.read_text(encoding="utf-8")))) - {place}
+    assert circles(graph) == []
+
+
+def test_circles_are_found() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == [{"a", "b", "c"}]
+
+
+def test_no_module_has_the_name_of_a_library_it_uses() -> None:
+    for path in FILES:
+        names = {name.partition(".")[0] for name in imports(ast.parse(path.read_text(encoding="utf-8")))}
+        assert path.stem not in names, path
+
+
+SOURCES = [f for room in ("ddtree_trt", "tests", "tools", "triton_repo") for f in (PACKAGE.parent / room).rglob("*.py")]
+
+
+def test_folders_files_and_functions_are_small() -> None:
+    folders = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
+    assert {str(f): n for f, n in folders.items() if n > LARGEST_FOLDER} == {}
+    long = {}
+    for path in SOURCES:
+        text = path.read_text(encoding="utf-8")
+        if text.count("\n") > LONGEST_FILE:
+            long[str(path)] = text.count("\n")
+        for node in ast.walk(ast.parse(text)):
+            # A command's function lists its options.
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and path.parent.name != "commands":
+                lines = (node.end_lineno or 0) - node.lineno + 1
+                if lines > LONGEST_FUNCTION:
+                    long[f"{path}:{node.name}"] = lines
+    assert long == {}
+
+
+def loaded_by(code: str) -> set[str]:
+    """Heavy packages in memory after a fresh interpreter ran `code`."""
+    script = f"import sys\ntry:\n    {code}\nexcept SystemExit as e:\n    assert not e.code, e.code\n"
+    script += "print('\\n' + ' '.join(m for m in sys.modules if '.' not in m))"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return HEAVY & set(run.stdout.splitlines()[-1].split())
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import ddtree_trt",
+        "import ddtree_trt.cli",
+        "import ddtree_trt.build.compile, ddtree_trt.build.checkpoint.reader",
+        "from ddtree_trt.cli import app; app(['--help'])",
+        "from ddtree_trt.cli import app; app(['build', '--help'])",
+        "from ddtree_trt.cli import app; app(['--version'])",
+        "from ddtree_trt.cli import app; app(['doctor'])",
+    ],
+)
+def test_light_entry_points_load_no_heavy_package(code: str) -> None:
+    assert loaded_by(code) == set()
+
+
+def test_loaded_by_sees_a_heavy_package() -> None:
+    assert "onnx" in loaded_by("import onnx")
+
+
+def test_every_runtime_dependency_ends_before_its_next_major_version() -> None:
+    """Extras of tests and of peers that are only measured aside."""
+    metadata = (PACKAGE.parent / "pyproject.toml").read_text(encoding="utf-8")
+    head, _, extras = metadata.partition("[project.optional-dependencies]")
+    sections = {"dependencies": head.partition("\ndependencies = [")[2].partition("\n]")[0]}
+    for line in extras.splitlines():
+        name, _, value = line.partition(" = [")
+        if name in ("tensorrt", "torch", "triton", "serve", "bench"):
+            sections[name] = value
+    assert len(sections) == 6
+    for section, text in sections.items():
+        requirements = [r.group(1) for r in re.finditer(r'"([^"]+)"', re.sub(r"#.*", "", text))]
+        assert requirements, section
+        for requirement in requirements:
+            assert re.search(r",<\d+(;|$)", requirement), f"{requirement} of {section} has no upper bound"

@@ -1,0 +1,263 @@
+"""AsyncLLM: many callers, one engine, and no one's fate decides another's."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pacing import WAIT_S, Passes, until
+
+import ddtree_trt
+from ddtree_trt import LLM, RequestOutput, SamplingParams
+from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull
+from ddtree_trt.runtime.request_maker import Request
+from ddtree_trt.runtime.submission import as_they_come
+
+PROMPTS_FILE = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "prompts.jsonl"
+LINES = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()
+PROMPTS = [[{"role": "user", "content": json.loads(line)["prompt"]}] for line in LINES][:12]
+LONG = SamplingParams(max_tokens=1900, ignore_eos=True, method="ar")
+
+
+@pytest.fixture
+def llm(tiny_engine: Path) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(tiny_engine)
+    yield llm
+    llm.shutdown()
+
+
+def essence(output: RequestOutput) -> list[tuple[Any, ...]]:
+    return [(o.index, o.text, o.token_ids, o.finish_reason, o.stop_reason, o.logprobs) for o in output.outputs]
+
+
+def mixed_params() -> list[SamplingParams]:
+    every = [
+        SamplingParams(max_tokens=40),
+        SamplingParams(max_tokens=24, method="ar", logprobs=2),
+        SamplingParams(max_tokens=32, tree_budget=4, stop=("is", "5")),
+        SamplingParams(max_tokens=16, n=2, temperature=0.8, seed=7, echo=True),
+    ]
+    return [every[i % len(every)] for i in range(len(PROMPTS))]
+
+
+async def test_concurrent_callers_get_what_llm_generate_gives(tiny_engine: Path, llm: AsyncLLM) -> None:
+    params = mixed_params()
+    with LLM(tiny_engine) as alone:
+        expected = [essence(alone.generate([p], s)[0]) for p, s in zip(PROMPTS, params, strict=True)]
+    order = list(range(len(PROMPTS)))
+    random.Random(3).shuffle(order)
+    outputs = await asyncio.gather(*(llm.complete(PROMPTS[i], params[i]) for i in order))
+    for i, output in zip(order, outputs, strict=True):
+        got = essence(output)
+        assert [g[:5] for g in got] == [e[:5] for e in expected[i]]
+    await llm.drain()
+    assert (llm.running, llm.waiting) == (0, 0)
+
+
+async def test_parts_joined_are_the_output_and_generate_grows_towards_it(llm: AsyncLLM) -> None:
+    params = SamplingParams(max_tokens=48, n=2, logprobs=1, echo=True, stop=("zzz",))
+    parts: list[RequestOutput] = []
+    passes = Passes(llm.engine)
+    passes.in_step_with(lambda: len(parts), 2)
+    async for part in llm.stream(PROMPTS[0], params):
+        parts.append(part)
+    passes.release()
+    grown = [whole async for whole in llm.generate(PROMPTS[0], params)]
+    joined = parts[0]
+    for part in parts[1:]:
+        joined = joined.joined(part)
+    assert [e[:5] for e in essence(joined)] == [e[:5] for e in essence(grown[-1])]
+    assert len(parts) > 2 and not any(p.finished for p in parts[:-1]) and parts[-1].finished
+    for earlier, later in itertools.pairwise(grown):
+        for o in earlier.outputs:
+            assert later.outputs[o.index].text.startswith(o.text)
+    assert all(len(o.logprobs or []) == len(o.token_ids) for o in joined.outputs)
+    assert joined.usage.completion_tokens == sum(len(o.token_ids) for o in joined.outputs)
+
+
+async def test_what_a_slow_reader_left_unread_comes_as_one_part(llm: AsyncLLM) -> None:
+    with llm.submit(PROMPTS[0], SamplingParams(max_tokens=40)) as submission:
+        await llm.drain()
+        await until(lambda: submission._part is not None and submission._part.finished)
+        parts = [part async for part in submission]
+    assert len(parts) == 1
+    assert essence(parts[0])[0][:5] == essence(await llm.complete(PROMPTS[0], SamplingParams(max_tokens=40)))[0][:5]
+
+
+@pytest.mark.parametrize("way", ["close", "task", "garbage", "abort", "submission"])
+async def test_every_way_of_leaving_frees_the_slot(llm: AsyncLLM, way: str) -> None:
+    """Whoever leaves during a pass has left before the next one."""
+    passes = Passes(llm.engine)
+    parts = llm.stream(PROMPTS[0], LONG, "mine")
+    await parts.__anext__()
+    assert llm.running == 1
+    leaving: list[asyncio.Task[None]] = []
+    if way == "submission":
+        other = llm.submit(PROMPTS[1], LONG)
+        await until(lambda: llm.running == 2)
+    passes.hold()
+    await until(lambda: passes.held)
+    begun = passes.begun
+
+    async def read_on() -> None:
+        async for _ in parts:
+            pass
+
+    if way == "close":
+        await parts.aclose()
+    elif way == "garbage":
+        del parts
+        gc.collect()
+    elif way == "task":
+        leaving.append(asyncio.ensure_future(read_on()))
+        await asyncio.sleep(0)  # it has begun to read
+        leaving[0].cancel()
+    elif way == "abort":
+        await llm.abort("mine")
+    else:
+        with other:
+            pass
+        await parts.aclose()
+        with pytest.raises(StopAsyncIteration):
+            await other.__aiter__().__anext__()
+    await until(lambda: len(llm._commands) == (2 if way == "submission" else 1))
+    passes.release()
+    await until(lambda: llm.running == 0 and llm.waiting == 0)
+    assert passes.begun == begun, "no round after the one under way"
+    await asyncio.gather(*leaving, return_exceptions=True)
+    if way == "abort":
+        last = [part async for part in parts][-1]
+        assert last.finished and last.outputs[0].finish_reason == "abort"
+
+
+async def test_a_cancelled_request_changes_no_other(tiny_engine: Path, llm: AsyncLLM) -> None:
+    params = SamplingParams(max_tokens=48)
+    with LLM(tiny_engine) as alone:
+        expected = [o.outputs[0].token_ids for o in alone.generate(PROMPTS[:8], params)]
+    noise = [asyncio.ensure_future(llm.complete(p, LONG)) for p in PROMPTS[8:]]
+    wanted = [asyncio.ensure_future(llm.complete(p, params)) for p in PROMPTS[:8]]
+    for i, task in enumerate(noise):
+        await asyncio.sleep(0.02 * i)
+        task.cancel()
+    assert [o.outputs[0].token_ids for o in await asyncio.gather(*wanted)] == expected
+    await asyncio.gather(*noise, return_exceptions=True)
+    await llm.drain()
+
+
+async def test_the_queue_is_bounded(tiny_engine: Path) -> None:
+    llm = AsyncLLM(tiny_engine, max_waiting=2)
+    try:
+        room = llm.slots + 2
+        held = [llm.submit(PROMPTS[0], LONG) for _ in range(room - 1)]
+        with pytest.raises(QueueFull, match="at most 2 may"):
+            llm.submit(PROMPTS[0], SamplingParams(n=2, temperature=1))
+        held.append(llm.submit(PROMPTS[0], LONG))
+        with pytest.raises(QueueFull):
+            await llm.complete(PROMPTS[0], LONG)
+        with pytest.raises(UsageError, match=f"n {room + 1} is more than the {room}"):
+            llm.submit(PROMPTS[0], SamplingParams(n=room + 1, temperature=1))
+        held.pop().cancel()
+        await until(lambda: llm.waiting == 1)
+        with llm.submit(PROMPTS[0], LONG):
+            pass
+        for submission in held:
+            submission.cancel()
+        await llm.drain()
+    finally:
+        llm.shutdown()
+
+
+async def test_a_wrong_call_is_refused_before_it_reaches_the_engine(llm: AsyncLLM) -> None:
+    with pytest.raises(UsageError, match="the prompt has no tokens"):
+        llm.submit("")
+    with pytest.raises(UsageError, match="max_seq_len"):
+        await llm.complete([5] * 100_000)
+    held = llm.submit(PROMPTS[0], LONG, "twice")
+    with pytest.raises(UsageError, match="'twice' is already in use"):
+        llm.submit(PROMPTS[0], LONG, "twice")
+    await held.__aiter__().__anext__()  # the second call has not cancelled the first
+    held.cancel()
+    await llm.drain()
+    await llm.complete(PROMPTS[0], SamplingParams(max_tokens=2), "twice")
+
+
+async def test_a_pass_that_fails_ends_its_requests_and_no_later_ones(llm: AsyncLLM) -> None:
+    verify, failing = llm.engine.verify, True
+
+    def sometimes(requests: Any) -> Any:
+        if failing:
+            raise EngineError("scripted failure")
+        return verify(requests)
+
+    llm.engine.verify = sometimes  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="scripted failure"):
+        await llm.complete(PROMPTS[0], SamplingParams(max_tokens=20, n=3, temperature=1))
+    failing = False
+    assert (await llm.complete(PROMPTS[0], SamplingParams(max_tokens=20))).finished
+    assert llm.failure is None and llm.running == 0
+
+
+async def test_nobody_waits_for_a_worker_that_died(llm: AsyncLLM) -> None:
+    submission = llm.submit(PROMPTS[0], LONG)
+
+    def broken() -> None:
+        raise RuntimeError("scripted bug")
+
+    llm._scheduler.step = broken  # type: ignore[method-assign, assignment]
+    with pytest.raises(EngineError, match="RuntimeError: scripted bug"):
+        await submission.result()
+    with pytest.raises(EngineError, match="restart"):
+        llm.submit(PROMPTS[0])
+    assert isinstance(llm.failure, EngineError)
+    await asyncio.wait_for(llm.drain(), WAIT_S)
+
+
+async def test_shutdown_ends_everyone_and_refuses_newcomers(tiny_engine: Path) -> None:
+    ended: list[Request] = []
+    llm = AsyncLLM(tiny_engine, on_finished=ended.append)
+    everyone = [llm.submit(p, LONG) for p in PROMPTS]
+    await until(lambda: llm.running == llm.slots)
+    llm.shutdown()
+    llm.shutdown()
+    reasons = [(await s.result()).outputs[0].finish_reason for s in everyone]
+    assert reasons == ["abort"] * len(PROMPTS) and len(ended) == len(PROMPTS)
+    with pytest.raises(EngineError, match="shut down"):
+        llm.submit(PROMPTS[0])
+
+
+def test_a_closed_event_loop_loses_its_requests_only(tiny_engine: Path) -> None:
+    llm = AsyncLLM(tiny_engine)
+    try:
+
+        async def leave_one() -> None:
+            llm.submit(PROMPTS[0], LONG)
+            await until(lambda: llm.running == 1)
+
+        asyncio.run(leave_one())
+        output = asyncio.run(llm.complete(PROMPTS[1], SamplingParams(max_tokens=8)))
+        assert output.usage.completion_tokens == 8
+        asyncio.run(asyncio.wait_for(llm.drain(), WAIT_S))
+    finally:
+        llm.shutdown()
+
+
+async def test_several_requests_are_read_as_they_come(llm: AsyncLLM) -> None:
+    params = [SamplingParams(max_tokens=64, ignore_eos=True), SamplingParams(max_tokens=4)]
+    singles = [(await llm.complete(p, s)).outputs[0].text for p, s in zip(PROMPTS, params, strict=False)]
+    texts, order, short_read = ["", ""], [], False
+    Passes(llm.engine).wait_until(lambda requests: short_read or llm.running + llm.waiting == 2)
+    submissions = [llm.submit(p, s) for p, s in zip(PROMPTS, params, strict=False)]
+    async for place, part in as_they_come(submissions):
+        texts[place] += part.outputs[0].text
+        order.append(place)
+        short_read = short_read or (place == 1 and part.finished)
+    assert texts == singles
+    assert order.index(1) < len(order) - 1 - order[::-1].index(0), "the short one did not wait for the long one"

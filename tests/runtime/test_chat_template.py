@@ -1,0 +1,278 @@
+"""Chat templates that are programs: what they compute, and that those without an end or a measure are stopped."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from engine_builds import PACKAGED
+from pacing import WAIT_S
+from typer.testing import CliRunner
+
+import ddtree_trt
+from ddtree_trt.artifact.tokenizer_files import has_chat_template
+from ddtree_trt.cli import app
+from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.isolation import isolated
+from ddtree_trt.runtime import llm
+from ddtree_trt.runtime.text import chat_template, chat_template_worker
+from ddtree_trt.runtime.text.chat_template import Limits, Renderer
+from ddtree_trt.runtime.text.codec import TextCodec
+from ddtree_trt.serve import server
+from ddtree_trt.serve.options import ServeOptions
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "größe?\n{{ 5 }} 😀"}]
+PLAIN = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+TOKENIZER = TextCodec(PACKAGED / "tokenizer", {}).tokenizer
+
+
+@pytest.fixture(scope="module")
+def renderer() -> Iterator[Renderer]:
+    renderer = Renderer(Limits(seconds=WAIT_S, memory_bytes=64 << 20, characters=100_000))
+    yield renderer
+    renderer.close()
+
+
+@pytest.fixture(scope="module")
+def hasty() -> Iterator[Renderer]:
+    renderer = Renderer(Limits(seconds=1.0))
+    yield renderer
+    renderer.close()
+
+
+def test_it_renders_what_transformers_does(renderer: Renderer) -> None:
+    templates = [
+        PLAIN,
+        "{%- for m in messages -%}\n  {{ m | tojson }}\n{%- endfor %}{% if add_generation_prompt %}<bot>{% endif %}",
+        "{% for m in messages %}{% if loop.last %}{% continue %}{% endif %}{{ m['content'] }}{% endfor %}{{ style }}",
+        "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+    ]
+    for template in templates:
+        expected = TOKENIZER.apply_chat_template(
+            MESSAGES, chat_template=template, tokenize=False, add_generation_prompt=True, bos_token="<s>", style=3
+        )
+        assert renderer.render(template, MESSAGES, {"bos_token": "<s>", "style": 3}) == expected
+
+
+NESTED = "{% for a in range(99999) %}" * 3 + "x" + "{% endfor %}" * 3
+DOUBLED = "{% set ns = namespace(x='ab') %}{% for a in range(99) %}{% set ns.x = ns.x + ns.x %}{% endfor %}{{ ns.x }}"
+BOUNDED = [
+    (DOUBLED, "more than the 64 MiB allowed"),
+    (DOUBLED.replace("'ab'", "['a', 'b']"), "more than the 64 MiB allowed"),
+    ("{{ 'x' * 10 ** 10 }}", "more than the 64 MiB allowed"),
+    ("{{ '%9999999999d' % 1 }}", "refused the messages"),
+    ("{% for a in range(99999) %}{{ 'xxxx' }}{% endfor %}", "399996 characters, more than the 100000 allowed"),
+    ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+    ("{% for %}", "Expected"),
+    ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+    ("{{ messages.__class__.__mro__ }}", "unsafe"),
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("template", [NESTED.replace("x", ""), "{{ 9 ** (9 ** 9) }}"])
+def test_a_template_without_an_end_is_stopped(hasty: Renderer, template: str) -> None:
+    with pytest.raises(UsageError, match="took more than 1 s for these messages and was stopped; shorten them"):
+        hasty.render(template, MESSAGES, {})
+    assert hasty._process is None, "it does not go on"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("template", "text"), BOUNDED, ids=lambda v: v[:40])
+def test_a_template_s_error_is_one_line(renderer: Renderer, template: str, text: str) -> None:
+    with pytest.raises(UsageError, match=text) as caught:
+        renderer.render(template, MESSAGES, {})
+    assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
+    assert renderer.render(PLAIN, MESSAGES[:1], {"bos_token": ""}) == "<system>Be brief.\n", "the next one renders"
+
+
+def test_the_process_may_be_killed_between_renderings(renderer: Renderer) -> None:
+    assert renderer.render("a", MESSAGES, {}) == "a"
+    process = renderer._process
+    assert process is not None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert renderer.render("b", MESSAGES, {}) == "b"
+
+
+def test_an_interrupted_rendering_leaves_no_answer_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = Renderer()
+    renderer.wait()
+
+    def interrupted(*_: object) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(renderer, "_line", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            renderer.render("a", MESSAGES, {})
+    assert renderer.render("b", MESSAGES, {}) == "b"
+    renderer.close()
+
+
+def test_a_process_that_never_gets_ready_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "_START_S", 0.0)
+    with pytest.raises(EngineError, match="no process in 0 s"):
+        Renderer().wait()
+
+
+def test_long_messages_pass_through_the_pipe(renderer: Renderer) -> None:
+    chat = [{"role": "user", "content": "ß" * 90_000}, {"role": "user", "content": "x" * 2_000_000}]
+    assert renderer.render("{{ messages[0].content }}", chat, {}) == "ß" * 90_000
+
+
+def test_many_threads_render_their_own(renderer: Renderer) -> None:
+    texts: dict[int, str] = {}
+
+    def one(number: int) -> None:
+        texts[number] = renderer.render(PLAIN, [{"role": "user", "content": str(number)}], {"bos_token": ""})
+
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert texts == {n: f"<user>{n}\n" for n in range(16)}
+
+
+@pytest.mark.parametrize("value", [{1, 2}, b"x", object()], ids=str)
+def test_what_json_cannot_hold_is_refused(renderer: Renderer, value: object) -> None:
+    with pytest.raises(UsageError, match="chat messages must hold what JSON can"):
+        renderer.render(PLAIN, [{"role": "user", "content": "x", "extra": value}], {})
+
+
+def test_it_runs_nothing_of_the_directory_it_is_started_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("json.py", "jinja2.py", "sitecustomize.py", "transformers.py"):
+        (tmp_path / name).write_text("import os; os._exit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    renderer = Renderer()
+    assert renderer.render("a", MESSAGES, {}) == "a"
+    renderer.close()
+
+
+def test_a_process_that_cannot_start_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_template, "_MODULE", "ddtree_trt.no_such_module")
+        with pytest.raises(EngineError, match="exit code 1: ModuleNotFoundError: No module named"):
+            Renderer().render("a", MESSAGES, {})
+    monkeypatch.setattr("sys.executable", "/nonexistent/python")
+    with pytest.raises(EngineError, match="/nonexistent/python does not start"):
+        Renderer().render("a", MESSAGES, {})
+    monkeypatch.setattr("sys.executable", "")
+    with pytest.raises(EngineError, match=r"chat templates cannot be rendered: sys\.executable is not set"):
+        Renderer().render("a", MESSAGES, {})
+
+
+def test_packages_found_by_a_hook_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an editable installation in the user's site, whose hook an isolated process does not run."""
+    packages = str(Path(ddtree_trt.__file__).parent.parent)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != packages and "site-packages" not in p])
+    command = isolated("import ddtree_trt; print(ddtree_trt.__file__)")
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip() == ddtree_trt.__file__
+
+
+LIMITED = """
+import resource
+resource.setrlimit(resource.RLIMIT_CPU, (3000, 3000))
+from ddtree_trt.runtime.text.chat_template import Renderer
+renderer = Renderer()
+print(renderer.render("a{{ messages[0].content }}", [{"role": "user", "content": "b"}], {}))
+renderer.close()
+"""
+
+
+def test_a_process_with_limits_of_its_own_renders() -> None:
+    done = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "ab\n"), done.stderr
+
+
+def test_a_limit_is_never_above_the_hard_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[int, tuple[int, int]]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: seen.append((kind, limits)))
+    for hard in (resource.RLIM_INFINITY, 500, 2000):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, hard=hard: (100, hard))
+        chat_template_worker._limit(resource.RLIMIT_AS, 1000)
+    unlimited = resource.RLIM_INFINITY
+    assert [limits for _, limits in seen] == [(1000, unlimited), (500, 500), (1000, 2000)]
+
+
+def test_a_process_that_ends_is_not_the_messages_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    renderer = Renderer()
+    with monkeypatch.context() as patch:
+        patch.setattr(chat_template, "_write", lambda process, *_: process.kill())
+        with pytest.raises(EngineError, match="the process that renders chat templates ended with code -9; try again"):
+            renderer.render("a", MESSAGES, {})
+    assert renderer.render("b", MESSAGES, {}) == "b"
+    renderer.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "setting", "none", "damaged"])
+def test_it_is_started_early_only_where_there_is_a_template(
+    kind: str, tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tmp_path / "engine"
+    engine.mkdir()
+    shutil.copy(tiny_engine / "manifest.json", engine)
+    settings = {"setting": '{"chat_template": "x"}', "damaged": "[" * 10_000}
+    (engine / "tokenizer_config.json").write_text(settings.get(kind, "{}"))
+    if kind == "file":
+        (engine / "chat_template.jinja").write_text("x")
+    assert has_chat_template(engine) is (kind in ("file", "setting"))
+    started: list[bool] = []
+    monkeypatch.setattr(chat_template._shared, "start", lambda: started.append(True))
+
+    def stop(*_: object, **__: object) -> None:
+        raise EngineError("enough seen")
+
+    monkeypatch.setattr(server, "AsyncLLM", stop)
+    monkeypatch.setattr(llm, "LLM", stop)
+    options = ServeOptions(port=0)
+    with server.listen(options) as listener, pytest.raises(EngineError, match="enough seen"):
+        server.make_server(engine, options, listener)
+    assert len(started) == has_chat_template(engine)
+    CliRunner().invoke(app, ["run", str(engine), "--prompt", "x"])
+    assert len(started) == 2 * has_chat_template(engine)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
+def test_a_forked_process_has_its_own() -> None:
+    assert chat_template.render("a", MESSAGES, {}) == "a"
+    process = chat_template._shared._process
+    child = os.fork()
+    if child == 0:
+        forgot = chat_template._shared._process is None
+        own = chat_template.render("b", MESSAGES, {}) == "b"
+        chat_template._shared.close()
+        os._exit(0 if forgot and own else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert chat_template._shared._process is process
+    assert chat_template.render("c", MESSAGES, {}) == "c"
+
+
+def test_an_engine_s_chat_is_rendered_there(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec = TextCodec(tiny_engine, {})
+    expected = codec.tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert codec.render(MESSAGES) == expected
+    assert codec.encode(MESSAGES) == codec.encode(expected)
+    slow = Renderer(Limits(seconds=0.5))
+    monkeypatch.setattr(chat_template, "render", slow.render)
+    codec.tokenizer.chat_template = NESTED
+    with pytest.raises(UsageError, match=r"took more than 0\.5 s for these messages"):
+        codec.encode(MESSAGES)
+    slow.close()
+
+
+def test_looking_for_a_template_waits_for_no_pipe(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tokenizer_config.json")
+    assert not has_chat_template(tmp_path)

@@ -1,0 +1,289 @@
+"""Text, stops and limits against a plain statement on whole strings, with tokens committed in blocks of any size."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from scripted import Saying, SayingTarget, ScriptedEngine, completion
+
+import ddtree_trt
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.outputs import CompletionOutput
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.scheduler import Scheduler
+from ddtree_trt.runtime.text import codec as text
+from ddtree_trt.runtime.text.codec import INCOMPLETE, TextCodec, TextStream, as_prompts
+
+CODEC = TextCodec(Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "tokenizer", {})
+VOCAB = len(CODEC.tokenizer)
+EOS = CODEC.tokenizer.eos_token_id
+PIECES = ["\n", " ", " the", "x" * 20, *"a b ab 0 é ß 日本 語 中 😀 👍🏽 👩‍👩‍👧 \u0301 \u200d".split()]
+TEXTS = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
+STOPS = st.lists(st.lists(st.sampled_from(PIECES), min_size=1, max_size=3).map("".join), max_size=3)
+WORDS = st.integers(0, VOCAB - 1)  # whatever the model may say: special tokens, halves of characters
+BYTES = WORDS.map(lambda t: t % 300)  # mostly single bytes
+SCRIPTS = st.one_of(TEXTS.map(CODEC.encode), st.lists(WORDS, max_size=20), st.lists(BYTES, max_size=20))
+
+
+def test_many_token_ids_are_not_looked_at_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event loop passes them: what takes a microsecond for each would hold it up."""
+    prompt = list(range(VOCAB)) * 3
+    with monkeypatch.context() as patch:
+        patch.setattr(text, "as_integer", None)
+        ids = CODEC.encode(prompt)
+    assert ids == prompt and ids is not prompt, "the caller may change its own"
+    assert CODEC.encode([np.int64(7), 8]) == [7, 8]
+    assert CODEC.encode([]) == []
+    with pytest.raises(UsageError, match="whose item 1 is True"):
+        CODEC.encode([7, True])
+
+
+def settled(tokens: Sequence[int], skip: bool = True) -> str:
+    """The text of the tokens as far as no character is open."""
+    return CODEC.decode(tokens, skip_special_tokens=skip).rstrip(INCOMPLETE)
+
+
+@dataclass
+class Truth:
+    text: str
+    tokens: list[int]
+    reason: str
+    stop: int | str | None
+
+
+def truth(script: Sequence[int], params: SamplingParams, eos: int) -> Truth:
+    """What a completion must be that says the script and then `eos` for ever."""
+    said: list[int] = []
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else (eos,))}
+    skip = params.skip_special_tokens
+    while True:
+        said.append(script[len(said)] if len(said) < len(script) else eos)
+        enough = len(said) >= params.min_tokens
+        ends = enough and said[-1] in stops
+        before, now = settled(said[:-1], skip), settled(said, skip)
+        if ends and not params.include_stop_str_in_output:
+            now = before
+        finds = [(at, i) for i, stop in enumerate(params.stop) for at in places(now, stop)]
+        finds = [(at, i) for at, i in finds if at + len(params.stop[i]) > len(before)]
+        if finds and enough:
+            at, which = min(finds)
+            stop = params.stop[which]
+            size = at + len(stop) if params.include_stop_str_in_output else at
+            kept = [t for i, t in enumerate(said) if len(settled(said[:i], skip)) < size]
+            return Truth(now[:size], kept, "stop", stop)
+        if ends:
+            text = CODEC.decode(said if params.include_stop_str_in_output else said[:-1], skip_special_tokens=skip)
+            by_eos = said[-1] == eos and not params.ignore_eos
+            return Truth(text, said, "stop", None if by_eos else said[-1])
+        if len(said) == params.max_tokens:
+            return Truth(CODEC.decode(said, skip_special_tokens=skip), said, "length", None)
+
+
+def places(text: str, stop: str) -> list[int]:
+    return [at for at in range(len(text)) if text.startswith(stop, at)]
+
+
+def say(
+    script: Sequence[int], params: SamplingParams, accepted: Sequence[int], eos: int = EOS, **limits: int
+) -> tuple[CompletionOutput, list[CompletionOutput], Any]:
+    """Run a script in rounds that accept `accepted` drafts in turn: the whole output, its streamed parts, metrics."""
+    target = SayingTarget(script, VOCAB, end=eos)
+    lengths = cycle(accepted)
+    sizes = {"max_seq_len": 1000, **limits}
+    engine = ScriptedEngine(target, Saying(target, lambda: next(lengths)), block_size=8, **sizes)
+    scheduler = Scheduler(engine)
+    c = completion(engine, [1], params, codec=CODEC, eos=[eos])
+    scheduler.add(c)
+    parts: list[CompletionOutput] = []
+    while not c.finished:
+        scheduler.step()
+        if part := c.take():
+            parts.append(part)
+    if c.error is not None:
+        raise c.error
+    return c.output_so_far(), parts, c.metrics
+
+
+OPTIONS = st.fixed_dictionaries(
+    {"max_tokens": st.integers(1, 24), "stop": STOPS},
+    optional={
+        "min_tokens": st.integers(0, 6),
+        "stop_token_ids": st.lists(BYTES, max_size=2),
+        "ignore_eos": st.booleans(),
+        "include_stop_str_in_output": st.booleans(),
+        "skip_special_tokens": st.booleans(),
+        "logprobs": st.sampled_from([None, 0, 1]),
+        "method": st.sampled_from(["ar", "dflash", "ddtree"]),
+    },
+)
+
+
+@given(script=SCRIPTS, options=OPTIONS, accepted=st.lists(st.integers(0, 7), min_size=1, max_size=5))
+@example(script=CODEC.encode("ab😀 end"), options={"max_tokens": 20, "stop": ["😀"]}, accepted=[7])
+@example(script=CODEC.encode("😀"), options={"max_tokens": 2, "stop": []}, accepted=[0])
+@example(script=CODEC.encode("a b"), options={"max_tokens": 9, "min_tokens": 2, "stop": ["b"]}, accepted=[3])
+@example(script=CODEC.encode("a b"), options={"max_tokens": 9, "min_tokens": 3, "stop": ["b"]}, accepted=[3])
+@example(script=CODEC.encode("stop"), options={"max_tokens": 8, "stop": ["stop"]}, accepted=[3])
+@settings(max_examples=400)
+def test_stops_and_limits_hold_at_any_block_boundary(
+    script: list[int], options: dict[str, Any], accepted: list[int]
+) -> None:
+    options["min_tokens"] = min(options.get("min_tokens", 0), options["max_tokens"])
+    params = SamplingParams(**options)
+    # Until min_tokens the sampler does not say stop tokens at all: such a script cannot be said.
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else (EOS,))}
+    while len(script) < params.min_tokens or stops & set(script[: params.min_tokens]):
+        script = [t for t in script if t not in stops] + [next(t for t in range(5, 99) if t not in stops)]
+    expected = truth(script, params, EOS)
+    output, parts, metrics = say(script, params, accepted)
+    assert output.text == expected.text
+    assert output.token_ids == expected.tokens
+    assert (output.finish_reason, output.stop_reason) == (expected.reason, expected.stop)
+    assert metrics.output_tokens == len(output.token_ids) <= params.max_tokens
+    assert "".join(part.text for part in parts) == output.text
+    assert [t for part in parts for t in part.token_ids] == output.token_ids
+    assert [part.finish_reason for part in parts][:-1] == [None] * (len(parts) - 1)
+    assert parts[-1].finish_reason == output.finish_reason
+    for part in parts:
+        part.text.encode("utf-8")
+        assert part.text or part.token_ids or part.finish_reason, "a part says something"
+    if params.logprobs is not None:
+        assert output.logprobs is not None
+        assert [entry.token_id for entry in output.logprobs] == output.token_ids
+        streamed = [entry for part in parts for entry in part.logprobs or []]
+        assert streamed == output.logprobs
+        assert all(len(entry.top) == params.logprobs for entry in output.logprobs)
+
+
+@given(text=TEXTS, stop=STOPS.filter(bool), accepted=st.lists(st.integers(0, 7), min_size=1, max_size=4))
+@settings(max_examples=150)
+def test_one_stop_string_cuts_the_text_before_its_first_occurrence(
+    text: str, stop: list[str], accepted: list[int]
+) -> None:
+    script = CODEC.encode(text)
+    params = SamplingParams(max_tokens=len(script) + 1, stop=stop[0])
+    output, _, _ = say(script, params, accepted)
+    assert output.text == text.split(stop[0])[0]
+    assert output.stop_reason == (stop[0] if stop[0] in text else None)
+
+
+@given(script=SCRIPTS)
+@settings(max_examples=300)
+def test_text_grows_by_whole_characters_as_soon_as_they_are_known(script: list[int]) -> None:
+    stream = TextStream(CODEC)
+    for i, token in enumerate(script, 1):
+        stream.push(token)
+        assert stream.text == settled(script[:i])
+    stream.flush()
+    assert stream.text == CODEC.decode(script)
+
+
+@given(text=TEXTS)
+def test_a_codec_gives_back_any_text(text: str) -> None:
+    assert CODEC.decode(CODEC.encode(text)) == text
+
+
+@given(text=TEXTS, stop=STOPS)
+def test_what_is_safe_to_show_never_shrinks_and_is_never_cut(text: str, stop: list[str]) -> None:
+    stream = TextStream(CODEC, stop)
+    safe = [0]
+    for token in CODEC.encode(text):
+        found = stream.push(token)
+        safe.append(len(stream.text) if found else stream.safe_length())
+        if found:
+            break
+    assert all(a <= b for a, b in pairwise(safe))
+
+
+def test_text_is_held_back_only_while_a_stop_string_may_follow() -> None:
+    stream = TextStream(CODEC, ["END"])
+    shown = []
+    for token in CODEC.encode("E")[:1] + CODEC.encode("EN") + CODEC.encode("."):
+        stream.push(token)
+        shown.append(stream.safe_length())
+    assert stream.text == "EEN."
+    assert shown[-1] == 4
+    assert shown[0] == 0
+
+
+def test_stop_and_cap_in_the_same_block() -> None:
+    script = CODEC.encode("one two three four")
+    cap = len(script)
+    for accepted in ([7], [0], [2, 5]):
+        output, _, _ = say(script, SamplingParams(max_tokens=cap, stop="four"), accepted)
+        assert (output.text, output.finish_reason, output.stop_reason) == ("one two three ", "stop", "four")
+        output, _, _ = say([*script[: cap - 1], EOS], SamplingParams(max_tokens=cap), accepted)
+        assert (output.finish_reason, len(output.token_ids)) == ("stop", cap)
+        output, _, _ = say(script, SamplingParams(max_tokens=cap), accepted)
+        assert (output.text, output.finish_reason) == ("one two three four", "length")
+
+
+def test_the_engines_capacity_ends_a_sequence() -> None:
+    script = CODEC.encode("a b c d e f g h i j k l m n o p")
+    for accepted in ([0], [7]):
+        output, _, metrics = say(script, SamplingParams(max_tokens=100), accepted, max_seq_len=9, prefill_chunk=9)
+        assert (len(output.token_ids), output.finish_reason) == (8, "length")
+        assert metrics.prompt_tokens + metrics.output_tokens == 9
+
+
+def test_acceptance_counts_what_was_committed_even_if_a_stop_string_takes_it_back() -> None:
+    script = CODEC.encode("1 2 3 4 5 6 7 8 9")
+    output, _, metrics = say(script, SamplingParams(max_tokens=50, stop="4 5"), [3])
+    assert output.text == "1 2 3 "
+    assert all(size == 4 for size in metrics.acceptance_lengths[:-1])
+    assert 1 + sum(metrics.acceptance_lengths) > len(output.token_ids)
+    assert metrics.accepted_tokens == sum(metrics.acceptance_lengths) - metrics.rounds >= 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        (b"abc", "not bytes"),
+        (5, "not int"),
+        (None, "not NoneType"),
+        (0.5, "not float"),
+        ("a\ud800", "the prompt is not valid Unicode: character 1 is half of a surrogate pair"),
+        ([1, 2.0], "item 1 is 2.0"),
+        ([None], "item 0 is None"),
+        (["a"], "item 0 is 'a'"),
+        ([{"role": "user", "content": "x"}, "y"], "item 0 is {'role'"),
+        ([{"role": "user", "content": "a\udfff"}], "content of message 0 is not valid Unicode"),
+        ([{"role": "\ud800", "content": "a"}], "role of message 0 is not valid Unicode"),
+        ([{"role": None, "content": "a"}], "needs a role and a content"),
+        ([1, "a"], "a prompt is text, a list of token ids, or a list of chat messages .* item 1 is 'a'"),
+        ([True, 1], "a prompt is text, a list of token ids"),
+        ([{"role": "user"}], "needs a role and a content"),
+        ([{"role": "user", "content": 5}], "needs a role and a content"),
+    ],
+    ids=str,
+)
+def test_what_is_no_prompt_is_refused(prompt: Any, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        CODEC.encode(prompt)
+
+
+def test_the_numbers_of_other_libraries_are_token_ids() -> None:
+    assert CODEC.encode([np.int64(5), np.uint16(6), 7]) == [5, 6, 7]
+    assert all(type(token) is int for token in CODEC.encode([np.int64(5)]))
+
+
+@pytest.mark.parametrize("prompts", [None, 5, 0.5, b"x", {"role": "user", "content": "x"}, {"a"}], ids=str)
+def test_what_is_neither_a_prompt_nor_several_is_refused(prompts: Any) -> None:
+    with pytest.raises(UsageError, match="prompts must be a text, a list of token ids"):
+        as_prompts(prompts)
+
+
+def test_one_prompt_or_several() -> None:
+    chat = [{"role": "user", "content": "x"}]
+    for one in ("x", [1, 2], [np.int64(1)], chat):
+        assert as_prompts(one) == [one]
+        assert as_prompts([one, one]) == as_prompts(iter((one, one))) == [one, one]
+    assert as_prompts([]) == []

@@ -1,0 +1,352 @@
+"""Clients that leave, stall, or come in crowds; engines that fail. Nobody's trouble becomes another's."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from pacing import WAIT_S, wait_for
+from serving import LONG, ThreadServer, thread_server
+
+from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.text import chat_template
+from ddtree_trt.runtime.text.chat_template import Limits, Renderer
+
+ROUND_S = 0.02
+
+
+@pytest.fixture(scope="module")
+def server(tiny_engine: Path) -> Iterator[ThreadServer]:
+    with thread_server(tiny_engine, round_s=ROUND_S, max_waiting=2) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(server: ThreadServer) -> Iterator[None]:
+    yield
+    wait_for(lambda: server.llm.running == 0 and server.llm.waiting == 0)
+    wait_for(lambda: server.idle)  # a request that never came whole has no share in those counts
+    figures = server.figures()
+    assert figures["ddtree_requests_running"] == figures["ddtree_requests_waiting"] == 0
+
+
+def long_chat(**fields: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "hello"}], **LONG, **fields}).encode()
+
+
+def hold(server: ThreadServer, requests: int, **fields: Any) -> list[socket.socket]:
+    """Connections with long streams under way."""
+    before = server.llm.running + server.llm.waiting
+    held = [server.raw(long_chat(stream=True, **fields)) for _ in range(requests)]
+    wait_for(lambda: server.llm.running + server.llm.waiting == before + requests)
+    return held
+
+
+def release(server: ThreadServer, held: list[socket.socket]) -> None:
+    for connection in held:
+        connection.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_dropped_connection_frees_its_slot_within_a_round(server: ThreadServer, stream: bool) -> None:
+    connection = server.raw(long_chat(stream=stream))
+    wait_for(lambda: server.llm.running == 1)
+    if stream:
+        assert b"200 OK" in connection.recv(4096)
+    server.passes.hold()
+    wait_for(lambda: server.passes.held)
+    begun = server.passes.begun
+    connection.close()
+    wait_for(lambda: server.idle)  # the server has seen it
+    server.passes.release()
+    wait_for(lambda: server.llm.running == 0)
+    assert server.passes.begun == begun, "no round after the one under way"
+    wait_for(lambda: server.figures().get('ddtree_requests_finished_total{finish_reason="abort"}', 0) >= 1)
+
+
+def test_a_connection_dropped_while_waiting_or_sending_leaves_nothing(server: ThreadServer) -> None:
+    held = hold(server, server.llm.slots)
+    waiting = server.raw(long_chat())
+    wait_for(lambda: server.llm.waiting == 1)
+    waiting.close()
+    wait_for(lambda: server.llm.waiting == 0)
+    assert server.llm.running == server.llm.slots
+    release(server, held)
+    wait_for(lambda: server.idle)
+    half = server.raw(b"")
+    half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{")
+    wait_for(lambda: not server.idle)
+    half.close()
+
+
+def test_a_client_that_leaves_a_stream_of_many_choices(server: ThreadServer) -> None:
+    body = {"prompt": ["a", "b"], "n": 2, "stream": True, **LONG}
+    with server.http.stream("POST", "/v1/completions", json=body) as r:
+        lines = r.iter_lines()  # kept: one that is thrown away closes the connection
+        next(lines)
+        wait_for(lambda: server.llm.running == 4)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What still comes until the other side ends the connection, in whatever way."""
+    data = b""
+    connection.settimeout(WAIT_S)
+    try:
+        while chunk := connection.recv(1 << 20):
+            data += chunk
+    except ConnectionResetError:
+        pass
+    connection.close()
+    return data
+
+
+# Wide answers fill the socket's buffers soon: about a megabyte, of which the client reads nothing at first.
+WIDE = {"stream": True, "n": 2, "max_tokens": 300, "temperature": 0.5, "seed": 1, "logprobs": True, "top_logprobs": 20}
+
+
+def test_a_slow_reader_stalls_nobody_and_gets_everything(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine) as server:
+        connection = server.raw(long_chat(**WIDE), receive_buffer=1 << 16)
+        wait_for(lambda: server.ended() == 2)  # the engine does not wait for the reader
+        assert not server.idle, "its answer is still under way"
+        cycles = [c for c in server.server.server_state.connections if c.cycle and not c.cycle.response_complete]
+        assert cycles[0].transport.get_write_buffer_size() < 1 << 20, "what waits is bounded by the flow control"
+        assert server.chat(max_tokens=4).status_code == 200
+        connection.settimeout(WAIT_S)
+        data = b""
+        while not data.endswith(b"0\r\n\r\n"):
+            data += connection.recv(1 << 16)
+        connection.close()
+        lines = [line for line in data.decode().splitlines() if line.startswith("data: {")]
+        choices = [json.loads(line.removeprefix("data: "))["choices"][0] for line in lines]
+        whole = server.chat(**{**LONG, **WIDE, "stream": False}).json()
+        for expected in whole["choices"]:
+            own = [c for c in choices if c["index"] == expected["index"]]
+            assert "".join(c["delta"].get("content", "") for c in own) == expected["message"]["content"]
+            assert sum(len(c["logprobs"]["content"]) for c in own if c["logprobs"]) == 300
+
+
+def test_a_reader_that_takes_nothing_is_cut_off(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine, stall_timeout_s=1.0) as server:
+        connection = server.raw(long_chat(**WIDE), receive_buffer=4096)
+        wait_for(lambda: server.ended() == 2)
+        wait_for(lambda: server.idle)
+        assert b"[DONE]" not in read_all(connection)
+
+
+def test_clients_that_leave_at_any_moment_change_no_answer(server: ThreadServer) -> None:
+    rng = random.Random(7)
+    fields = {"max_tokens": 40, "ignore_eos": True}
+    truth = server.chat("What is 12 + 30?", **fields).json()["choices"][0]["message"]["content"]
+
+    def leave(_: int) -> None:
+        body = long_chat(stream=rng.random() < 0.5, n=rng.choice((1, 2)), temperature=rng.choice((0, 1)))
+        connection = server.raw(body)
+        time.sleep(rng.random() / 5)
+        connection.close()
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        leaving = [pool.submit(leave, number) for number in range(60)]
+        answered = 0
+        while not all(future.done() for future in leaving):
+            response = server.chat("What is 12 + 30?", **fields)
+            assert response.status_code in (200, 429)
+            if response.status_code == 200:
+                answered += 1
+                assert response.json()["choices"][0]["message"]["content"] == truth
+        for future in leaving:
+            future.result()
+    assert answered
+
+
+def test_a_template_that_does_not_end_holds_up_its_own_request_only(
+    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
+    patient = Renderer(Limits(seconds=100))
+    monkeypatch.setattr(chat_template, "render", patient.render)
+    with thread_server(tiny_engine) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
+        server.llm.codec.tokenizer.chat_template = endless
+        chat = pool.submit(server.chat, "hello")
+        wait_for(lambda: patient._ready)
+        for _ in range(3):
+            response = server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3})
+            assert response.status_code == 200
+            assert server.http.get("/health").status_code == 200
+        assert not chat.done()
+        assert patient._process is not None
+        patient._process.kill()
+        ended = chat.result()
+        assert ended.status_code == 500 and "ended with code -9" in ended.json()["error"]["message"], "not the client's"
+        hasty = Renderer(Limits(seconds=0.5))
+        monkeypatch.setattr(chat_template, "render", hasty.render)
+        response = server.chat("hello")
+        assert response.status_code == 400 and "took more than 0.5 s" in response.json()["error"]["message"]
+    patient.close()
+    hasty.close()
+
+
+def test_a_full_queue_answers_429_and_when_to_come_back(server: ThreadServer) -> None:
+    held = hold(server, server.llm.slots + 2)
+    for stream in (False, True):
+        response = server.chat(stream=stream)
+        assert response.status_code == 429
+        assert 1 <= int(response.headers["retry-after"]) <= 60
+        error = response.json()["error"]
+        assert error["code"] == "queue_full" and "at most 2 may" in error["message"]
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+    with client, pytest.raises(openai.RateLimitError):
+        client.completions.create(model="tiny", prompt="x")
+    # Of several prompts none stays behind when they do not all fit.
+    held.pop().close()
+    wait_for(lambda: server.llm.waiting == 1)
+    assert server.http.post("/v1/completions", json={"prompt": ["a", "b"]}).status_code == 429
+    wait_for(lambda: server.llm.waiting == 1)
+    release(server, held)
+    wait_for(lambda: server.llm.running == 0)
+    assert server.chat(max_tokens=2).status_code == 200
+
+
+def test_requests_under_way_are_bounded(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine, round_s=ROUND_S, max_requests=3) as small:
+        held = [small.raw(long_chat(stream=True)) for _ in range(3)]
+        wait_for(lambda: small.llm.running == 3)
+        response = small.chat()
+        assert response.status_code == 429 and "3 requests are under way" in response.json()["error"]["message"]
+        assert small.http.get("/health").status_code == 200
+        release(small, held)
+        wait_for(lambda: small.llm.running == 0)
+        wait_for(lambda: small.chat(max_tokens=2).status_code == 200)
+
+
+def test_a_request_that_takes_too_long_is_ended(tiny_engine: Path) -> None:
+    """Where something must come before the limit, it is asked for until the machine was quick enough once."""
+    with thread_server(tiny_engine, round_s=ROUND_S, request_timeout_s=0.4) as hasty:
+
+        def streamed() -> str:
+            """The first event of a stream that the limit ended."""
+            body = {"prompt": "x", "stream": True, **LONG}
+            with hasty.http.stream("POST", "/v1/completions", json=body) as stream:
+                lines = [line for line in stream.iter_lines() if line]
+            assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "timeout"
+            return lines[0].removeprefix("data: ")
+
+        response = hasty.chat(**LONG)
+        assert response.status_code == 504
+        assert response.json()["error"]["code"] == "timeout" and "0.4 s" in response.json()["error"]["message"]
+        wait_for(lambda: "choices" in json.loads(streamed()))
+        client = openai.OpenAI(base_url=f"{hasty.url}/v1", api_key="x", max_retries=0)
+        with client, pytest.raises(openai.APIError, match="took longer"):
+            list(client.completions.create(model="tiny", prompt="x", stream=True, extra_body=LONG))
+        unsent = socket.create_connection(hasty.raw(b"").getpeername())
+        unsent.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+        unsent.settimeout(WAIT_S)
+        assert b"504" in unsent.recv(4096), "a body that does not come is timed, too"
+        unsent.close()
+        wait_for(lambda: hasty.llm.running == 0)
+        wait_for(lambda: hasty.chat(max_tokens=2).status_code == 200)
+
+
+def test_a_failing_pass_is_told_to_its_requests_only(server: ThreadServer) -> None:
+    verify = server.llm.engine.verify
+    calls = 0
+
+    def failing(requests: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > 2:
+            raise EngineError("scripted failure")
+        return verify(requests)
+
+    server.llm.engine.verify = failing  # type: ignore[method-assign]
+    try:
+        response = server.chat(max_tokens=100, ignore_eos=True)
+        assert response.status_code == 500
+        assert response.json()["error"]["message"] == "scripted failure"
+        assert response.json()["error"]["type"] == "server_error"
+        calls = 0
+        lines = [x for x in server.chat(max_tokens=100, ignore_eos=True, stream=True).text.splitlines() if x]
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "engine_error"
+    finally:
+        server.llm.engine.verify = verify  # type: ignore[method-assign]
+    assert server.chat(max_tokens=2).status_code == 200
+    assert server.figures()['ddtree_requests_finished_total{finish_reason="error"}'] == 2
+
+
+def test_a_dead_engine_shows_in_the_health(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine) as dying:
+        assert dying.http.get("/health").json() == {"status": "ok"}
+
+        def broken() -> None:
+            raise RuntimeError("scripted bug")
+
+        dying.llm._scheduler.step = broken  # type: ignore[method-assign, assignment]
+        assert dying.chat().status_code == 500
+        health = dying.http.get("/health")
+        assert health.status_code == 503 and "scripted bug" in health.json()["error"]["message"]
+        assert dying.chat().status_code == 500
+
+
+def test_metrics_add_up(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine) as fresh:
+        answers = [fresh.chat(f"What is {i} + 2?", max_tokens=20, tree_budget=8).json() for i in range(5)]
+        fresh.chat("What is 3 + 2?", max_tokens=20, stream=True, n=2, temperature=1, tree_budget=8)
+        assert fresh.chat(temperature=-1).status_code == 400
+        m = fresh.figures()
+        assert sum(v for k, v in m.items() if k.startswith("ddtree_requests_finished_total")) == 7
+        assert m['ddtree_requests_refused_total{status="400"}'] == 1
+        assert m["ddtree_prompt_tokens_total"] >= sum(a["usage"]["prompt_tokens"] for a in answers)
+        tokens = m["ddtree_generation_tokens_total"]
+        assert sum(a["usage"]["completion_tokens"] for a in answers) < tokens <= 140
+        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "time_per_output_token_seconds"):
+            assert m[f"ddtree_{name}_count"] == 7 and m[f"ddtree_{name}_sum"] > 0
+        # A round commits its accepted drafts and one token more; the first token comes from the prompt's pass.
+        assert m["ddtree_acceptance_length_count"] == m["ddtree_rounds_total"]
+        assert m["ddtree_acceptance_length_sum"] == m["ddtree_rounds_total"] + m["ddtree_draft_tokens_accepted_total"]
+        assert m["ddtree_acceptance_length_sum"] == tokens - 7
+        assert m["ddtree_draft_tokens_total"] == 8 * m["ddtree_rounds_total"]
+        assert m["ddtree_slots"] == fresh.llm.slots and m["process_resident_memory_bytes"] > 0
+        openmetrics = fresh.http.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
+        assert openmetrics.text.endswith("# EOF\n") and "openmetrics" in openmetrics.headers["content-type"]
+
+
+def test_draining_finishes_what_runs_and_refuses_what_comes(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine, drain_timeout_s=WAIT_S) as server, httpx.Client(timeout=WAIT_S) as other:
+        expected = server.chat(max_tokens=24, ignore_eos=True).json()["choices"]
+        server.passes.hold()
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            under_way = [pool.submit(server.chat, max_tokens=24, ignore_eos=True) for _ in range(12)]
+            wait_for(lambda: server.llm.running + server.llm.waiting == 12)
+            other.get(f"{server.url}/health")  # a connection that is already open
+            server.server.drain()
+            wait_for(lambda: server.server._gate.draining)
+            late = other.post(f"{server.url}/v1/completions", json={"prompt": "x"})
+            assert late.status_code == 503 and late.headers["connection"] == "close" and late.headers["retry-after"]
+            assert late.json()["error"]["code"] == "shutting_down"
+            assert other.get(f"{server.url}/health").status_code == 503
+            server.passes.release()
+            answers = [f.result() for f in under_way]
+        assert [a.json()["choices"] for a in answers] == [expected] * 12
+        wait_for(lambda: not any(t.name == "ddtree-engine" for t in threading.enumerate() if t is server.llm._worker))
+
+
+def test_what_does_not_finish_in_the_drain_timeout_is_told(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine, round_s=ROUND_S, drain_timeout_s=0.3) as server:
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            whole = pool.submit(server.chat, **LONG)
+            stream = pool.submit(server.chat, stream=True, **LONG)
+            wait_for(lambda: server.llm.running == 2)
+            server.server.drain()
+            assert whole.result().status_code == 503
+            lines = [line for line in stream.result().text.splitlines() if line]
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"

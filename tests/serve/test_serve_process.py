@@ -1,0 +1,158 @@
+"""`ddtree-trt serve` as a process: its start, its signals, its end, and a crowd."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from pacing import WAIT_S, wait_for
+from serving import LONG, ProcessServer, metrics
+
+from ddtree_trt.errors import install_with
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
+import load_test
+
+STREAM = {"prompt": "def fib(n):", "stream": True, **LONG}
+
+
+def events(client: httpx.Client, body: dict[str, object]) -> list[str]:
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200
+        return [line for line in response.iter_lines() if line]
+
+
+def under_way_at(client: httpx.Client) -> float:
+    """How many sequences run or wait."""
+    figures = metrics(client)
+    return figures["ddtree_requests_running"] + figures["ddtree_requests_waiting"]
+
+
+def test_sigterm_under_load_finishes_what_runs_and_exits_0(tiny_engine: Path, tmp_path: Path) -> None:
+    body = {**STREAM, "max_tokens": 150, "method": "auto"}
+    hold = tmp_path / "hold"
+    hold.touch()
+    options = ("--drain-timeout", str(WAIT_S))
+    with (
+        ProcessServer(tiny_engine, *options, hold=hold) as server,
+        httpx.Client(base_url=server.url, timeout=WAIT_S) as client,
+    ):
+        assert "8 slots" in server.ready
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            under_way = [pool.submit(events, client, body) for _ in range(16)]
+            wait_for(lambda: under_way_at(client) == 16)
+            server.terminate()
+            wait_for(lambda: client.get("/health").status_code == 503)
+            assert client.post("/v1/completions", json={"prompt": "x"}).status_code == 503
+            hold.unlink()
+            streams = [f.result() for f in under_way]
+        assert all(lines[-1] == "data: [DONE]" for lines in streams)
+        texts = {"".join(json.loads(x[6:])["choices"][0]["text"] for x in lines[:-1]) for lines in streams}
+        assert len(texts) == 1, "sixteen times the same greedy answer"
+        assert server.wait() == (0, "")
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(tiny_engine: Path, tmp_path: Path, sig: signal.Signals) -> None:
+    """The request under way would take more than a minute, and is not waited for."""
+    hold = tmp_path / "hold"
+    hold.touch()
+    with (
+        ProcessServer(tiny_engine, "--drain-timeout", "3600", hold=hold, hold_s=0.05) as server,
+        httpx.Client(base_url=server.url, timeout=WAIT_S) as client,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        stream = pool.submit(events, client, STREAM)
+        wait_for(lambda: metrics(client)["ddtree_requests_running"] == 1)
+        server.process.send_signal(sig)
+        wait_for(lambda: client.get("/health").status_code == 503)
+        server.process.send_signal(sig)
+        assert json.loads(stream.result()[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
+        assert server.wait()[0] == 0
+
+
+def test_the_api_key_comes_from_the_environment(tiny_engine: Path) -> None:
+    options = ("--served-model-name", "my/model")
+    with ProcessServer(tiny_engine, *options, env={"DDTREE_API_KEY": "secret"}) as server:
+        assert "serving my/model" in server.ready and "secret" not in server.ready
+        assert httpx.get(f"{server.url}/v1/models").status_code == 401
+        answer = httpx.get(f"{server.url}/v1/models/my/model", headers={"Authorization": "Bearer secret"})
+        assert answer.json()["id"] == "my/model"
+        server.terminate()
+        assert server.wait() == (0, "")
+
+
+def serve(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "ddtree_trt.cli", "serve", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.stdout == ""
+    return done.returncode, done.stderr
+
+
+def test_wrong_calls_are_explained_in_one_line(tiny_engine: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        code, error = serve(str(tiny_engine), "--port", port)
+    assert (code, error) == (
+        2,
+        f"error: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another with --port\n",
+    )
+    code, error = serve(str(tmp_path / "none"), "--port", "0")
+    assert code == 1 and error.startswith("error: no engine at ") and error.count("\n") == 1
+    code, error = serve(str(tiny_engine), "--max-requests", "0")
+    assert (code, error) == (2, "error: max_requests must be from 1 to 1048576, not 0\n")
+    code, error = serve(str(tiny_engine), "--host", "no.such.host.invalid")
+    assert code == 2 and error.startswith("error: cannot listen on no.such.host.invalid: ")
+    code, error = serve(str(tiny_engine), "--api-key", "")
+    assert code == 2 and "API key" in error
+
+
+def test_help_loads_no_server() -> None:
+    script = (
+        "import sys\nfrom ddtree_trt.cli import app\n"
+        "try: app(['serve', '--help'])\nexcept SystemExit: pass\n"
+        "print({'fastapi', 'uvicorn', 'prometheus_client', 'transformers', 'onnxruntime'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+
+
+def test_without_the_extra_the_command_names_it(tiny_engine: Path) -> None:
+    script = (
+        "import sys; sys.modules['uvicorn'] = None\nfrom ddtree_trt.cli import app\n"
+        f"app(['serve', {str(tiny_engine)!r}, '--port', '0'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == f"error: the server needs the Python package uvicorn; {install_with('serve')}\n"
+
+
+def test_a_crowd_of_clients(tiny_engine: Path) -> None:
+    report = load_test.run(tiny_engine, concurrency=48, seconds=4, prompts=8)
+    assert report.failures() == []
+    assert report.tokens > 0 and set(report.requests) == set(load_test.KINDS)
+    assert max(running for _, _, running, _ in report.samples) <= 8
+
+
+def test_the_load_test_sees_what_goes_wrong() -> None:
+    def report(**fields: object) -> load_test.Report:
+        samples = [(float(i), 100e6, 0.0, 0.0) for i in range(20)]
+        good = load_test.Report(1, 1.0, samples=samples, exit_code=0)
+        good.requests["whole"] = 1
+        for name, value in fields.items():
+            setattr(good, name, value)
+        return good
+
+    assert report().failures() == []
+    assert "wrong answers" in report(errors=["x"]).failures()[0]
+    assert "not given back" in report(left_running=1).failures()[0]
+    assert "exit code 1" in report(exit_code=1).failures()[0]
+    growing = [(float(i), 100e6 + 2e6 * i, 0.0, 0.0) for i in range(20)]
+    assert "grew" in report(samples=growing).failures()[0]

@@ -1,0 +1,183 @@
+"""Random checkpoints in Hugging Face format, small enough to build in milliseconds.
+
+The scales are chosen so that a random network behaves like a network: attention that prefers some keys, a residual
+stream in which the layers outweigh the embedding, logits with a standard deviation of about 3.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddtree_trt.artifact.manifest import DrafterDims, TransformerDims
+from ddtree_trt.bench.pairs.random_pair import shape_entries
+from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD, drafter_shapes, target_shapes
+
+TARGET_DIMS = TransformerDims(
+    vocab_size=96,
+    hidden_size=32,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    intermediate_size=48,
+    rms_norm_eps=1e-6,
+    rope_theta=10000.0,
+    max_positions=256,
+)
+DRAFTER_EXTRA = {"block_size": 4, "mask_token_id": 95, "tap_layers": (0, 2), "num_target_layers": 3}
+STOP_TOKEN = 1
+_LOGIT_STD = 3.0
+_STORED = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+
+
+def make_target(
+    path: Path,
+    *,
+    dtype: str = "fp32",
+    shards: int = 1,
+    tied: bool = True,
+    seed: int = 0,
+    tokenizer: bool = True,
+    config: Mapping[str, Any] | None = None,
+    **dims: Any,
+) -> Path:
+    """Write a Qwen3 target (or, without a tokenizer, an autoregressive drafter) and return its directory.
+
+    `dims` are fields of TransformerDims that differ from TARGET_DIMS; `config` overrides entries of config.json, where
+    None removes one.
+    """
+    shape = TransformerDims(**{**vars(TARGET_DIMS), **dims})
+    write_config(path, {**_config(shape), "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": tied}, config)
+    weights = random_weights(target_shapes(shape, tied=tied), seed)
+    write_weights(path, weights, dtype=dtype, shards=shards)
+    if tokenizer:
+        make_tokenizer(path, shape.vocab_size)
+    return path
+
+
+def make_drafter(
+    path: Path,
+    *,
+    dtype: str = "fp32",
+    shards: int = 1,
+    seed: int = 1,
+    config: Mapping[str, Any] | None = None,
+    **dims: Any,
+) -> Path:
+    """Write a DFlash drafter and return its directory. `dims` are fields of DrafterDims; two layers by default."""
+    shape = DrafterDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, "num_layers": 2, **dims})
+    dflash = {"mask_token_id": shape.mask_token_id, "target_layer_ids": list(shape.tap_layers)}
+    entries = {
+        **_config(shape),
+        "architectures": ["DFlashDraftModel"],
+        "block_size": shape.block_size,
+        "num_target_layers": shape.num_target_layers,
+        "dflash_config": dflash,
+    }
+    write_config(path, entries, config)
+    write_weights(path, random_weights(drafter_shapes(shape), seed), dtype=dtype, shards=shards)
+    return path
+
+
+def make_pair(path: Path, *, dtype: str = "fp32", tied: bool = True, **dims: Any) -> tuple[Path, Path]:
+    """A target and a DFlash drafter that fits it: the directories `target` and `drafter` below `path`."""
+    target = make_target(path / "target", dtype=dtype, tied=tied, **dims)
+    shape = TransformerDims(**{**vars(TARGET_DIMS), **dims})
+    last = shape.num_layers - 1
+    extra = {
+        "tap_layers": (0, last) if last else (0,),
+        "num_target_layers": shape.num_layers,
+        "mask_token_id": shape.vocab_size - 1,
+    }
+    return target, make_drafter(path / "drafter", dtype=dtype, **{**dims, "num_layers": 2, **extra})
+
+
+def _config(dims: TransformerDims) -> dict[str, Any]:
+    return {**shape_entries(dims), "eos_token_id": STOP_TOKEN}
+
+
+def write_config(path: Path, entries: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    merged = {**entries, **(overrides or {})}
+    kept = {k: v for k, v in merged.items() if v is not None}
+    (path / "config.json").write_text(json.dumps(kept, indent=1))
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Set entries of a JSON file."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}, indent=1))
+
+
+def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
+    """Float32 weights by name, with the scales the module's docstring promises."""
+    rng = np.random.default_rng(seed)
+    weights = {}
+    for name, shape in shapes.items():
+        values = rng.standard_normal(shape, np.float32)
+        if len(shape) == 1:
+            # A norm; queries are stretched so that attention is not flat.
+            values = (1.5 if "q_norm" in name else 1.0) + 0.1 * values
+        else:
+            values *= (_LOGIT_STD if name in (EMBEDDING, HEAD) else 1.0) / np.sqrt(shape[-1])
+        weights[name] = values.astype(np.float32)
+    return weights
+
+
+def encode(array: np.ndarray, dtype: str) -> bytes:
+    """float32 values as fp32, fp16 or (rounded to nearest even) bf16."""
+    if dtype == "bf16":
+        bits = array.astype("<f4").view("<u4")
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").tobytes()
+    return array.astype({"fp32": "<f4", "fp16": "<f2"}[dtype]).tobytes()
+
+
+def write_safetensors(path: Path, weights: Mapping[str, np.ndarray], dtype: str) -> None:
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = bytearray()
+    for name, array in weights.items():
+        begin = len(data)
+        data += encode(array, dtype)
+        header[name] = {"dtype": _STORED[dtype], "shape": list(array.shape), "data_offsets": [begin, len(data)]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+
+
+def write_weights(path: Path, weights: Mapping[str, np.ndarray], *, dtype: str, shards: int) -> None:
+    """One model.safetensors, or several files and the index that places every tensor."""
+    if shards == 1:
+        write_safetensors(path / "model.safetensors", weights, dtype)
+        return
+    placed = {}
+    for i in range(shards):
+        names = list(weights)[i::shards]
+        file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
+        write_safetensors(path / file, {n: weights[n] for n in names}, dtype)
+        placed |= dict.fromkeys(names, file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+
+
+def make_tokenizer(path: Path, vocab_size: int) -> None:
+    """A word-level tokenizer whose words are t0, t1, …: enough for everything but real text."""
+    path.mkdir(parents=True, exist_ok=True)
+    vocabulary = {f"t{i}": i for i in range(vocab_size)}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"},
+    }
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "eos_token": f"t{STOP_TOKEN}"}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -1,0 +1,279 @@
+"""The TensorRT graphs in ONNX Runtime: the plugin's node gets a body of ONNX operators, and caches lie on the host.
+
+The body says what the kernels do, as `plugins/reference.py` does, for ONNX Runtime to run; nothing of it is packaged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from numpy.typing import NDArray
+from onnx import FunctionProto, ModelProto
+
+from ddtree_trt import plugins
+from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.manifest import DrafterDims, Limits, TransformerDims
+from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD, Checkpoint
+from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+from ddtree_trt.build.graph.networks import build_drafter_graph, build_target_graph
+from ddtree_trt.build.graph.ops import OPSET
+from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.plugins import MaskMode
+from ddtree_trt.plugins.reference import compact, packed_mask
+from ddtree_trt.runtime.tree import TokenTree, token_chain
+
+# Operators of docs/operators.md in onnx/onnx-tensorrt that its table says TensorRT 11.0 supports, of those a
+# transformer might use (commit 2f3fa349247d9ff52d7662cb995c82278df31a86). Attention, RMSNormalization, RotaryEmbedding
+# and Swish are there too, but not in 10.13.
+SUPPORTED = frozenset(
+    """
+    Abs Add And ArgMax Cast CastLike Clip Concat Constant ConstantOfShape CumSum DequantizeLinear Div Einsum Equal Erf
+    Exp Expand Flatten Gather GatherElements GatherND Gelu Gemm Greater GreaterOrEqual Identity LayerNormalization Less
+    LessOrEqual Log LogSoftmax MatMul Max Mean Min Mod Mul Neg Not OneHot Or Pad Pow QuantizeLinear Range Reciprocal
+    ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum Relu Reshape ScatterElements ScatterND Shape Sigmoid Slice
+    Softmax Split Sqrt Squeeze Sub Sum Tanh Tile TopK Transpose Trilu Unsqueeze Where
+    """.split()
+)
+
+_ATTRIBUTES = ", ".join([*plugins.ATTENTION_ATTRIBUTES, "plugin_namespace", "plugin_version"])
+_BODY = """
+<opset_import: ["" : {opset}], domain: "ddtree">
+DDTreeAttention <{attributes}> (q, k, v, past_k, past_v, slot_ids, past_len, tree_mask) => (attn, present_k, present_v)
+{{
+    n = Shape <start = 0, end = 1> (q)
+    t = Shape <start = 1, end = 2> (q)
+    d = Shape <start = 3, end = 4> (q)
+    heads = Shape <start = 1, end = 2> (past_k)
+    s = Shape <start = 2, end = 3> (past_k)
+    zero = Constant <value = int64 {{0}}> ()
+    one = Constant <value = int64 {{1}}> ()
+    last = Constant <value = int64[1] {{-1}}> ()
+    first = Constant <value = int64[1] {{1}}> ()
+    second = Constant <value = int64[1] {{2}}> ()
+    slots = Cast <to = 7> (slot_ids)
+    past = Cast <to = 7> (past_len)
+    t0 = Squeeze (t)
+    s0 = Squeeze (s)
+    heads0 = Squeeze (heads)
+    rows = Range (zero, t0, one)
+    columns = Range (zero, s0, one)
+    every_head = Range (zero, heads0, one)
+    by_slot = Constant <value = int64[3] {{-1, 1, 1}}> ()
+    by_head = Constant <value = int64[3] {{1, -1, 1}}> ()
+    slot_index = Reshape (slots, by_slot)
+    head_index = Reshape (every_head, by_head)
+    starts = Reshape (past, by_slot)
+    row_index = Add (starts, rows)
+    place = Concat <axis = 0> (n, heads, t)
+    slot_all = Expand (slot_index, place)
+    head_all = Expand (head_index, place)
+    row_all = Expand (row_index, place)
+    slot_part = Unsqueeze (slot_all, last)
+    head_part = Unsqueeze (head_all, last)
+    row_part = Unsqueeze (row_all, last)
+    index = Concat <axis = -1> (slot_part, head_part, row_part)
+    new_k = Transpose <perm = [0, 2, 1, 3]> (k)
+    new_v = Transpose <perm = [0, 2, 1, 3]> (v)
+    present_k = ScatterND (past_k, index, new_k)
+    present_v = ScatterND (past_v, index, new_v)
+    keys_half = Gather <axis = 0> (present_k, slots)
+    values_half = Gather <axis = 0> (present_v, slots)
+    keys = Cast <to = 1> (keys_half)
+    values = Cast <to = 1> (values_half)
+    queries = Cast <to = 1> (q)
+    swapped = Transpose <perm = [0, 2, 1, 3]> (queries)
+    group_shape = Concat <axis = 0> (n, heads, last, t, d)
+    grouped = Reshape (swapped, group_shape)
+    keys5 = Unsqueeze (keys, second)
+    values5 = Unsqueeze (values, second)
+    keys_turned = Transpose <perm = [0, 1, 2, 4, 3]> (keys5)
+    products = MatMul (grouped, keys_turned)
+    scale = Constant <value_float : float = @scale> ()
+    scores = Mul (products, scale)
+    new = Sub (columns, starts)
+    in_past = Less (new, zero)
+    behind = Less (new, t0)
+    not_past = Not (in_past)
+    in_call = And (not_past, behind)
+{seen_new}
+    seen = Or (in_past, seen_new)
+    seen_all = Unsqueeze (seen, first)
+    seen_by_head = Unsqueeze (seen_all, first)
+    hidden = Constant <value = float {{-1e30}}> ()
+    masked = Where (seen_by_head, scores, hidden)
+    weights = Softmax <axis = -1> (masked)
+    out5 = MatMul (weights, values5)
+    all_heads = Concat <axis = 0> (n, last, t, d)
+    out4 = Reshape (out5, all_heads)
+    out = Transpose <perm = [0, 2, 1, 3]> (out4)
+    attn = CastLike (out, q)
+}}
+"""
+_SEEN: dict[MaskMode, str] = {
+    MaskMode.NONE: "    seen_new = Identity (in_call)",
+    MaskMode.TREE: """
+    words = Cast <to = 12> (tree_mask)
+    words_apart = Unsqueeze (words, last)
+    shift_wide = Constant <value = int64[32] {shifts}> ()
+    shifts = Cast <to = 12> (shift_wide)
+    one_bit = Cast <to = 12> (one)
+    shifted = BitShift <direction = "RIGHT"> (words_apart, shifts)
+    bits_apart = BitwiseAnd (shifted, one_bit)
+    bits_number = Cast <to = 6> (bits_apart)
+    flat = Constant <value = int64[3] {{0, 0, -1}}> ()
+    bits = Reshape (bits_number, flat)
+    width = Shape <start = 2, end = 3> (bits)
+    width0 = Squeeze (width)
+    limit = Sub (width0, one)
+    inside = Clip (new, zero, limit)
+    square = Concat <axis = 0> (n, t, s)
+    chosen = Expand (inside, square)
+    bit = GatherElements <axis = 2> (bits, chosen)
+    set = Cast <to = 9> (bit)
+    row_column = Unsqueeze (rows, last)
+    topological = LessOrEqual (new, row_column)
+    set_earlier = And (set, topological)
+    seen_new = And (set_earlier, in_call)""".replace("{shifts}", "{{" + ", ".join(map(str, range(32))) + "}}"),
+}
+
+
+def attention_body(mode: MaskMode) -> FunctionProto:
+    """`DDTreeAttention` in one mask mode, as a function of ONNX operators."""
+    seen = _SEEN[mode].replace("{{", "{").replace("}}", "}")
+    return onnx.parser.parse_function(_BODY.format(opset=OPSET, attributes=_ATTRIBUTES, seen_new=seen))
+
+
+def with_body(model: ModelProto, mode: MaskMode) -> ModelProto:
+    """A copy of a graph that other runtimes can run. All its attentions must be of one mode."""
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    copy.functions.append(attention_body(mode))
+    return copy
+
+
+class Lowered:
+    """One lowered graph in a session, with the cache of its slots: [planes, slots, Hkv, S, D] on the host."""
+
+    def __init__(self, path: Path, model: ModelProto, mode: MaskMode, dims: TransformerDims, limits: Limits) -> None:
+        """`path` is where the model goes: beside its weight file."""
+        path.write_bytes(with_body(model, mode).SerializeToString())
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        options.log_severity_level = 3
+        # Its fusion of products with what quantises them takes FP8 for 8-bit integers.
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
+        self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        self._past, self._present = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
+        kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+        self.types = {i.name: kinds.get(i.type, np.int32) for i in self.session.get_inputs()}
+        self._outputs = [o.name for o in self.session.get_outputs()]
+        shape = (limits.max_batch, dims.num_kv_heads, limits.cache_rows, dims.head_dim)
+        self.cache = np.zeros((len(self._past), *shape), self.types[self._past[0]])
+        self.lengths = np.zeros(limits.max_batch, np.int32)
+
+    def run(self, slots: Sequence[int], inputs: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """One pass over some slots, behind their committed rows; the cache takes the new rows in."""
+        control = {names.SLOT_IDS: np.array(slots), names.PAST_LEN: self.lengths[list(slots)]}
+        feed = {**inputs, **control, **dict(zip(self._past, self.cache, strict=True))}
+        assert set(feed) == set(self.types)
+        typed = {name: np.asarray(value, self.types[name]) for name, value in feed.items()}
+        outputs = dict(zip(self._outputs, self.session.run(self._outputs, typed), strict=True))
+        for plane, name in enumerate(self._present):
+            self.cache[plane] = outputs.pop(name)
+        return outputs
+
+
+class LoweredPair:
+    """A target and its drafter as TensorRT would run them: batches of slots, each with its own tree."""
+
+    def __init__(self, folder: Path, target: Checkpoint, drafter: Checkpoint, limits: Limits, floats: str) -> None:
+        folder.mkdir()
+        dims, tied = drafter.dims, target.tie_word_embeddings
+        block = dims if isinstance(dims, DrafterDims) else None
+        with WeightFile(folder / "weights.bin") as sink:
+            graph = build_target_graph(
+                TensorRtGraph("target", sink, floats),
+                target.dims,
+                target.tensor,
+                tap_layers=block.tap_layers if block else (),
+                limits=limits,
+                tied=tied,
+                quantized=target,
+            )
+            g, own = TensorRtGraph("drafter", sink, floats), drafter.tensor
+            if block:
+                drafter_graph = build_drafter_graph(
+                    g, block, own, target_weights=target.tensor, target_tied=tied, limits=limits
+                )
+            else:
+                own_tied = drafter.tie_word_embeddings
+                drafter_graph = build_target_graph(
+                    g, dims, own, tap_layers=(), limits=limits, tied=own_tied, prefix="drafter."
+                )
+        self.block, self.words = block, -(-limits.max_tokens_per_pass // 32)
+        self.target = Lowered(folder / "target.onnx", graph, MaskMode.TREE, target.dims, limits)
+        mode = MaskMode.NONE if block else MaskMode.TREE
+        self.drafter = Lowered(folder / "drafter.onnx", drafter_graph, mode, dims, limits)
+        self.tables = {
+            names.EMBEDDING: target.tensor(EMBEDDING),
+            names.HEAD: target.tensor(EMBEDDING if tied else HEAD),
+        }
+        self.states: dict[int, list[NDArray[Any]]] = {slot: [] for slot in range(limits.max_batch)}
+        self._taps: dict[int, NDArray[Any]] = {}
+
+    def verify(self, trees: dict[int, TokenTree]) -> dict[int, tuple[NDArray[Any], NDArray[Any]]]:
+        """(choices [T], logits [T, V]) by slot, of one pass over all trees, padded to the largest: a padded row sees
+        itself."""
+        slots, widest = list(trees), max(map(len, trees.values()))
+        shape = (len(slots), widest)
+        token_ids, positions = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+        mask = np.zeros((*shape, self.words), np.int32)
+        mask[:] = packed_mask(np.full(widest, -1, np.int32), self.words)
+        rows: list[int] = []
+        for n, slot in enumerate(slots):
+            tree, size = trees[slot], len(trees[slot])
+            token_ids[n, :size] = tree.token_ids
+            positions[n, :size] = self.target.lengths[slot] + tree.depths
+            mask[n, :size] = packed_mask(tree.parents, self.words)
+            rows += range(n * widest, n * widest + size)
+        inputs = {names.TOKEN_IDS: token_ids, names.POSITIONS: positions, names.TREE_MASK: mask}
+        said = self.target.run(slots, {**inputs, names.ROWS: np.array(rows), **self.tables})
+        ends = np.cumsum([len(trees[slot]) for slot in slots])[:-1]
+        parts = zip(slots, np.split(said[names.CHOICES], ends), np.split(said[names.LOGITS], ends), strict=True)
+        self._taps = {slot: said[names.TAPS][n] for n, slot in enumerate(slots)}
+        return {slot: (choices, logits) for slot, choices, logits in parts}
+
+    def commit(self, slot: int, path: NDArray[np.int32]) -> None:
+        """Keep these nodes of the slot's last tree."""
+        target = self.target
+        keep, count = np.asarray(path, np.int32)[None], np.array([len(path)], np.int32)
+        target.cache = compact(target.cache, np.array([slot]), target.lengths[slot : slot + 1], keep, count)
+        target.lengths[slot] += len(path)
+        self.states[slot].append(self._taps[slot][path])
+
+    def prefill(self, slot: int, token_ids: NDArray[np.int64]) -> NDArray[Any]:
+        """A chain, all of it kept; its logits [T, V]."""
+        size = len(token_ids)
+        _, logits = self.verify({slot: token_chain(token_ids)})[slot]
+        self.commit(slot, np.arange(size, dtype=np.int32))
+        return logits
+
+    def draft(self, slots: Sequence[int], bonus: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """(log_probs, candidates) [N, L, K] of slots with equally many new states."""
+        states = np.stack([np.concatenate(self.states[slot]) for slot in slots])
+        assert self.block is not None, "an autoregressive drafter is a language model like the target"
+        block = np.full((len(slots), self.block.block_size), self.block.mask_token_id)
+        block[:, 0] = bonus
+        size = states.shape[1]
+        positions = self.drafter.lengths[list(slots), None] + np.arange(size + self.block.block_size)
+        inputs = {names.TAPS: states, names.TOKEN_IDS: block, names.POSITIONS: positions, **self.tables}
+        said = self.drafter.run(slots, inputs)
+        for slot in slots:
+            self.drafter.lengths[slot] += size
+            self.states[slot].clear()
+        return said[names.LOG_PROBS], said[names.CANDIDATES]

@@ -1,0 +1,153 @@
+"""Numerics against PyTorch: the target as transformers computes it, and an engine's slot followed token by token.
+
+The truth is kept plain: every sequence of tokens goes through the network whole, causally, without a cache or a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from numpy.typing import NDArray
+
+from ddtree_trt.runtime.engines.base import Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
+from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.tree import TokenTree
+
+Array = NDArray[np.float32]
+TOLERANCE = 1e-4  # largest error, in units of the expected values' root mean square
+
+torch.set_num_threads(1)  # two would wait for each other on networks this small
+transformers.utils.logging.disable_progress_bar()
+
+
+def assert_close(found: Array, expected: Array, what: str) -> None:
+    assert found.shape == expected.shape, f"{what}: {found.shape} for {expected.shape}"
+    error = np.abs(found - expected).max() / np.sqrt(np.mean(np.square(expected)))
+    assert error <= TOLERANCE, f"{what}: off by {error:.1e} of the scale"
+
+
+class Truth:
+    """A target in transformers, float32."""
+
+    def __init__(self, directory: Path, tap_layers: Sequence[int]) -> None:
+        self.model = transformers.Qwen3ForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self._taps: dict[int, torch.Tensor] = {}
+        for index in tap_layers:
+            self.model.model.layers[index].register_forward_hook(self._keeper(index))
+
+    def _keeper(self, index: int) -> Any:
+        def keep(module: object, inputs: object, output: Any) -> None:
+            self._taps[index] = output if isinstance(output, torch.Tensor) else output[0]
+
+        return keep
+
+    def __call__(self, tokens: Sequence[int]) -> tuple[Array, Array]:
+        """Logits [T, V] and tapped layers' outputs side by side [T, M·H] of a sequence."""
+        with torch.inference_mode():
+            logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
+            taps = torch.cat([self._taps[i][0] for i in sorted(self._taps)], dim=-1).numpy()
+        return logits, taps
+
+
+def random_tree(rng: np.random.Generator, nodes: int, vocab_size: int) -> TokenTree:
+    """A tree of `nodes` tokens, root included, each below any earlier one: siblings and cousins lie between a node and
+    its parent."""
+    parents = [-1, *(int(rng.integers(i)) for i in range(1, nodes))]
+    depths = [0]
+    for parent in parents[1:]:
+        depths.append(depths[parent] + 1)
+    tokens = rng.integers(0, vocab_size, nodes)
+    return TokenTree(tokens, np.array(parents, np.int32), np.array(depths, np.int32))
+
+
+def path_to(tree: TokenTree, node: int) -> NDArray[np.int32]:
+    """The nodes from the root to `node`."""
+    path = [node]
+    while (parent := int(tree.parents[path[-1]])) >= 0:
+        path.append(parent)
+    return np.array(path[::-1], np.int32)
+
+
+Measured = OrtEngine | TorchEngine  # engines whose numbers are compared
+
+
+def drafter_of(engine: Measured) -> Any:
+    """What the engine tells of committed tokens."""
+    return engine.drafter if isinstance(engine, TorchEngine) else engine._drafter
+
+
+class Follower:
+    """One slot of an engine beside the truth: whatever the engine says of its tokens is compared, row by row."""
+
+    def __init__(self, engine: Measured, slot: int, truth: Truth) -> None:
+        self.engine, self.slot, self.truth = engine, slot, truth
+        self.tokens: list[int] = []  # committed
+        self._tree: TokenTree | None = None
+        self._told: list[Array] = []  # states [m, M·H] of the last commit
+        drafter = drafter_of(engine)
+        learn = drafter.learn
+
+        def spy(slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
+            assert states is not None
+            if slot == self.slot:
+                assert token_ids.tolist() == self.tokens[-len(token_ids) :]
+                self._told.append(np.asarray(states).astype(np.float32))
+            learn(slot, token_ids, states)
+
+        drafter.learn = spy
+
+    def prefill(self, token_ids: Sequence[int], *, taps: bool = True) -> None:
+        self.tokens += [int(t) for t in token_ids]
+        verdict = self.engine.prefill(self.slot, np.array(token_ids, np.int64), rows="all", taps=taps)
+        logits, states = self.truth(self.tokens)
+        self._compare(verdict, logits[-len(token_ids) :], f"prefill to {len(self.tokens)}")
+        if taps:
+            self._compare_states(states[-len(token_ids) :])
+
+    def request(self, tree: TokenTree) -> VerifyRequest:
+        self._tree = tree
+        return VerifyRequest(self.slot, tree)
+
+    def check(self, verdict: Verdict) -> None:
+        """Compare what the engine said of the last requested tree, one root-to-leaf path after the other."""
+        tree = self._tree
+        assert tree is not None
+        seen = set()
+        for leaf in sorted(set(range(len(tree))) - set(tree.parents.tolist())):
+            path = path_to(tree, leaf)
+            logits, _ = self.truth([*self.tokens, *tree.token_ids[path].tolist()])
+            said = Verdict(verdict.choices[path], verdict.logits[path])
+            self._compare(said, logits[-len(path) :], f"path {path.tolist()} behind {len(self.tokens)}")
+            seen |= set(path.tolist())
+        assert seen == set(range(len(tree)))
+
+    def verify(self, tree: TokenTree) -> None:
+        self.check(self.engine.verify([self.request(tree)])[0])
+
+    def commit(self, path: NDArray[np.int32]) -> None:
+        assert self._tree is not None
+        self.tokens += self._tree.token_ids[path].tolist()
+        self.engine.commit(self.slot, path, taps=True)
+        self._compare_states(self.truth(self.tokens)[1][-len(path) :])
+        assert self.engine.length(self.slot) == len(self.tokens)
+
+    def truncate(self, length: int) -> None:
+        del self.tokens[length:]
+        self.engine.truncate(self.slot, length)
+
+    def _compare(self, verdict: Verdict, logits: Array, what: str) -> None:
+        assert_close(verdict.logits, logits, what)
+        np.testing.assert_array_equal(verdict.choices, verdict.logits.argmax(-1))
+
+    def _compare_states(self, states: Array) -> None:
+        (told,) = self._told
+        self._told.clear()
+        assert_close(told, states, f"states of {len(states)} tokens to {len(self.tokens)}")

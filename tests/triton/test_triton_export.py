@@ -1,0 +1,287 @@
+"""`export-triton`: what it writes, and what it refuses to overwrite. No server is needed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_triton import read_config
+from google.protobuf import json_format
+from typer.testing import CliRunner
+
+from ddtree_trt import __version__
+from ddtree_trt.artifact.manifest import (
+    DRAFTER_GRAPH,
+    DRAFTER_PLAN,
+    MANIFEST,
+    SHARED_WEIGHTS,
+    TARGET_GRAPH,
+    TARGET_PLAN,
+    WEIGHTS,
+    load_manifest,
+    verify_files,
+)
+from ddtree_trt.artifact.triton_layouts import LAYOUT_NAMES
+from ddtree_trt.build import triton_export as triton
+from ddtree_trt.build.triton_export import MARKER, ExportRequest
+from ddtree_trt.cli import app
+from ddtree_trt.errors import ArtifactError, BuildError, UsageError
+from ddtree_trt.triton.requests import FIELDS, OTHERS, REFUSED
+from ddtree_trt.triton.settings import Settings, select_device
+
+
+def export(engine: Path, repository: Path, name: str | None = None, **options: Any) -> Path:
+    return triton.export_triton(ExportRequest(engine, repository, name, **options))
+
+
+@pytest.fixture
+def engine(tiny_engine: Path, tmp_path: Path) -> Path:
+    """An engine of this test's own."""
+    return shutil.copytree(tiny_engine, tmp_path / "engines" / "tiny")
+
+
+@pytest.fixture
+def gpu_engine(engine: Path) -> Path:
+    """The same, said to be for a backend that runs on GPUs: exporting never opens it."""
+    manifest = load_manifest(engine)
+    names = dict(zip((TARGET_GRAPH, DRAFTER_GRAPH, WEIGHTS), (TARGET_PLAN, DRAFTER_PLAN, SHARED_WEIGHTS), strict=True))
+    for graph, plan in names.items():
+        (engine / graph).rename(engine / plan)
+    files = {names.get(name, name): entry for name, entry in manifest.files.items()}
+    manifest = dataclasses.replace(manifest, backend="tensorrt", files=files)
+    (engine / MANIFEST).write_text(manifest.to_json())
+    return engine
+
+
+def config_dict(model: Path) -> dict[str, Any]:
+    return json_format.MessageToDict(read_config(model), preserving_proto_field_name=True)
+
+
+@pytest.mark.parametrize(
+    ("layout", "instances", "gpus", "max_queue", "link", "name"),
+    [*itertools.product(LAYOUT_NAMES, (1, 3), ((), (0,), (2, 5)), (0, 256), (True, False), (None, "qwen3-8b.v2"))],
+)
+def test_every_combination_parses(
+    tiny_engine: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layout: Any,
+    instances: int,
+    gpus: tuple[int, ...],
+    max_queue: int,
+    link: bool,
+    name: str | None,
+) -> None:
+    manifest = load_manifest(tiny_engine)
+    if gpus:
+        manifest = dataclasses.replace(manifest, backend="tensorrt")
+    # The engine's own checks and its copy have tests of their own.
+    monkeypatch.setattr(triton, "load_manifest", lambda directory: manifest)
+    monkeypatch.setattr(triton, "verify_files", lambda *arguments: None)
+    monkeypatch.setattr(triton, "_copy_engine", lambda source, manifest, destination, progress: destination.mkdir())
+    options = {"layout": layout, "instances": instances, "gpus": gpus, "max_queue": max_queue, "link": link}
+    model = export(tiny_engine, tmp_path / "models", name, **options)
+    config = read_config(model)
+    assert config.name == model.name == (name or manifest.name)
+    assert config.backend == "python"
+    assert config.max_batch_size == (1 if layout == "trtllm" else 0)
+    assert config.model_transaction_policy.decoupled
+    (group,) = config.instance_group
+    assert (group.count, list(group.gpus)) == (instances, list(gpus))
+    assert group.Kind.Name(group.kind) == ("KIND_GPU" if gpus else "KIND_CPU")
+    assert {p.name for p in (model / "1").iterdir()} == {"model.py", "engine"}
+    settings = Settings.read(config_dict(model))
+    assert (settings.layout.name, settings.max_queue, settings.threads) == (layout, max_queue, 0)
+    for path in (model / "config.pbtxt", model / "README.md"):
+        assert "${" not in path.read_text()
+    assert {"text_output", "acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens", "finish_reason"} <= (
+        settings.outputs
+    )
+
+
+@pytest.mark.parametrize("layout", LAYOUT_NAMES)
+def test_every_declared_input_is_honoured_or_refused(engine: Path, tmp_path: Path, layout: Any) -> None:
+    config = read_config(export(engine, tmp_path / "models", layout=layout, link=True))
+    names = [i.name for i in config.input]
+    assert len(names) == len(set(names))
+    assert set(names) <= FIELDS.keys() | OTHERS | REFUSED.keys()
+    assert [i.name for i in config.input if not i.optional] == ["text_input"]
+
+
+def test_what_is_known_is_declared_somewhere(engine: Path, tmp_path: Path) -> None:
+    models = [export(engine, tmp_path / "models", layout, layout=layout, link=True) for layout in LAYOUT_NAMES]
+    assert {i.name for model in models for i in read_config(model).input} == FIELDS.keys() | OTHERS | REFUSED.keys()
+
+
+def test_a_copied_engine_is_whole_and_the_repository_can_move(engine: Path, tmp_path: Path) -> None:
+    export(engine, tmp_path / "models")
+    shutil.rmtree(engine)
+    moved = (tmp_path / "models").rename(tmp_path / "elsewhere") / "tiny" / "1" / "engine"
+    verify_files(moved, load_manifest(moved))
+    assert (moved / "profile.json").is_file()
+
+
+def test_a_linked_engine_is_found_by_a_relative_path(engine: Path, tmp_path: Path) -> None:
+    model = export(engine, tmp_path / "a" / "b" / "models", link=True)
+    assert not Path(os.readlink(model / "1" / "engine")).is_absolute()
+    assert (model / "1" / "engine").resolve() == engine.resolve()
+    moved = tmp_path.rename(tmp_path.with_name(f"{tmp_path.name}-moved"))
+    assert load_manifest(moved / "a/b/models/tiny/1/engine").name == "tiny"
+
+
+def test_exporting_again_replaces_an_export(engine: Path, tmp_path: Path) -> None:
+    model = export(engine, tmp_path / "models")
+    (model / "1" / "__pycache__").mkdir()
+    (model / "1" / "__pycache__" / "model.pyc").write_bytes(b"x")  # as a server leaves it
+    assert export(engine, tmp_path / "models", layout="vllm", link=True) == model
+    assert read_config(model).max_batch_size == 0
+    assert (model / "1" / "engine").is_symlink()
+    assert export(engine, tmp_path / "models") == model
+    assert not (model / "1" / "engine").is_symlink()
+    assert sorted(p.name for p in (tmp_path / "models").iterdir()) == ["tiny"]
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda m: (m / "config.pbtxt").write_text("name: 'mine'"), "config.pbtxt was edited since its export"),
+        (lambda m: (m / "1" / "model.py").write_text("pass"), "model.py was edited since its export"),
+        (lambda m: (m / "notes.txt").write_text("mine"), "notes.txt was not written by an export"),
+        (
+            lambda m: (m / "2").mkdir() or (m / "2" / "model.py").write_text("x"),
+            "model.py was not written by an export",
+        ),
+        (lambda m: (m / "1" / "engine" / "extra.bin").write_text("x"), "extra.bin was not written by an export"),
+        (lambda m: (m / MARKER).write_text("{}"), "export.json is damaged"),
+        (lambda m: (m / MARKER).unlink(), "was not written by ddtree-trt"),
+    ],
+)
+def test_nothing_that_an_export_did_not_write_is_overwritten(
+    engine: Path, tmp_path: Path, spoil: Any, message: str
+) -> None:
+    model = export(engine, tmp_path / "models")
+    spoil(model)
+    before = {p: p.read_bytes() for p in model.rglob("*") if p.is_file()}
+    with pytest.raises(BuildError, match=message):
+        export(engine, tmp_path / "models")
+    assert {p: p.read_bytes() for p in model.rglob("*") if p.is_file()} == before
+
+
+def test_a_failed_export_changes_nothing(engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = export(engine, tmp_path / "models")
+    before = {p: p.read_bytes() for p in model.rglob("*") if p.is_file()}
+
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full_disk)
+    with pytest.raises(BuildError, match="No space left on device; nothing was changed"):
+        export(engine, tmp_path / "models", max_queue=1)
+    assert {p: p.read_bytes() for p in model.rglob("*") if p.is_file()} == before
+    assert [p.name for p in (tmp_path / "models").iterdir()] == ["tiny"]
+
+
+def test_a_damaged_engine_is_refused(engine: Path, tmp_path: Path) -> None:
+    (engine / "weights.bin").write_bytes(b"short")
+    with pytest.raises(ArtifactError, match=r"weights\.bin has 5 bytes"):
+        export(engine, tmp_path / "models")
+    assert not (tmp_path / "models").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"instances": 0}, "--instances must be from 1 to 64, not 0"),
+        ({"max_queue": -1}, "--max-queue must be from 0 to"),
+        ({"layout": "other"}, "--layout must be one of trtllm, vllm"),
+        ({"gpus": (0,)}, "--gpus is for engines that run on GPUs"),
+        ({"gpus": (1, 1)}, "--gpus must be different numbers"),
+        ({"gpus": (-1,)}, "--gpus must be different numbers"),
+        ({"name": "../up"}, "cannot name a model"),
+        ({"name": ""}, "cannot name a model"),
+    ],
+)
+def test_wrong_calls(engine: Path, tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        export(engine, tmp_path / "models", **options)
+    assert not (tmp_path / "models").exists()
+
+
+def test_the_engine_and_the_model_may_not_lie_inside_each_other(engine: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="lies inside the engine directory"):
+        export(engine, engine / "models")
+    model = export(engine, tmp_path / "models")
+    with pytest.raises(UsageError, match="which would be replaced"):
+        export(model / "1" / "engine", tmp_path / "models")
+    assert export(model / "1" / "engine", tmp_path / "models", "second").is_dir()
+
+
+def test_a_gpu_engine_takes_the_first_gpu(gpu_engine: Path, tmp_path: Path) -> None:
+    (group,) = read_config(export(gpu_engine, tmp_path / "models", link=True)).instance_group
+    assert (group.Kind.Name(group.kind), list(group.gpus)) == ("KIND_GPU", [0])
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "visible", "expected"),
+    [
+        ("CPU", "0", None, None),
+        ("GPU", "1", None, "1"),
+        ("GPU", "1", "4,6", "6"),
+        ("GPU", "0", "GPU-abc", "GPU-abc"),
+    ],
+)
+def test_an_instance_sees_its_gpu_only(kind: str, device: str, visible: str | None, expected: str | None) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    select_device(kind, device, environment)
+    assert environment.get("CUDA_VISIBLE_DEVICES") == expected
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("ddtree_trt_version", "0.0.1", rf"exported by ddtree-trt 0.0.1, the server's Python .* has {__version__}"),
+        ("layout", "other", "layout must be one of trtllm, vllm"),
+        ("max_queue", "-1", "max_queue must be a whole number"),
+        ("threads", None, r"lacks the parameters \['threads'\]"),
+    ],
+)
+def test_an_edited_config_is_refused_with_a_reason(
+    engine: Path, tmp_path: Path, key: str, value: str | None, message: str
+) -> None:
+    config = config_dict(export(engine, tmp_path / "models", link=True))
+    if value is None:
+        del config["parameters"][key]
+    else:
+        config["parameters"][key]["string_value"] = value
+    with pytest.raises(ArtifactError, match=message):
+        Settings.read(config)
+
+
+def test_the_readme_has_commands_that_fit_the_model(engine: Path, tmp_path: Path) -> None:
+    for layout in LAYOUT_NAMES:
+        model = export(engine, tmp_path / "models", f"m-{layout}", layout=layout, link=True)
+        readme = (model / "README.md").read_text()
+        assert f"--model-repository={tmp_path / 'models'}" in readme
+        assert f"ddtree-trt=={__version__}" in readme
+        bodies = [json.loads(line.split("-d '")[1].rstrip("'")) for line in readme.splitlines() if "curl -s" in line]
+        declared = {i.name for i in read_config(model).input} | {"parameters"}
+        assert len(bodies) == 2
+        assert all(body.keys() <= declared for body in bodies)
+
+
+def test_the_command(engine: Path, tmp_path: Path) -> None:
+    arguments = ["export-triton", str(engine), str(tmp_path / "models")]
+    done = CliRunner().invoke(app, [*arguments, "--model-name", "m", "--layout", "vllm", "--link", "--max-queue", "9"])
+    assert done.exit_code == 0
+    assert f"exported {tmp_path / 'models' / 'm'}: vllm layout, linked engine" in done.stdout
+    assert Settings.read(config_dict(tmp_path / "models" / "m")).max_queue == 9
+    for wrong in (["--gpus", "zero"], ["--instances", "0"], ["--layout", "other"]):
+        assert CliRunner().invoke(app, [*arguments, *wrong]).exit_code == 2
+    (tmp_path / "models" / "m" / "mine").write_text("x")
+    assert CliRunner().invoke(app, [*arguments, "--model-name", "m"]).exit_code == BuildError.exit_code == 1

@@ -1,0 +1,330 @@
+"""The exported model.py on a double of the server: what it takes, what it answers, and that slots come back."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_triton import InferenceResponse, Instance, Request, TritonError, loaded
+from pacing import WAIT_S, Passes, wait_for
+
+from ddtree_trt import LLM, SamplingParams
+from ddtree_trt.build.triton_export import ExportRequest, export_triton
+from ddtree_trt.triton.requests import parse
+from ddtree_trt.triton.settings import TRTLLM, VLLM, Layout
+
+PROMPT = "def fib(n):"
+LONG = {"max_tokens": 1900, "ignore_eos": True, "method": "ar"}
+
+
+def strings(*texts: str, batched: bool = True) -> np.ndarray:
+    array = np.array([text.encode() for text in texts], dtype=object)
+    return array[None] if batched else array
+
+
+def trtllm(prompt: str = PROMPT, *, stream: bool = False, **sampling: Any) -> dict[str, np.ndarray]:
+    return {
+        "text_input": strings(prompt),
+        "stream": np.array([[stream]]),
+        "sampling_parameters": strings(json.dumps(sampling)),
+    }
+
+
+def vllm(prompt: str = PROMPT, *, stream: bool = False, **sampling: Any) -> dict[str, np.ndarray]:
+    return {name: array[0] for name, array in trtllm(prompt, stream=stream, **sampling).items()}
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_engine: Path) -> Iterator[LLM]:
+    with LLM(tiny_engine) as reference:
+        yield reference
+
+
+@pytest.fixture(scope="module")
+def instance(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
+    repository = tmp_path_factory.mktemp("models")
+    with loaded(export_triton(ExportRequest(tiny_engine, repository, "m", max_queue=0, link=True))) as running:
+        yield running
+    assert not [t for t in threading.enumerate() if t.name.startswith("ddtree-")], "threads were left behind"
+
+
+def eventually(instance: Instance, **metrics: float) -> None:
+    """Wait until the metrics have these values."""
+    wait_for(lambda: {name: instance.metrics[name] for name in metrics} == metrics)
+
+
+def passes(instance: Instance) -> Passes:
+    """The instance's engine, held by the test. What is put before it stays there, open."""
+    return Passes(instance.model._service._llm.engine)
+
+
+def joined(request: Any) -> str:
+    return "".join(r.arrays["text_output"][0].decode() for r in request.responses())
+
+
+def test_text_and_figures_equal_the_runtimes(instance: Instance, llm: LLM) -> None:
+    sampling = {"max_tokens": 40, "tree_budget": 12, "stop": ["\n\n\n"]}
+    truth = llm.generate(PROMPT, SamplingParams(**sampling))[0]
+    counts = {"return_num_input_tokens": np.array([True]), "return_num_output_tokens": np.array([True])}
+    (whole,) = instance.start({**trtllm(**sampling), **counts}).responses()
+    parts: list[InferenceResponse] = []
+    passes(instance).in_step_with(lambda: len(parts), 2)
+    parts.extend(instance.start({**trtllm(stream=True, **sampling), **counts}).responses())
+    assert len(parts) > 2
+    assert "".join(p.arrays["text_output"][0].decode() for p in parts) == truth.outputs[0].text
+    assert whole.arrays["text_output"].tolist() == [truth.outputs[0].text.encode()]
+    for last in (whole, parts[-1]):
+        figures = {name: array.item() for name, array in last.arrays.items() if array.shape == (1, 1)}
+        assert figures["total_draft_tokens"] == truth.metrics.drafted_tokens
+        assert figures["total_accepted_draft_tokens"] == truth.metrics.accepted_tokens
+        assert figures["acceptance_rate"] == pytest.approx(truth.metrics.acceptance_rate)
+        assert figures["num_input_tokens"] == truth.usage.prompt_tokens
+    assert sum(p.arrays["num_output_tokens"].item() for p in parts) == truth.usage.completion_tokens
+    assert "acceptance_rate" not in parts[0].arrays  # of the whole request, so with its last response
+    assert [p.arrays["finish_reason"][0] for p in parts[:-1]] == [b""] * (len(parts) - 1)
+    assert whole.arrays["finish_reason"][0].decode() == truth.outputs[0].finish_reason
+
+
+def test_metrics_add_up(tiny_engine: Path, tmp_path: Path) -> None:
+    model = export_triton(ExportRequest(tiny_engine, tmp_path, "m", link=True))
+    with loaded(model) as instance:
+        responses = list(instance.start(trtllm(stream=True, max_tokens=50, ignore_eos=True)).responses())
+        eventually(instance, length=1, ddtree_requests_running=0)
+    grown = {name.removeprefix("ddtree_").removesuffix("_total"): n for name, n in instance.metrics.items()}
+    last = responses[-1].arrays
+    assert grown["generation_tokens"] == 50
+    assert grown["responses"] == len(responses)
+    assert grown["draft_tokens"] == last["total_draft_tokens"].item()
+    assert grown["draft_tokens_accepted"] == last["total_accepted_draft_tokens"].item()
+    assert grown["rounds"] == 50 - 1 - grown["draft_tokens_accepted"]  # the prompt's pass gives the first token
+
+
+def test_a_cancelled_request_frees_its_slot(instance: Instance) -> None:
+    before = instance.metrics["cancelled"]
+    request = instance.start(trtllm(stream=True, **LONG))
+    responses = request.responses()
+    next(responses)
+    engine = passes(instance)
+    engine.hold()
+    eventually(instance, ddtree_requests_running=1)
+    request.gone = True
+    engine.release()
+    with pytest.raises(TritonError, match="was cancelled") as caught:
+        list(responses)
+    assert caught.value.code == "CANCELLED"
+    eventually(instance, ddtree_requests_running=0, cancelled=before + 1)
+
+
+@pytest.mark.parametrize("options", [{"timeout_us": 50_000}, {"parameters": {"timeout": 50_000}}])
+def test_a_timeout_frees_the_slot(instance: Instance, options: dict[str, Any]) -> None:
+    with pytest.raises(TritonError, match=r"timeout of 50 ms passed after \d+ tokens") as caught:
+        list(instance.start(trtllm(**LONG), **options).responses())
+    assert caught.value.code == "UNAVAILABLE"
+    eventually(instance, ddtree_requests_running=0)
+
+
+def test_a_full_queue_is_refused_and_the_others_go_on(instance: Instance, llm: LLM) -> None:
+    slots = int(instance.metrics["ddtree_slots"])
+    sampling = {"max_tokens": 40, "ignore_eos": True, "method": "ar"}
+    engine = passes(instance)
+    engine.hold()
+    running = [instance.start(trtllm(stream=True, **sampling)) for _ in range(slots)]
+    with pytest.raises(TritonError, match="try again later") as caught:
+        list(instance.start(trtllm()).responses())
+    assert caught.value.code == "UNAVAILABLE"
+    engine.release()
+    truth = llm.generate(PROMPT, SamplingParams(**sampling))[0].outputs[0].text
+    assert [joined(request) for request in running] == [truth] * slots
+
+
+def test_wrong_requests_are_told_so(instance: Instance) -> None:
+    before = instance.metrics["refused"]
+    for inputs, message in (
+        ({}, "text_input is missing"),  # the server lets this through
+        (trtllm(max_tokens=0), "max_tokens must be at least 1"),
+        (
+            trtllm(max_tokens=100_000),
+            r"max_tokens 100000 does not fit: the prompt leaves \d+ of this engine's \d+ tokens",
+        ),
+        (trtllm(""), "the prompt has no tokens"),
+    ):
+        with pytest.raises(TritonError, match=message) as caught:
+            list(instance.start(inputs).responses())
+        assert caught.value.code == "INVALID_ARG"
+    eventually(instance, refused=before + 4)
+
+
+def test_an_engine_failure_is_told_and_the_next_request_runs(
+    instance: Instance, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(instance.model._service._llm.engine, "verify", fails)
+        with pytest.raises(TritonError, match="unexpected RuntimeError; the server's log says more") as caught:
+            list(instance.start(trtllm()).responses())
+    assert caught.value.code == "INTERNAL"
+    truth = llm.generate(PROMPT, SamplingParams(max_tokens=9))[0].outputs[0].text
+    assert joined(instance.start(trtllm(max_tokens=9))) == truth
+    eventually(instance, ddtree_requests_running=0, ddtree_engine_failed=0)
+
+
+def raw(text: str) -> dict[str, np.ndarray]:
+    return {**trtllm(), "sampling_parameters": strings(text)}
+
+
+class Unreadable(np.ndarray):
+    """A tensor that cannot be read, in a way nobody foresaw."""
+
+    def reshape(self, *_: Any) -> np.ndarray:
+        raise MemoryError("/secret/path")
+
+
+HOSTILE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
+    (
+        raw('{"seed": 1' + "0" * 400 + "}"),
+        {},
+        "INVALID_ARG",
+        "seed must be from 0 to .* an integer of about 401 digits",
+    ),
+    (raw('{"seed": ' + "9" * 5000 + "}"), {}, "INVALID_ARG", "a number has too many digits"),
+    (raw('{"seed": "' + "9" * 5000 + '"}'), {}, "INVALID_ARG", "seed must be an integer"),
+    (raw('{"seed": "' + "[" * 100_000 + '"}'), {}, "INVALID_ARG", "seed must be an integer"),
+    (raw("[" * 100_000), {}, "INVALID_ARG", "nested too deeply"),
+    (raw('{"a":' * 100_000), {}, "INVALID_ARG", "nested too deeply"),
+    (raw("{"), {}, "INVALID_ARG", "sampling_parameters is not JSON"),
+    (raw('["' + "x" * 5000 + '"]'), {}, "INVALID_ARG", "must be a JSON object, not"),
+    (raw('{"logit_bias": {"' + "9" * 5000 + '": 1}}'), {}, "INVALID_ARG", "is not a token id"),
+    (raw('{"temperature": 1e999}'), {}, "INVALID_ARG", "temperature must be a number from 0 to 100"),
+    (raw('{"\\ud800": 1}'), {}, "INVALID_ARG", "unknown sampling parameter"),
+    (raw('{"\\ud800": 1}'), {"parameters": {"\ud800": 1}}, "INVALID_ARG", "is given twice"),
+    (raw('{"' + "k" * 9000 + '": 1}'), {"parameters": {"k" * 9000: 1}}, "INVALID_ARG", "kkkkk"),
+    (raw('{"stop": "\\ud800"}'), {}, "INVALID_ARG", "stop is not valid Unicode"),
+    (raw('{"method": {}}'), {}, "INVALID_ARG", "method must be auto or one of"),
+    (trtllm(), {"parameters": {"timeout": 10**400}}, "INVALID_ARG", "timeout must be microseconds"),
+    (trtllm(), {"parameters": {"timeout": "x"}}, "INVALID_ARG", "timeout must be microseconds"),
+    ({"text_input": np.array([[b"\xff\xfe"]], object)}, {}, "INVALID_ARG", "text_input is not valid UTF-8"),
+    ({**trtllm(), "seed": np.zeros((0,))}, {}, "INVALID_ARG", "seed must hold one value"),
+    ({**trtllm(), "seed": np.zeros(1).view(Unreadable)}, {}, "INTERNAL", "unexpected MemoryError; the server's log"),
+]
+
+
+@pytest.mark.parametrize(("inputs", "options", "code", "message"), HOSTILE, ids=lambda v: str(v)[:40])
+def test_one_bad_request_touches_no_other_of_its_batch(
+    instance: Instance, llm: LLM, inputs: dict[str, Any], options: dict[str, Any], code: str, message: str
+) -> None:
+    good = trtllm(max_tokens=9)
+    calls: list[tuple[dict[str, Any], dict[str, Any]]] = [(good, {}), (inputs, options), (good, {})]
+    batch = [Request(instance.declared, given, **more) for given, more in calls]
+    instance.model.execute(batch)
+    with pytest.raises(TritonError, match=message) as caught:
+        list(batch[1].responses())
+    assert caught.value.code == code
+    text = str(caught.value)
+    assert len(text) <= 1000 and "\n" not in text and "/" not in text and "Traceback" not in text
+    text.encode()
+    truth = llm.generate(PROMPT, SamplingParams(max_tokens=9))[0].outputs[0].text
+    assert [joined(batch[0]), joined(batch[2])] == [truth, truth]
+    eventually(instance, ddtree_requests_running=0)
+
+
+def test_closing_ends_what_is_under_way(tiny_engine: Path, tmp_path: Path) -> None:
+    model = export_triton(ExportRequest(tiny_engine, tmp_path, "m", layout="vllm", link=True))
+    with loaded(model) as instance:
+        requests = [instance.start(vllm(stream=True, **LONG)) for _ in range(10)]
+        next(requests[0].responses())
+    for request in requests:
+        with pytest.raises(TritonError, match="is being unloaded"):
+            list(request.responses())
+    assert instance.metrics["ddtree_requests_running"] == instance.metrics["ddtree_requests_waiting"] == 0
+
+
+def test_a_request_may_be_ended_before_it_begins(tiny_engine: Path, tmp_path: Path) -> None:
+    model = export_triton(ExportRequest(tiny_engine, tmp_path, "m", link=True))
+    with loaded(model) as instance:
+        service, ending = instance.model._service, threading.Event()
+        end = service._end
+        service._end = lambda job, outcome: (end(job, outcome), ending.set())
+        service._loop.call_soon_threadsafe(ending.wait, WAIT_S)  # no request begins before it is ended
+        request = instance.start(trtllm(**LONG))
+    with pytest.raises(TritonError, match="is being unloaded"):
+        list(request.responses())
+
+
+def test_a_broken_engine_says_why(tiny_engine: Path, tmp_path: Path) -> None:
+    model = export_triton(ExportRequest(tiny_engine, tmp_path, "m"))
+    (model / "1" / "engine" / "target.onnx").write_bytes(b"x")
+    with pytest.raises(RuntimeError, match=r"target\.onnx has 1 bytes, the manifest says \d+; rebuild with"):
+        Instance(model)
+
+
+def call(inputs: dict[str, Any], layout: Layout = TRTLLM, **options: Any) -> Any:
+    declared = frozenset({"text_output", "num_output_tokens", layout.log_probs})
+    arguments = {"parameters": {}, "timeout_us": 0, "requested": declared, "declared": declared} | options
+    return parse({"text_input": strings("x"), **inputs}, layout, **arguments)
+
+
+def test_tensors_become_the_parameters_they_name() -> None:
+    params = call(
+        {
+            "max_tokens": np.array([[9]], np.int32),
+            "min_length": np.array([[2]], np.int32),
+            "temperature": np.array([[0.7]], np.float32),
+            "top_p": np.array([[0.9]], np.float32),
+            "seed": np.array([[2**63 + 1]], np.uint64),
+            "num_return_sequences": np.array([3], np.int32),
+            "num_draft_tokens": np.array([[8]], np.int32),
+            "stop_words": strings("a", "", "b"),
+            "end_id": np.array([[5]], np.int32),
+            "return_log_probs": np.array([True]),
+            "sampling_parameters": strings('{"method": "dflash", "logit_bias": {"4": -100}}'),
+        }
+    ).params
+    assert params == SamplingParams(
+        max_tokens=9,
+        min_tokens=2,
+        temperature=0.7,  # not float32's 0.699999988
+        top_p=0.9,
+        seed=2**63 + 1,
+        n=3,
+        tree_budget=8,
+        stop=("a", "b"),
+        stop_token_ids=(5,),
+        ignore_eos=True,
+        logprobs=0,
+        method="dflash",
+        logit_bias={4: -100},
+    )
+
+
+def test_vllm_clients_send_numbers_as_text_and_defaults_that_change_nothing() -> None:
+    given = {
+        "temperature": "0.5",
+        "max_tokens": "7",
+        "top_k": "-1",
+        "ignore_eos": "True",
+        "stop": "12",
+        "logprobs": False,
+    }
+    neutral = {"best_of": 1, "use_beam_search": "false", "length_penalty": 1.0, "seed": None}
+    wanted = SamplingParams(temperature=0.5, max_tokens=7, ignore_eos=True, stop=("12",))
+    assert call({}, VLLM, parameters={**given, **neutral, "id": "x", "triton_final": 1}).params == wanted
+
+
+def test_outputs_are_those_listed_or_switched_on() -> None:
+    assert call({}).outputs == {"text_output"}
+    assert call({"return_num_output_tokens": np.array([True])}).outputs == {"text_output", "num_output_tokens"}
+    assert call({"return_log_probs": np.array([True])}).outputs == {"text_output", "output_log_probs"}
+    assert call({}, requested=frozenset({"num_output_tokens"})).outputs == {"num_output_tokens"}
+
+
+def test_only_an_unstreamed_vllm_text_begins_with_the_prompt_by_default() -> None:
+    stream = {"stream": np.array([True])}
+    assert (call({}).echo, call({}, VLLM).echo, call(stream, VLLM).echo) == (False, True, False)
+    assert call({"exclude_input_in_output": np.array([False])}).echo
