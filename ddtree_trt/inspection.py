@@ -11,7 +11,7 @@ from ddtree_trt.artifact import manifest as artifact
 from ddtree_trt.artifact.manifest import Manifest, Progress, load_manifest, no_progress, verify_files
 from ddtree_trt.device.memory import MemoryPlan, plan_manifest
 from ddtree_trt.errors import DDTreeError
-from ddtree_trt.runtime.decoding.routing import engine_without
+from ddtree_trt.runtime.decoding.routing import engine_host_reason
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ def inspect_engine(directory: Path, progress: Progress = no_progress) -> EngineR
         problem=_problem(directory, manifest),
         total_bytes=sum(entry.size for entry in manifest.files.values()),
         has_profile=(directory / artifact.PROFILE).is_file(),
-        no_device_rounds=engine_without(manifest),
+        no_device_rounds=engine_host_reason(manifest),
     )
 
 

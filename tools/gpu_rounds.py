@@ -14,8 +14,7 @@ import torch
 
 from ddtree_trt.bench.pairs.forced import ForcedEngine
 from ddtree_trt.bench.pairs.forced_torch import ForcedRounds
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
-from ddtree_trt.runtime.engines.base import DraftRequest, Engine, RoundRequest, VerifyRequest
+from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.stats import ROUND_STAGES, StageClock
 from ddtree_trt.runtime.tree import EMPTY, build_tree, chain, compile_tree, walk

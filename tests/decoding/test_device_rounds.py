@@ -9,7 +9,7 @@ import pytest
 from scripted import Good, MarkovTarget, ScriptedEngine
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.decoding.routing import why_host
+from ddtree_trt.runtime.decoding.routing import choose_route
 from ddtree_trt.runtime.params import SamplingParams
 
 # A value other than the default for every field, and whether the device honours it: always, for greedy requests only
@@ -61,13 +61,13 @@ def test_every_field_is_honoured_or_refused_by_name(engine: ScriptedEngine, name
     value, honoured = FIELDS[name]
     options = {"method": "ddtree", "tree_budget": 16, "temperature": temperature}
     params = SamplingParams(**{**options, name: value})
-    why = why_host("auto", engine, params)
+    why = choose_route("auto", engine, params).host_reason
     if honoured == "always" or (honoured == "greedy" and not params.stochastic):
         assert why is None
         return
     assert why == f"{name} works on logits, which stay on the device"
     with pytest.raises(UsageError, match=f"device_rounds is on, but {name} works on logits"):
-        why_host("on", engine, params)
+        choose_route("on", engine, params)
 
 
 def test_a_field_nobody_listed_is_the_hosts(engine: ScriptedEngine) -> None:
@@ -79,10 +79,10 @@ def test_a_field_nobody_listed_is_the_hosts(engine: ScriptedEngine) -> None:
         grammar: str | None = None
 
     options: dict[str, Any] = {"method": "ddtree", "tree_budget": 16}
-    assert why_host("auto", engine, Wider(**options)) is None
-    assert why_host("auto", engine, Wider(**options, typical_p=0.9)) == (
+    assert choose_route("auto", engine, Wider(**options)).on_device
+    assert choose_route("auto", engine, Wider(**options, typical_p=0.9)).host_reason == (
         "typical_p works on logits, which stay on the device"
     )
-    assert why_host("auto", engine, Wider(**options, typical_p=0.9, grammar="x", logprobs=1)) == (
+    assert choose_route("auto", engine, Wider(**options, typical_p=0.9, grammar="x", logprobs=1)).host_reason == (
         "logprobs, typical_p, grammar work on logits, which stay on the device"
     )

@@ -211,7 +211,7 @@ async def test_nobody_waits_for_a_worker_that_died(llm: AsyncLLM) -> None:
     def broken() -> None:
         raise RuntimeError("scripted bug")
 
-    llm._scheduler.step = broken  # type: ignore[method-assign, assignment]
+    llm.core.scheduler.step = broken  # type: ignore[method-assign, assignment]
     with pytest.raises(EngineError, match="RuntimeError: scripted bug"):
         await submission.result()
     with pytest.raises(EngineError, match="restart"):

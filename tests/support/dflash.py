@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ddtree_trt.artifact.manifest import DrafterDims
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
+from ddtree_trt.runtime.engines.base import DrawnFrom
 
 
 class DFlash:

@@ -15,10 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
 from ddtree_trt.runtime.tree import TokenTree
 
 LogitRows = Literal["none", "last", "all"]
+
+
+@dataclass(frozen=True)
+class DrawnFrom:
+    """The distribution q a drafted token was drawn from, over its candidates; zero elsewhere."""
+
+    token: int
+    candidates: NDArray[np.int32]  # [K]
+    probs: NDArray[np.float64]  # [K], sums to 1
+
+
 # (log_probs [K], token_ids [K], depth from 0) → a draw
 Draw = Callable[[NDArray[np.float32], NDArray[np.int32], int], DrawnFrom]
 

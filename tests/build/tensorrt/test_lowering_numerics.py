@@ -22,8 +22,7 @@ from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.graph.lowering_tensorrt import MAX_CANDIDATES
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.plugins.reference import attention, packed_mask
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
-from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
+from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, VerifyRequest
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.tree import token_chain
 

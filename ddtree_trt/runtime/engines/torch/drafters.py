@@ -12,8 +12,7 @@ from torch import Tensor
 from ddtree_trt import _native
 from ddtree_trt.artifact.manifest import DrafterDims
 from ddtree_trt.plugins import MaskMode
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom
 from ddtree_trt.runtime.engines.drafters import Pass
 from ddtree_trt.runtime.engines.torch.attention import Attention, Place
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
