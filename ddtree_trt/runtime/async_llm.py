@@ -49,8 +49,8 @@ class AsyncLLM:
         threads: CPU threads of the engine; 0 chooses.
         device_rounds, exact: as for LLM.
         max_waiting: sequences that may wait for a slot before `QueueFull` is raised; None is unlimited.
-        on_finished: told of every request that ended, in whatever way, on the worker thread; it must be quick. What it
-            raises is logged and changes nothing.
+        on_finished: called with every request that ended, in whatever way, on the worker thread; it must be quick.
+            What it raises is logged and changes nothing.
 
     Raises ArtifactError when the directory cannot be used. For the process that loaded it: calls in one that was forked
     from it are UsageErrors.
@@ -251,13 +251,13 @@ class AsyncLLM:
             part = request.take()
             self._account(active)
             if request.finished:
-                self._tell_finished(request)
+                self._report_finished(request)
             if error is not None:
                 self._hand_over(active, error)
             elif part is not None:
                 self._hand_over(active, part)
 
-    def _tell_finished(self, request: Request) -> None:
+    def _report_finished(self, request: Request) -> None:
         if self._on_finished is None:
             return
         try:

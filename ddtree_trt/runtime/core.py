@@ -20,7 +20,7 @@ from ddtree_trt.runtime.text.codec import TextCodec
 
 
 class EngineCore:
-    """Makes requests and runs them. One thread at a time calls it; `maker` may be another's."""
+    """Makes requests and runs them. One thread calls the scheduler; another may make requests by `maker`."""
 
     def __init__(
         self,

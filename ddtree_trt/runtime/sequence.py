@@ -29,7 +29,7 @@ class Sequence:
     sampler: Sampler
     stream: TextStream
     budget: Budget
-    route: Route  # chosen once for the whole request; the metrics say the same
+    route: Route  # chosen once for the whole request; the metrics copy it
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     slot: int | None = None
     output: list[int] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Sequence:
     stop_reason: int | str | None = None
     error: Exception | None = None
     bonus_token: int = -1  # the latest token chosen, not yet in the cache
-    on_round: Callable[[Any], None] | None = None  # called with a decode.Round after each round
+    on_round: Callable[[Any], None] | None = None  # called with a loop.Round after each round
     echo: str = ""  # put in front of the text
     method: Method = field(init=False)  # what params.method names
     max_tokens: int = field(init=False)  # of output: what was asked for, as far as it fits

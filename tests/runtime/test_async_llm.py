@@ -220,6 +220,19 @@ async def test_nobody_waits_for_a_worker_that_died(llm: AsyncLLM) -> None:
     await asyncio.wait_for(llm.drain(), WAIT_S)
 
 
+async def test_a_reset_forgets_prefixes_while_others_run(llm: AsyncLLM) -> None:
+    params = SamplingParams(max_tokens=8)
+    with llm.submit(PROMPTS[1], LONG):
+        found = []
+        for _ in range(2):
+            found.append([(await llm.complete(PROMPTS[0], params)).usage.cached_tokens > 0 for _ in range(2)])
+            await llm.reset_prefix_cache()
+    assert found == [[False, True], [False, True]]
+    llm.shutdown()
+    with pytest.raises(EngineError, match="shut down"):
+        await llm.reset_prefix_cache()
+
+
 async def test_shutdown_ends_everyone_and_refuses_newcomers(tiny_engine: Path) -> None:
     ended: list[Request] = []
     llm = AsyncLLM(tiny_engine, on_finished=ended.append)

@@ -106,6 +106,19 @@ def test_closing_a_stream_frees_its_slot(llm: LLM, chats: list[Any]) -> None:
     assert llm.core.scheduler.free_slots == llm.core.scheduler.slots
 
 
+def test_a_reset_forgets_prefixes_and_leaves_streams_alone(llm: LLM, chats: list[Any]) -> None:
+    params = SamplingParams(max_tokens=40)
+    whole = llm.generate(chats[:2], params)
+    stream = llm.stream(chats[0], params)
+    text = next(stream).outputs[0].text
+    assert llm.generate(chats[1], params)[0].usage.cached_tokens > 0
+    llm.reset_prefix_cache()
+    assert text + "".join(part.outputs[0].text for part in stream) == whole[0].outputs[0].text
+    for chat, output in zip(chats[:2], whole, strict=True):
+        (again,) = llm.generate(chat, params)
+        assert again.usage.cached_tokens == 0 and again.outputs == output.outputs
+
+
 def test_chat_turns_start_from_what_is_cached_and_say_the_same(llm: LLM, tiny_engine: Path, chats: list[Any]) -> None:
     methods = ["ddtree", "ar", "dflash", "ddtree", "ar", "ddtree"]
     messages: list[dict[str, str]] = []

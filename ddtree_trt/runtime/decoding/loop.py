@@ -180,8 +180,8 @@ def accept(sequence: Sequence, proposal: Proposal, verdict: Verdict) -> Path:
 
 
 def emit(sequence: Sequence, tokens: Iterable[tuple[int, Row | None]]) -> int:
-    """Append tokens, each with the logits it was chosen from where they are wanted, as far as the sequence goes; how
-    many there were."""
+    """Append tokens, each with the logits it was chosen from where they are wanted, until the sequence ends. Returns
+    how many were appended."""
     emitted = 0
     for token, logits in tokens:
         emitted += 1
