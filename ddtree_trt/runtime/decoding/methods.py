@@ -71,18 +71,15 @@ def _enough_to_draw_from(budget: int, stochastic: bool) -> int:
 
 @dataclass(frozen=True)
 class Method:
-    """A way to make the tree of a round.
-
-    A budget of `auto` is what rounds cost against what they yield (`weighs_costs`), else the whole draft.
-    """
+    """A way to make the tree of a round."""
 
     name: str
     makes: str  # what the tree is, in the words of help and documents
     drafters: tuple[str, ...]  # kinds of drafter it can use; none: it drafts nothing, and serves with every drafter
     propose: Callable[[Draft, int, Draw], Proposal]
     candidates: Callable[[int, bool], int] = _one
-    weighs_costs: bool = False
-    branches: bool = False  # makes trees, of which the size matters, not chains
+    weighs_costs: bool = False  # the budget `auto` follows from what rounds cost; else it is the whole draft
+    branches: bool = False  # makes trees, which are measured at several budgets; else chains
     draws: bool = False  # drafted tokens are drawn at random: with a seed, output depends on what was drafted
     host_reason: str | None = "builds no tree"  # why its rounds cannot stay on the device; None: they can
 
