@@ -12,7 +12,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from checkpoints import make_pair, make_target
-from dflash import DFlash, refuse_to_draw
+from dflash_truth import DFlash, refuse_to_draw
 from engine_builds import build_engine
 from hypothesis import given
 from hypothesis import strategies as st
