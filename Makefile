@@ -32,12 +32,12 @@ test-slow: $(VENV)/.stamp-dev
 
 # A real server on loopback; see tools/triton_server.py.
 test-triton: $(TRITON_VENV)/.stamp
-	$(TRITON_BIN)/pytest -q tests/triton_server $(PYTEST_ARGS)
+	$(TRITON_BIN)/pytest -q tests/triton/server $(PYTEST_ARGS)
 
 # On a machine with an NVIDIA GPU and `pip install '.[tensorrt]'` in $(VENV): builds engines, runs them, compares them
 # with ONNX Runtime. Elsewhere every test says why it is skipped.
 test-trt: $(VENV)/.stamp-dev plugins
-	$(BIN)/python -m pytest -q -rs -m trt $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -rs tests/gpu $(PYTEST_ARGS)
 
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .

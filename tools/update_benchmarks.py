@@ -32,9 +32,10 @@ from ddtree_trt.bench.runner import run_bench
 from ddtree_trt.bench.settings import BenchSettings, CheckSettings
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.presets import PackagedSource
-from ddtree_trt.check import check_engine, describe
+from ddtree_trt.check import check_engine
 from ddtree_trt.commands.profile import measure_engine
 from ddtree_trt.errors import DDTreeError
+from ddtree_trt.findings import describe
 from ddtree_trt.terminal.printing import progress_bars
 
 ROOT = Path(__file__).resolve().parent.parent

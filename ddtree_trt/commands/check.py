@@ -39,7 +39,8 @@ def check(
         seeds=seeds,
         threads=threads,
     )
-    from ddtree_trt.check import check_engine, describe
+    from ddtree_trt.check import check_engine
+    from ddtree_trt.findings import describe
 
     with terminal.progress_bars() as progress:
         report = check_engine(settings, progress)

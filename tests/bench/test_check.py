@@ -19,8 +19,9 @@ from ddtree_trt.artifact.manifest import MANIFEST, Limits, load_manifest
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.bench.uniformity import BINS, FALSE_ALARM, chi_square_tail, place_in_distribution, uniformity
-from ddtree_trt.check import CAUSES, Difference, check_engine, describe, engine_cases, target_logits
+from ddtree_trt.check import check_engine, engine_cases, target_logits
 from ddtree_trt.errors import UsageError
+from ddtree_trt.findings import CAUSES, Difference, describe
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.params import SamplingParams
 

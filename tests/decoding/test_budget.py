@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import make_profile
-from scripted import MarkovTarget, ScriptedEngine, Useless
+from scripted import ScriptedEngine
+from scripted_models import MarkovTarget, Useless
 from simulated import CPU, MACHINES, random_tree, walk_with
 
 from ddtree_trt import LLM, SamplingParams, _native

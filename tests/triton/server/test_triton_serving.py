@@ -18,7 +18,7 @@ from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from ddtree_trt import LLM, SamplingParams
 
-DEPLOYMENT = Path(__file__).resolve().parents[2] / "docs" / "deployment.md"
+DEPLOYMENT = Path(__file__).resolve().parents[3] / "docs" / "deployment.md"
 GREEDY = {"max_tokens": 48}
 SAMPLED = {"max_tokens": 32, "temperature": 0.8, "top_p": 0.9, "seed": 7}
 BUDGET = 16

@@ -18,7 +18,7 @@ from ddtree_trt import __version__
 from ddtree_trt.build.triton_export import ExportRequest, export_triton
 from ddtree_trt.triton.metrics import GAUGES
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 OLDEST = "1.31"
 MANIFESTS = [
     (path.name, document)

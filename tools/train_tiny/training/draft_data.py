@@ -16,10 +16,10 @@ import torch
 import torch.multiprocessing as mp
 from numpy.typing import NDArray
 
-from .generation import continue_batch
-from .model import Target, load_target
-from .settings import DraftDataSettings
-from .tokenizer import TokenSet
+from tools.train_tiny.generation import continue_batch
+from tools.train_tiny.model import Target, load_target
+from tools.train_tiny.settings import DraftDataSettings
+from tools.train_tiny.tokenizer import TokenSet
 
 GREEDY, SAMPLED, CORPUS = range(3)
 Sequence = tuple[list[int], int, int]

@@ -13,14 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .checks import is_ended, is_right
-from .export import save_target, target_config
-from .generation import continue_batch
-from .log import Log
-from .model import Target, load_target
+from tools.train_tiny.checks import is_ended, is_right
+from tools.train_tiny.export import save_target, target_config
+from tools.train_tiny.generation import continue_batch
+from tools.train_tiny.log import Log
+from tools.train_tiny.model import Target, load_target
+from tools.train_tiny.settings import PAD, TargetSettings
+from tools.train_tiny.tokenizer import TokenSet, answer_text, load, prompt_ids
+
 from .parallel import Rates, Shared, Worker, launch
-from .settings import PAD, TargetSettings
-from .tokenizer import TokenSet, answer_text, load, prompt_ids
 from .transplant import transplanted
 
 Batch = tuple[Tensor, Tensor]

@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tools.train_tiny.export import drafter_config, save
+from tools.train_tiny.log import Log
+from tools.train_tiny.model import Drafter, Target, load_drafter, load_target
+from tools.train_tiny.settings import MASK, DrafterSettings, TargetSettings
+
 from .draft_data import GREEDY, DraftSet, stem_of
-from .export import drafter_config, save
-from .log import Log
-from .model import Drafter, Target, load_drafter, load_target
 from .parallel import Rates, Shared, Worker, launch
-from .settings import MASK, DrafterSettings, TargetSettings
 
 VALIDATION = 24
 """Sequences of each worker's file kept for measuring."""

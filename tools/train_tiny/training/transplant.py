@@ -8,8 +8,8 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from .model import Target, load_target
-from .settings import SPECIAL_TOKENS
+from tools.train_tiny.model import Target, load_target
+from tools.train_tiny.settings import SPECIAL_TOKENS
 
 
 def carried_rows(old: Tokenizer, new: Tokenizer, rows: Tensor) -> Tensor:
