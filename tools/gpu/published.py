@@ -1,4 +1,4 @@
-"""Rounds of the published DDTree code on the same random weights, on the same device: used by gpu_bench.py."""
+"""Rounds of the published DDTree code on the same random weights, on the same device: for `bench.py`."""
 
 from __future__ import annotations
 

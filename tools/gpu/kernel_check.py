@@ -1,6 +1,6 @@
 """Checks the torch operators on a GPU: attention against fp32 SDPA, tree build and walk against the host, compaction.
 
-    python gpu_check.py TORCH_LIBRARY HOST_TREE_LIBRARY RESULT.json [--device cpu]
+    python -m tools.gpu.kernel_check TORCH_LIBRARY HOST_TREE_LIBRARY RESULT.json [--device cpu]
 
 With --device cpu the library is the one on emulated kernels: few, small cases, to check this script.
 """

@@ -1,6 +1,6 @@
 """Times the kernels on a GPU: medians of CUDA-graph replays over input sets several times the L2.
 
-    python gpu_bench.py TORCH_LIBRARY RESULT.json
+    python -m tools.gpu.kernel_bench TORCH_LIBRARY RESULT.json
 
 The bandwidth to compare with is a large device-to-device copy, bytes read plus bytes written, measured here.
 """
