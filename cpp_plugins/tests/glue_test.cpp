@@ -110,7 +110,7 @@ void test_shapes_types_arity() {
     CHECK(build(*attention).getOutputShapes(inputs.data(), 8, nullptr, 1, outputs, 3, none) != 0);
     CHECK(build(*attention).getOutputShapes(inputs.data(), 8, nullptr, 0, outputs, 2, none) != 0);
 
-    const DataType given[] = {DataType::kBF16, DataType::kBF16, DataType::kBF16, DataType::kBF16,
+    const DataType given[] = {DataType::kBF16, DataType::kBF16,  DataType::kBF16,  DataType::kBF16,
                               DataType::kBF16, DataType::kINT32, DataType::kINT32, DataType::kINT32};
     DataType found[3] = {};
     CHECK(build(*attention).getOutputDataTypes(found, 3, given, 8) == 0);
@@ -130,7 +130,7 @@ void test_formats() {
                     tensors[position].desc.type = tried;
                     tensors[position].desc.format = format;
                     const bool control = position >= 5 && position <= 7;
-                    const bool fits = control ? tried == DataType::kINT32
+                    const bool fits = control         ? tried == DataType::kINT32
                                       : position == 0 ? tried == DataType::kBF16 || tried == DataType::kHALF
                                                       : tried == type;
                     CHECK(build(*attention).supportsFormatCombination(position, tensors.data(), 8, 3) ==
@@ -158,8 +158,8 @@ void test_configuration() {
     CHECK(build(*plugin).configurePlugin(described.data(), 8, &described[8], 3) == 0);
 
     // Each one dimension off, by input and position; every refusal has words.
-    const int off[][2] = {{0, 2}, {0, 3}, {1, 0}, {1, 1}, {1, 2}, {1, 3}, {2, 0}, {2, 1}, {2, 2}, {2, 3}, {3, 1},
-                          {3, 3}, {4, 0}, {4, 1}, {4, 2}, {4, 3}, {5, 0}, {6, 0}, {7, 0}, {7, 1}};
+    const int off[][2] = {{0, 2}, {0, 3}, {1, 0}, {1, 1}, {1, 2}, {1, 3}, {2, 0}, {2, 1}, {2, 2}, {2, 3},
+                          {3, 1}, {3, 3}, {4, 0}, {4, 1}, {4, 2}, {4, 3}, {5, 0}, {6, 0}, {7, 0}, {7, 1}};
     for (const auto& [input, dimension] : off) {
         auto wrong = tensors;
         wrong[input].dims.d[dimension] += 1;
@@ -191,7 +191,8 @@ void test_attention_enqueue() {
     Halves workspace(build(*plugin).getWorkspaceSize(described.data(), 8, &described[8], 3) / 2);
     CHECK(runtime(*plugin).onShapeChange(tensors.data(), 8, &tensors[8], 3) == 0);
 
-    const void* inputs[] = {q.data, k.data, v.data, past_k.data, past_v.data, slot_ids.data(), past_len.data(), mask.data()};
+    const void* inputs[] = {q.data,      k.data,          v.data,          past_k.data,
+                            past_v.data, slot_ids.data(), past_len.data(), mask.data()};
     void* outputs[] = {out.data, past_k.data, past_v.data};
     CHECK(runtime(*plugin).enqueue(tensors.data(), &tensors[8], inputs, outputs, workspace.data, nullptr) == 0);
 
@@ -217,7 +218,8 @@ void test_attention_enqueue() {
     CHECK(build(*built).configurePlugin(described.data(), 8, &described[8], 3) == 0);
     CHECK(runtime(*built).enqueue(tensors.data(), &tensors[8], inputs, apart, workspace.data, nullptr) == 0);
 
-    const void* missing[] = {nullptr, k.data, v.data, past_k.data, past_v.data, slot_ids.data(), past_len.data(), mask.data()};
+    const void* missing[] = {nullptr,     k.data,          v.data,          past_k.data,
+                             past_v.data, slot_ids.data(), past_len.data(), mask.data()};
     CHECK(runtime(*plugin).enqueue(tensors.data(), &tensors[8], missing, outputs, workspace.data, nullptr) != 0);
     for (const int i : {0, 1, 2, 7}) {
         tensors[i].dims.d[1] = 0;  // T = 0

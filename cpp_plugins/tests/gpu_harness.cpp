@@ -32,7 +32,9 @@ void expect(bool condition, const std::string& what) {
         std::printf("failed: %s\n", what.c_str());
     }
 }
-void cuda(cudaError_t error, const char* what) { expect(error == cudaSuccess, std::string(what) + ": " + cudaGetErrorString(error)); }
+void cuda(cudaError_t error, const char* what) {
+    expect(error == cudaSuccess, std::string(what) + ": " + cudaGetErrorString(error));
+}
 
 template <typename T>
 struct Buffer {  // device memory of exactly this size, so that the sanitizer sees every step beyond it
@@ -158,15 +160,15 @@ void run_kernels() {
         const int32_t n = 3, length = 7, width = 8, tokens = 65;
         std::vector<float> rows(size_t(n) * length * width);
         for (size_t i = 0; i < rows.size(); ++i) {
-            rows[i] = good ? -0.5f * static_cast<float>(i % width) : (i % 3 == 0 ? NAN : i % 5 == 0 ? INFINITY : -1e30f);
+            const float bad = i % 3 == 0 ? NAN : i % 5 == 0 ? INFINITY : -1e30f;
+            rows[i] = good ? -0.5f * static_cast<float>(i % width) : bad;
         }
         Buffer<float> log_probs(rows);
         Buffer<int32_t> candidates(integers(rows.size(), 0, 9)), roots(integers(n, 0, 9)),
             past(good ? integers(n, 0, 9) : garbage(n, 9)), budgets(good ? integers(n, 0, 64) : garbage(n, 64));
         const std::vector<int32_t> empty(size_t(n) * tokens, -7), one_each(n, -7);
-        Buffer<int32_t> ids(empty), parents(empty), depths(empty), positions(empty), path(empty),
-            counts(one_each), lengths(one_each), bonus(one_each), next(one_each),
-            mask(std::vector<int32_t>(empty.size() * 3, -7));
+        Buffer<int32_t> ids(empty), parents(empty), depths(empty), positions(empty), path(empty), counts(one_each),
+            lengths(one_each), bonus(one_each), next(one_each), mask(std::vector<int32_t>(empty.size() * 3, -7));
         Buffer<double> weights(std::vector<double>(empty.size(), NAN));
         ddtree::TreeBuild build{};
         build.log_probs = log_probs.data, build.candidates = candidates.data, build.root_tokens = roots.data;
