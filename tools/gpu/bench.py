@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +167,7 @@ def measure_past(
         for budget in (0, min(REFERENCE_BUDGET, max(args.budgets))):
             timed = report.step(
                 f"{where}: published, budget {budget}",
-                lambda budget=budget: published.time(past, budget, forced, min(rounds, 12)),
+                partial(published.time, past, budget, forced, min(rounds, 12)),
             )
             run["published"].append(timed)
     return run
@@ -256,7 +257,7 @@ def main() -> int:
             size = (1, 12) if args.dry_run else (6, 96)
             report.body["correctness"][precision] = report.step(
                 f"correctness in {precision}",
-                lambda p=precision, s=size: correct.check(Path(folder), p, device, *s),
+                partial(correct.check, Path(folder), precision, device, *size),
             )
     report.body["ceilings"] = report.step("ceilings", lambda: ceilings(device))
     if args.reference is None:

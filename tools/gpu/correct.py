@@ -71,16 +71,15 @@ def check_pointwise(device: torch.device) -> dict[str, float]:
             return torch.randn(*shape, device=device).to(dtype)
 
         x, update, weight = normal(2, 33, dims.hidden_size), normal(2, 33, dims.hidden_size), normal(dims.hidden_size)
-        qkv, norms = normal(2, 33, (heads + 2 * dims.num_kv_heads) * dims.head_dim), [normal(dims.head_dim)] * 2
+        qkv, norm = normal(2, 33, (heads + 2 * dims.num_kv_heads) * dims.head_dim), normal(dims.head_dim)
         gate_up = normal(2, 33, 2 * dims.intermediate_size)
         positions = torch.arange(66, dtype=torch.int32, device=device).view(2, 33) * 15
         total, normed = KernelMath().add_norm(x, update, weight, eps)
         exact = [x.double() + update.double(), PlainMath().add_norm(total.double(), None, weight.double(), eps)[1]]
         found = [total, normed]
-        arguments = (tables, positions, eps, heads)
-        found += KernelMath().split_qkv(qkv, *norms, *arguments)
-        doubles = [t.double() for t in (qkv, *norms)]
-        exact += PlainMath().split_qkv(*doubles, tables.double(), *arguments[1:])
+        found += KernelMath().split_qkv(qkv, norm, norm, tables, positions, eps, heads)
+        wide, wide_norm = qkv.double(), norm.double()
+        exact += PlainMath().split_qkv(wide, wide_norm, wide_norm, tables.double(), positions, eps, heads)
         found.append(KernelMath().swiglu(gate_up))
         exact.append(PlainMath().swiglu(gate_up.double()))
         for name, a, b in zip(("sum", "norm", "q", "k", "v", "swiglu"), found, exact, strict=True):
