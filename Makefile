@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 INSTALLED := pyproject.toml $(wildcard cpp_plugins/CMakeLists.txt cpp_plugins/cmake/host.cmake cpp_plugins/host/* cpp_plugins/include/ddtree/*) \
 	$(shell find triton_repo -type f -not -path '*/__pycache__/*' 2>/dev/null)
 
+CPP_FILES = $(shell find cpp_plugins -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
 # Triton has an environment of its own: its Python backend needs NumPy 1, and the models run in this environment. The
 # wheel carries a whole server (2.51.0); its dependencies are for another way to use it.
 TRITON_VENV := .venv-triton
@@ -42,11 +44,13 @@ test-trt: $(VENV)/.stamp-dev plugins
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy ddtree_trt
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 
 fmt: $(VENV)/.stamp-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CPP_FILES)
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python tools/bench_host.py

@@ -1,7 +1,7 @@
 """A random pair of a published shape as a PyTorch engine, made on the device: for round times on a GPU.
 
 No checkpoint is written, so that a full-size pair is there in seconds. What it says means nothing: it is reached by
-`bench --random-weights SHAPE --backend torch` and `tools/gpu_bench.py` alone, and no engine directory can hold one.
+`bench --random-weights SHAPE --backend torch` and `tools/gpu/bench.py` alone, and no engine directory can hold one.
 """
 
 from __future__ import annotations

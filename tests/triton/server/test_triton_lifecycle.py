@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 from triton_clients import WAIT_S, ask, eventually, generate, grpc_stream, metric, text, values
-from triton_server import TritonServer
 
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.build.triton_export import ExportRequest, export_triton
+from tools.triton_server import TritonServer
 
 PROMPT = "def fib(n):"
 SAMPLING = {"max_tokens": 1900, "ignore_eos": True, "method": "ar"}

@@ -13,10 +13,10 @@ import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from google.protobuf import text_format
 from triton_clients import LONG, ask, eventually, generate, generate_stream, grpc_stream, idle, metric, text, values
-from triton_server import TritonServer
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from ddtree_trt import LLM, SamplingParams
+from tools.triton_server import TritonServer
 
 DEPLOYMENT = Path(__file__).resolve().parents[3] / "docs" / "deployment.md"
 GREEDY = {"max_tokens": 48}

@@ -1,4 +1,4 @@
-"""Is the PyTorch engine right on this device? The packaged pair beside float32 on the CPU: used by gpu_bench.py."""
+"""Is the PyTorch engine right on this device? The packaged pair beside float32 on the CPU: for `bench.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import gpu_rounds
 import numpy as np
 import torch
 
@@ -20,6 +19,7 @@ from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.pointwise import KernelMath, PlainMath, rotary_tables
 from ddtree_trt.runtime.engines.torch.weights import DTYPES, read_weights
 from ddtree_trt.runtime.tree import TokenTree
+from tools.gpu.rounds import HostRounds, fill
 
 TINY = Path(ddtree_trt.__file__).parent / "assets" / "tiny"
 RELATIVE_ERROR = {"fp32": 2e-3, "fp16": 2e-2, "bf16": 1.5e-1}  # of logits, in units of their root mean square
@@ -47,10 +47,10 @@ def check(folder: Path, precision: str, device: torch.device, count: int, tokens
     assert error <= RELATIVE_ERROR[precision], f"logits are off by {error:.3g} of their scale"
     outputs, ties = 0, 0
     for prompt in prompts(count):
-        bonus = gpu_rounds.fill(engine, prompt)
-        expected = gpu_rounds.HostRounds(engine, budget=0).decode(bonus, tokens)[:tokens]
+        bonus = fill(engine, prompt)
+        expected = HostRounds(engine, budget=0).decode(bonus, tokens)[:tokens]
         for name, decode in ways(engine).items():
-            found = decode(gpu_rounds.fill(engine, prompt), tokens)[:tokens]
+            found = decode(fill(engine, prompt), tokens)[:tokens]
             outputs += 1
             ties += differ_at_a_tie(truth, prompt, expected, found, precision, name)
     return {"relative_error": error, "kernels": engine.kernels, "outputs": outputs, "differ_at_a_tie": ties}
@@ -71,16 +71,15 @@ def check_pointwise(device: torch.device) -> dict[str, float]:
             return torch.randn(*shape, device=device).to(dtype)
 
         x, update, weight = normal(2, 33, dims.hidden_size), normal(2, 33, dims.hidden_size), normal(dims.hidden_size)
-        qkv, norms = normal(2, 33, (heads + 2 * dims.num_kv_heads) * dims.head_dim), [normal(dims.head_dim)] * 2
+        qkv, norm = normal(2, 33, (heads + 2 * dims.num_kv_heads) * dims.head_dim), normal(dims.head_dim)
         gate_up = normal(2, 33, 2 * dims.intermediate_size)
         positions = torch.arange(66, dtype=torch.int32, device=device).view(2, 33) * 15
         total, normed = KernelMath().add_norm(x, update, weight, eps)
         exact = [x.double() + update.double(), PlainMath().add_norm(total.double(), None, weight.double(), eps)[1]]
         found = [total, normed]
-        arguments = (tables, positions, eps, heads)
-        found += KernelMath().split_qkv(qkv, *norms, *arguments)
-        doubles = [t.double() for t in (qkv, *norms)]
-        exact += PlainMath().split_qkv(*doubles, tables.double(), *arguments[1:])
+        found += KernelMath().split_qkv(qkv, norm, norm, tables, positions, eps, heads)
+        wide, wide_norm = qkv.double(), norm.double()
+        exact += PlainMath().split_qkv(wide, wide_norm, wide_norm, tables.double(), positions, eps, heads)
         found.append(KernelMath().swiglu(gate_up))
         exact.append(PlainMath().swiglu(gate_up.double()))
         for name, a, b in zip(("sum", "norm", "q", "k", "v", "swiglu"), found, exact, strict=True):
@@ -131,9 +130,9 @@ def random_tree(rng: np.random.Generator, size: int, vocab: int) -> TokenTree:
 def ways(engine: TorchEngine) -> dict[str, Any]:
     """Every way of decoding, as a function of the bonus token and a number of tokens."""
     block = engine.manifest.dflash.block_size
-    found: dict[str, Any] = {"dflash": gpu_rounds.HostRounds(engine, budget=block - 1, dflash=True).decode}
+    found: dict[str, Any] = {"dflash": HostRounds(engine, budget=block - 1, dflash=True).decode}
     for budget in BUDGETS:
-        found[f"host-{budget}"] = gpu_rounds.HostRounds(engine, budget=budget).decode
+        found[f"host-{budget}"] = HostRounds(engine, budget=budget).decode
         found[f"device-{budget}"] = lambda bonus, tokens, budget=budget: on_device(engine, budget, bonus, tokens)
     return found
 
@@ -156,7 +155,7 @@ def differ_at_a_tie(
         return False
     assert len(found) == len(expected), f"{name}: {len(found)} tokens instead of {len(expected)}"
     place = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
-    gpu_rounds.fill(truth, np.concatenate((prompt, expected[:place])).astype(np.int64))
+    fill(truth, np.concatenate((prompt, expected[:place])).astype(np.int64))
     truth.truncate(0, truth.length(0) - 1)
     last = expected[place - 1] if place else int(prompt[-1])
     row = truth.prefill(0, np.array([last], np.int64), rows="last", taps=False).logits[-1]

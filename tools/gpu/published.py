@@ -1,4 +1,4 @@
-"""Rounds of the published DDTree code on the same random weights, on the same device: used by gpu_bench.py."""
+"""Rounds of the published DDTree code on the same random weights, on the same device: for `bench.py`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Published:
         target, drafter = hugging_face_configs(shape)
         options = {"dtype": dtype, "attn_implementation": "sdpa"}
         with torch.device(device):
-            config = transformers.Qwen3Config(**target)
+            config = transformers.Qwen3Config.from_dict(target)
             self._target = transformers.Qwen3ForCausalLM._from_config(config, **options).eval()
-            config = transformers.Qwen3Config(**drafter)
+            config = transformers.Qwen3Config.from_dict(drafter)
             self._drafter = self._published.ddtree.DFlashDraftModel._from_config(config, **options).eval()
         _copy(self._target, self._drafter, shape, weights)
         self._mask_token_id = shape.drafter.mask_token_id

@@ -1,4 +1,4 @@
-"""Decoding rounds on the PyTorch engine, and what they take: used by gpu_bench.py."""
+"""Decoding rounds on the PyTorch engine, and what they take: for `bench.py`."""
 
 from __future__ import annotations
 

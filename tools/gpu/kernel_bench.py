@@ -1,6 +1,6 @@
 """Times the kernels on a GPU: medians of CUDA-graph replays over input sets several times the L2.
 
-    python gpu_bench.py TORCH_LIBRARY RESULT.json
+    python -m tools.gpu.kernel_bench TORCH_LIBRARY RESULT.json
 
 The bandwidth to compare with is a large device-to-device copy, bytes read plus bytes written, measured here.
 """
@@ -10,7 +10,9 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +21,7 @@ HQ, HKV, DIM = 32, 8, 128
 COLD_BYTES = 400 << 20  # rotate among at least so many bytes, so that nothing read twice lies in the L2
 
 
-def milliseconds(work, calls: int, repeats: int = 21) -> dict[str, float]:
+def milliseconds(work: Callable[[], object], calls: int, repeats: int = 21) -> dict[str, float]:
     """Median and spread, per call, of a graph that holds `calls` calls, one after another."""
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -49,7 +51,7 @@ def copy_gb_per_s() -> float:
     return 2 * source.numel() / milliseconds(lambda: target.copy_(source), 1)["median"] / 1e6
 
 
-def attention(tokens: int, past: int, copy: float) -> dict[str, object]:
+def attention(tokens: int, past: int, copy: float) -> dict[str, Any]:
     kv_bytes = 2 * 2 * HKV * DIM * (past + tokens)
     sets = max(4, -(-COLD_BYTES // kv_bytes))
     capacity, scale = past + 256, DIM**-0.5
@@ -71,11 +73,11 @@ def attention(tokens: int, past: int, copy: float) -> dict[str, object]:
         rows = slice(0, past + tokens)
         dense.append([x.contiguous() for x in (q.transpose(1, 2), cache_k[:, :, rows], cache_v[:, :, rows])])
 
-    def ours(splits: int):
+    def ours(splits: int) -> dict[str, float]:
         size = torch.ops.ddtree.attention_workspace_bytes(calls[0][0], calls[0][3], mask.size(2), 0, scale, splits)
         workspace = torch.empty(max(size, 16), dtype=torch.uint8, device="cuda")
 
-        def run():
+        def run() -> None:
             for q, k, v, cache_k, cache_v, out in calls:
                 torch.ops.ddtree.tree_attention(
                     q, k, v, cache_k, cache_v, slot, length, mask, 0, scale, out, workspace, splits
@@ -83,7 +85,7 @@ def attention(tokens: int, past: int, copy: float) -> dict[str, object]:
 
         return milliseconds(run, sets)
 
-    def sdpa():
+    def sdpa() -> None:
         for q, k, v in dense:
             F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
 
@@ -92,7 +94,7 @@ def attention(tokens: int, past: int, copy: float) -> dict[str, object]:
     # The same with heads repeated beforehand, which opens kernels that know no groups: the faster of the two counts.
     wide = [(q, *(x.repeat_interleave(HQ // HKV, 1) for x in (k, v))) for q, k, v in dense]
 
-    def sdpa_wide():
+    def sdpa_wide() -> None:
         for q, k, v in wide:
             F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
 
@@ -114,7 +116,7 @@ def attention(tokens: int, past: int, copy: float) -> dict[str, object]:
     return row
 
 
-def compaction() -> dict[str, object]:
+def compaction() -> dict[str, Any]:
     planes, capacity, rows = 2 * 36, 4096, 16
     cache = torch.randn(planes, 4, HKV, capacity, DIM, device="cuda", dtype=torch.bfloat16)
     keep = torch.arange(rows, dtype=torch.int32, device="cuda")[None] * 3 + 1
@@ -122,7 +124,7 @@ def compaction() -> dict[str, object]:
     slots = [torch.tensor([s], dtype=torch.int32, device="cuda") for s in range(4)]
     starts = [torch.tensor([s], dtype=torch.int32, device="cuda") for s in range(100, 3900, 400)]
 
-    def run():
+    def run() -> None:
         for slot in slots:
             for start in starts:
                 torch.ops.ddtree.compact(cache, slot, start, keep, count)
@@ -132,7 +134,7 @@ def compaction() -> dict[str, object]:
     return {"planes": planes, "heads": HKV, "rows": rows, "ms": ms, "gb_per_s": moved / ms["median"] / 1e6}
 
 
-def round_stages(budget: int) -> dict[str, object]:
+def round_stages(budget: int) -> dict[str, Any]:
     n, length, width, tokens, calls = 1, 15, 64, 1 + budget, 20
     log_probs = torch.randn(n, length, width, device="cuda").log_softmax(-1).sort(-1, descending=True)[0].contiguous()
     integer = lambda *shape: torch.zeros(*shape, dtype=torch.int32, device="cuda")  # noqa: E731
@@ -167,7 +169,7 @@ def main() -> None:
     torch.ops.load_library(str(args.library))
     properties = torch.cuda.get_device_properties(0)
     copy = copy_gb_per_s()
-    report = {
+    report: dict[str, Any] = {
         "gpu": properties.name,
         "multiprocessors": properties.multi_processor_count,
         "torch": torch.__version__,

@@ -1,6 +1,6 @@
 """Checks the torch operators on a GPU: attention against fp32 SDPA, tree build and walk against the host, compaction.
 
-    python gpu_check.py TORCH_LIBRARY HOST_TREE_LIBRARY RESULT.json [--device cpu]
+    python -m tools.gpu.kernel_check TORCH_LIBRARY HOST_TREE_LIBRARY RESULT.json [--device cpu]
 
 With --device cpu the library is the one on emulated kernels: few, small cases, to check this script.
 """
@@ -12,10 +12,12 @@ import ctypes
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 TREE, CAUSAL, NONE = 0, 1, 2
 MODES = {"tree": TREE, "causal": CAUSAL, "none": NONE}
@@ -28,7 +30,19 @@ def random_parents(rng: np.random.Generator, tokens: int) -> np.ndarray:
 class Attention:
     """One call's tensors; unused cache rows and the output are NaN, so that a wrong read or a missing write shows."""
 
-    def __init__(self, device, n, tokens, hq, hkv, dim, capacity, dtype, mode, seed=0):
+    def __init__(
+        self,
+        device: str,
+        n: int,
+        tokens: int,
+        hq: int,
+        hkv: int,
+        dim: int,
+        capacity: int,
+        dtype: torch.dtype,
+        mode: int,
+        seed: int = 0,
+    ) -> None:
         rng = np.random.default_rng(seed)
         make = torch.Generator(device).manual_seed(seed)
         normal = lambda *shape: torch.randn(*shape, generator=make, device=device).to(dtype)  # noqa: E731
@@ -45,7 +59,7 @@ class Attention:
         size = torch.ops.ddtree.attention_workspace_bytes(self.q, self.cache_k, self.mask.size(2), mode, self.scale, 0)
         self.workspace = torch.empty(size, dtype=torch.uint8, device=device)
 
-    def reset(self, past):
+    def reset(self, past: tuple[int, ...]) -> None:
         self.past.copy_(torch.tensor(past, dtype=torch.int32))
         self.cache_k.fill_(float("nan"))
         self.cache_v.fill_(float("nan"))
@@ -54,13 +68,13 @@ class Attention:
             self.cache_k[slot, :, :length] = self.full_k[slot, :, :length]
             self.cache_v[slot, :, :length] = self.full_v[slot, :, :length]
 
-    def launch(self):
+    def launch(self) -> None:
         torch.ops.ddtree.tree_attention(
             self.q, self.k, self.v, self.cache_k, self.cache_v, self.slots, self.past, self.mask, self.mode,
             self.scale, self.out, self.workspace, 0,
         )  # fmt: skip
 
-    def visible(self, n):
+    def visible(self, n: int) -> Tensor:
         tokens = self.q.size(1)
         if self.mode == NONE:
             return torch.ones(tokens, tokens, dtype=torch.bool, device=self.q.device)
@@ -69,7 +83,7 @@ class Attention:
         column = torch.arange(tokens, device=self.q.device)
         return (self.mask[n][:, column // 32] >> (column % 32)) & 1 == 1
 
-    def errors(self, past):
+    def errors(self, past: tuple[int, ...]) -> tuple[float, float]:
         """(largest absolute error, relative norm) against dense fp32 SDPA; raises when the cache is wrong."""
         worst, wrong, whole = 0.0, 0.0, 0.0
         group = self.q.size(2) // self.k.size(2)
@@ -97,11 +111,11 @@ class Attention:
         return worst, (wrong / whole) ** 0.5
 
 
-def check_attention(device):
+def check_attention(device: str) -> dict[str, Any]:
     """Every case eagerly and, on a GPU, as one captured graph replayed for several lengths."""
     cuda = device == "cuda"
     heads = [(8, 8), (8, 4), (32, 8), (16, 2)] if cuda else [(4, 2)]
-    results = []
+    results: list[dict[str, Any]] = []
     for dim in (64, 128):
         for dtype in (torch.bfloat16, torch.float16):
             for mode_name, mode in MODES.items():
@@ -132,7 +146,7 @@ def check_attention(device):
     }
 
 
-def check_capture(case, lengths):
+def check_capture(case: Attention, lengths: list[tuple[int, int]]) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         case.launch()
@@ -146,11 +160,11 @@ def check_capture(case, lengths):
         assert torch.equal(eager, case.out), "a replayed graph differs from the eager launch"
 
 
-def as_pointer(array):
+def as_pointer(array: np.ndarray) -> ctypes.c_void_p:
     return array.ctypes.data_as(ctypes.c_void_p)
 
 
-def check_trees(device, host, cases):
+def check_trees(device: str, host: ctypes.CDLL, cases: int) -> dict[str, Any]:
     """Build and walk of `cases` random trees, a third of them full of ties, bit for bit as the host's."""
     rng = np.random.default_rng(0)
     batch = min(cases, 500)
@@ -204,7 +218,7 @@ def check_trees(device, host, cases):
     return {"cases": done, "ok": True}
 
 
-def check_compaction(device, cases):
+def check_compaction(device: str, cases: int) -> dict[str, Any]:
     rng = np.random.default_rng(1)
     for case in range(cases):
         planes, slots, heads, capacity, dim = 6, 3, int(rng.integers(1, 9)), 300, int(rng.choice([64, 128]))
@@ -234,10 +248,9 @@ def main() -> int:
     torch.ops.load_library(str(args.library))
     host = ctypes.CDLL(str(args.host))
     host.host_build_trees.restype = ctypes.c_int64
-    host.host_build_trees.argtypes = [ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p, ctypes.c_int64] + [
-        ctypes.c_void_p
-    ] * 5
-    host.host_walks.argtypes = [*[ctypes.c_void_p] * 4, *[ctypes.c_int64] * 2, *[ctypes.c_void_p] * 2]
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    host.host_build_trees.argtypes = (pointer, *[number] * 3, pointer, number, *[pointer] * 5)
+    host.host_walks.argtypes = (*[pointer] * 4, *[number] * 2, *[pointer] * 2)
     small = args.device == "cpu"
     report = {}
     for name, check in (

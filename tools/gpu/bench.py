@@ -1,6 +1,6 @@
 """What a GPU makes of the PyTorch engine: right answers first, then round times, and everything into one JSON file.
 
-    python tools/gpu_bench.py RESULT.json [--random-weights qwen3-8b,qwen3-4b] [--reference CHECKOUT] [--dry-run]
+    python -m tools.gpu.bench RESULT.json [--random-weights qwen3-8b,qwen3-4b] [--reference CHECKOUT] [--dry-run]
 
 Full-size pairs are made at random on the device, and acceptance is forced: the times are those of a trained pair of
 that shape, the text means nothing. tools/gpu_bench.sh builds the kernels first. --dry-run does all of it on a CPU with
@@ -19,14 +19,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import gpu_correct
-import gpu_rounds
 import numpy as np
 import torch
-from gpu_published import Published
 from torch import Tensor
 
 from ddtree_trt import __version__
@@ -37,6 +35,9 @@ from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.plugins.library import TORCH, find
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.weights import choose_device
+from tools.gpu import correct
+from tools.gpu.published import Published
+from tools.gpu.rounds import ceilings, fill, time_device, time_host
 
 SCHEMA_VERSION = 1
 FORCED = 7  # tokens each round commits: the mean over benchmarks of the published pairs
@@ -142,15 +143,15 @@ def measure_past(
     run: dict[str, Any] = {"past": past, "ddtree": [], "published": []}
     where, rounds, forced = f"{name}, past {past}", args.rounds, min(FORCED, shape.block_size - 1)
     tokens = np.random.default_rng(args.seed).integers(0, shape.target.vocab_size - 1, past)
-    bonus = report.step(f"{where}: prefill", lambda: gpu_rounds.fill(engine, tokens))
+    bonus = report.step(f"{where}: prefill", lambda: fill(engine, tokens))
     if bonus is None:
         return run
 
     def host(budget: int, **kind: bool) -> Callable[[], dict[str, Any]]:
-        return lambda: gpu_rounds.time_host(engine, bonus, budget=budget, forced=forced, rounds=rounds, **kind)
+        return lambda: time_host(engine, bonus, budget=budget, forced=forced, rounds=rounds, **kind)
 
     def on_device(budget: int) -> Callable[[], dict[str, Any]]:
-        return lambda: gpu_rounds.time_device(engine, bonus, budget=budget, forced=forced, rounds=rounds)
+        return lambda: time_device(engine, bonus, budget=budget, forced=forced, rounds=rounds)
 
     run["ar"] = report.step(f"{where}: ar", host(0))
     run["dflash"] = report.step(f"{where}: dflash", host(shape.block_size - 1, dflash=True))
@@ -166,7 +167,7 @@ def measure_past(
         for budget in (0, min(REFERENCE_BUDGET, max(args.budgets))):
             timed = report.step(
                 f"{where}: published, budget {budget}",
-                lambda budget=budget: published.time(past, budget, forced, min(rounds, 12)),
+                partial(published.time, past, budget, forced, min(rounds, 12)),
             )
             run["published"].append(timed)
     return run
@@ -182,7 +183,7 @@ def kernel_check(path: Path) -> dict[str, Any]:
 
 def pointwise(device: torch.device) -> dict[str, float] | None:
     """Errors of the kernels between matrix products; None where there are none."""
-    return gpu_correct.check_pointwise(device) if device.type == "cuda" else None
+    return correct.check_pointwise(device) if device.type == "cuda" else None
 
 
 def targets(body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -229,7 +230,7 @@ def main() -> int:
     parser.add_argument("--budgets", type=numbers, default=BUDGETS)
     parser.add_argument("--rounds", type=int, default=20, help="timed for each figure")
     parser.add_argument("--reference", type=Path, help="a checkout of the published DDTree code")
-    parser.add_argument("--kernel-check", type=Path, help="what cpp_plugins/tests/gpu_check.py found")
+    parser.add_argument("--kernel-check", type=Path, help="what tools.gpu.kernel_check found")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=9.0, help="no part begins after this")
     parser.add_argument("--dry-run", action="store_true")
@@ -256,9 +257,9 @@ def main() -> int:
             size = (1, 12) if args.dry_run else (6, 96)
             report.body["correctness"][precision] = report.step(
                 f"correctness in {precision}",
-                lambda p=precision, s=size: gpu_correct.check(Path(folder), p, device, *s),
+                partial(correct.check, Path(folder), precision, device, *size),
             )
-    report.body["ceilings"] = report.step("ceilings", lambda: gpu_rounds.ceilings(device))
+    report.body["ceilings"] = report.step("ceilings", lambda: ceilings(device))
     if args.reference is None:
         report.note("published code", "skipped: no --reference CHECKOUT")
     for name in shapes:
