@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.files import MANIFEST, PROFILE, newest_engine
 from ddtree_trt.artifact.manifest import (
-    MANIFEST,
-    PROFILE,
+    LOCAL,
+    SCHEMA_VERSION,
     CheckpointIdentity,
     DrafterDims,
     FileEntry,
@@ -23,11 +24,10 @@ from ddtree_trt.artifact.manifest import (
     Manifest,
     TransformerDims,
     load_manifest,
-    newest_engine,
     parse_manifest,
-    rebuild_command,
-    verify_files,
 )
+from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build import directory as writer
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.errors import ArtifactError, BuildError
@@ -38,7 +38,7 @@ FILES = ("target.onnx", "drafter.onnx", "weights.bin", *artifact.TOKENIZER_FILES
 
 def make_manifest(**changes: Any) -> Manifest:
     manifest = Manifest(
-        schema_version=artifact.SCHEMA_VERSION,
+        schema_version=SCHEMA_VERSION,
         product_version="1.2.3",
         backend="onnxruntime",
         precision="fp32",
@@ -156,7 +156,7 @@ def test_rebuild_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         rebuild_command(Path("engines/pair"), make_manifest())
         == "ddtree-trt build --target pair --chat-template-arg enable_thinking=false --force"
     )
-    local = CheckpointIdentity("mine", artifact.LOCAL, "0" * 64)
+    local = CheckpointIdentity("mine", LOCAL, "0" * 64)
     manifest = make_manifest(target=local, drafter=local, limits=Limits(max_seq_len=99), chat_template_args={})
     command = rebuild_command(Path("elsewhere"), manifest)
     assert command == (

@@ -19,14 +19,14 @@ from numerics import random_tree
 from real_tensorrt import check_call, cuda_names, real_tensorrt, site
 
 from ddtree_trt.device.buckets import buckets
-from ddtree_trt.device.cuda import Device, Upload
+from ddtree_trt.device.cuda_device import Device, Upload
+from ddtree_trt.device.tensorrt_library import make_log
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins.reference import packed_mask
 from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.padding import pad_trees
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
-from ddtree_trt.runtime.engines.tensorrt.opening import make_log
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
 
