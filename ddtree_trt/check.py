@@ -15,8 +15,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.manifest import Manifest, Progress, no_progress
-from ddtree_trt.bench.datasets import PAPER_SETS
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.precisions import PRECISIONS
+from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.bench.paper_datasets import PAPER_SETS
 from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
@@ -34,13 +36,6 @@ SAMPLED_BUDGETS: tuple[Budget, ...] = ("auto", 16)
 DEVICE_BUDGET = 16  # of the case whose rounds stay on the device
 GOLDEN_BUDGET = 64  # what manifest.golden_tau of ddtree is for, or the engine's largest
 HINT_PROMPTS = 4
-
-# How far apart two roundings of the same logit may be, relative to the row's largest: an unfused fp32 network sums
-# thousands of products, 2^8 roundings of 2^-24; in half precisions sums are kept in fp32, and 2^3 roundings of what is
-# stored in between are what is seen. In int8 the last bit of a float32 sum decides to which integer a value is rounded,
-# and layer by layer that grows to a few of 127: on random weights of Qwen3-0.6B's shape 2^-5 was seen. On trained ones
-# it can be more: a difference that fails there may be rounding all the same, which no report can tell from a fault.
-RELATIVE_ROUNDING = {"fp32": 2.0**-16, "fp16": 2.0**-8, "bf16": 2.0**-5, "int8": 2.0**-4}
 
 
 def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> CheckReport:
@@ -139,7 +134,7 @@ def _explain(session: Session, name: str, prompt: list[int], expected: list[int]
     pairs = zip(expected, found, strict=False)
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
     row = target_logits(session, prompt, expected[: position + 1] if position < len(expected) else found)[position]
-    rounding = RELATIVE_ROUNDING[session.manifest.precision] * float(np.abs(row).max())
+    rounding = PRECISIONS[session.manifest.precision].relative_rounding * float(np.abs(row).max())
     if position >= min(len(expected), len(found)):
         a = expected[position] if position < len(expected) else None
         b = found[position] if position < len(found) else None

@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from ddtree_trt.artifact.manifest import Progress
+from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.bench.reporting.markdown import markdown
 from ddtree_trt.bench.reporting.plots import plot_all
 from ddtree_trt.bench.result import BenchResult, read_result, to_json

@@ -17,6 +17,9 @@ NAMESPACE = "ddtree"
 
 ATTENTION = "DDTreeAttention"
 
+# What a manifest says of the plugins an engine was built with: all of it must be so where the engine runs.
+IDENTITY = {"name": ATTENTION, "version": VERSION, "namespace": NAMESPACE, "abi": str(ABI)}
+
 
 class MaskMode(IntEnum):
     """Which of the T new tokens a token sees; the committed past is always visible."""

@@ -11,19 +11,17 @@ from typing import Any
 import pytest
 from engine_files import DIMS, FILES, make_engine, make_manifest
 
-from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact.files import MANIFEST, PROFILE, newest_engine
 from ddtree_trt.artifact.manifest import (
-    MANIFEST,
-    PROFILE,
+    LOCAL,
     CheckpointIdentity,
     FileEntry,
     Limits,
     load_manifest,
-    newest_engine,
     parse_manifest,
-    rebuild_command,
-    verify_files,
 )
+from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.errors import ArtifactError
 
 # The manifest
@@ -110,7 +108,7 @@ def test_rebuild_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         rebuild_command(Path("engines/pair"), make_manifest())
         == "ddtree-trt build --target pair --chat-template-arg enable_thinking=false --force"
     )
-    local = CheckpointIdentity("mine", artifact.LOCAL, "0" * 64)
+    local = CheckpointIdentity("mine", LOCAL, "0" * 64)
     manifest = make_manifest(target=local, drafter=local, limits=Limits(max_seq_len=99), chat_template_args={})
     command = rebuild_command(Path("elsewhere"), manifest)
     assert command == (

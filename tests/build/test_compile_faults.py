@@ -14,7 +14,9 @@ import pytest
 from build_faults import Cli, OldEngine, assert_refused, build_args
 from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_target, random_weights, write_safetensors
 
-from ddtree_trt.artifact.manifest import MANIFEST, load_manifest, verify_files
+from ddtree_trt.artifact.files import MANIFEST
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build import compile as compiler
 from ddtree_trt.build.backends.onnxruntime.backend import OnnxRuntimeBuild
 from ddtree_trt.build.checkpoint.reader import target_shapes

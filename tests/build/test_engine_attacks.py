@@ -15,17 +15,10 @@ import pytest
 from checkpoints import edit_json
 
 from ddtree_trt import LLM, AsyncLLM
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import (
-    DRAFTER_GRAPH,
-    MANIFEST,
-    TARGET_GRAPH,
-    WEIGHTS,
-    always_causal,
-    installed_versions,
-    load_manifest,
-    rebuild_command,
-)
+from ddtree_trt.artifact.files import DRAFTER_GRAPH, MANIFEST, TARGET_GRAPH, WEIGHTS
+from ddtree_trt.artifact.manifest import _body_digest, load_manifest
+from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.toolchain import always_causal, installed_versions
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.directory import describe_files
 from ddtree_trt.errors import ArtifactError, DDTreeError
@@ -63,7 +56,7 @@ def sign(engine: Path, **changes: Any) -> None:
         for record in records:
             holder = holder[record]
         holder[name] = value
-    (engine / MANIFEST).write_text(json.dumps({**body, "digest": artifact._body_digest(body)}))
+    (engine / MANIFEST).write_text(json.dumps({**body, "digest": _body_digest(body)}))
 
 
 # Manifests whose digest is right

@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 from quantized import quantize
 
-from ddtree_trt.artifact.manifest import TARGET_GRAPH, load_manifest, rebuild_command
+from ddtree_trt.artifact.files import TARGET_GRAPH
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine

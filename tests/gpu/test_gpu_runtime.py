@@ -14,13 +14,14 @@ from fake_trt_engine import BLOCK
 from numerics import path_to, random_tree
 from quantized import ALGORITHMS, quantize
 
-from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, Machine, examine
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.check import RELATIVE_ROUNDING, check_engine
-from ddtree_trt.device.cuda import call, cuda_bindings
+from ddtree_trt.check import check_engine
+from ddtree_trt.device.cuda_calls import call, cuda_bindings
 from ddtree_trt.errors import ArtifactError, DDTreeError
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
@@ -69,7 +70,7 @@ def other(tiny_engine: Path) -> Iterator[OrtEngine]:
 def assert_near(found: np.ndarray, expected: np.ndarray, precision: str) -> None:
     """As far apart as the precision rounds, for the largest value of each row."""
     largest = np.abs(expected).max(axis=-1, keepdims=True)
-    assert (np.abs(found - expected) <= RELATIVE_ROUNDING[precision] * largest).all()
+    assert (np.abs(found - expected) <= PRECISIONS[precision].relative_rounding * largest).all()
 
 
 def test_it_says_what_the_onnxruntime_engine_says(engine: TrtEngine, other: OrtEngine) -> None:

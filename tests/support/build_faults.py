@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from ddtree_trt.artifact.manifest import load_manifest, verify_files
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 
 Cli = Callable[..., tuple[int, str, str]]

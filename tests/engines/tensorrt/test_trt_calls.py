@@ -15,7 +15,7 @@ from fake_trt_engine import BLOCK, LIMITS, PROMPTS, FakeContext, Machine, genera
 from numerics import random_tree
 
 from ddtree_trt.device.buckets import buckets
-from ddtree_trt.device.cuda import Device, Upload
+from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins.reference import packed_mask
 from ddtree_trt.runtime.engines.base import VerifyRequest

@@ -1,13 +1,12 @@
 """The GPU as the TensorRT engine uses it: one stream, memory that is given back together, copies, graphs.
 
-Thin over `cuda.bindings.runtime` of cuda-python. Every call that CUDA refuses becomes an EngineError that carries the
-function's and the status's names; work that fails on the device surfaces at the next call.
+Every call that CUDA refuses becomes an EngineError, as `cuda_calls` says; work that fails on the device surfaces at the
+next call.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,28 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.device.memory import aligned
-from ddtree_trt.errors import EngineError, MissingDependency, install_with
-
-
-def cuda_bindings() -> Any:
-    """The module `cuda.bindings.runtime`. Raises MissingDependency where cuda-python is not installed."""
-    try:
-        return importlib.import_module("cuda.bindings.runtime")
-    except (ImportError, OSError) as error:
-        raise MissingDependency(
-            f"the tensorrt backend needs cuda-python, which cannot be imported ({error}); {install_with('tensorrt')}"
-        ) from error
-
-
-def call(api: Any, function: str, *arguments: Any) -> Any:
-    """What a CUDA runtime function returns beside its status: nothing, one value or a tuple. Raises EngineError."""
-    status, *results = getattr(api, function)(*arguments)
-    if status != api.cudaError_t.cudaSuccess:
-        _, text = api.cudaGetErrorString(status)
-        said = text.decode() if isinstance(text, bytes) else str(text)
-        raise EngineError(f"{function} failed with {status.name}: {said}")
-    return results[0] if len(results) == 1 else tuple(results) or None
+from ddtree_trt.device.buffers import aligned
+from ddtree_trt.device.cuda_calls import call
+from ddtree_trt.errors import EngineError
 
 
 class Device:
