@@ -23,12 +23,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 
-# The aliases export the names again: the records of a manifest are all found here.
-from ddtree_trt.artifact.dimensions import DrafterDims as DrafterDims
-from ddtree_trt.artifact.dimensions import Limits as Limits
-from ddtree_trt.artifact.dimensions import Token, misfit
-from ddtree_trt.artifact.dimensions import TransformerDims as TransformerDims
+from ddtree_trt.artifact.limits import Limits as Limits  # exported again
 from ddtree_trt.errors import ArtifactError
+from ddtree_trt.models.decoder import Token, TransformerDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.pairs import misfit
 from ddtree_trt.reading import Between, Pattern, Source, parse_json, printable, read_json, read_record, shown
 
 SCHEMA_VERSION = 1

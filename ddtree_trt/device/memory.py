@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, Manifest, TransformerDims
+from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.device.buckets import buckets
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.plugins import HEAD_DIMS
 
 ALIGNMENT = 256  # bytes: what TensorRT asks of every tensor's address
@@ -136,11 +138,11 @@ def tensorrt_buffers(
     autoregressive drafter has tables of its own.
     """
     rows, slots = target_rows(limits), limits.max_batch
-    table = target.vocab_size * target.hidden_size
+    table = math.prod(target.table)
     if isinstance(drafter, DrafterDims):
         own, results = _block_drafter_buffers(target, drafter, limits, element_bytes, candidates)
     else:
-        drafter_table = drafter.vocab_size * drafter.hidden_size
+        drafter_table = math.prod(drafter.table)
         own, results = (
             {
                 DRAFTER_EMBEDDING: drafter_table * element_bytes,
@@ -169,7 +171,7 @@ def _block_drafter_buffers(
 ) -> tuple[dict[str, int], int]:
     """What only a block drafter has, and how many bytes its results take."""
     rows, slots, block = Rows.of(drafter, limits), limits.max_batch, drafter.block_size
-    width = len(drafter.tap_layers) * target.hidden_size * element_bytes
+    width = drafter.taps_width * element_bytes
     k = candidates or min(max(limits.max_tree_budget, 1), target.vocab_size)
     drafts = slots * (block - 1) * k
     positions = max(slots * 2 * block, rows.chunk + block)
@@ -229,7 +231,7 @@ def plan_engine(
     as they are on the device, in float32."""
     size = ELEMENT_BYTES[precision]
     if backend == "tensorrt":
-        weights_bytes += sum(d.vocab_size * d.hidden_size for d in _with_tables(target, drafter)) * FLOAT_BYTES
+        weights_bytes += sum(math.prod(d.table) for d in _with_tables(target, drafter)) * FLOAT_BYTES
     per_row = sum(2 * d.num_layers * d.num_kv_heads * d.head_dim * size for d in (target, drafter))
     return MemoryPlan(
         place=_PLACES[backend],
@@ -261,7 +263,7 @@ def plan_manifest(manifest: Manifest) -> MemoryPlan:
     m = manifest
     weights = sum(m.files[name].size for name in _WEIGHT_FILES if name in m.files)
     if artifact.SHARED_WEIGHTS in m.files:
-        tables = sum(d.vocab_size * d.hidden_size for d in _with_tables(m.target_dims, m.drafter_dims))
+        tables = sum(math.prod(d.table) for d in _with_tables(m.target_dims, m.drafter_dims))
         weights += tables * ELEMENT_BYTES[m.precision] - m.files[artifact.SHARED_WEIGHTS].size
     return plan_engine(m.backend, m.precision, m.target_dims, m.drafter_dims, m.limits, weights)
 
@@ -275,7 +277,7 @@ def _buffers_bytes(
     # One slot after the other on a CPU, all slots of a round in one pass on a GPU.
     slots = 1 if backend == "onnxruntime" else limits.max_batch
     rows = max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)
-    taps = len(drafter.tap_layers) * target.hidden_size if isinstance(drafter, DrafterDims) else 0
+    taps = drafter.taps_width if isinstance(drafter, DrafterDims) else 0
     return rows * (target.vocab_size * FLOAT_BYTES + taps * size)
 
 
@@ -323,8 +325,8 @@ def _widest_bytes(
     """The fused projections of the target's rows, or the drafter's logits."""
     slots = 1 if backend == "onnxruntime" else limits.max_batch
     rows = max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)
-    heads = (target.num_heads + 2 * target.num_kv_heads) * target.head_dim
-    wide = rows * size * (4 * target.hidden_size + 3 * max(target.intermediate_size, heads))
+    widest = max(target.intermediate_size, sum(target.qkv_widths))
+    wide = rows * size * (4 * target.hidden_size + 3 * widest)
     if not isinstance(drafter, DrafterDims):
         return wide
     return max(wide, 2 * slots * (drafter.block_size - 1) * target.vocab_size * FLOAT_BYTES)

@@ -17,11 +17,9 @@ from ddtree_trt.artifact.manifest import (
     MANIFEST,
     PROFILE,
     CheckpointIdentity,
-    DrafterDims,
     FileEntry,
     Limits,
     Manifest,
-    TransformerDims,
     load_manifest,
     newest_engine,
     parse_manifest,
@@ -31,6 +29,8 @@ from ddtree_trt.artifact.manifest import (
 from ddtree_trt.build import directory as writer
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.errors import ArtifactError, BuildError
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
 
 DIMS = TransformerDims(96, 32, 2, 4, 2, 16, 64, 1e-6, 1e6, 2048)
 FILES = ("target.onnx", "drafter.onnx", "weights.bin", *artifact.TOKENIZER_FILES)
@@ -48,7 +48,7 @@ def make_manifest(**changes: Any) -> Manifest:
         drafter_kind="dflash",
         target_dims=DIMS,
         drafter_dims=DrafterDims(
-            *vars(DIMS).values(), block_size=8, mask_token_id=4, tap_layers=(0, 1), num_target_layers=2
+            **vars(DIMS), block_size=8, mask_token_id=4, tap_layers=(0, 1), num_target_layers=2
         ),
         limits=Limits(),
         stop_token_ids=(2, 3),

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from ddtree_trt.artifact.manifest import DrafterDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.decoding.sampling import DrawnFrom
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, Progress, always_causal, installed_versions
+from ddtree_trt.artifact.manifest import Limits, Progress, always_causal, installed_versions
 from ddtree_trt.build.backends.base import BackendName, PrecisionName, Written
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, FC, HEAD
 from ddtree_trt.device.memory import FLOAT_BYTES
+from ddtree_trt.models.decoder import EMBEDDING, HEAD
+from ddtree_trt.models.drafters.dflash import FC, DrafterDims
 
 if TYPE_CHECKING:
     from onnx import ModelProto

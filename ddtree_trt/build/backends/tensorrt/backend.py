@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 from ddtree_trt import plugins
 from ddtree_trt.artifact import manifest as artifact
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, Progress, installed_versions, sha256_file
+from ddtree_trt.artifact.manifest import Limits, Progress, installed_versions, sha256_file
 from ddtree_trt.build.backends.base import BackendName, BuilderOptions, PrecisionName, Written
 from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, Machine, examine
 from ddtree_trt.errors import UsageError
+from ddtree_trt.models.decoder import EMBEDDING, HEAD
+from ddtree_trt.models.drafters.dflash import DrafterDims
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -137,7 +139,6 @@ def write_shared(
     """The tables the engines read, [V, H] each: the embedding and, where it is another, the language-model head. An
     autoregressive drafter's are its own, a block drafter's are the target's."""
     from ddtree_trt.build.backends.storage import encode, safetensors_header
-    from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD
 
     tables = {}
     for prefix, network in {"": target, **({} if drafter.is_dflash else {names.DRAFTER: drafter})}.items():

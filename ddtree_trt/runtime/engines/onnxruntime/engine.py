@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact import manifest as artifact
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import DrafterDims, Manifest, always_causal
+from ddtree_trt.artifact.manifest import Manifest, always_causal
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter, check_told
 from ddtree_trt.runtime.engines.onnxruntime.drafter import BlockDrafter

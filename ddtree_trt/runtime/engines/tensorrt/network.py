@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import TransformerDims
 from ddtree_trt.device.cuda import Device
 from ddtree_trt.device.memory import CacheShape
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.decoder import TransformerDims
 
 Shape = tuple[int, ...]
 
