@@ -47,9 +47,7 @@ def make_manifest(**changes: Any) -> Manifest:
         drafter=CheckpointIdentity("org/drafter", "def", "1" * 64),
         drafter_kind="dflash",
         target_dims=DIMS,
-        drafter_dims=DrafterDims(
-            **vars(DIMS), block_size=8, mask_token_id=4, tap_layers=(0, 1), num_target_layers=2
-        ),
+        drafter_dims=DrafterDims(**vars(DIMS), block_size=8, mask_token_id=4, tap_layers=(0, 1), num_target_layers=2),
         limits=Limits(),
         stop_token_ids=(2, 3),
         chat_template_args={"enable_thinking": False},

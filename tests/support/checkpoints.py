@@ -83,9 +83,11 @@ def make_drafter(
     return path
 
 
-def make_pair(path: Path, *, dtype: str = "fp32", tied: bool = True, **dims: Any) -> tuple[Path, Path]:
+def make_pair(
+    path: Path, *, dtype: str = "fp32", tied: bool = True, family: Family = QWEN3, **dims: Any
+) -> tuple[Path, Path]:
     """A target and a DFlash drafter that fits it: the directories `target` and `drafter` below `path`."""
-    target = make_target(path / "target", dtype=dtype, tied=tied, **dims)
+    target = make_target(path / "target", dtype=dtype, tied=tied, family=family, **dims)
     shape = TransformerDims(**{**vars(TARGET_DIMS), **dims})
     last = shape.num_layers - 1
     extra = {
@@ -93,7 +95,7 @@ def make_pair(path: Path, *, dtype: str = "fp32", tied: bool = True, **dims: Any
         "num_target_layers": shape.num_layers,
         "mask_token_id": shape.vocab_size - 1,
     }
-    return target, make_drafter(path / "drafter", dtype=dtype, **{**dims, "num_layers": 2, **extra})
+    return target, make_drafter(path / "drafter", dtype=dtype, family=family, **{**dims, "num_layers": 2, **extra})
 
 
 def _config(dims: TransformerDims, family: Family) -> dict[str, Any]:
