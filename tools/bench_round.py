@@ -23,7 +23,9 @@ from unittest import mock
 import numpy as np
 
 import ddtree_trt
-from ddtree_trt.artifact.manifest import CheckpointIdentity, DrafterDims, Limits, Manifest, TransformerDims
+from ddtree_trt.artifact.manifest import CheckpointIdentity, Limits, Manifest
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime import scheduler as scheduling
 from ddtree_trt.runtime.decoding.budget import AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile

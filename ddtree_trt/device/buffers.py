@@ -9,7 +9,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, TransformerDims
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
 
 ALIGNMENT = 256  # bytes: what TensorRT asks of every tensor's address
 INT_BYTES = FLOAT_BYTES = 4
@@ -122,11 +124,11 @@ def tensorrt_buffers(
     autoregressive drafter has tables of its own.
     """
     rows, slots = target_rows(limits), limits.max_batch
-    table = target.vocab_size * target.hidden_size
+    table = math.prod(target.table)
     if isinstance(drafter, DrafterDims):
         own, results = _block_drafter_buffers(target, drafter, limits, element_bytes, candidates)
     else:
-        drafter_table = drafter.vocab_size * drafter.hidden_size
+        drafter_table = math.prod(drafter.table)
         own, results = (
             {
                 DRAFTER_EMBEDDING: drafter_table * element_bytes,
@@ -155,7 +157,7 @@ def _block_drafter_buffers(
 ) -> tuple[dict[str, int], int]:
     """What only a block drafter has, and how many bytes its results take."""
     rows, slots, block = Rows.of(drafter, limits), limits.max_batch, drafter.block_size
-    width = len(drafter.tap_layers) * target.hidden_size * element_bytes
+    width = drafter.taps_width * element_bytes
     k = candidates or min(max(limits.max_tree_budget, 1), target.vocab_size)
     drafts = slots * (block - 1) * k
     positions = max(slots * 2 * block, rows.chunk + block)

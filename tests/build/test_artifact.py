@@ -12,14 +12,7 @@ import pytest
 from engine_files import DIMS, FILES, make_engine, make_manifest
 
 from ddtree_trt.artifact.files import MANIFEST, PROFILE, newest_engine
-from ddtree_trt.artifact.manifest import (
-    LOCAL,
-    CheckpointIdentity,
-    FileEntry,
-    Limits,
-    load_manifest,
-    parse_manifest,
-)
+from ddtree_trt.artifact.manifest import LOCAL, CheckpointIdentity, FileEntry, Limits, load_manifest, parse_manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.errors import ArtifactError

@@ -13,7 +13,7 @@ import pytest
 from build_faults import Cli, OldEngine, assert_refused, build_args, fingerprint
 from checkpoints import make_pair
 
-from ddtree_trt.artifact.manifest import MANIFEST
+from ddtree_trt.artifact.files import MANIFEST
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 
 # Interruptions

@@ -14,7 +14,9 @@ from typing import Literal
 import numpy as np
 from scripted_models import Array, Drafter, Target
 
-from ddtree_trt.artifact.manifest import CheckpointIdentity, DrafterDims, Limits, Manifest, TransformerDims
+from ddtree_trt.artifact.manifest import CheckpointIdentity, Limits, Manifest
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.decoding.budget import FixedBudget
 from ddtree_trt.runtime.decoding.methods import default_budget, resolve_method
 from ddtree_trt.runtime.decoding.sampling import Sampler

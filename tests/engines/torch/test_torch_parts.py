@@ -13,10 +13,11 @@ from plugin_libraries import torch_operators
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddtree_trt.artifact.manifest import Limits, TransformerDims
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.bench.pairs.random_pair import find_shape
 from ddtree_trt.bench.pairs.random_torch import random_torch_engine
 from ddtree_trt.errors import MissingDependency
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import MaskMode, reference
 from ddtree_trt.plugins.operators import OPERATORS
 from ddtree_trt.runtime.engines.base import DraftRequest

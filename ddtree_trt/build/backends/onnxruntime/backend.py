@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddtree_trt.artifact import files as artifact
-from ddtree_trt.artifact.manifest import DrafterDims, Limits
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import always_causal, installed_versions
 from ddtree_trt.build.backends.base import Written
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, FC, HEAD
 from ddtree_trt.device.buffers import FLOAT_BYTES
+from ddtree_trt.models.decoder import EMBEDDING, HEAD
+from ddtree_trt.models.drafters.dflash import FC, DrafterDims
 
 if TYPE_CHECKING:
     from onnx import ModelProto

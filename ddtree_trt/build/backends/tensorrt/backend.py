@@ -13,13 +13,14 @@ from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.files import sha256_file
-from ddtree_trt.artifact.manifest import DrafterDims, Limits
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import BuilderOptions, Written
 from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, Machine, examine
 from ddtree_trt.errors import UsageError
+from ddtree_trt.models.drafters.dflash import DrafterDims
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -133,7 +134,7 @@ def write_shared(
     autoregressive drafter's are its own, a block drafter's are the target's."""
     from ddtree_trt.artifact.number_bytes import encode
     from ddtree_trt.artifact.safetensor_header import safetensors_header
-    from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD
+    from ddtree_trt.models.decoder import EMBEDDING, HEAD
 
     tables = {}
     for prefix, network in {"": target, **({} if drafter.is_dflash else {names.DRAFTER: drafter})}.items():

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import DrafterDims, Manifest
+from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.toolchain import always_causal
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter, check_told
 from ddtree_trt.runtime.engines.onnxruntime.drafter import BlockDrafter

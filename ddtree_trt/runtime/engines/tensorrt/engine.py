@@ -15,13 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.manifest import DrafterDims, Manifest, TransformerDims
+from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.device import buffers
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.device.buffers import CacheShape, Layout
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.plugins.library import KernelLibrary
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, check_told

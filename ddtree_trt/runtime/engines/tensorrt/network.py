@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import TransformerDims
 from ddtree_trt.device.buffers import CacheShape
 from ddtree_trt.device.cuda_device import Device
 from ddtree_trt.device.tensorrt_library import io_tensors
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.decoder import TransformerDims
 
 Shape = tuple[int, ...]
 
