@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddtree_trt.artifact.manifest import DrafterDims
 from ddtree_trt.bench.contender import Outcome, Request
 from ddtree_trt.bench.pairs.forced import ForcedEngine
 from ddtree_trt.bench.settings import BenchSettings, Case
 from ddtree_trt.errors import UsageError
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.core import EngineCore, assemble_core, open_core
 from ddtree_trt.runtime.decoding.methods import longest_draft, resolve_method
 from ddtree_trt.runtime.engines.base import Engine

@@ -10,7 +10,8 @@ import math
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from ddtree_trt.artifact.manifest import DrafterDims, Manifest
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.request_maker import Request
 

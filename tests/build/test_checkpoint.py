@@ -4,41 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
-import struct
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from checkpoints import (
-    TARGET_DIMS,
-    edit_json,
-    make_drafter,
-    make_pair,
-    make_target,
-    random_weights,
-    write_safetensors,
-)
-from quantized import ALGORITHMS, projections, quantize
-from safetensors.torch import load_file, save_file
+from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_target, random_weights, refusal, write_safetensors
 
-from ddtree_trt.artifact.manifest import DrafterDims
-from ddtree_trt.build.checkpoint.config import default_tap_layers
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, Checkpoint, check_pair, load_checkpoint, target_shapes
-from ddtree_trt.build.checkpoint.tensorfile import open_tensors
+from ddtree_trt.build.checkpoint.reader import check_pair, load_checkpoint
 from ddtree_trt.errors import CheckpointError
-
-
-def refusal(path: Path) -> str:
-    """The message with which loading a checkpoint is refused, one line."""
-    with pytest.raises(CheckpointError) as caught:
-        load_checkpoint(path)
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
+from ddtree_trt.models.decoder import EMBEDDING, language_model_shapes
+from ddtree_trt.models.drafters.dflash import DrafterDims, default_tap_layers
 
 # What is read
 
@@ -47,7 +23,7 @@ def refusal(path: Path) -> str:
 @pytest.mark.parametrize("shards", [1, 3])
 def test_every_storage_form_gives_the_stored_values(tmp_path: Path, dtype: str, shards: int) -> None:
     checkpoint = load_checkpoint(make_target(tmp_path, dtype=dtype, shards=shards, tied=False))
-    expected = random_weights(target_shapes(TARGET_DIMS, tied=False), seed=0)
+    expected = random_weights(language_model_shapes(TARGET_DIMS, tied=False), seed=0)
     tolerance = {"fp32": 0.0, "fp16": 2**-11, "bf16": 2**-8}[dtype]
     assert checkpoint.dims == TARGET_DIMS
     assert set(expected) == set(checkpoint.tensors)
@@ -63,7 +39,7 @@ def test_bf16_is_widened_exactly(tmp_path: Path) -> None:
     finite = bits[(bits >> 7) & 0xFF != 0xFF] << 16
     values = finite.astype(np.uint32).view(np.float32)
     make_target(tmp_path, vocab_size=len(values) // 32, hidden_size=32)
-    weights = random_weights(target_shapes(load_checkpoint(tmp_path).dims, tied=True), seed=0)
+    weights = random_weights(language_model_shapes(load_checkpoint(tmp_path).dims, tied=True), seed=0)
     weights[EMBEDDING] = values.reshape(-1, 32)
     write_safetensors(tmp_path / "model.safetensors", weights, "bf16")
     got = load_checkpoint(tmp_path).tensor(EMBEDDING)
@@ -160,7 +136,7 @@ def test_identity_covers_the_configuration_and_every_weight_file(tmp_path: Path)
 
 def test_tied_weights_stored_twice_and_buffers_are_no_mismatch(tmp_path: Path) -> None:
     make_target(tmp_path)
-    weights = random_weights(target_shapes(TARGET_DIMS, tied=False), seed=0)
+    weights = random_weights(language_model_shapes(TARGET_DIMS, tied=False), seed=0)
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
     write_safetensors(tmp_path / "model.safetensors", weights, "fp32")
     assert not load_checkpoint(tmp_path).has("lm_head.weight")
@@ -218,366 +194,3 @@ def test_unsupported_configuration(tmp_path: Path, config: dict[str, Any], messa
 )
 def test_unusable_drafter_configuration(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     assert message in refusal(make_drafter(tmp_path, config=config))
-
-
-@pytest.mark.parametrize("algorithm", ["NVFP4", "W4A8_AWQ", "MIXED_PRECISION", "FP8_PB_WO"])
-def test_other_quantisations_of_modelopt(tmp_path: Path, algorithm: str) -> None:
-    make_target(tmp_path / "a")
-    (tmp_path / "a" / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": algorithm}}))
-    config = {"quantization_config": {"quant_method": "modelopt", "quant_algo": algorithm}}
-    for path in (tmp_path / "a", make_target(tmp_path / "b", config=config)):
-        message = refusal(path)
-        assert f"quantised by {algorithm!r}, which cannot be read; use FP8, " in message
-        assert all(readable in message for readable in ALGORITHMS)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([], "hf_quant_config.json: it is not a JSON object but []"),
-        ({"quantization": "FP8"}, "hf_quant_config.json: quantization must be an object, found 'FP8'"),
-        ({"group_size": 0}, "group_size must be an integer from 1 to 1048576, found 0"),
-        ({"group_size": "128"}, "group_size must be an integer from 1 to 1048576, found '128'"),
-        ({"has_zero_point": True}, "has_zero_point is set, only symmetric quantisation can be read"),
-        ({"exclude_modules": "lm_head"}, "exclude_modules must be a list, found 'lm_head'"),
-    ],
-)
-def test_a_damaged_modelopt_configuration(tmp_path: Path, content: Any, message: str) -> None:
-    make_target(tmp_path)
-    if isinstance(content, dict) and "quantization" not in content:
-        content = {"quantization": {"quant_algo": "W4A16_AWQ", **content}}
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps(content))
-    assert message in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_what_quantised_tensors_stand_for(tmp_path: Path, algorithm: str) -> None:
-    plain = load_checkpoint(make_target(tmp_path / "plain", tied=False))
-    smooth = ("o_proj",) if algorithm in ("W8A8_SQ_PER_CHANNEL", "W4A16_AWQ") else ()
-    quantized = quantize(make_target(tmp_path / "quantized", tied=False), algorithm, smooth=smooth)
-    checkpoint, truth = load_checkpoint(quantized), projections(quantized)
-    assert checkpoint.is_quantized and not plain.is_quantized
-    assert checkpoint.num_values == plain.num_values
-    assert {name for name in plain.tensors if name.endswith("_proj.weight")} == set(truth)
-    for name in plain.tensors:
-        found, exact, scales = checkpoint.tensor(name), plain.tensor(name), checkpoint.scales(name)
-        if name not in truth:
-            assert scales is None
-            np.testing.assert_array_equal(found, exact)
-            continue
-        assert scales is not None and (scales.input is None) == (truth[name].step is None)
-        assert (scales.smooth is not None) == name.removesuffix(".weight").endswith(smooth or ("none",))
-        np.testing.assert_allclose(found, (truth[name].weight * truth[name].smooth).numpy(), rtol=1e-6)
-        step = {"FP8": 1 / 16, "W4A16_AWQ": 1 / 14 * 3}.get(algorithm, 1 / 254 * 3)  # smoothing widens the range
-        assert np.abs(found - exact).max() <= np.abs(exact).max() * step
-
-
-def test_int8_beyond_its_scale_is_read_as_it_is(tmp_path: Path) -> None:
-    """Every byte, the lowest value that rounding never makes included."""
-    name = "model.layers.0.mlp.gate_proj.weight"
-    every = np.resize(np.arange(-128, 128, dtype=np.int8), (48, 32))
-    scale = {"0.mlp.gate_proj.weight_scale": np.ones(48, np.float32), "0.mlp.gate_proj.weight": every}
-    found = load_checkpoint(quantize(make_target(tmp_path), "W8A16", replace=scale)).tensor(name)
-    np.testing.assert_array_equal(found, every)
-
-
-def test_int4_rows_lie_in_pairs(tmp_path: Path) -> None:
-    """Every pair of values: of two rows, the even one in the low bits."""
-    name = "model.layers.0.mlp.gate_proj.weight"
-    pairs = np.resize(np.arange(256, dtype=np.uint8), (24, 32))
-    replace = {"0.mlp.gate_proj.weight_scale": np.ones((48, 2), np.float32), "0.mlp.gate_proj.weight": pairs}
-    found = load_checkpoint(quantize(make_target(tmp_path), "W4A16_AWQ", replace=replace)).tensor(name)
-    for row, bits in ((0, pairs & 15), (1, pairs >> 4)):
-        np.testing.assert_array_equal(found[row::2], np.where(bits < 8, bits, bits.astype(int) - 16))
-
-
-_ONE, _HALVES = np.ones(1, np.float32), np.zeros((23, 32), np.uint8)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "replace", "message"),
-    [
-        ("FP8", {"o_proj.weight_scale": None}, "o_proj.weight_scale must be one number, and it is missing"),
-        ("FP8", {"down_proj.input_scale": np.ones(3, np.float32)}, "must be one number, and it has shape [3]"),
-        ("FP8", {"o_proj.weight": np.ones((32, 64), np.int8)}, "o_proj.weight is stored as I8"),
-        ("W8A8_SQ_PER_CHANNEL", {"up_proj.input_scale": None}, "input_scale must be one number, and it is missing"),
-        ("W8A8_SQ_PER_CHANNEL", {"up_proj.weight_scale": _ONE}, "must be [48], and it has shape [1]"),
-        ("W8A8_SQ_PER_CHANNEL", {"up_proj.weight_scale": np.ones(48, np.uint8)}, "weight_scale is stored as U8"),
-        ("W8A8_SQ_PER_CHANNEL", {"up_proj.pre_quant_scale": _ONE}, "must be [32], and it has shape [1]"),
-        ("W8A8_SQ_PER_CHANNEL", {"up_proj.weight": np.ones((48, 31), np.int8)}, "shape [48, 31], its config.json"),
-        ("W8A16", {"up_proj.weight_scale": None}, "up_proj.weight_scale must be [48], and it is missing"),
-        ("W8A16", {"q_proj.weight": np.zeros((32, 32), np.uint8)}, "is stored as U8, and the hf_quant_config.json"),
-        ("W4A16_AWQ", {"up_proj.weight_scale": None}, "up_proj.weight_scale must be [48, 2], and it is missing"),
-        ("W4A16_AWQ", {"up_proj.weight_scale": np.ones((48, 4), np.float32)}, "must be [48, 2], and it has shape"),
-        ("W4A16_AWQ", {"up_proj.weight": np.zeros((48, 32), np.uint8)}, "calls for [24, 32]"),
-        ("W4A16_AWQ", {"up_proj.pre_quant_scale": np.ones((32, 1), np.float32)}, "must be [32], and it has shape"),
-    ],
-)
-def test_quantised_without_what_belongs_to_it(
-    tmp_path: Path, algorithm: str, replace: dict[str, np.ndarray | None], message: str
-) -> None:
-    smooth = ("up_proj",) if algorithm in ("W8A8_SQ_PER_CHANNEL", "W4A16_AWQ") else ()
-    assert message in refusal(quantize(make_target(tmp_path), algorithm, replace=replace, smooth=smooth))
-
-
-def test_groups_that_do_not_come_out_even(tmp_path: Path) -> None:
-    whole = "which packs two rows in one and has rows of whole groups"
-    uneven = quantize(make_target(tmp_path / "a"), "W4A16_AWQ", config={"group_size": 24})
-    message = refusal(uneven)
-    assert f"[64, 32] cannot be W4A16_AWQ, {whole}, of 24 values here" in message
-    scales = {"up_proj.weight_scale": np.ones((48, 5), np.float32)}
-    untold = quantize(make_target(tmp_path / "b"), "W4A16_AWQ", config={"group_size": None}, replace=scales)
-    assert whole in refusal(untold)
-    odd = make_target(tmp_path / "c", intermediate_size=47)
-    assert "gate_proj.weight [47, 32] cannot be" in refusal(
-        quantize(odd, "W4A16_AWQ", weights="q_proj.weight", replace={"gate_proj.weight": _HALVES})
-    )
-
-
-def test_smoothing_where_there_is_none(tmp_path: Path) -> None:
-    smoothed = quantize(make_target(tmp_path), "W8A16", smooth=("o_proj",))
-    assert "o_proj.pre_quant_scale" in refusal(smoothed)
-
-
-@pytest.mark.parametrize("kind", ["weight_scale", "input_scale", "pre_quant_scale"])
-def test_a_scale_of_zero(tmp_path: Path, kind: str) -> None:
-    name = "model.layers.0.self_attn.o_proj"
-    shape = {"weight_scale": (32,), "input_scale": (), "pre_quant_scale": (64,)}[kind]
-    values = np.ones(shape, np.float32)
-    values[(-1,) * len(shape)] = 0
-    target = quantize(
-        make_target(tmp_path), "W8A8_SQ_PER_CHANNEL", smooth=("o_proj",), replace={f"{name}.{kind}": values}
-    )
-    with pytest.raises(CheckpointError, match=rf"{kind} is 0, a scale must be positive"):
-        load_checkpoint(target).tensor(f"{name}.weight")
-
-
-def test_fp8_that_is_not_a_number(tmp_path: Path) -> None:
-    target = quantize(make_target(tmp_path))
-    file = target / "model.safetensors"
-    tensors = load_file(file)
-    name = "model.layers.0.self_attn.o_proj.weight"
-    tensors[name].view(torch.uint8)[3, 5] = 0x7F
-    save_file(tensors, file)
-    with pytest.raises(CheckpointError, match=r"o_proj.weight\[3, 5\] is nan; weights must be finite"):
-        load_checkpoint(target).tensor(name)
-
-
-def test_only_projections_may_be_quantised(tmp_path: Path) -> None:
-    message = refusal(quantize(make_target(tmp_path), weights="model.norm.weight"))
-    assert "model.norm.weight is stored as F8_E4M3; only projections" in message
-
-
-@pytest.mark.parametrize(("said", "told"), [(None, "is not there"), ("W8A16", "is for W8A16")])
-def test_quantised_weights_that_no_configuration_explains(tmp_path: Path, said: str | None, told: str) -> None:
-    quantize(make_target(tmp_path), config={"quant_algo": said})
-    message = refusal(tmp_path)
-    assert f"is stored as F8_E4M3, and the hf_quant_config.json that would say how to read it {told}" in message
-
-
-def test_no_checkpoint_at_all(tmp_path: Path) -> None:
-    assert "no such directory" in refusal(tmp_path / "nowhere")
-    assert "no config.json" in refusal(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    assert "config.json: it is not valid JSON" in refusal(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    assert "not a JSON object" in refusal(tmp_path)
-
-
-# What is refused: weight files
-
-
-def test_no_weights(tmp_path: Path) -> None:
-    make_target(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    assert "has no model.safetensors" in refusal(tmp_path)
-    (tmp_path / "pytorch_model.bin").touch()
-    assert "found pytorch_model.bin: convert it" in refusal(tmp_path)
-
-
-def test_shapes_and_names_are_checked_before_any_tensor_is_read(tmp_path: Path) -> None:
-    make_target(tmp_path)
-    edit_json(tmp_path / "config.json", intermediate_size=64)
-    message = refusal(tmp_path)
-    assert "model.layers.0.mlp.gate_proj.weight has shape [48, 32]" in message and "calls for [64, 32]" in message
-    edit_json(tmp_path / "config.json", intermediate_size=48, num_hidden_layers=4)
-    assert "lacks model.layers.3.input_layernorm.weight" in refusal(tmp_path)
-    assert "and 8 more" in refusal(tmp_path)
-    edit_json(tmp_path / "config.json", num_hidden_layers=2)
-    assert "holds model.layers.2.input_layernorm.weight" in refusal(tmp_path)
-    edit_json(tmp_path / "config.json", num_hidden_layers=3, tie_word_embeddings=False)
-    assert "lacks lm_head.weight" in refusal(tmp_path)
-
-
-def edit_header(file: Path, change: Any) -> None:
-    """Rewrite a safetensors header through `change(header)`, leaving the data as it is."""
-    raw = file.read_bytes()
-    length = struct.unpack("<Q", raw[:8])[0]
-    header = json.loads(raw[8 : 8 + length])
-    change(header)
-    text = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
-
-
-def test_damaged_weight_files(tmp_path: Path) -> None:
-    file = make_target(tmp_path) / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole[:-4])
-    assert "model.norm.weight ends 4 bytes behind the end of the file" in refusal(tmp_path)
-    for cut in (0, 4, 100):
-        file.write_bytes(whole[:cut])
-        assert "damaged or cut short" in refusal(tmp_path)
-    file.write_bytes(whole[:8] + b"\xff" + whole[9:])
-    assert "damaged or cut short" in refusal(tmp_path)
-    file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n")
-    assert "git lfs pull" in refusal(tmp_path)
-    file.write_bytes(whole)
-    edit_header(file, lambda h: h["model.norm.weight"].update(data_offsets=[0, 4]))
-    assert "model.norm.weight [32] F32 has 4 bytes" in refusal(tmp_path)
-    file.write_bytes(whole)
-    edit_header(file, lambda h: h["model.norm.weight"].pop("shape"))
-    assert "damaged or cut short" in refusal(tmp_path)
-    file.write_bytes(whole)
-    edit_header(file, lambda h: h["model.norm.weight"].update(dtype="F8_E5M2"))
-    assert "model.norm.weight is stored as F8_E5M2" in refusal(tmp_path)
-
-
-def test_incomplete_shards(tmp_path: Path) -> None:
-    make_target(tmp_path, shards=3)
-    index = tmp_path / "model.safetensors.index.json"
-    whole = index.read_text()
-    edit_json(index, weight_map={"model.norm.weight": "../elsewhere.safetensors"})
-    assert "weight_map.'model.norm.weight' must be a name" in refusal(tmp_path)
-    index.write_text("{}")
-    assert "weight_map must name files beside it" in refusal(tmp_path)
-    index.write_text(whole)
-    placed = json.loads(whole)["weight_map"]
-    swapped = "model-00001-of-00003.safetensors"
-    assert placed["model.norm.weight"] != swapped
-    edit_json(index, weight_map={**placed, "model.norm.weight": swapped})
-    assert f"puts 'model.norm.weight' in {swapped}" in refusal(tmp_path)
-    index.write_text(whole)
-    (tmp_path / swapped).unlink()
-    assert "is missing, but model.safetensors.index.json names it" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_weights_that_are_not_finite(tmp_path: Path, bad: float, dtype: str) -> None:
-    make_target(tmp_path)
-    weights = random_weights(target_shapes(TARGET_DIMS, tied=True), seed=0)
-    weights["model.layers.1.self_attn.k_proj.weight"][5, 7] = bad
-    write_safetensors(tmp_path / "model.safetensors", weights, dtype)
-    checkpoint = load_checkpoint(tmp_path)
-    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.self_attn\.k_proj\.weight\[5, 7\] is (nan|-?inf)"):
-        checkpoint.tensor("model.layers.1.self_attn.k_proj.weight")
-
-
-def test_a_file_that_shrinks_after_loading(tmp_path: Path) -> None:
-    checkpoint = load_checkpoint(make_target(tmp_path))
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="changed while it was read"):
-        checkpoint.tensor("model.norm.weight")
-    shutil.rmtree(tmp_path)
-    with pytest.raises(CheckpointError):
-        checkpoint.identify()
-
-
-# Pairs
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"vocab_size": 97}, "vocab_size is 97, the target's 96"),
-        ({"hidden_size": 16}, "hidden_size is 16, the target's 32"),
-        ({"num_target_layers": 4}, "num_target_layers is 4, the target's layers 3"),
-        ({"tap_layers": (0, 3)}, "target_layer_ids [3]"),
-        ({"mask_token_id": 96}, "mask_token_id 96"),
-    ],
-)
-def test_drafter_of_another_target(tmp_path: Path, change: dict[str, Any], message: str) -> None:
-    target = load_checkpoint(make_target(tmp_path / "target"))
-    drafter = load_checkpoint(make_drafter(tmp_path / "drafter", **change))
-    with pytest.raises(CheckpointError) as caught:
-        check_pair(target, drafter)
-    assert message in str(caught.value) and "use the drafter trained for this target" in str(caught.value)
-
-
-def test_pairs_that_fit_and_swapped_roles(tmp_path: Path) -> None:
-    pair: list[Checkpoint] = [load_checkpoint(d) for d in make_pair(tmp_path)]
-    check_pair(*pair)
-    with pytest.raises(CheckpointError, match="is a DFlash drafter, not a target"):
-        check_pair(pair[1], pair[0])
-
-
-# Headers that lie
-
-
-def swapped(header: dict[str, Any], name: str, **changes: Any) -> None:
-    header[name] = {**header[name], **changes}
-
-
-def stacked(header: dict[str, Any]) -> None:
-    """All tensors at the beginning of the data."""
-    for name in header.keys() - {"__metadata__"}:
-        begin, end = header[name]["data_offsets"]
-        swapped(header, name, data_offsets=[0, end - begin])
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda h: stacked(h), "begins at byte 0 of the data, where"),
-        (lambda h: swapped(h, "model.norm.weight", data_offsets=[0, 128]), "begins at byte 0 of the data, where"),
-        (lambda h: h.pop("model.layers.0.mlp.up_proj.weight"), "of the data, where"),
-        (lambda h: h.pop(list(h)[-1]), "bytes behind its last tensor belong to none"),
-        (lambda h: swapped(h, "model.norm.weight", data_offsets=[0.0, 128.0]), "data_offsets[0] must be an integer"),
-        (lambda h: swapped(h, "model.norm.weight", data_offsets=["0", "128"]), "data_offsets[0] must be an integer"),
-        (lambda h: swapped(h, "model.norm.weight", data_offsets=[128, 0]), "has -128 bytes"),
-        (lambda h: swapped(h, "model.norm.weight", data_offsets=[0]), "data_offsets must be a list of 2 entries"),
-        (lambda h: swapped(h, "model.norm.weight", shape=[1 << 60]), "shape[0] must be an integer from 0 to"),
-        (lambda h: swapped(h, "model.norm.weight", shape=[-32]), "shape[0] must be an integer from 0 to"),
-        (lambda h: swapped(h, "model.norm.weight", shape=[1] * 5000 + [32]), "has 5001 axes"),
-        (lambda h: swapped(h, "model.norm.weight", shape="32"), "shape must be a list, found '32'"),
-        (lambda h: swapped(h, "model.norm.weight", dtype="\x1b[2J"), "must be a type of safetensors, found '\\x1b[2J'"),
-        (lambda h: swapped(h, "model.norm.weight", colour=1), "has unknown fields ['colour']"),
-        (lambda h: h.update({"a\nb": h["model.norm.weight"]}), "'a\\nb' is no name of a tensor"),
-        (lambda h: h.update({"x": 5}), "x must be an object, found 5"),
-    ],
-)  # fmt: skip
-def test_headers_that_lie(tmp_path: Path, change: Any, message: str) -> None:
-    file = make_target(tmp_path) / "model.safetensors"
-    edit_header(file, change)
-    assert message in refusal(tmp_path)
-
-
-def test_a_header_of_very_many_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Type hints are evaluated once for all its entries; beyond the limit none is looked at."""
-    file = make_target(tmp_path, num_layers=1) / "model.safetensors"
-    evaluated = []
-
-    def noted(cls: type, **options: Any) -> dict[str, Any]:
-        evaluated.append(cls)
-        return get_type_hints(cls, **options)
-
-    monkeypatch.setattr("ddtree_trt.reading.typing.get_type_hints", noted)
-    assert len(open_tensors(tmp_path)) > 2 and len(evaluated) <= 1
-    empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
-    edit_header(file, lambda h: h.update({f"t{i}": empty for i in range(100_001)}))
-    with pytest.raises(CheckpointError, match=r"its header names \d+ tensors, at most 100000 are supported"):
-        open_tensors(tmp_path)
-
-
-def test_files_with_something_behind_them(tmp_path: Path) -> None:
-    file = make_target(tmp_path) / "model.safetensors"
-    whole = file.read_bytes()
-    file.write_bytes(whole + b"junk")
-    assert "4 bytes behind its last tensor belong to none" in refusal(tmp_path)
-    length = struct.unpack("<Q", whole[:8])[0]
-    for text in (b'{"a":' * 100_000, b"[]", b'{"a": NaN}', whole[8 : 8 + length].rstrip() + b"x"):
-        file.write_bytes(struct.pack("<Q", len(text)) + text + whole[8 + length :])
-        assert "damaged or cut short" in refusal(tmp_path)
-    twin = whole[8 : 8 + length].rstrip()[:-1] + b', "model.norm.weight": {}}'
-    file.write_bytes(struct.pack("<Q", len(twin)) + twin + whole[8 + length :])
-    assert "'model.norm.weight' is there twice" in refusal(tmp_path)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import Good, MarkovTarget, ScriptedEngine, generate, make_manifest
+from scripted import ScriptedEngine, generate, make_manifest
+from scripted_models import Good, MarkovTarget
 
 import ddtree_trt
 from ddtree_trt.artifact.manifest import Limits

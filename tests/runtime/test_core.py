@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from profiles import make_profile
-from scripted import Good, Letters, MarkovTarget, ScriptedEngine, completion, finish
+from scripted import Letters, ScriptedEngine, completion, finish
+from scripted_models import Good, MarkovTarget
 
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime import core as core_module

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ddtree_trt.artifact.manifest import DrafterDims, TransformerDims
 from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.engines.base import Draft, Draw, DrawnFrom
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, build_tree, chain
 

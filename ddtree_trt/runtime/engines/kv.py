@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt import _native
-from ddtree_trt.artifact.manifest import TransformerDims
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.decoder import TransformerDims
 
 
 class SlotLengths:

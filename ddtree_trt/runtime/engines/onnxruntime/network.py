@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from ddtree_trt import _native
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import TransformerDims
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError, EngineError
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.drafters import Pass
 from ddtree_trt.runtime.engines.kv import SlotCache
 from ddtree_trt.runtime.tree import TokenTree, token_chain

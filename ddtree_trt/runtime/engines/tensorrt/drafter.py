@@ -9,10 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import DrafterDims, Limits
-from ddtree_trt.device.cuda import Device, Upload
-from ddtree_trt.device.memory import INT_BYTES, Rows, aligned
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.device.buffers import INT_BYTES, Rows, aligned
+from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.kv import SlotLengths
 from ddtree_trt.runtime.engines.tensorrt.network import Network

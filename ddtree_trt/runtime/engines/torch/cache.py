@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ddtree_trt.artifact.manifest import TransformerDims
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.kv import SlotLengths
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddtree_trt import _native
-from ddtree_trt.artifact.manifest import DrafterDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom
 from ddtree_trt.runtime.engines.drafters import Pass

@@ -16,12 +16,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import DrafterDims, Manifest
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET
 from ddtree_trt.device import memory
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Rows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, check_told

@@ -1,0 +1,1 @@
+"""Drafters that are no language models: one module for each architecture."""
