@@ -22,7 +22,7 @@ from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines.base import RoundRequest
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
-from ddtree_trt.runtime.engines.torch.flight import TorchRounds
+from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.stats import ROUND_STAGES
@@ -275,7 +275,7 @@ def test_rounds_draw_from_the_targets_distribution(
 ) -> None:
     """Two tokens, of one round or of two, beside their exact joint distribution."""
     monkeypatch.setattr(
-        "ddtree_trt.runtime.engines.torch.flight.AHEAD", 1
+        "ddtree_trt.runtime.engines.torch.rounds.AHEAD", 1
     )  # a third of the rounds would be for nothing
     engine, rounds, temperature = device.engine, rounds_of(device), 1.0
     prompt = device.codec.encode(prompts[2])

@@ -1,4 +1,4 @@
-"""What keeps the host out of the device's way: one copy up and one down per stage, and passes captured as CUDA graphs.
+"""Copies between host and device, one up and one down per stage, and stages captured as CUDA graphs.
 
 On a CPU the same objects are plain memory and plain calls.
 """
@@ -6,7 +6,6 @@ On a CPU the same objects are plain memory and plain calls.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -73,15 +72,17 @@ class Graphs:
     of others that share with these, have one pool of memory: what is inside a pass may be overwritten by the next.
     """
 
-    def __init__(self, device: torch.device, *, capture: bool = True) -> None:
+    def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
+        """`recorder`: of the graphs to share memory with; None for memory of their own."""
+        self._device = device
         self._graphs: dict[Hashable, Any] = {}
-        self._capture = _Capture() if capture and device.type == "cuda" else None
+        self._recorder = recorder
+        if device.type == "cuda" and recorder is None:
+            self._recorder = Recorder()
 
     def sharing(self) -> Graphs:
         """Graphs with keys of their own in the same memory."""
-        other = copy.copy(self)
-        other._graphs = {}
-        return other
+        return Graphs(self._device, self._recorder)
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -94,8 +95,8 @@ class Graphs:
             graph.replay()
             return
         work()  # libraries set themselves up at the first call, which must not be captured; its results are the call's
-        if self._capture is not None:
-            self._graphs[key] = self._capture(work)
+        if self._recorder is not None:
+            self._graphs[key] = self._recorder.record(work)
 
     def replay(self, key: Hashable) -> bool:
         """For measurements: put a captured stage on the stream once more, with the inputs it had last; False where
@@ -109,8 +110,8 @@ class Graphs:
         self._graphs.clear()
 
 
-class _Capture:
-    """Records work into a CUDA graph and does not do it.
+class Recorder:
+    """Records work into CUDA graphs, which share one pool of memory.
 
     `torch.cuda.graph` would do, but it waits for the device and empties the allocator's cache before each graph, which
     is what a capture takes most of its time for, and stays on its stream when the end of a capture fails.
@@ -120,7 +121,8 @@ class _Capture:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream: Any = None  # one for all: memory of the pool belongs to the stream it was taken on
 
-    def __call__(self, work: Callable[[], None]) -> Any:
+    def record(self, work: Callable[[], None]) -> Any:
+        """A `torch.cuda.CUDAGraph` of the work, which is not done."""
         graph = torch.cuda.CUDAGraph()
         if self._stream is None:
             self._stream = torch.cuda.Stream()
