@@ -187,13 +187,13 @@ def _deserialise(runtime: Any, log: Any, path: Path, manifest: Manifest) -> Any:
 
 
 def _check_engine(directory: Path, manifest: Manifest, name: str, engine: Any) -> None:
-    """Digests cannot see that a plan and a manifest, each whole, do not belong together. Raises ArtifactError."""
-    there = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
+    """Raises ArtifactError for a plan that is not the manifest's: digests cannot show it where both files are whole."""
+    found = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
     listed = manifest.tensors.get(name, {})
     expected = {*listed.get("inputs", ()), *listed.get("outputs", ())}
     rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
-    if there != expected:
-        different = sorted(there ^ expected)
+    if found != expected:
+        different = sorted(found ^ expected)
         raise ArtifactError(
             f"{directory}: the manifest and the {name}'s plan differ in tensor {different[0]}; {rebuild}"
         )
@@ -205,9 +205,9 @@ def _check_engine(directory: Path, manifest: Manifest, name: str, engine: Any) -
     dims, limits = manifest.target_dims if name == "target" else manifest.drafter_dims, manifest.limits
     cache = (limits.max_batch, dims.num_kv_heads, limits.cache_rows, dims.head_dim)
     for tensor in names.past_names(dims.num_layers):
-        found = tuple(engine.get_tensor_shape(tensor)) if tensor in there else None
-        if found != cache:
-            raise ArtifactError(f"{directory}: {tensor} of the {name} should be {cache}, found {found}; {rebuild}")
+        shape = tuple(engine.get_tensor_shape(tensor)) if tensor in found else None
+        if shape != cache:
+            raise ArtifactError(f"{directory}: {tensor} of the {name} should be {cache}, found {shape}; {rebuild}")
 
 
 class _Tables:

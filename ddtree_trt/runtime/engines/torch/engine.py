@@ -20,6 +20,7 @@ from ddtree_trt.artifact import manifest as artifact
 from ddtree_trt.artifact.manifest import DrafterDims, Manifest
 from ddtree_trt.artifact.weight_layout import DRAFTER
 from ddtree_trt.device import memory
+from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, check_told
 from ddtree_trt.runtime.engines.torch.attention import Scratch, attention_for
@@ -37,9 +38,6 @@ from ddtree_trt.runtime.engines.torch.weights import (
     read_weights,
 )
 from ddtree_trt.runtime.engines.warming import make_single_passes
-
-# Below this many bytes of weights a pass on a CPU is too short for threads to help.
-SINGLE_THREAD_BYTES = 64 << 20
 
 
 class TorchEngine:
