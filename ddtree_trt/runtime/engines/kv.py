@@ -1,8 +1,4 @@
-"""The key-value cache of one network on the host: one buffer per layer and part, a slot in each row.
-
-Buffers are float32 [slots, Hkv, S, D] and never move: the inference runtime reads and appends in place, compaction
-moves rows in place.
-"""
+"""Key-value caches: how many rows of each slot are committed, and a cache in the host's memory."""
 
 from __future__ import annotations
 
@@ -52,7 +48,8 @@ class SlotLengths:
 
 
 class SlotCache(SlotLengths):
-    """Slots in the host's memory."""
+    """One network's cache on the host: a buffer float32 [slots, Hkv, S, D] for the keys and one for the values of each
+    layer. Buffers never move: the inference runtime reads and appends in place, compaction moves rows in place."""
 
     def __init__(self, dims: TransformerDims, slots: int, rows: int) -> None:
         super().__init__(slots, rows)

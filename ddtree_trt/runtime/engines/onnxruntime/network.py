@@ -1,6 +1,6 @@
 """One network in ONNX Runtime: a session with its cache, shared between past and present.
 
-Rules of `GroupQueryAttention` this file keeps (a wrong value gives garbage without an error):
+Rules of `GroupQueryAttention` this file keeps (a wrong value gives wrong numbers without an error):
 seqlens_k is past + T − 1 of each sequence, total_length the largest past + T, the bias exactly that wide, and the past
 and present of a layer are one buffer.
 """

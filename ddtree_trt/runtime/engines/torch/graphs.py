@@ -18,9 +18,10 @@ _ALIGN = 4  # int32 values: the kernels ask for multiples of 16 bytes
 
 
 class Upload:
-    """Control data of one stage: int32 arrays that cross over in one copy, always to the same addresses."""
+    """Control data of one stage: int32 arrays that go up in one copy, always to the same addresses."""
 
     def __init__(self, size: int, device: torch.device) -> None:
+        """`size`: most values of one copy, see `Upload.size`."""
         self._on_gpu = device.type == "cuda"
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=self._on_gpu)
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
@@ -30,7 +31,7 @@ class Upload:
         """Tensors of these shapes and values on the device. Equal shapes give equal addresses, so that a graph
         captured with them reads what is sent next."""
         if self._sent is not None:
-            self._sent.synchronize()  # the copy before this one; it has long been made
+            self._sent.synchronize()  # the copy before this one reads the same host memory
         host, views, end = self._host.numpy(), [], 0
         for array in arrays:
             start = end
@@ -44,7 +45,7 @@ class Upload:
 
     @staticmethod
     def size(*shapes: Sequence[int]) -> int:
-        """Values that arrays of these shapes take."""
+        """Values that arrays of these shapes take, the gaps that align them included."""
         return sum(-(-int(np.prod(shape)) // _ALIGN) * _ALIGN for shape in shapes)
 
 
@@ -52,6 +53,7 @@ class Download:
     """Results of one stage: int32 values that come back in one copy. `waits` counts how often the host waited."""
 
     def __init__(self, size: int, device: torch.device) -> None:
+        """`size`: most values of one copy; the stage writes them to `on_device`."""
         self.on_device = torch.zeros(size, dtype=torch.int32, device=device)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.waits = 0
@@ -99,8 +101,8 @@ class Graphs:
             self._graphs[key] = self._recorder.record(work)
 
     def replay(self, key: Hashable) -> bool:
-        """For measurements: put a captured stage on the stream once more, with the inputs it had last; False where
-        there is no such graph."""
+        """Whether the stage was captured; it is then put on the stream once more, with the inputs it had last. For
+        measurements."""
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
@@ -132,7 +134,7 @@ class Recorder:
             try:
                 work()
             except BaseException:
-                with contextlib.suppress(Exception):  # its own complaint would hide what went wrong
+                with contextlib.suppress(Exception):  # its error would hide what went wrong
                     graph.capture_end()
                 raise
             graph.capture_end()

@@ -88,10 +88,10 @@ class HostOps:
     ) -> None:  # fmt: skip
         path.fill_(-1)
         for n, size in enumerate(counts.tolist()):
-            tree, said = parents[n, :size].numpy(), choices[n, :size].numpy()
-            nodes = _native.walk(tree, token_ids[n, 1:size].numpy(), said)
+            tree, chosen = parents[n, :size].numpy(), choices[n, :size].numpy()
+            nodes = _native.walk(tree, token_ids[n, 1:size].numpy(), chosen)
             path[n, : len(nodes)] = torch.from_numpy(nodes)
-            lengths[n], next_tokens[n] = len(nodes), int(said[nodes[-1]])
+            lengths[n], next_tokens[n] = len(nodes), int(chosen[nodes[-1]])
         next_past.copy_(past + lengths)
 
 

@@ -7,7 +7,7 @@ the same cache and logits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,11 +25,29 @@ from ddtree_trt.runtime.engines.lazy_rows import LazyRows
 from ddtree_trt.runtime.engines.padding import pad_trees
 from ddtree_trt.runtime.engines.torch.attention import Attention, Place
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
-from ddtree_trt.runtime.engines.torch.claims import SlotClaims
 from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
 from ddtree_trt.runtime.engines.torch.model import Qwen3, Weights
 from ddtree_trt.runtime.engines.torch.weights import DTYPES
 from ddtree_trt.runtime.tree import token_chain
+
+
+class SlotClaims:
+    """Which work on a slot came last, so that rounds launched ahead of the host know whether they still count."""
+
+    def __init__(self, slots: int) -> None:
+        self._holders = [0] * slots
+        self._latest = 0
+
+    def take(self, slots: Iterable[int]) -> int:
+        """Claim these slots: the claim's number."""
+        self._latest += 1
+        for slot in slots:
+            self._holders[slot] = self._latest
+        return self._latest
+
+    def holds(self, claim: int, slots: Iterable[int]) -> bool:
+        """Whether none of these slots was claimed after `claim`."""
+        return all(self._holders[slot] == claim for slot in slots)
 
 
 @dataclass(frozen=True)
