@@ -58,13 +58,13 @@ class VerifyRequest:
 
 
 class Rows(Protocol):
-    """Logits of R rows: an array, or rows that stay on a device until somebody reads them (`lazy_rows.py`)."""
+    """Logits of R rows: an array, or rows that stay on a device until they are read (`lazy_rows.py`)."""
 
     def __len__(self) -> int:
         """R."""
 
     def __getitem__(self, row: int, /) -> NDArray[np.float32]:
-        """One row [V]; −1 is the last. Raises IndexError beyond the rows there are."""
+        """One row [V]; −1 is the last. Raises IndexError beyond the R rows."""
 
     def __array__(self, dtype: Any = None, /) -> NDArray[Any]:
         """All rows at once, float32 [R, V]."""
@@ -72,7 +72,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target says at each row. Both belong to the engine: valid until its next target pass."""
+    """The target's results at R rows. Both belong to the engine: valid until its next target pass."""
 
     choices: NDArray[np.int64]  # [R]: the most probable next token
     logits: Rows  # [R, V]

@@ -44,7 +44,7 @@ def test_an_engine_on_the_kernels(family: str, tmp_path: Path, monkeypatch: pyte
         plain = build_torch_engine(*pair, tmp_path / "e", precision="bf16", max_batch=2)
     monkeypatch.setattr(ON_KERNELS, lambda *given: KernelAttention(given[-1]))
     kernels = open_engine(tmp_path / "e")
-    assert isinstance(kernels, TorchEngine) and kernels.kernels
+    assert isinstance(kernels, TorchEngine) and kernels.target.kernels
     rng, vocabulary = np.random.default_rng(1), kernels.manifest.target_dims.vocab_size
     prompt = rng.integers(0, vocabulary, 30)
     for engine in (plain, kernels):

@@ -11,7 +11,7 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
-from ddtree_trt.runtime.engines.onnxruntime.network import Network
+from ddtree_trt.runtime.engines.onnxruntime.network import OrtNetwork
 
 
 class _States:
@@ -39,7 +39,7 @@ class _States:
 class BlockDrafter:
     """DFlash: one pass over [bonus, MASK × L], conditioned on the tapped target states of every committed token."""
 
-    def __init__(self, network: Network, dims: DrafterDims, chunk: int, scratch: int) -> None:
+    def __init__(self, network: OrtNetwork, dims: DrafterDims, chunk: int, scratch: int) -> None:
         """`chunk`: most states one pass takes in; `scratch`: cache rows the graph writes behind the block."""
         self._network, self._dims, self._chunk, self._scratch = network, dims, chunk, scratch
         self._pending = [_States() for _ in range(network.cache.slots)]

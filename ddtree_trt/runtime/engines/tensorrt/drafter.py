@@ -16,7 +16,7 @@ from ddtree_trt.errors import EngineError
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.kv import SlotLengths
-from ddtree_trt.runtime.engines.tensorrt.network import Network
+from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 
 ROUND, CHUNK = 0, 1  # optimisation profiles: context rows of one round, at most a block; of a prompt's chunk
 
@@ -49,8 +49,8 @@ class BlockDrafter:
     """
 
     def __init__(
-        self, network: Network, device: Device, dims: DrafterDims, limits: Limits, element_bytes: int, buffers: Buffers,
-        upload: Upload, candidates: int,
+        self, network: TrtNetwork, device: Device, dims: DrafterDims, limits: Limits, element_bytes: int,
+        buffers: Buffers, upload: Upload, candidates: int,
     ) -> None:  # fmt: skip
         """`candidates` is K of the engine."""
         self.network, self._device, self._dims, self._buffers = network, device, dims, buffers
@@ -155,7 +155,7 @@ class BlockDrafter:
         profile = ROUND if rows <= block else CHUNK
         self.network.run(profile, shapes, addresses, key=(len(slots), rows) if capture else None)
         for slot, end in zip(slots, ends, strict=True):
-            self.cache.lengths[slot] = end
+            self.cache.append(slot, end - self.cache.lengths[slot])
 
     def _results(self, count: int) -> tuple[int, int]:
         """Addresses of log_probs and candidates of `count` slots."""

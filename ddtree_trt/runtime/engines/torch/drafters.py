@@ -117,6 +117,16 @@ class BlockDrafter:
         for top_k in TOP_KS[: 1 + next(i for i, k in enumerate(TOP_KS) if k >= wanted)]:
             self.draft_all([DraftRequest(0, 0, min(top_k, wanted), self.dims.block_size - 1, never)])
 
+    def hold(self, slots: Tensor, states: Tensor) -> None:
+        """Have tapped states [N, m, M·H], m at most a block, wait for the slots int32 [N]; nothing is counted."""
+        self.waiting[slots.long(), : states.shape[1]] = states
+
+    def advance(self, slot: int, committed: int, *, waiting: int) -> None:
+        """Count a round that ran on the device: the states of its last `waiting` tokens are held, those of all before
+        them are in the cache."""
+        self.cache.append(slot, self.counts[slot] + committed - waiting)
+        self.counts[slot] = waiting
+
     def run(
         self, slots: Tensor, past: Tensor, counts: Tensor, bonus_tokens: Tensor, top_k: int
     ) -> tuple[Tensor, Tensor]:

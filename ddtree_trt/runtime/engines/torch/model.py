@@ -1,4 +1,4 @@
-"""Both networks in plain PyTorch: Qwen3, and the DFlash drafter on top of it.
+"""Both networks in PyTorch: Qwen3, and the DFlash drafter, which shares its target's embedding and head.
 
 Everything is a function of tensors of fixed shape, the committed lengths included, so that a pass can be captured into
 a CUDA graph once and replayed at any length. Rows behind the wanted ones are padding: they see themselves only, write

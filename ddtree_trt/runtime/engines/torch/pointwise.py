@@ -1,7 +1,7 @@
-"""What lies between a layer's matrix products: norms, rotary embedding, SwiGLU.
+"""The operations between a layer's matrix products: norms, rotary embedding, SwiGLU.
 
 `KernelMath` is our CUDA kernels, one launch each; in a decoding round the number of launches is what these cost.
-`PlainMath` says the same in PyTorch, in any precision, and rounds where Hugging Face rounds.
+`PlainMath` computes the same in PyTorch, in any precision, and rounds where Hugging Face rounds.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ def norm_heads(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 
 def rotate(x: Tensor, tables: Tensor, positions: Tensor) -> Tensor:
-    """Heads x [..., N, T, heads, D] rotated to positions int [N, T], in float32, by `rotary_tables`."""
+    """Heads x [..., N, T, heads, D] rotated by the tables' angles at positions int [N, T], in float32."""
     cos, sin = (F.embedding(positions, table).unsqueeze(-2) for table in tables)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1).float(), sin)
 
 
 class Math(Protocol):
+    """The operations, on tensors of one precision."""
+
     def add_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(x + update, its RMS norm), [N, T, H] each; x itself where there is no update."""
+        """(x + update, its RMS norm), [N, T, H] each; without an update x itself and its norm."""
 
     def split_qkv(
         self,
@@ -55,6 +57,8 @@ class Math(Protocol):
 
 
 class PlainMath:
+    """PyTorch's operators."""
+
     def add_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x if update is None else x + update
         return total, F.rms_norm(total, (total.shape[-1],), weight, eps)
@@ -82,8 +86,8 @@ class PlainMath:
 
 
 class KernelMath(PlainMath):
-    """Rows are those of N and T together. Needs `torch.ops.ddtree`, bf16 or fp16, and widths in multiples of 8. The
-    kernel that splits queries, keys and values norms heads too: without those norms it is PyTorch that splits."""
+    """Our kernels, over the N·T rows of a pass. Needs `torch.ops.ddtree`, bf16 or fp16, and widths in multiples of 8.
+    The kernel that splits queries, keys and values norms heads too: without those norms PyTorch splits."""
 
     def add_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         normed = torch.empty_like(x)

@@ -65,7 +65,7 @@ def test_rounds_draw_from_the_targets_distribution(
 ) -> None:
     """Two tokens, of one round or of two, beside their exact joint distribution."""
     monkeypatch.setattr(
-        "ddtree_trt.runtime.engines.torch.flight.AHEAD", 1
+        "ddtree_trt.runtime.engines.torch.rounds.AHEAD", 1
     )  # a third of the rounds would be for nothing
     engine, rounds, temperature = device.engine, rounds_of(device), 1.0
     prompt = device.codec.encode(prompts[2])
