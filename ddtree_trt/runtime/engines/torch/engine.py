@@ -33,7 +33,7 @@ from ddtree_trt.runtime.engines.torch.cache import DeviceCache
 from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter, TorchLanguageModel
 from ddtree_trt.runtime.engines.torch.flight import TorchRounds
 from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
-from ddtree_trt.runtime.engines.torch.model import Qwen3
+from ddtree_trt.runtime.engines.torch.model import LanguageModel
 from ddtree_trt.runtime.engines.torch.weights import (
     DTYPES,
     check_device,
@@ -76,7 +76,7 @@ class TorchEngine:
         self.kernels = attention.kernels
         self.cache = DeviceCache(dims, slots, rows, dtype, device, kernels=attention.kernels)
         taps = draft_dims.tap_layers if isinstance(draft_dims, DrafterDims) else ()
-        self.target = Qwen3(dims, weights, TARGET, self.cache, attention, taps)
+        self.target = LanguageModel(dims, weights, TARGET, self.cache, attention, taps)
         self.graphs = Graphs(device, capture=capture)
         draft_attention = attention_for(device, dtype, draft_dims.head_dim, scratch)
         draft_cache = DeviceCache(draft_dims, slots, rows, dtype, device, kernels=draft_attention.kernels)
@@ -88,7 +88,7 @@ class TorchEngine:
             self.drafter = BlockDrafter(draft_dims, weights, self.target, draft_cache, draft_attention, draft_graphs)
             self.rounds = TorchRounds(self, self.drafter)
         else:
-            model = Qwen3(draft_dims, weights, DRAFTER, draft_cache, draft_attention)
+            model = LanguageModel(draft_dims, weights, DRAFTER, draft_cache, draft_attention)
             self.drafter = AutoregressiveDrafter(TorchLanguageModel(model), self.limits.prefill_chunk)
         # T counts padding; a CPU pads to the longest tree of the call only.
         tokens = self.limits.max_tokens_per_pass
