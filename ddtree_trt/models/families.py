@@ -67,3 +67,8 @@ QWEN3 = Family(
 )
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN3,)}
+
+
+def titles(word: str) -> str:
+    """The families by title, for a message: "dense Qwen3", or several with `word` between them."""
+    return f" {word} ".join(family.title for family in FAMILIES.values())

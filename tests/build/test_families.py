@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_pair, make_ta
 from families import LLAMA, OTHERS, QWEN2, offered
 from safetensors.numpy import load_file
 
+import ddtree_trt
 from ddtree_trt.artifact.files import MANIFEST
 from ddtree_trt.artifact.manifest import Manifest, load_manifest, parse_manifest
 from ddtree_trt.build.checkpoint.config import read_config
@@ -29,6 +31,14 @@ ALL = {"qwen3": QWEN3, **OTHERS}
 
 def test_what_is_offered() -> None:
     assert list(FAMILIES.values()) == [QWEN3]
+
+
+def test_names_are_in_one_room() -> None:
+    """No other module of the package names a tensor of a layer, or a family."""
+    package = Path(ddtree_trt.__file__).parent
+    words = re.compile(r"self_attn|layernorm\b|(?:gate|up|down|o)_proj|Qwen3ForCausalLM|model_type\W+qwen3")
+    found = {str(f.relative_to(package)) for f in package.rglob("*.py") if words.search(f.read_text("utf-8"))}
+    assert found == {"models/decoder.py", "models/families.py"}
 
 
 @pytest.mark.parametrize("family", ALL.values(), ids=ALL)

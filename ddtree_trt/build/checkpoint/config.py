@@ -16,7 +16,7 @@ from ddtree_trt.models import decoder as bounds
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.drafters.dflash import DrafterDims
-from ddtree_trt.models.families import CONFIG_NAMES, FAMILIES, Family
+from ddtree_trt.models.families import CONFIG_NAMES, FAMILIES, Family, titles
 from ddtree_trt.reading import Between, Fields, Source, read_object, read_value, shown
 
 CONFIG = "config.json"
@@ -82,16 +82,15 @@ def _family(fields: Fields, *, is_dflash: bool) -> Family:
     if not fields.has("model_type"):
         raise fields.fault("model_type", "is missing: is this a Hugging Face checkpoint?")
     model_type = fields.text("model_type")
-    titles = " and ".join(family.title for family in FAMILIES.values())
     if "moe" in model_type or any(fields.data.get(name) for name in ("num_experts", "num_local_experts")):
         raise fields.fault(
             "model_type",
-            f"is {shown(model_type)}: mixture-of-experts models are not supported, {titles} models are",
+            f"is {shown(model_type)}: mixture-of-experts models are not supported, {titles('and')} models are",
         )
     family = FAMILIES.get(model_type)
     if family is None:
         types = ", ".join(map(repr, FAMILIES))
-        raise fields.fault("model_type", f"is {shown(model_type)}, only {titles} models ({types}) are supported")
+        raise fields.fault("model_type", f"is {shown(model_type)}, only {titles('and')} models ({types}) are supported")
     wanted = dflash.ARCHITECTURE if is_dflash else family.architecture
     if other := [name for name in _architectures(fields) if name != wanted]:
         kind = f"drafters with a {dflash.SECTION}" if is_dflash else "other checkpoints"

@@ -17,7 +17,7 @@ from ddtree_trt.runtime.engines.drafters import Pass
 from ddtree_trt.runtime.engines.torch.attention import Attention, Place
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
 from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
-from ddtree_trt.runtime.engines.torch.model import DFlash, Qwen3, Weights
+from ddtree_trt.runtime.engines.torch.model import DFlash, LanguageModel, Weights
 from ddtree_trt.runtime.tree import TokenTree
 
 # Candidates per position a graph is captured for: a draft takes the next number up. The last is the largest budget.
@@ -37,7 +37,7 @@ class BlockDrafter:
         self,
         dims: DrafterDims,
         weights: Weights,
-        target: Qwen3,
+        target: LanguageModel,
         cache: DeviceCache,
         attention: Attention,
         graphs: Graphs,
@@ -138,7 +138,7 @@ class BlockDrafter:
 class TorchLanguageModel:
     """A language model of its own over one slot at a time, for an autoregressive drafter."""
 
-    def __init__(self, model: Qwen3) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self._model = model
         self.cache = model.cache
 

@@ -27,7 +27,7 @@ from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, check_tol
 from ddtree_trt.runtime.engines.torch.attention import Scratch, attention_for
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
 from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter, TorchLanguageModel
-from ddtree_trt.runtime.engines.torch.model import Qwen3, Weights
+from ddtree_trt.runtime.engines.torch.model import LanguageModel, Weights
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.engines.torch.target import TargetPass
 from ddtree_trt.runtime.engines.torch.weights import (
@@ -68,7 +68,7 @@ class TorchEngine:
             self.drafter = BlockDrafter(draft_dims, weights, self.target.network, cache, attention, graphs)
             self.rounds = TorchRounds(self.target, self.drafter)
         else:
-            model = Qwen3(draft_dims, weights, DRAFTER, cache, attention)
+            model = LanguageModel(draft_dims, weights, DRAFTER, cache, attention)
             self.drafter = AutoregressiveDrafter(TorchLanguageModel(model), self.limits.prefill_chunk)
 
     @classmethod

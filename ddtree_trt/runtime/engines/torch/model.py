@@ -1,4 +1,4 @@
-"""Both networks in PyTorch: Qwen3, and the DFlash drafter, which shares its target's embedding and head.
+"""Both networks in PyTorch: a language model, and the DFlash drafter, which shares its target's embedding and head.
 
 Everything is a function of tensors of fixed shape, the committed lengths included, so that a pass can be captured into
 a CUDA graph once and replayed at any length. Rows behind the wanted ones are padding: they see themselves only, write
@@ -102,7 +102,7 @@ def _layer(weights: Weights, prefix: str, index: int, parts: Iterable[Part]) -> 
     return Layer(**{part.name: find(part.name) for part in parts})
 
 
-class Qwen3:
+class LanguageModel:
     """A target, or an autoregressive drafter: tokens in, logits and tapped states out."""
 
     def __init__(
@@ -143,7 +143,7 @@ class DFlash:
     """The block drafter: the context's keys and values from tapped target states, then one block on top of them."""
 
     def __init__(
-        self, dims: DrafterDims, weights: Weights, target: Qwen3, cache: DeviceCache, attention: Attention
+        self, dims: DrafterDims, weights: Weights, target: LanguageModel, cache: DeviceCache, attention: Attention
     ) -> None:
         self.dims, self.cache, self._target = dims, cache, target
         self._decoder = Decoder(dims, weights, DRAFTER, cache, attention)

@@ -26,7 +26,7 @@ from ddtree_trt.runtime.engines.padding import pad_trees
 from ddtree_trt.runtime.engines.torch.attention import Attention, Place
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
 from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
-from ddtree_trt.runtime.engines.torch.model import Qwen3, Weights
+from ddtree_trt.runtime.engines.torch.model import LanguageModel, Weights
 from ddtree_trt.runtime.engines.torch.weights import DTYPES
 from ddtree_trt.runtime.tree import token_chain
 
@@ -72,7 +72,7 @@ class TargetPass:
         self.graphs = Graphs(device)
         self.claims = SlotClaims(slots)
         self.cache = DeviceCache(dims, slots, limits.cache_rows, dtype, device, kernels=attention.kernels)
-        self.network = Qwen3(dims, weights, TARGET, self.cache, attention, taps)
+        self.network = LanguageModel(dims, weights, TARGET, self.cache, attention, taps)
         # The sizes T of a pass. A CPU captures nothing: there a pass is as long as its longest tree.
         self.buckets = buckets(tokens) if device.type == "cuda" else list(range(1, tokens + 1))
         self.logits = torch.empty(slots * tokens, dims.vocab_size, device=device)  # of the last pass over trees
