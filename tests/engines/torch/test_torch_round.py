@@ -257,6 +257,22 @@ def test_forced_rounds_commit_what_is_forced(engine: TorchEngine, prompts: list[
     assert "forced" not in {field.name for field in fields(RoundRequest)}
 
 
+def test_closing_gives_the_memory_back_at_once(engine: TorchEngine, prompts: list[Any]) -> None:
+    """Rounds of its own and forced ones hold nothing that only a garbage collection would free."""
+    forced = ForcedEngine(engine, 3)
+    assert forced.rounds is not None
+    (bonus,) = prefill(engine, prompts[:1])
+    decode(engine, [bonus], 4)
+    forced.rounds.round([RoundRequest(0, bonus, 16)])
+    held = [weakref.ref(t) for t in (engine.target.cache.slab, engine.target.logits, engine.target.network.embedding)]
+    gc.disable()
+    try:
+        forced.close()
+        assert [h() for h in held] == [None] * len(held)
+    finally:
+        gc.enable()
+
+
 OTHER_WORK: dict[str, Callable[[TorchEngine], Any]] = {
     "truncate": lambda engine: engine.truncate(0, engine.length(0)),
     "prefill": lambda engine: engine.prefill(0, np.array([9]), rows="none", taps=True),

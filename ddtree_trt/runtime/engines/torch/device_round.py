@@ -7,7 +7,7 @@ rounds can be put on the stream ahead of the host, which only reads results from
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -83,8 +83,6 @@ class DeviceRound:
         # Of each round and sequence: nodes with the root, path length, and the target's choices along the path.
         self._ring = zeros(RING, batch, 2 + self.longest)
         self._host_ring = torch.zeros(self._ring.shape, dtype=torch.int32, pin_memory=self._ring.is_cuda)
-        works = (self._draft, self._build, self._compile, self._verify, self._commit)
-        self._stages = dict(zip(ROUND_STAGES, works, strict=True))
 
     def start(self, requests: Sequence[RoundRequest]) -> None:
         """Begin at the host's counts of these slots; the first round verifies behind their bonus tokens."""
@@ -114,13 +112,17 @@ class DeviceRound:
     def step_by_stages(self, after: Callable[[str], None]) -> None:
         """A round as five graphs instead of one, for measurements: `after` gets each stage's name when that stage is on
         the stream."""
-        for stage, work in self._stages.items():
+        for stage, work in self._stages():
             self._graphs.run((self._key, stage), work)
             after(stage)
 
     def _round(self) -> None:
-        for work in self._stages.values():
+        for _, work in self._stages():
             work()
+
+    def _stages(self) -> Iterable[tuple[str, Callable[[], None]]]:
+        works = (self._draft, self._build, self._compile, self._verify, self._commit)
+        return zip(ROUND_STAGES, works, strict=True)
 
     def _draft(self) -> None:
         drafted = self._drafter.run(self._slots, self._context, self._waiting, self._bonus_tokens, self._top_k)

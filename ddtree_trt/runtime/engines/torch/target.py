@@ -59,7 +59,11 @@ class _Passed:
 
 
 class TargetPass:
-    """What the engine and its rounds on the device share of the target."""
+    """What the engine and its rounds on the device share of the target.
+
+    `kernels`: whether `torch.ops.ddtree` works on this device. `buckets`: the sizes T of passes, rising. `logits`:
+    float32 [N·T, V] of the last pass over trees. `claims`: whoever is about to work on a slot takes a claim of it.
+    """
 
     def __init__(
         self, manifest: Manifest, weights: Weights, taps: tuple[int, ...], attention: Attention, device: torch.device
@@ -73,9 +77,9 @@ class TargetPass:
         self.claims = SlotClaims(slots)
         self.cache = DeviceCache(dims, slots, limits.cache_rows, dtype, device, kernels=attention.kernels)
         self.network = LanguageModel(dims, weights, TARGET, self.cache, attention, taps)
-        # The sizes T of a pass. A CPU captures nothing: there a pass is as long as its longest tree.
+        # A CPU captures nothing: there a pass is as long as its longest tree.
         self.buckets = buckets(tokens) if device.type == "cuda" else list(range(1, tokens + 1))
-        self.logits = torch.empty(slots * tokens, dims.vocab_size, device=device)  # of the last pass over trees
+        self.logits = torch.empty(slots * tokens, dims.vocab_size, device=device)
         self._taps = torch.empty(slots * tokens, len(taps) * dims.hidden_size, dtype=dtype, device=device)
         self._mask_words = -(-tokens // 32)
         mask = (slots, tokens, self._mask_words)
