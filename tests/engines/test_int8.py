@@ -12,13 +12,13 @@ import onnxruntime as ort
 import pytest
 import torch
 from checkpoints import make_pair, make_target
-from dflash import DFlash, refuse_to_draw
 from engine_builds import build_engine
 from hypothesis import given
 from hypothesis import strategies as st
 from numerics import Follower, Truth, path_to, random_tree
 from numpy.typing import NDArray
 from onnx import TensorProto
+from plain_dflash import DFlash, refuse_to_draw
 from quantized import quantize
 
 from ddtree_trt.artifact.manifest import TARGET_GRAPH, load_manifest, rebuild_command
