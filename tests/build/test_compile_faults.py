@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from build_faults import Cli, OldEngine, assert_refused, build_args
+from build_faults import OldEngine, assert_refused, build_args
 from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_target, random_weights, write_safetensors
+from command_line import Cli
 
 from ddtree_trt.artifact.files import MANIFEST
 from ddtree_trt.artifact.manifest import load_manifest
