@@ -10,7 +10,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal, Protocol, cast
 
 import numpy as np
 
@@ -18,11 +18,11 @@ from ddtree_trt.artifact.manifest import CheckpointIdentity, DrafterDims, Limits
 from ddtree_trt.runtime.decoding.budget import FixedBudget
 from ddtree_trt.runtime.decoding.methods import default_budget, resolve_method
 from ddtree_trt.runtime.decoding.sampling import Sampler
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Engine, LogitRows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.base import DeviceRounds, Draft, DraftRequest, Engine, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.sequence import Sequence as Completion
-from ddtree_trt.runtime.text.codec import TextStream
+from ddtree_trt.runtime.text.codec import TextCodec, TextStream
 from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 Array = np.ndarray
@@ -164,7 +164,9 @@ class _Slot:
 class ScriptedEngine:
     """See the module. `fail` is called before every verb's work with (verb, slots) and may raise."""
 
-    threads, rounds, buckets = 1, None, None
+    threads = 1
+    rounds: DeviceRounds | None = None
+    buckets: Sequence[int] | None = None
 
     def __init__(
         self,
@@ -208,7 +210,7 @@ class ScriptedEngine:
         (verdict,) = self._pass("prefill", [VerifyRequest(slot, tree)])
         self._keep(slot, np.arange(size), taps)
         first = {"all": 0, "last": size - 1, "none": size}[rows]
-        return Verdict(verdict.choices[first:], verdict.logits[first:])
+        return Verdict(verdict.choices[first:], np.asarray(verdict.logits)[first:])
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         slots = [r.slot for r in requests]
@@ -343,7 +345,7 @@ def completion(
     prompt: Sequence[int],
     params: SamplingParams,
     *,
-    codec: Letters | None = None,
+    codec: Letters | TextCodec | None = None,
     eos: Sequence[int] = (),
     index: int = 0,
     sampler: type[Sampler] = Sampler,
@@ -351,11 +353,10 @@ def completion(
     """A sequence as `requests` makes it; where it would choose budgets by costs, whole blocks or chains of CHAIN."""
     manifest, stops = engine.manifest, frozenset(() if params.ignore_eos else eos)
     params = replace(params, method=resolve_method(params.method, manifest.drafter_kind))
-    budget = params.tree_budget
-    if budget == "auto":
-        budget = default_budget(params.method, manifest.drafter_dims)
-        if budget is None:
-            budget = manifest.dflash.block_size - 1 if manifest.drafter_kind == "dflash" else CHAIN
+    fixed = params.tree_budget
+    budget = default_budget(params.method, manifest.drafter_dims) if fixed == "auto" else fixed
+    if budget is None:
+        budget = manifest.dflash.block_size - 1 if manifest.drafter_kind == "dflash" else CHAIN
     return Completion(
         index=index,
         prompt=list(prompt),
@@ -366,7 +367,7 @@ def completion(
             params, manifest.target_dims.vocab_size, list(prompt), stops | set(params.stop_token_ids), index
         ),
         stream=TextStream(
-            codec or Letters(),
+            cast(TextCodec, codec or Letters()),
             params.stop,
             skip_special_tokens=params.skip_special_tokens,
             keep_stop=params.include_stop_str_in_output,
