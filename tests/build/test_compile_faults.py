@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -304,8 +305,8 @@ def test_a_real_write_error(pair: tuple[Path, Path], old: OldEngine) -> None:
 def test_too_little_space_is_seen_before_any_work(
     cli: Cli, pair: tuple[Path, Path], old: OldEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = compiler.shutil.disk_usage(old.path)
-    monkeypatch.setattr(compiler.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    usage = shutil.disk_usage(old.path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
     monkeypatch.setattr(OnnxRuntimeBuild, "write", lambda *args: pytest.fail("work was done"))
     assert_refused(cli(*build_args(pair, old.path, "--force")), 1, "MB free", "--output DIR on another disk")
     old.assert_untouched()
@@ -409,7 +410,7 @@ print(json.dumps({"peak": peak, "written": manifest.files["weights.bin"].size}))
 @pytest.mark.slow
 def test_peak_memory_is_below_two_and_a_half_times_the_weights(tmp_path: Path) -> None:
     """Against the checkpoint's bfloat16, half of what is written. VmHWM, because ru_maxrss is inherited over exec."""
-    dims = {"hidden_size": 1024, "num_layers": 5, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64}
+    dims: dict[str, Any] = {"hidden_size": 1024, "num_layers": 5, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64}
     pair = make_pair(tmp_path / "pair", dtype="bf16", vocab_size=16384, intermediate_size=3072, **dims)
     weights = sum((directory / "model.safetensors").stat().st_size for directory in pair)
     assert weights > 200e6
