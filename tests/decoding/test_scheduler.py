@@ -46,7 +46,7 @@ MIXED: list[tuple[list[int], SamplingParams]] = [
     (prompt(9, 5), SamplingParams(max_tokens=15, temperature=1, seed=1)),
     (prompt(10, 5), SamplingParams(max_tokens=15, temperature=0.7, top_k=3, seed=2, method="dflash-sample")),
     (prompt(11, 16), SamplingParams(max_tokens=7, temperature=1, seed=3, method="ar", logprobs=2)),
-    (prompt(1, 3), SamplingParams(max_tokens=9, stop="ab")),
+    (prompt(1, 3), SamplingParams(max_tokens=9, stop=("ab",))),
     (prompt(12, 17), SamplingParams(max_tokens=8, stop_token_ids=(2,), prompt_logprobs=1)),
     (prompt(13, 6), SamplingParams(max_tokens=10, logit_bias={3: 2.0}, method="dflash")),
     (prompt(14, 7), SamplingParams(max_tokens=11, tree_budget=0)),
@@ -104,10 +104,11 @@ def test_no_schedule_and_no_cancellation_changes_what_another_says(
         assert len(set(holders)) == len(holders) == slots - scheduler.free_slots
     for i, c in enumerate(completions):
         assert c.error is None
+        left = leaves[i]
         if c.finish_reason == "abort":
-            assert leaves[i] is not None
+            assert left is not None
             assert c.output == ALONE[i][0][: len(c.output)]
-        elif arrivals[i] <= (leaves[i] if leaves[i] is not None else 99):
+        elif left is None or arrivals[i] <= left:
             assert said(c) == ALONE[i]
     assert scheduler.free_slots == slots
 
@@ -129,7 +130,7 @@ def test_a_cancelled_slot_is_free_at_once() -> None:
 
 
 def test_seeds_repeat_and_unseeded_requests_are_independent() -> None:
-    params = {"temperature": 1.0, "max_tokens": 30}
+    params: dict[str, Any] = {"temperature": 1.0, "max_tokens": 30}
     seeded = [
         generate(make(), [1, 2], SamplingParams(seed=7, method=m, **params), batch=3)
         for m in ("ar", "dflash", "ddtree")
@@ -340,15 +341,13 @@ def test_a_drafter_that_says_nan_ends_its_sequence_only() -> None:
             return rows * np.nan if context[0] == 5 else rows
 
     engine = ScriptedEngine(TARGET, Broken(TARGET))
-    completions = [
-        completion(engine, [start, 1], SamplingParams(max_tokens=9, **options))
-        for start, options in [
-            (5, {}),
-            (5, {"method": "dflash-sample", "temperature": 1.0, "seed": 1}),
-            (4, {}),
-            (5, {"method": "dflash"}),
-        ]
+    asked: list[tuple[int, dict[str, Any]]] = [
+        (5, {}),
+        (5, {"method": "dflash-sample", "temperature": 1.0, "seed": 1}),
+        (4, {}),
+        (5, {"method": "dflash"}),
     ]
+    completions = [completion(engine, [start, 1], SamplingParams(max_tokens=9, **options)) for start, options in asked]
     scheduler = Scheduler(engine)
     for c in completions:
         scheduler.add(c)

@@ -173,7 +173,7 @@ def test_an_autoregressive_drafter(tmp_path: Path) -> None:
     target = make_target(tmp_path / "t")
     drafter = make_target(tmp_path / "d", tokenizer=False)
     build_torch_engine(target, drafter, tmp_path / "e").close()
-    params = {"max_tokens": 1 + 5 * 8, "ignore_eos": True}
+    params: dict[str, Any] = {"max_tokens": 1 + 5 * 8, "ignore_eos": True}
     prompt = [5, 9, 2, 40, 7]
     with LLM(tmp_path / "e") as llm:
         (expected,) = llm.generate(prompt, SamplingParams(method="ar", **params))
@@ -209,7 +209,7 @@ def commit(engine: TorchEngine, trees: dict[int, TokenTree]) -> None:
 
 
 def copied(verdict: Verdict) -> Verdict:
-    return Verdict(verdict.choices.copy(), verdict.logits.copy())
+    return Verdict(verdict.choices.copy(), np.array(verdict.logits))
 
 
 def verified(engine: TorchEngine, trees: dict[int, TokenTree]) -> dict[int, Verdict]:
@@ -235,7 +235,8 @@ def test_slots_of_one_pass_are_what_they_are_alone(engine: TorchEngine) -> None:
         commit(engine, trees)
     fill(engine, lengths)
     for trees in rounds:
-        drafts, verdicts = {}, {}
+        drafts: dict[int, Any] = {}
+        verdicts: dict[int, Verdict] = {}
         for slot, tree in trees.items():
             drafts |= drafted(engine, (slot,))
             verdicts |= verified(engine, {slot: tree})
@@ -451,7 +452,8 @@ def test_greedy_decoding_reads_no_logits(engine: TorchEngine, monkeypatch: pytes
             fetched.append(stop - start)
             return logits[start:stop].numpy().copy()
 
-        return LazyRows(*logits.shape, fetch)
+        rows, vocabulary = logits.shape
+        return LazyRows(rows, vocabulary, fetch)
 
     monkeypatch.setattr("ddtree_trt.runtime.engines.torch.engine._readable", lazy)
     for logprobs, expected in ((None, [1]), (1, [1] * 20)):

@@ -77,7 +77,7 @@ def greedy(budget: int = 16, **options: Any) -> SamplingParams:
 @pytest.fixture(scope="module")
 def plain(host: LLM, prompts: list[Any]) -> dict[bool, list[Any]]:
     """What the target says by itself; by whether it goes on past its end."""
-    options = {"max_tokens": TOKENS, "method": "ar"}
+    options: dict[str, Any] = {"max_tokens": TOKENS, "method": "ar"}
     return {going: host.generate(prompts, SamplingParams(ignore_eos=going, **options)) for going in (False, True)}
 
 
@@ -198,7 +198,7 @@ def test_a_cancelled_request_frees_its_slot(host: LLM, device: LLM, prompts: lis
     stays = device.stream(prompts[1], greedy(16, ignore_eos=True))
     parts = [next(stays), next(stays)]
     assert next(gone)
-    gone.close()  # type: ignore[attr-defined]
+    gone.close()
     assert device._scheduler.free_slots == SLOTS - 1
     later = device.stream(prompts[2], greedy(16, ignore_eos=True))
     said = [next(later)]
