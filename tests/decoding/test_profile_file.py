@@ -42,17 +42,17 @@ def damaged(path: str, value: Any) -> str:
     return json.dumps(data)
 
 
-NUMBERS = ["x", None, True, -1, -0.5, float("nan"), float("inf"), 10**400, 3601.0, [], {}]
+NUMBERS: list[Any] = ["x", None, True, -1, -0.5, float("nan"), float("inf"), 10**400, 3601.0, [], {}]
 DAMAGED = [
     *(damaged("contexts.0.draft_s", value) for value in NUMBERS),
     *(damaged("contexts.0.verify_s.1", value) for value in [*NUMBERS, 0]),
     *(damaged("contexts.0.tree_tokens.1", value) for value in [*NUMBERS[:-3], 0, 1, 2.5, 10**10]),
     *(damaged("contexts.1.context", value) for value in ["x", None, 0, -1, 1.5, 64, 10**400]),
-    *(damaged("contexts", value) for value in ["x", None, 5, [], {}, [5], [None], [[]]]),
+    *(damaged("contexts", value) for value in list[Any](("x", None, 5, [], {}, [5], [None], [[]]))),
     *(damaged("contexts.0", value) for value in ["x", {}, {"context": 1}]),
-    *(damaged("fingerprint", value) for value in [None, 5, []]),
+    *(damaged("fingerprint", value) for value in list[Any]((None, 5, []))),
     *(damaged("machine", value) for value in [None, 5]),
-    *(damaged("version", value) for value in [0, 99, None, "1", [], {}]),
+    *(damaged("version", value) for value in list[Any]((0, 99, None, "1", [], {}))),
     *(damaged(path, []) for path in ("contexts.0.tree_tokens", "contexts.0.verify_s")),
     *(damaged("contexts.0.tree_tokens", value) for value in [[2, 3, 4], [1, 3, 2], [1, 2]]),
     damaged("extra", 1),
