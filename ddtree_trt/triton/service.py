@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull
 from ddtree_trt.runtime.outputs import RequestOutput
-from ddtree_trt.triton.metrics import Metrics
+from ddtree_trt.triton.metrics import FORWARD_CPU_SECONDS, FORWARD_SECONDS, OF_ENGINE, OF_REQUESTS, RESPONSES, Metrics
 from ddtree_trt.triton.requests import Call
 from ddtree_trt.triton.responses import Arrays, Responder
 from ddtree_trt.triton.settings import Settings
@@ -58,14 +58,7 @@ class _Job:
 
     def progress(self, part: RequestOutput) -> Counter[str]:
         """The counters' growth since the last call."""
-        m = part.metrics
-        now = Counter(
-            ddtree_prompt_tokens_total=m.prompt_tokens,
-            ddtree_generation_tokens_total=m.output_tokens,
-            ddtree_rounds_total=m.rounds,
-            ddtree_draft_tokens_total=m.drafted_tokens,
-            ddtree_draft_tokens_accepted_total=m.accepted_tokens,
-        )
+        now = Counter({name: row.read(part.metrics) for name, row in OF_REQUESTS.items()})
         grown, self.seen = now - self.seen, now
         return grown
 
@@ -171,10 +164,10 @@ class Service:
                 grown = job.progress(part)
                 if job.call.stream or part.finished:
                     job.reply.send(job.responder.arrays(whole), final=part.finished)
-                    grown["ddtree_responses_total"] = 1
+                    grown[RESPONSES] = 1
                 spent = {
-                    "ddtree_forward_seconds_total": time.perf_counter() - started,
-                    "ddtree_forward_cpu_seconds_total": time.thread_time() - cpu,
+                    FORWARD_SECONDS: time.perf_counter() - started,
+                    FORWARD_CPU_SECONDS: time.thread_time() - cpu,
                 }
                 self._metrics.add(**grown, **spent)
         assert whole is not None, "a request's last part always arrives"
@@ -229,14 +222,7 @@ class Service:
         return "cancelled" if job.reply.cancelled() else None
 
     def _flush(self) -> None:
-        llm = self._llm
-        gauges = {
-            "ddtree_slots": llm.slots,
-            "ddtree_requests_running": llm.running,
-            "ddtree_requests_waiting": llm.waiting,
-            "ddtree_engine_failed": int(llm.failure is not None),
-        }
-        self._metrics.flush(gauges)
+        self._metrics.flush({name: row.read(self._llm) for name, row in OF_ENGINE.items()})
 
 
 def _last_words(outcome: str, told: Exception | str) -> tuple[Code, str]:
