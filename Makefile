@@ -17,7 +17,7 @@ TRITON_CLIENT := 'tritonclient[grpc,http]==2.51.0' 'pytest>=8.2' 'pytest-asyncio
 TRITON_SERVER := nvidia-pytriton==0.7.0
 ENGINE ?=
 
-.PHONY: demo test test-slow test-triton test-trt check fmt bench bench-triton plugins plugins-test clean
+.PHONY: demo test test-slow test-triton test-trt check fmt docs bench bench-triton plugins plugins-test clean
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/ddtree-trt build --target tiny --output engines/tiny --force
@@ -47,6 +47,10 @@ check: $(VENV)/.stamp-dev
 fmt: $(VENV)/.stamp-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+# The parts of the documents that are made of tables in the sources.
+docs: $(VENV)/.stamp-dev
+	$(BIN)/python tools/parameter_table.py
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python tools/bench_host.py

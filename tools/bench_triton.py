@@ -28,7 +28,7 @@ from triton_server import TritonServer
 
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.triton_export import ExportRequest, export_triton
+from ddtree_trt.triton.export import ExportRequest, export_triton
 
 PROMPTS = Path(__file__).resolve().parents[1] / "ddtree_trt" / "assets" / "tiny" / "prompts.jsonl"
 # The same trees for everyone: automatic budgets follow the machine's mood.

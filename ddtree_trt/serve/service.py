@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -24,12 +24,6 @@ from ddtree_trt.serve.protocol import ChatRequest, CompletionRequest
 from ddtree_trt.serve.responses import AcceptanceMetrics, PromptTokensDetails, UsageInfo
 from ddtree_trt.serve.tokens import TokenTexts
 
-# Fields that are `SamplingParams`' own, under the same name. `logprobs` and the token limits differ by endpoint.
-_SAMPLING = (
-    *("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop"),
-    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
-    *("include_stop_str_in_output", "skip_special_tokens", "method", "tree_budget"),
-)
 # A text cannot have fewer tokens than its length over the longest token's. The factor allows for normalisation, which
 # may turn several characters into one.
 _NORMALISATION = 4
@@ -96,30 +90,23 @@ class Service:
         )
         return ApiError(400, message, param=param, code="context_length_exceeded")
 
-    def params(
-        self,
-        body: ChatRequest | CompletionRequest,
-        room: int,
-        max_tokens: int | None,
-        renamed: dict[str, str],
-        **others: Any,
-    ) -> SamplingParams:
-        """SamplingParams of a request whose completion has `room` tokens. `renamed` maps SamplingParams' names to those
-        the client knows."""
-        limit = renamed.get("max_tokens", "max_tokens")
-        given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
-        if max_tokens is not None and max_tokens > room:
+    def params(self, given: Mapping[str, Any], room: int, names: Mapping[str, str]) -> SamplingParams:
+        """SamplingParams of what a client gave, for a completion that has `room` tokens.
+
+        `names` are those that the client knows, by those of SamplingParams, where they differ. Raises ApiError.
+        """
+        max_tokens = given.get("max_tokens", room)
+        if max_tokens > room:
+            limit = names.get("max_tokens", "max_tokens")
             message = (
                 f"{limit} {shown(max_tokens)} does not fit: the prompt leaves {room} of this model's "
                 f"{self.max_seq_len} tokens; shorten the prompt or lower it"
             )
             raise ApiError(400, message, param=limit, code="context_length_exceeded")
         try:
-            return SamplingParams.from_mapping(
-                {**given, **others, "max_tokens": room if max_tokens is None else max_tokens}
-            )
+            return SamplingParams.from_mapping({**given, "max_tokens": max_tokens})
         except UsageError as error:
-            raise _named(error, renamed, None) from error
+            raise _named(error, names, None) from error
 
     def submit(
         self, request: Request, ids: list[int], params: SamplingParams, request_id: str, prompt_param: str
@@ -157,13 +144,13 @@ def finish_reason(reason: str | None) -> Any:
     return reason
 
 
-def _named(error: UsageError, renamed: dict[str, str], other: str | None) -> ApiError:
-    """Our texts begin with the parameter at fault; where one does not, it is `other`."""
+def _named(error: UsageError, names: Mapping[str, str], other: str | None) -> ApiError:
+    """The error with the parameter at fault, which is the first word of our texts; where that is none, `other`."""
     text = str(error)
     match = re.match(r"\w+", text)
     name = match.group() if match else ""
     if name in SamplingParams.__dataclass_fields__:
-        param = renamed.get(name, name)
+        param = names.get(name, name)
         return ApiError(400, param + text[len(name) :], kind=INVALID, param=param, code="invalid_value")
     return ApiError(400, text, kind=INVALID, param=other, code="invalid_value")
 

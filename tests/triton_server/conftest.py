@@ -22,7 +22,7 @@ else:
     from triton_server import TritonServer
 
     from ddtree_trt import LLM
-    from ddtree_trt.build.triton_export import ExportRequest, export_triton
+    from ddtree_trt.triton.export import ExportRequest, export_triton
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ import yaml
 from triton_server import TritonServer
 
 from ddtree_trt import __version__
-from ddtree_trt.build.triton_export import ExportRequest, export_triton
+from ddtree_trt.triton.export import ExportRequest, export_triton
 from ddtree_trt.triton.metrics import GAUGES
 
 ROOT = Path(__file__).resolve().parents[2]

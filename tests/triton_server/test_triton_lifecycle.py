@@ -15,7 +15,7 @@ from triton_clients import WAIT_S, ask, eventually, generate, grpc_stream, metri
 from triton_server import TritonServer
 
 from ddtree_trt import LLM, SamplingParams
-from ddtree_trt.build.triton_export import ExportRequest, export_triton
+from ddtree_trt.triton.export import ExportRequest, export_triton
 
 PROMPT = "def fib(n):"
 SAMPLING = {"max_tokens": 1900, "ignore_eos": True, "method": "ar"}

@@ -29,7 +29,7 @@ from triton_clients import (
 from triton_server import TritonServer
 from tritonclient.utils import InferenceServerException
 
-from ddtree_trt.triton.requests import REFUSED
+from ddtree_trt.triton.inputs import REFUSED
 
 PROMPT = {"text_input": "def fib(n):"}
 # Body of `generate`, status, part of the message: of either layout.

@@ -13,8 +13,8 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 try:
-    from ddtree_trt.artifact.triton_layouts import ENGINE_FOLDER
     from ddtree_trt.errors import DDTreeError
+    from ddtree_trt.triton.layouts import ENGINE_FOLDER
     from ddtree_trt.triton.metrics import Metrics
     from ddtree_trt.triton.requests import parse
     from ddtree_trt.triton.service import Service

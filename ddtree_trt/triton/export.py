@@ -27,9 +27,10 @@ from ddtree_trt.artifact.manifest import (
     sha256_file,
     verify_files,
 )
-from ddtree_trt.artifact.triton_layouts import ENGINE_FOLDER, LAYOUT_NAMES, LayoutName
 from ddtree_trt.build.directory import atomic_directory
 from ddtree_trt.errors import MAX_COUNT, ArtifactError, BuildError, UsageError, check_range
+from ddtree_trt.triton import inputs
+from ddtree_trt.triton.layouts import ENGINE_FOLDER, LAYOUT_NAMES, LayoutName
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +87,7 @@ def export_triton(request: ExportRequest, progress: Progress = no_progress) -> P
         "version": __version__,
         "model_name": name,
         "layout": request.layout,
+        "inputs": inputs.config(request.layout),
         "instances": str(request.instances),
         "kind": "KIND_GPU" if gpus else "KIND_CPU",
         "gpus": ", ".join(map(str, gpus)),
