@@ -65,7 +65,7 @@ def run(
     params = SamplingParams.from_mapping(sampling)
     rounds = check_device_rounds(device_rounds)
     if not raw:
-        chat_template.start_for(directory)  # beside the loading of the engine
+        chat_template.start_for(directory)  # at the same time as the engine is loaded
     with LLM(directory, threads=threads, profile=profile, device_rounds=rounds, exact=exact) as llm:
         params = replace(params, method=resolve_method(params.method, llm.engine.manifest.drafter_kind))
         if text is None:

@@ -22,7 +22,7 @@ class Figure:
 
     name: str  # as published, without the prefix `ddtree_` and the suffix `_total` of a counter
     unit: Unit
-    http: str | None  # the HTTP server's help text; None: not published there
+    http: str | None  # the HTTP server's help text; None: it does not publish it
     triton: str | None  # the Triton model's
 
     @property

@@ -85,7 +85,8 @@ class _Chunks:
     """Parts of a stream as chunks; each choice's first chunk names the role."""
 
     def __init__(self, texts: TokenTexts, head: dict[str, Any]) -> None:
-        self._texts, self._head = texts, head
+        self._texts = texts
+        self._head = head
         self._begun: set[int] = set()
 
     def __call__(self, place: int, part: RequestOutput, output: CompletionOutput) -> list[Answer]:

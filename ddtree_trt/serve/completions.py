@@ -73,7 +73,10 @@ class _Choices:
     """Outputs as choices, numbered prompt by prompt; keeps each choice's place in its text from part to part."""
 
     def __init__(self, texts: TokenTexts, n: int, *, echo: bool, skip_special_tokens: bool) -> None:
-        self._texts, self._n, self._echo, self._skip = texts, n, echo, skip_special_tokens
+        self._texts = texts
+        self._n = n
+        self._echo = echo
+        self._skip = skip_special_tokens
         self._offsets: dict[int, TextOffsets] = {}
 
     def choice(self, place: int, part: RequestOutput, output: CompletionOutput) -> CompletionChoice:

@@ -1,4 +1,4 @@
-"""What both endpoints share: from a request's fields to a running submission, and from outputs to figures."""
+"""What both endpoints share: encoding prompts, making parameters, submitting requests, and the figures of answers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Service:
     """One engine under one name."""
 
     def __init__(self, llm: AsyncLLM, metrics: Metrics, model_name: str | None) -> None:
-        self.llm, self.metrics = llm, metrics
+        self.llm = llm
+        self.metrics = metrics
         self.model_name = model_name or llm.engine.manifest.name
         self.created = int(time.time())
         self.texts = TokenTexts(llm.codec)
@@ -59,7 +60,7 @@ class Service:
         """Token ids of a prompt. Raises ApiError, which names `param`, where it cannot be used."""
         if isinstance(prompt, str) and len(prompt) > self._max_characters:
             raise self.too_long(f"{len(prompt)} characters", param)
-        ids = await self._beside(self._encoder, self.llm.codec.encode, prompt, param)
+        ids = await self._in_thread(self._encoder, self.llm.codec.encode, prompt, param)
         if len(ids) >= self.max_seq_len:
             raise self.too_long(f"{len(ids)} tokens", param)
         if not ids:
@@ -74,10 +75,11 @@ class Service:
             raise self.too_long(f"{len(messages)} messages", param)
         if characters > self._max_characters:
             raise self.too_long(f"{characters} characters", param)
-        return await self.encode(await self._beside(self._renderer, self.llm.codec.render, messages, param), param)
+        return await self.encode(await self._in_thread(self._renderer, self.llm.codec.render, messages, param), param)
 
-    async def _beside(self, thread: Executor, work: Callable[[Any], Any], argument: Any, param: str) -> Any:
-        """Do work on a prompt beside the event loop. Raises ApiError in place of UsageError."""
+    async def _in_thread(self, thread: Executor, work: Callable[[Any], Any], argument: Any, param: str) -> Any:
+        """The result of work on a prompt, done in another thread than the event loop's. Raises ApiError in place of
+        UsageError."""
         try:
             return await asyncio.get_running_loop().run_in_executor(thread, work, argument)
         except UsageError as error:

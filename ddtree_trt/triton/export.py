@@ -1,7 +1,7 @@
-"""From an engine directory to a model in a Triton model repository.
+"""Export of an engine directory as a model of a Triton model repository.
 
-The template lies in `triton_repo/` of the source tree and in the installed package. A model directory is written like
-an engine: beside its place, the marker last, then put there in one step.
+The template is `triton_repo/` of the source tree, which the installed package has too. A model directory is written
+like an engine directory: under another name, the marker last, then renamed.
 """
 
 from __future__ import annotations

@@ -45,7 +45,8 @@ class Metrics:
         self._families: list[Any] = []  # a family must outlive its metrics
         self._metrics: dict[str, Any] = {}
         self._pending: Counter[str] = Counter()
-        self._adding, self._flushing = threading.Lock(), threading.Lock()
+        self._adding = threading.Lock()
+        self._flushing = threading.Lock()
         for name, text in COUNTERS.items():
             self._make(family, name, text, family.COUNTER, {name: dict(labels)})
         for name, text in GAUGES.items():

@@ -1,4 +1,4 @@
-"""From the tensors of an inference request to a prompt and `SamplingParams`.
+"""Reading an inference request: tensors and parameters to a prompt and `SamplingParams`.
 
 Every input that the table in `inputs` has is honoured or refused here with a sentence; nothing is dropped.
 """

@@ -1,4 +1,4 @@
-"""What the exported `config.pbtxt` tells the model, and the two conventions it may follow."""
+"""Settings of the exported model, read from its `config.pbtxt`, and the two layouts it may have."""
 
 from __future__ import annotations
 

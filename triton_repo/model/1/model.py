@@ -34,7 +34,9 @@ class Reply:
     """
 
     def __init__(self, request):
-        self._sender, self._lock, self._ended = request.get_response_sender(), threading.Lock(), False
+        self._sender = request.get_response_sender()
+        self._lock = threading.Lock()
+        self._ended = False
 
     def send(self, arrays, *, final):
         tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items()]
