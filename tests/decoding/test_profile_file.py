@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from ddtree_trt.artifact.files import PROFILE
-from ddtree_trt.build.triton_export import ExportRequest, export_triton
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.runtime.decoding import latency as profiles
 from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile
 from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.triton.export import ExportRequest, export_triton
 
 
 def a_profile() -> dict[str, Any]:
@@ -234,7 +234,7 @@ def test_an_export_names_the_file_it_cannot_read(
     engine: tuple[Path, list[object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, _ = engine
-    monkeypatch.setattr("ddtree_trt.build.triton_export.verify_files", lambda *_: None)
+    monkeypatch.setattr("ddtree_trt.triton.export.verify_files", lambda *_: None)
     refuse_to_open(monkeypatch, "weights.bin")
     with pytest.raises(ArtifactError, match=r"tiny/weights.bin cannot be read \(Permission denied\)"):
         export_triton(ExportRequest(directory, tmp_path / "models", model_name="m"))

@@ -18,9 +18,9 @@ from serving import ThreadServer, thread_server
 from typer.testing import CliRunner
 
 from ddtree_trt import LLM, SamplingParams
-from ddtree_trt.build.triton_export import ExportRequest, export_triton
 from ddtree_trt.cli import app
 from ddtree_trt.errors import UsageError
+from ddtree_trt.triton.export import ExportRequest, export_triton
 
 FIELDS = sorted(field.name for field in dataclasses.fields(SamplingParams))
 NUMBERS = (

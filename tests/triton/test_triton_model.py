@@ -14,7 +14,7 @@ from fake_triton import InferenceResponse, Instance, Request, TritonError, loade
 from pacing import WAIT_S, Passes, wait_for
 
 from ddtree_trt import LLM, SamplingParams
-from ddtree_trt.build.triton_export import ExportRequest, export_triton
+from ddtree_trt.triton.export import ExportRequest, export_triton
 from ddtree_trt.triton.requests import parse
 from ddtree_trt.triton.settings import TRTLLM, VLLM, Layout
 

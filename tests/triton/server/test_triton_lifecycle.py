@@ -15,7 +15,7 @@ import pytest
 from triton_clients import WAIT_S, ask, eventually, generate, grpc_stream, metric, text, values
 
 from ddtree_trt import LLM, SamplingParams
-from ddtree_trt.build.triton_export import ExportRequest, export_triton
+from ddtree_trt.triton.export import ExportRequest, export_triton
 from tools.triton_server import TritonServer
 
 PROMPT = "def fib(n):"
