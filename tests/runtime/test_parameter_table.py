@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,10 +15,7 @@ from ddtree_trt.runtime.params import PARAMETERS, Parameter, SamplingParams
 from ddtree_trt.runtime.values import Biases, Choice, Flag, Integer, Kind, NodeCount, Number, Texts, TokenIds
 from ddtree_trt.serve.protocol import ChatRequest, CompletionRequest
 from ddtree_trt.triton import inputs
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-import parameter_table as tool  # noqa: E402
+from tools import parameter_table as tool
 
 BODIES: dict[Any, type[ChatRequest] | type[CompletionRequest]] = {"chat": ChatRequest, "completions": CompletionRequest}
 BODY: dict[Any, dict[str, Any]] = {
