@@ -6,11 +6,12 @@ after another. Projections are [out, in], as in the checkpoints.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ddtree_trt.artifact.manifest import DrafterDims, TransformerDims
+from ddtree_trt.models.drafters.kinds import KindName, kind_of
 
 Network = Literal["target", "drafter"]
 TARGET, DRAFTER = "target.", "drafter."  # prefixes
@@ -28,10 +29,8 @@ def stored_weights(
     target: TransformerDims, drafter: TransformerDims, *, target_tied: bool, drafter_tied: bool
 ) -> list[StoredWeight]:
     """Everything in the file, in its order. A network without `head` uses its embedding; DFlash uses the target's."""
-    weights = [*_language_model(TARGET, "target", target, target_tied)]
-    if isinstance(drafter, DrafterDims):
-        return [*weights, *_block_drafter(drafter)]
-    return [*weights, *_language_model(DRAFTER, "drafter", drafter, drafter_tied)]
+    own = _DRAFTERS[kind_of(drafter).name](drafter, drafter_tied)
+    return [*_language_model(TARGET, "target", target, target_tied), *own]
 
 
 def _language_model(prefix: str, network: Network, dims: TransformerDims, tied: bool) -> Iterator[StoredWeight]:
@@ -46,7 +45,11 @@ def _language_model(prefix: str, network: Network, dims: TransformerDims, tied: 
     yield StoredWeight(f"{prefix}norm", (dims.hidden_size,), network, ("model.norm.weight",))
 
 
-def _block_drafter(dims: DrafterDims) -> Iterator[StoredWeight]:
+def _autoregressive(dims: TransformerDims, tied: bool) -> Iterator[StoredWeight]:
+    return _language_model(DRAFTER, "drafter", dims, tied)
+
+
+def _dflash(dims: DrafterDims, tied: bool) -> Iterator[StoredWeight]:
     layers = range(dims.num_layers)
     hidden = dims.hidden_size
     yield StoredWeight(f"{DRAFTER}fc", (hidden, len(dims.tap_layers) * hidden), "drafter", ("fc.weight",))
@@ -57,6 +60,13 @@ def _block_drafter(dims: DrafterDims) -> Iterator[StoredWeight]:
     for i in layers:
         yield from _rest_of_layer(f"{DRAFTER}layers.{i}.", f"layers.{i}", "drafter", dims)
     yield StoredWeight(f"{DRAFTER}norm", (hidden,), "drafter", ("norm.weight",))
+
+
+# A drafter's own weights, by its kind: (dimensions, whether its head is its embedding) → weights.
+_DRAFTERS: Mapping[KindName, Callable[[Any, bool], Iterator[StoredWeight]]] = {
+    "dflash": _dflash,
+    "autoregressive": _autoregressive,
+}
 
 
 def _qkv_shape(dims: TransformerDims) -> tuple[int, int]:

@@ -6,12 +6,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddtree_trt.artifact.manifest import DrafterDims
 from ddtree_trt.bench.contender import Outcome, Request
 from ddtree_trt.bench.pairs.forced import ForcedEngine
 from ddtree_trt.bench.settings import BenchSettings, Case
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.decoding.methods import longest_draft, resolve_method
+from ddtree_trt.runtime.decoding.methods import resolve_method
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.outputs import RequestOutput
@@ -58,9 +57,8 @@ class Session:
     @property
     def unusable_tokens(self) -> frozenset[int]:
         """Tokens that no forced choice may be: those that end a request, and the drafter's mask."""
-        dims = self.manifest.drafter_dims
-        mask = {dims.mask_token_id} if isinstance(dims, DrafterDims) else set()
-        return frozenset(mask.union(self.manifest.stop_token_ids))
+        mask = self.manifest.drafting.mask_token_id
+        return frozenset(self.manifest.stop_token_ids) | (frozenset() if mask is None else {mask})
 
     def close(self) -> None:
         self.engine.close()
@@ -71,13 +69,13 @@ class EngineContender:
 
     def __init__(self, session: Session, settings: BenchSettings) -> None:
         self._session = session
-        kind = session.manifest.drafter_kind
-        self.cases = settings.cases(dflash=kind == "dflash")
+        manifest = session.manifest
+        self.cases = settings.cases(dflash=manifest.drafting.at_once)
         for case in self.cases:
-            resolve_method(case.method, kind)
+            resolve_method(case.method, manifest.drafter_kind)
         self._engine: Engine = session.engine
         if settings.forced_acceptance is not None:
-            most = 1 + longest_draft(session.manifest.drafter_dims)
+            most = 1 + manifest.drafting.longest_draft
             if settings.forced_acceptance > most:
                 raise UsageError(
                     f"forced_acceptance {settings.forced_acceptance} is more than the {most} tokens that a round of "

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, TransformerDims
+from ddtree_trt.artifact.manifest import Limits, TransformerDims
 from ddtree_trt.build.backends.base import BackendName, PrecisionName, backend_build, resolve_precision
 from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
 from ddtree_trt.build.checkpoint.quantization import MODELOPT_CONFIG, Quantization
@@ -107,7 +107,7 @@ def dry_run(request: BuildRequest) -> DryRun:
 def _describe(source: Source | None, directory: Path | None, option: str) -> _Network:
     """The network in the directory the user named, else the preset's."""
     from ddtree_trt.build.checkpoint.config import CONFIG, read_config
-    from ddtree_trt.build.checkpoint.reader import drafter_shapes, target_shapes
+    from ddtree_trt.build.checkpoint.reader import network_shapes
 
     if directory is not None or source is None:
         assert directory is not None  # resolve_preset: without a preset both directories are given
@@ -119,6 +119,4 @@ def _describe(source: Source | None, directory: Path | None, option: str) -> _Ne
 
         directory, name = download(source, option, [CONFIG, MODELOPT_CONFIG]), source.repository
     config = read_config(directory)
-    dims = config.dims
-    shapes = drafter_shapes(dims) if isinstance(dims, DrafterDims) else target_shapes(dims, tied=config.tied)
-    return _Network(name, dims, shapes, config.quantization)
+    return _Network(name, config.dims, network_shapes(config.dims, tied=config.tied), config.quantization)

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, Manifest, TransformerDims
+from ddtree_trt.artifact.manifest import Limits, Manifest, TransformerDims
 from ddtree_trt.device.buckets import buckets
+from ddtree_trt.models.drafters.kinds import kind_of
 from ddtree_trt.plugins import HEAD_DIMS
 
 ALIGNMENT = 256  # bytes: what TensorRT asks of every tensor's address
@@ -105,20 +106,17 @@ def target_rows(limits: Limits) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows the buffers of the TensorRT engine's block drafter hold."""
+    """How many rows of tapped states the buffers of the TensorRT engine hold for a drafter."""
 
     waiting: int  # per slot: tapped states the drafter may be given again
     context: int  # of one drafter pass over all slots
     chunk: int  # most context rows of one slot in one drafter pass
 
     @staticmethod
-    def of(drafter: DrafterDims, limits: Limits) -> Rows:
-        chunk = max(limits.prefill_chunk, drafter.block_size)
-        return Rows(
-            waiting=chunk + drafter.block_size,
-            context=max(limits.max_batch * drafter.block_size, chunk),
-            chunk=chunk,
-        )
+    def of(block: int, limits: Limits) -> Rows:
+        """For a drafter whose block has `block` tokens."""
+        chunk = max(limits.prefill_chunk, block)
+        return Rows(waiting=chunk + block, context=max(limits.max_batch * block, chunk), chunk=chunk)
 
 
 def tensorrt_buffers(
@@ -132,27 +130,13 @@ def tensorrt_buffers(
 ) -> dict[str, int]:
     """Bytes of every buffer of a TensorRT engine on the device, weights inside the plans aside.
 
-    `candidates` is K of a block drafter; None takes the most there can be. Heads are in float32, tied or not; an
-    autoregressive drafter has tables of its own.
+    `candidates` is K of a block drafter; None takes the most there can be. Heads are in float32, tied or not; a drafter
+    has tables where its kind has its own.
     """
     rows, slots = target_rows(limits), limits.max_batch
-    table = target.vocab_size * target.hidden_size
-    if isinstance(drafter, DrafterDims):
-        own, results = _block_drafter_buffers(target, drafter, limits, element_bytes, candidates)
-    else:
-        drafter_table = drafter.vocab_size * drafter.hidden_size
-        own, results = (
-            {
-                DRAFTER_EMBEDDING: drafter_table * element_bytes,
-                DRAFTER_HEAD: drafter_table * FLOAT_BYTES,
-                DRAFT_LOGITS: drafter.vocab_size * FLOAT_BYTES,
-                DRAFTER_CONTROL: _pass_control_bytes(1, limits.prefill_chunk, limits),
-            },
-            0,
-        )
+    own, results = _drafter_buffers(target, drafter, limits, element_bytes, candidates)
     return {
-        EMBEDDING: table * element_bytes,
-        HEAD: table * FLOAT_BYTES,
+        **_tables(target, EMBEDDING, HEAD, element_bytes),
         TARGET_KV: CacheShape.of(target, limits, element_bytes).total_bytes,
         DRAFTER_KV: CacheShape.of(drafter, limits, element_bytes).total_bytes,
         LOGITS: rows * target.vocab_size * FLOAT_BYTES,
@@ -164,21 +148,35 @@ def tensorrt_buffers(
     }
 
 
-def _block_drafter_buffers(
-    target: TransformerDims, drafter: DrafterDims, limits: Limits, element_bytes: int, candidates: int | None
+def _tables(dims: TransformerDims, embedding: str, head: str, element_bytes: int) -> dict[str, int]:
+    """A network's embedding and head [V, H], under these names."""
+    values = dims.vocab_size * dims.hidden_size
+    return {embedding: values * element_bytes, head: values * FLOAT_BYTES}
+
+
+def _drafter_buffers(
+    target: TransformerDims, drafter: TransformerDims, limits: Limits, element_bytes: int, candidates: int | None
 ) -> tuple[dict[str, int], int]:
-    """What only a block drafter has, and how many bytes its results take."""
-    rows, slots, block = Rows.of(drafter, limits), limits.max_batch, drafter.block_size
-    width = len(drafter.tap_layers) * target.hidden_size * element_bytes
+    """What a drafter of this kind has beside its cache, and how many bytes its results take."""
+    kind, slots = kind_of(drafter), limits.max_batch
+    block = kind.block_size or 1
+    rows = Rows.of(block, limits)
+    buffers = _tables(drafter, DRAFTER_EMBEDDING, DRAFTER_HEAD, element_bytes) if kind.own_tables else {}
+    if kind.tap_layers:
+        width = len(kind.tap_layers) * target.hidden_size * element_bytes
+        buffers |= {
+            TAPS: target_rows(limits) * width,
+            STATES: slots * rows.waiting * width,
+            CONTEXT: rows.context * width,
+        }
+    if not kind.at_once:
+        buffers[DRAFT_LOGITS] = drafter.vocab_size * FLOAT_BYTES
+        buffers[DRAFTER_CONTROL] = _pass_control_bytes(1, limits.prefill_chunk, limits)
+        return buffers, 0
+    positions = max(slots * 2 * block, rows.chunk + block)
+    buffers[DRAFTER_CONTROL] = _control_bytes(slots, slots, slots * block, positions)
     k = candidates or min(max(limits.max_tree_budget, 1), target.vocab_size)
     drafts = slots * (block - 1) * k
-    positions = max(slots * 2 * block, rows.chunk + block)
-    buffers = {
-        TAPS: target_rows(limits) * width,
-        STATES: slots * rows.waiting * width,
-        CONTEXT: rows.context * width,
-        DRAFTER_CONTROL: _control_bytes(slots, slots, slots * block, positions),
-    }
     return buffers, aligned(drafts * FLOAT_BYTES) + drafts * INT_BYTES
 
 
@@ -243,7 +241,7 @@ def plan_engine(
 
 def _with_tables(target: TransformerDims, drafter: TransformerDims) -> tuple[TransformerDims, ...]:
     """The networks that have an embedding and a head of their own."""
-    return (target,) if isinstance(drafter, DrafterDims) else (target, drafter)
+    return (target, drafter) if kind_of(drafter).own_tables else (target,)
 
 
 # What is loaded of an engine directory, whatever its backend.
@@ -275,7 +273,7 @@ def _buffers_bytes(
     # One slot after the other on a CPU, all slots of a round in one pass on a GPU.
     slots = 1 if backend == "onnxruntime" else limits.max_batch
     rows = max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)
-    taps = len(drafter.tap_layers) * target.hidden_size if isinstance(drafter, DrafterDims) else 0
+    taps = len(kind_of(drafter).tap_layers) * target.hidden_size
     return rows * (target.vocab_size * FLOAT_BYTES + taps * size)
 
 
@@ -289,8 +287,8 @@ def attention_workspace_bytes(networks: Iterable[TransformerDims], limits: Limit
         if dims.head_dim not in HEAD_DIMS:
             continue
         tokens = limits.max_tokens_per_pass
-        if isinstance(dims, DrafterDims):  # in TensorRT its block follows the context's rows
-            tokens = max(limits.prefill_chunk, dims.block_size) + dims.block_size
+        if block := kind_of(dims).block_size:  # in TensorRT it follows the context's rows
+            tokens = max(limits.prefill_chunk, block) + block
         heads = (dims.num_heads, dims.num_kv_heads, dims.head_dim)
         tokens = min(tokens, limits.cache_rows)
         most = max(most, _native.attention_workspace_bound(limits.max_batch, tokens, *heads, limits.cache_rows))
@@ -325,6 +323,5 @@ def _widest_bytes(
     rows = max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)
     heads = (target.num_heads + 2 * target.num_kv_heads) * target.head_dim
     wide = rows * size * (4 * target.hidden_size + 3 * max(target.intermediate_size, heads))
-    if not isinstance(drafter, DrafterDims):
-        return wide
-    return max(wide, 2 * slots * (drafter.block_size - 1) * target.vocab_size * FLOAT_BYTES)
+    block = kind_of(drafter).block_size or 1
+    return max(wide, 2 * slots * (block - 1) * target.vocab_size * FLOAT_BYTES)

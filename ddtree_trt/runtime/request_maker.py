@@ -9,7 +9,7 @@ from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.decoding.budget import AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.decoding.latency import load_or_measure
 from ddtree_trt.runtime.decoding.loop import Watcher
-from ddtree_trt.runtime.decoding.methods import default_budget, longest_draft, resolve_method
+from ddtree_trt.runtime.decoding.methods import default_budget, resolve_method
 from ddtree_trt.runtime.decoding.routing import check_mode, why_host
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines.base import Engine
@@ -170,7 +170,7 @@ class RequestMaker:
     def _budget(self, params: SamplingParams) -> Budget:
         if params.tree_budget != "auto":
             return FixedBudget(params.tree_budget)
-        fixed = default_budget(params.method, self._manifest.drafter_dims)
+        fixed = default_budget(params.method, self._manifest.drafting)
         if fixed is not None:
             return FixedBudget(fixed)
         # What was drafted has a part in what a chain's rounds draw: with a seed they must not depend on other requests.
@@ -181,6 +181,6 @@ class RequestMaker:
 def _auto_budgets(directory: Path, engine: Engine) -> AutoBudgets:
     """What automatic budgets need. Measures the machine if the engine has not yet."""
     manifest, profile = engine.manifest, load_or_measure(directory, engine)
-    most, chains = manifest.limits.max_tree_budget, manifest.drafter_kind != "dflash"
-    depth = min(most, longest_draft(manifest.drafter_dims))
+    most, chains = manifest.limits.max_tree_budget, not manifest.drafting.at_once
+    depth = min(most, manifest.drafting.longest_draft)
     return AutoBudgets(profile, depth if chains else most, depth, buckets=engine.buckets, chains=chains)

@@ -10,7 +10,7 @@ import math
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from ddtree_trt.artifact.manifest import DrafterDims, Manifest
+from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.request_maker import Request
 
@@ -26,8 +26,7 @@ class Metrics:
     def __init__(self, manifest: Manifest) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        dims = manifest.drafter_dims
-        longest = dims.block_size if isinstance(dims, DrafterDims) else _LONGEST_CHAIN
+        longest = manifest.drafting.block_size or _LONGEST_CHAIN
 
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"ddtree_{name}", text, labels, registry=self.registry)

@@ -85,7 +85,7 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool) 
         # With one seed every method that samples from the target draws the same tokens.
         params = dataclasses.replace(params, seed=secrets.randbits(32))
     methods = list(dict.fromkeys(["ar", "dflash", params.method]))
-    if llm.engine.manifest.drafter_kind != "dflash":
+    if not llm.engine.manifest.drafting.at_once:
         methods.remove("dflash")
     runs: dict[str, list[RequestOutput]] = {m: [] for m in methods}
     for repetition in range(1 + REPETITIONS):

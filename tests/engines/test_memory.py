@@ -96,7 +96,7 @@ def test_the_plan_is_the_sum_of_the_buffers() -> None:
     tables = buffers[memory.EMBEDDING] + buffers[memory.HEAD]
     assert plan.weights_bytes == buffers[memory.HEAD]
     assert sum(buffers.values()) == tables + caches + plan.buffers_bytes
-    rows = Rows.of(DRAFTER, LIMITS)
+    rows = Rows.of(DRAFTER.block_size, LIMITS)
     assert (rows.waiting, rows.context, rows.chunk) == (256 + 16, 256, 256)
     assert buffers[memory.LOGITS] == 4 * 257 * 151936 * 4
 

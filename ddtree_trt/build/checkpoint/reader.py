@@ -7,14 +7,14 @@ a wrong or half-copied checkpoint is refused by name before any work.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.dimensions import misfit
 from ddtree_trt.artifact.manifest import (
     LOCAL,
     CheckpointIdentity,
@@ -45,6 +45,7 @@ from ddtree_trt.build.checkpoint.tensorfile import (
     weight_files,
 )
 from ddtree_trt.errors import CheckpointError
+from ddtree_trt.models.drafters.kinds import DrafterKind, KindName, kind_of, misfit
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -60,7 +61,7 @@ class Checkpoint:
     """One network's weights and what its configuration says of them. `load_checkpoint` makes it."""
 
     directory: Path
-    dims: TransformerDims  # DrafterDims for a DFlash drafter
+    dims: TransformerDims  # of the record that the kind of drafter has
     tie_word_embeddings: bool
     stop_token_ids: tuple[int, ...]
     name: str
@@ -72,8 +73,9 @@ class Checkpoint:
     _identity: CheckpointIdentity | None = field(default=None, repr=False)
 
     @property
-    def is_dflash(self) -> bool:
-        return isinstance(self.dims, DrafterDims)
+    def kind(self) -> DrafterKind:
+        """What it needs and offers as a drafter."""
+        return kind_of(self.dims)
 
     @property
     def num_values(self) -> int:
@@ -150,7 +152,7 @@ def load_checkpoint(directory: Path, *, name: str | None = None, revision: str =
     config = read_config(directory)
     stored = open_tensors(directory)
     dims = config.dims
-    expected = drafter_shapes(dims) if isinstance(dims, DrafterDims) else target_shapes(dims, tied=config.tied)
+    expected = network_shapes(dims, tied=config.tied)
     quantizers = find_scales(directory, config.quantization, stored, expected)
     _check_tensors(directory, stored, expected, config.quantization, quantizers)
     return Checkpoint(
@@ -203,6 +205,18 @@ def drafter_shapes(dims: DrafterDims) -> Shapes:
     return fc | _layer_shapes(dims, "")
 
 
+# By the kind of drafter that has these dimensions: (dimensions, whether the head is the embedding) → shapes.
+_SHAPES: Mapping[KindName, Callable[[Any, bool], Shapes]] = {
+    "dflash": lambda dims, tied: drafter_shapes(dims),
+    "autoregressive": lambda dims, tied: target_shapes(dims, tied=tied),
+}
+
+
+def network_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
+    """Tensors of the network that has these dimensions, a target or a drafter of any kind, by Hugging Face name."""
+    return _SHAPES[kind_of(dims).name](dims, tied)
+
+
 def _check_tensors(
     directory: Path,
     stored: dict[str, StoredTensor],
@@ -252,7 +266,8 @@ class Network(Protocol):
 
 def check_pair(target: Network, drafter: Network) -> None:
     """Raises CheckpointError when the drafter was not made for a target of this kind; says which number differs."""
-    if isinstance(target.dims, DrafterDims):
-        raise CheckpointError(f"{target.name} is a DFlash drafter, not a target; give it as --drafter")
+    kind = kind_of(target.dims)
+    if not kind.language_model:
+        raise CheckpointError(f"{target.name} is a {kind.title}, not a target; give it as --drafter")
     if problem := misfit(target.dims, drafter.dims):
         raise CheckpointError(f"drafter {drafter.name}: {problem}; use the drafter trained for this target")

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddtree_trt.artifact.manifest import DrafterDims, TransformerDims
 from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.models.drafters.kinds import DrafterKind
 from ddtree_trt.runtime.decoding.sampling import DrawnFrom, Sampler
 from ddtree_trt.runtime.engines.base import Draft
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, build_tree, chain
 
-DRAFT_MODEL_LONGEST = 16  # γ: most tokens an automatic budget has an autoregressive drafter draft per round
 SAMPLED_CANDIDATES = 64  # K a sampled chain draws from: q may be any distribution, this one keeps nearly all mass
 
 _DRAFTERS = {
@@ -48,17 +47,12 @@ def resolve_method(method: str, drafter_kind: str) -> str:
     return method
 
 
-def default_budget(method: str, drafter: TransformerDims) -> int | None:
+def default_budget(method: str, drafter: DrafterKind) -> int | None:
     """What `auto` is for a method that always drafts alike: nothing, or the whole block, as DFlash is published and
     measured. None for a method whose budgets are chosen by what rounds cost."""
     if method in ("ddtree", "draft-model"):
         return None
-    return drafter.block_size - 1 if method != "ar" and isinstance(drafter, DrafterDims) else 0
-
-
-def longest_draft(drafter: TransformerDims) -> int:
-    """Most tokens of a chain that `auto` drafts in one round."""
-    return drafter.block_size - 1 if isinstance(drafter, DrafterDims) else DRAFT_MODEL_LONGEST
+    return drafter.longest_draft if method != "ar" and drafter.at_once else 0
 
 
 def candidates(method: str, budget: int, stochastic: bool) -> int:

@@ -45,8 +45,8 @@ def engine_without(manifest: Manifest) -> str | None:
     """Why an engine has no rounds that stay on the device; None when it has."""
     if manifest.backend != "torch":
         return f"the {manifest.backend} backend builds trees on the host"
-    if manifest.drafter_kind != "dflash":
-        return "an autoregressive drafter drafts no trees"
+    if not manifest.drafting.at_once:
+        return f"an {manifest.drafting.title} drafts no trees"
     return None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.manifest import DrafterDims, Manifest, TransformerDims
+from ddtree_trt.artifact.manifest import Manifest, TransformerDims
 from ddtree_trt.device import memory
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.device.cuda import Device, Upload
@@ -23,8 +23,8 @@ from ddtree_trt.device.memory import CacheShape, Layout
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins.library import KernelLibrary
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, check_told
-from ddtree_trt.runtime.engines.tensorrt.drafter import BlockDrafter, Buffers
+from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
+from ddtree_trt.runtime.engines.tensorrt.drafter import make_drafter
 from ddtree_trt.runtime.engines.tensorrt.model import PREFILL, VERIFY, Outputs, TrtLanguageModel
 from ddtree_trt.runtime.engines.tensorrt.network import Network
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded, load_plans
@@ -53,7 +53,7 @@ class TrtEngine:
         self.limits, dims, drafter_dims = manifest.limits, manifest.target_dims, manifest.drafter_dims
         size = memory.ELEMENT_BYTES[manifest.precision]
         self.buckets = buckets(1 + self.limits.max_tree_budget)
-        taps = drafter_dims.tap_layers if isinstance(drafter_dims, DrafterDims) else ()
+        taps = manifest.drafting.tap_layers
         self._state_bytes = len(taps) * dims.hidden_size * size
         self._cache_shape = CacheShape.of(dims, self.limits, size)
         at, sizes = loaded.addresses, loaded.layout.sizes
@@ -81,17 +81,7 @@ class TrtEngine:
             for slot in range(self.limits.max_batch)
         ]
         own = network("drafter", loaded.drafter, loaded.drafter_tables, drafter_dims, memory.DRAFTER_KV)
-        control = upload(memory.DRAFTER_CONTROL)
-        self.drafter: BlockDrafter | AutoregressiveDrafter
-        if isinstance(drafter_dims, DrafterDims):
-            buffers = Buffers(at[memory.STATES], at[memory.CONTEXT], at[memory.RESULTS], results)
-            self.drafter = BlockDrafter(
-                own, device, drafter_dims, self.limits, size, buffers, control, loaded.candidates
-            )
-        else:
-            outputs = Outputs(at[memory.RESULTS], results, at[memory.DRAFT_LOGITS], None)
-            model = TrtLanguageModel(own, device, self.limits, drafter_dims.vocab_size, control, outputs)
-            self.drafter = AutoregressiveDrafter(model, self.limits.prefill_chunk)
+        self.drafter = make_drafter(manifest, loaded, own, upload(memory.DRAFTER_CONTROL), results)
         self.networks = (self.target.network, own)
         self._passed: dict[int, _Passed] = {}
 
@@ -167,7 +157,7 @@ class TrtEngine:
         if passed is None or passed.generation != self.target.generation:
             raise EngineError(f"slot {slot} was not in the last target pass: there is nothing to commit")
         if taps:
-            check_told(self.drafter, self.cache, slot)
+            check_up_to_date(self.drafter, self.cache, slot)
         if int(path[-1]) != size - 1:
             self._compact(slot, path, passed if taps and self._state_bytes else None)
         if taps:
@@ -223,11 +213,7 @@ class TrtEngine:
             )
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        for request in requests:
-            check_told(self.drafter, self.cache, request.slot)
-        if isinstance(self.drafter, BlockDrafter):
-            return self.drafter.draft_all(requests) if requests else []
-        return [self.drafter.draft(request) for request in requests]
+        return draft_all(self.drafter, self.cache, requests)
 
     def warm_up(self) -> None:
         """A prompt's chunk, and every graph of one sequence's rounds. Those of more sequences are captured at their
@@ -237,10 +223,8 @@ class TrtEngine:
             for tokens in reversed(self.buckets):
                 self.verify([VerifyRequest(0, token_chain(np.zeros(tokens, np.int64)))])
             chunk = min(limits.prefill_chunk, limits.max_seq_len - 1)
-            drafter = self.drafter if isinstance(self.drafter, BlockDrafter) else None
-            self.prefill(0, np.zeros(chunk, np.int64), rows="last", taps=drafter is not None)
-            if drafter is not None:
-                drafter.warm_up()
+            self.prefill(0, np.zeros(chunk, np.int64), rows="last", taps=True)
+            self.drafter.warm_up(limits.max_tree_budget)
         finally:
             self.truncate(0, 0)
             self._passed.clear()

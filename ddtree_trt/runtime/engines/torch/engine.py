@@ -17,19 +17,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import DrafterDims, Manifest
-from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.weight_layout import TARGET
 from ddtree_trt.device import memory
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Rows, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, check_told
+from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
 from ddtree_trt.runtime.engines.lazy_rows import LazyRows
 from ddtree_trt.runtime.engines.padding import pad_trees
 from ddtree_trt.runtime.engines.torch.attention import Place, Scratch, attention_for
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
-from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter, TorchLanguageModel
+from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter, make_drafter
 from ddtree_trt.runtime.engines.torch.flight import TorchRounds
 from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
 from ddtree_trt.runtime.engines.torch.model import Qwen3
@@ -74,21 +74,13 @@ class TorchEngine:
         attention = attention_for(device, dtype, dims.head_dim, scratch)
         self.kernels = attention.kernels
         self.cache = DeviceCache(dims, slots, rows, dtype, device, kernels=attention.kernels)
-        taps = draft_dims.tap_layers if isinstance(draft_dims, DrafterDims) else ()
+        taps = manifest.drafting.tap_layers
         self.target = Qwen3(dims, weights, TARGET, self.cache, attention, taps)
         self.graphs = Graphs(device, capture=capture)
-        draft_attention = attention_for(device, dtype, draft_dims.head_dim, scratch)
-        draft_cache = DeviceCache(draft_dims, slots, rows, dtype, device, kernels=draft_attention.kernels)
-        self.drafter: BlockDrafter | AutoregressiveDrafter
-        self.rounds: TorchRounds | None = None
+        self.drafter = make_drafter(manifest, weights, self.target, scratch, self.graphs)
         self.flights: list[TorchRounds] = []  # whatever launches rounds ahead: told of every other verb
-        if isinstance(draft_dims, DrafterDims):
-            draft_graphs = self.graphs.sharing()
-            self.drafter = BlockDrafter(draft_dims, weights, self.target, draft_cache, draft_attention, draft_graphs)
-            self.rounds = TorchRounds(self, self.drafter)
-        else:
-            model = Qwen3(draft_dims, weights, DRAFTER, draft_cache, draft_attention)
-            self.drafter = AutoregressiveDrafter(TorchLanguageModel(model), self.limits.prefill_chunk)
+        # A round without the host has no place for a drafter whose next token is drawn there.
+        self.rounds = TorchRounds(self, self.drafter) if isinstance(self.drafter, BlockDrafter) else None
         # T counts padding; a CPU pads to the longest tree of the call only.
         tokens = self.limits.max_tokens_per_pass
         self.buckets = buckets(tokens) if device.type == "cuda" else list(range(1, tokens + 1))
@@ -118,7 +110,7 @@ class TorchEngine:
     @property
     def waits(self) -> int:
         """How often the host has waited for the device in `draft` and `verify`."""
-        return self._choices.waits + (self.drafter.waits if isinstance(self.drafter, BlockDrafter) else 0)
+        return self._choices.waits + self.drafter.waits
 
     def length(self, slot: int) -> int:
         return self.cache.lengths[slot]
@@ -197,7 +189,7 @@ class TorchEngine:
             slots, past, count, keep = self._commits[slot].send(*control, path.astype(np.int32, copy=False))
             self.cache.compact(slots, past, keep[None], count)
         if taps:
-            check_told(self.drafter, self.cache, slot)
+            check_up_to_date(self.drafter, self.cache, slot)
             passed = self._passed.get(slot)
             if passed is None:
                 raise EngineError(f"slot {slot} was not in the last target pass: its states are gone")
@@ -209,11 +201,7 @@ class TorchEngine:
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         self.leave(*(r.slot for r in requests))
-        for request in requests:
-            check_told(self.drafter, self.cache, request.slot)
-        if isinstance(self.drafter, BlockDrafter):
-            return self.drafter.draft_all(requests) if requests else []
-        return [self.drafter.draft(request) for request in requests]
+        return draft_all(self.drafter, self.cache, requests)
 
     def warm_up(self) -> None:
         """On a GPU: a prompt's chunk, and every graph of one sequence's rounds by stages. Graphs of more sequences and
@@ -226,9 +214,8 @@ class TorchEngine:
             for tokens in reversed([size for size in self.buckets if size <= largest]):
                 self.verify([VerifyRequest(0, token_chain(np.zeros(tokens, np.int64)))])
             chunk = min(limits.prefill_chunk, limits.max_seq_len - 1)
-            self.prefill(0, np.zeros(chunk, np.int64), rows="last", taps=isinstance(self.drafter, BlockDrafter))
-            if isinstance(self.drafter, BlockDrafter):
-                self.drafter.warm_up(limits.max_tree_budget)
+            self.prefill(0, np.zeros(chunk, np.int64), rows="last", taps=True)
+            self.drafter.warm_up(limits.max_tree_budget)
         finally:
             self.truncate(0, 0)
             self._passed.clear()

@@ -17,7 +17,7 @@ import torch
 
 from ddtree_trt.plugins import MAX_DEVICE_BUDGET
 from ddtree_trt.runtime.engines.base import RoundRequest, RoundResult
-from ddtree_trt.runtime.engines.drafters import check_told
+from ddtree_trt.runtime.engines.drafters import check_up_to_date
 from ddtree_trt.runtime.engines.torch.device_round import DeviceRound
 from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter
 
@@ -90,7 +90,7 @@ class TorchRounds:
         self._engine.leave(*(r.slot for r in requests))
         self._land()
         for r in requests:
-            check_told(self._drafter, self._engine.cache, r.slot)
+            check_up_to_date(self._drafter, self._engine.cache, r.slot)
         self._flying, self._read = self.made_for(requests), 0
         self._flying.start(requests)
         return self._flying

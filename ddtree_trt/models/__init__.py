@@ -1,0 +1,1 @@
+"""Architectures, each stated once, as build and runtime share them."""
