@@ -67,21 +67,6 @@ def test_every_table_has_a_row_for_every_kind(module: str, table: str) -> None:
     assert set(rows) == set(KIND_NAMES)
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"vocab_size": 500}, "vocab_size is 500, the target's 512"),
-        ({"hidden_size": 32}, "hidden_size is 32, the target's 64"),
-        ({"num_target_layers": 7}, "num_target_layers is 7, the target's layers 6"),
-        ({"tap_layers": (1, 6)}, "target_layer_ids [6] are not layers of the target, which has 6"),
-        ({"mask_token_id": 512}, "mask_token_id 512 is not below vocab_size 512"),
-    ],
-)
-def test_a_drafter_that_was_not_made_for_the_target(change: dict[str, object], problem: str) -> None:
-    assert misfit(TARGET, DFLASH) is None
-    assert misfit(TARGET, replace(DFLASH, **change)) == problem
-
-
 def test_a_language_model_fits_by_its_vocabulary_alone() -> None:
     assert misfit(TARGET, replace(TARGET, hidden_size=32, num_layers=1)) is None
     assert misfit(TARGET, replace(TARGET, vocab_size=500)) == "vocab_size is 500, the target's 512"
