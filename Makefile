@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 INSTALLED := pyproject.toml $(wildcard cpp_plugins/CMakeLists.txt cpp_plugins/cmake/host.cmake cpp_plugins/host/* cpp_plugins/include/ddtree/*) \
 	$(shell find triton_repo -type f -not -path '*/__pycache__/*' 2>/dev/null)
 
+CPP_FILES = $(shell find cpp_plugins -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
 # Triton has an environment of its own: its Python backend needs NumPy 1, and the models run in this environment. The
 # wheel carries a whole server (2.51.0); its dependencies are for another way to use it.
 TRITON_VENV := .venv-triton
@@ -32,21 +34,23 @@ test-slow: $(VENV)/.stamp-dev
 
 # A real server on loopback; see tools/triton_server.py.
 test-triton: $(TRITON_VENV)/.stamp
-	$(TRITON_BIN)/pytest -q tests/triton_server $(PYTEST_ARGS)
+	$(TRITON_BIN)/pytest -q tests/triton/server $(PYTEST_ARGS)
 
 # On a machine with an NVIDIA GPU and `pip install '.[tensorrt]'` in $(VENV): builds engines, runs them, compares them
 # with ONNX Runtime. Elsewhere every test says why it is skipped.
 test-trt: $(VENV)/.stamp-dev plugins
-	$(BIN)/python -m pytest -q -rs -m trt $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -q -rs tests/gpu $(PYTEST_ARGS)
 
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy ddtree_trt
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 
 fmt: $(VENV)/.stamp-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CPP_FILES)
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python tools/bench_host.py

@@ -7,23 +7,24 @@ the mean acceptance length lies where the pair's does.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.manifest import Manifest, Progress, no_progress
-from ddtree_trt.bench.datasets import PAPER_SETS
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.precisions import PRECISIONS
+from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.bench.paper_datasets import PAPER_SETS
 from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
-from ddtree_trt.bench.uniformity import FALSE_ALARM, UniformityTest, place_in_distribution, uniformity
+from ddtree_trt.bench.uniformity import place_in_distribution, uniformity
 from ddtree_trt.errors import UsageError
+from ddtree_trt.findings import TEMPERATURES, CheckReport, Difference, DistributionFinding, GreedyFinding, TauFinding
 from ddtree_trt.runtime.decoding.methods import resolve_method
 from ddtree_trt.runtime.decoding.routing import engine_without
 from ddtree_trt.runtime.outputs import RequestOutput
@@ -34,108 +35,7 @@ GREEDY_BUDGETS: tuple[Budget, ...] = ("auto", 3, 16, 64)
 SAMPLED_BUDGETS: tuple[Budget, ...] = ("auto", 16)
 DEVICE_BUDGET = 16  # of the case whose rounds stay on the device
 GOLDEN_BUDGET = 64  # what manifest.golden_tau of ddtree is for, or the engine's largest
-TEMPERATURES = (1.0, 2.0)  # of the distribution test: at 1 a good model leaves little to chance
 HINT_PROMPTS = 4
-
-# How far apart two roundings of the same logit may be, relative to the row's largest: an unfused fp32 network sums
-# thousands of products, 2^8 roundings of 2^-24; in half precisions sums are kept in fp32, and 2^3 roundings of what is
-# stored in between are what is seen. In int8 the last bit of a float32 sum decides to which integer a value is rounded,
-# and layer by layer that grows to a few of 127: on random weights of Qwen3-0.6B's shape 2^-5 was seen. On trained ones
-# it can be more: a difference that fails there may be rounding all the same, which no report can tell from a fault.
-RELATIVE_ROUNDING = {"fp32": 2.0**-16, "fp16": 2.0**-8, "bf16": 2.0**-5, "int8": 2.0**-4}
-
-CAUSES = (
-    "wrong chat template: the drafter must see prompts as it was trained on them",
-    "thinking mode: published Qwen3 drafters are for non-thinking chat (--chat-template-arg enable_thinking=false)",
-    "wrong block slot: slot 0 of the draft block must hold the last committed token; otherwise τ is near 1.5",
-    "another drafter or other tapped layers than the pair was trained with",
-)
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where a method's greedy output parts from that of `ar`."""
-
-    prompt: str
-    position: int  # output token, from 0
-    expected: int | None  # token of `ar`; None when it had ended
-    found: int | None
-    gap: float | None  # logits: the target's best minus the worse of the two; None when one output had ended
-    rounding: float  # what the precision may move a logit of this row by
-
-    @property
-    def explained(self) -> bool:
-        return self.gap is not None and self.gap <= self.rounding
-
-
-@dataclass(frozen=True)
-class GreedyFinding:
-    case: str
-    prompts: int
-    differences: tuple[Difference, ...]
-    tau: float  # mean over prompts of tokens committed per round
-    acceptance_by_depth: tuple[float, ...]
-
-    @property
-    def passed(self) -> bool:
-        return all(d.explained for d in self.differences)
-
-
-@dataclass(frozen=True)
-class DistributionFinding:
-    case: str
-    test: UniformityTest
-
-    @property
-    def passed(self) -> bool:
-        return self.test.passed
-
-
-@dataclass(frozen=True)
-class TauFinding:
-    """A method's mean acceptance length beside the range of the pair."""
-
-    case: str
-    tau: float
-    low: float
-    high: float
-    judged: bool  # whether the range is for these prompts
-    alternatives: dict[str, float]  # τ under other prompt formats, measured when τ is too low
-
-    @property
-    def passed(self) -> bool:
-        """A τ above the range is no fault: what was accepted was verified."""
-        return not self.judged or self.tau >= self.low
-
-
-@dataclass(frozen=True)
-class CheckReport:
-    engine: str
-    precision: str
-    prompts: int
-    greedy: tuple[GreedyFinding, ...]
-    distribution: tuple[DistributionFinding, ...]
-    tau: tuple[TauFinding, ...]
-
-    @property
-    def passed(self) -> bool:
-        findings: tuple[GreedyFinding | DistributionFinding | TauFinding, ...] = (
-            *self.greedy,
-            *self.distribution,
-            *self.tau,
-        )
-        return all(f.passed for f in findings)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON data with every verdict."""
-        body = dataclasses.asdict(self)
-        for name in ("greedy", "distribution", "tau"):
-            for row, finding in zip(body[name], getattr(self, name), strict=True):
-                row["passed"] = finding.passed
-        for row, finding in zip(body["greedy"], self.greedy, strict=True):
-            for item, difference in zip(row["differences"], finding.differences, strict=True):
-                item["explained"] = difference.explained
-        return {"passed": self.passed, "false_alarm": FALSE_ALARM, **body}
 
 
 def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> CheckReport:
@@ -234,7 +134,7 @@ def _explain(session: Session, name: str, prompt: list[int], expected: list[int]
     pairs = zip(expected, found, strict=False)
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
     row = target_logits(session, prompt, expected[: position + 1] if position < len(expected) else found)[position]
-    rounding = RELATIVE_ROUNDING[session.manifest.precision] * float(np.abs(row).max())
+    rounding = PRECISIONS[session.manifest.precision].relative_rounding * float(np.abs(row).max())
     if position >= min(len(expected), len(found)):
         a = expected[position] if position < len(expected) else None
         b = found[position] if position < len(found) else None
@@ -319,38 +219,3 @@ def _alternatives(session: Session, directory: Path, case: Case, settings: Check
             taus.append(output.metrics.mean_acceptance_length)
         found[name] = float(np.mean(taus))
     return found
-
-
-def describe(report: CheckReport) -> list[str]:
-    """The report in lines."""
-    lines = [f"{report.engine}, {report.precision}, {report.prompts} prompts", "", "greedy, against ar"]
-    for g in report.greedy:
-        same = g.prompts - len(g.differences)
-        lines.append(f"  {_mark(g.passed)}  {g.case:<16} {same}/{g.prompts} identical, τ {g.tau:.2f}")
-        for d in g.differences:
-            gap = "one output ends earlier" if d.gap is None else f"logits {d.gap:.1e} apart"
-            why = "a tie within rounding" if d.explained else f"rounding moves them by at most {d.rounding:.1e}"
-            lines.append(f"        {d.prompt}, token {d.position}: {d.expected} became {d.found}; {gap}: {why}")
-    if report.distribution:
-        at = " and ".join(f"{t:g}" for t in TEMPERATURES)
-        lines += ["", f"distribution at temperature {at} (chi-square; false alarm {FALSE_ALARM:g} per method)"]
-    for s in report.distribution:
-        t = s.test
-        lines.append(
-            f"  {_mark(s.passed)}  {s.case:<16} {t.draws} tokens, χ² {t.chi_square:.1f} at {t.degrees} degrees, "
-            f"p = {t.p_value:.3g}"
-        )
-    if report.tau:
-        lines += ["", "golden τ (tokens per round)"]
-    for f in report.tau:
-        verdict = "" if f.judged else "; not judged, the range is for the shipped prompts"
-        lines.append(f"  {_mark(f.passed)}  {f.case:<16} {f.tau:.2f}, expected {f.low:g} to {f.high:g}{verdict}")
-        if not f.passed:
-            lines += [f"        usual cause: {cause}" for cause in CAUSES]
-            others = ", ".join(f"{name} {tau:.2f}" for name, tau in f.alternatives.items())
-            lines.append(f"        τ with other prompt formats: {others}")
-    return [*lines, "", "passed" if report.passed else "FAILED"]
-
-
-def _mark(passed: bool) -> str:
-    return "ok  " if passed else "FAIL"

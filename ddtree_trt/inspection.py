@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import Manifest, Progress, load_manifest, no_progress, verify_files
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.device.memory import MemoryPlan, plan_manifest
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.runtime.decoding.routing import engine_without

@@ -14,9 +14,11 @@ import argparse
 import gc
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -45,6 +47,8 @@ class IdleEngine:
     """Answers at once. `spent_s` is the time its verbs took all the same."""
 
     threads = 1
+    buckets = None
+    rounds = None
 
     def __init__(self, slots: int) -> None:
         self.manifest = manifest(slots)
@@ -185,11 +189,8 @@ def step_overheads_us(engine: IdleEngine, scheduler: Scheduler, rounds: int) -> 
         decode_round(*args)
         inside.append(time.perf_counter() - start - (engine.spent_s - spent))
 
-    scheduling.decode_round = timed
-    try:
+    with mock.patch.object(scheduling, "decode_round", timed):
         whole = overhead_us(engine, scheduler.step, rounds)
-    finally:
-        scheduling.decode_round = decode_round
     return whole, whole - median(inside) * 1e6
 
 
@@ -211,7 +212,7 @@ def main() -> None:
     for name, options in kinds.items():
         engine, scheduler = started(1, codec, **options)
         clock, running = StageClock(), scheduler.running
-        spent = overhead_us(engine, lambda e=engine, r=running, c=clock: decode_round(e, r, c), rounds)
+        spent = overhead_us(engine, partial(decode_round, engine, running, clock), rounds)
         print(f"  {name:30} {spent:7.0f} µs")
     print("one step, greedy          whole   scheduler's   limit")
     for slots in (1, 2, 4, 8, 16, 32):

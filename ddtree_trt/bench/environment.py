@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact.manifest import Manifest, installed_versions
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.doctor import diagnose
 from ddtree_trt.runtime.decoding.latency import fingerprint
 from ddtree_trt.runtime.engines.base import Engine

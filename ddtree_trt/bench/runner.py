@@ -16,11 +16,12 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from ddtree_trt.artifact.manifest import Progress, no_progress
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.bench.contender import Contender, Outcome, Request
 from ddtree_trt.bench.environment import describe_engine, read_environment
 from ddtree_trt.bench.pairs.random_pair import random_engine
-from ddtree_trt.bench.peers import PeerContext, check_peer, open_peer
+from ddtree_trt.bench.peers.base import PeerContext
+from ddtree_trt.bench.peers.registry import check_peer, open_peer
 from ddtree_trt.bench.prompts import BenchPrompt, digest, load_prompts, select
 from ddtree_trt.bench.result import BenchResult, Part, Sample, output_digest
 from ddtree_trt.bench.session import EngineContender, Session

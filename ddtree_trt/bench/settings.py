@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ddtree_trt.build.backends.base import PrecisionName
+from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.errors import MAX_COUNT, MAX_THREADS, UsageError, check_range
 from ddtree_trt.runtime.params import DEVICE_ROUNDS, MAX_SEED, METHODS
 

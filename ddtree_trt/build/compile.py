@@ -11,23 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.dimensions import BUDGETS, POSITIONS, SLOTS
-from ddtree_trt.artifact.manifest import (
-    ENGINES,
-    Limits,
-    Manifest,
-    Progress,
-    no_progress,
-)
-from ddtree_trt.build.backends.base import (
-    BackendBuild,
-    BackendName,
-    BuilderOptions,
-    PrecisionName,
-    backend_build,
-    resolve_precision,
-)
+from ddtree_trt.artifact.files import ENGINES
+from ddtree_trt.artifact.manifest import PACKAGED, SCHEMA_VERSION, Limits, Manifest, parse_manifest
+from ddtree_trt.artifact.precisions import BackendName, PrecisionName
+from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
+from ddtree_trt.build.backends.registry import backend_build, resolve_precision
 from ddtree_trt.build.checkpoint.template import check_arguments, template_variables, thinking_note
 from ddtree_trt.build.checkpoint.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
@@ -114,7 +105,7 @@ def compile_engine(
             notice(note)
         written = backend.write(directory, target, drafter, limits, precision, progress)
         manifest = Manifest(
-            schema_version=artifact.SCHEMA_VERSION,
+            schema_version=SCHEMA_VERSION,
             product_version=__version__,
             backend=backend.name,
             precision=precision,
@@ -135,7 +126,7 @@ def compile_engine(
             golden_tau=dict(preset.golden_tau) if preset else {},
         )
         text = manifest.to_json()
-        artifact.parse_manifest(text, artifact.MANIFEST)  # what is written can be read
+        parse_manifest(text, artifact.MANIFEST)  # what is written can be read
         (directory / artifact.MANIFEST).write_text(text, encoding="utf-8")
     return manifest
 
@@ -160,7 +151,7 @@ def _open(source: Source | None, directory: Path | None, option: str) -> Checkpo
         assert directory is not None  # _preset: without a preset both directories are given
         return load_checkpoint(directory)
     if isinstance(source, PackagedSource):
-        return load_checkpoint(source.directory, name=source.folder, revision=artifact.PACKAGED)
+        return load_checkpoint(source.directory, name=source.folder, revision=PACKAGED)
     from ddtree_trt.build.hub import download
 
     snapshot = download(source, option)

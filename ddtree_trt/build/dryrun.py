@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact.manifest import Limits, TransformerDims
-from ddtree_trt.build.backends.base import BackendName, PrecisionName, backend_build, resolve_precision
+from ddtree_trt.artifact.precisions import PRECISIONS, BackendName, PrecisionName
 from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
+from ddtree_trt.build.backends.registry import backend_build, resolve_precision
 from ddtree_trt.build.checkpoint.quantization import MODELOPT_CONFIG, Quantization
 from ddtree_trt.build.compile import BuildRequest, check_numbers, resolve_limits, resolve_preset
 from ddtree_trt.build.presets import PackagedSource, Source
 from ddtree_trt.device.gpus import available_bytes, find_gpus
-from ddtree_trt.device.memory import ELEMENT_BYTES, MemoryPlan, plan_engine
+from ddtree_trt.device.memory import MemoryPlan, plan_engine
 from ddtree_trt.errors import BuildError
 
 
@@ -96,7 +97,7 @@ def dry_run(request: BuildRequest) -> DryRun:
     if backend.name == "onnxruntime":
         weights = weight_bytes(target.shapes, precision) + weight_bytes(drafter.shapes, precision)
     else:
-        size, plans = ELEMENT_BYTES[precision], backend.name == "tensorrt"
+        size, plans = PRECISIONS[precision].value_bytes, backend.name == "tensorrt"
         if plans:  # heads are counted as they are on the device
             target, drafter = target.without_head(), drafter.without_head()
         weights = target.weights_bytes(size, as_stored=plans) + drafter.weights_bytes(size, as_stored=False)

@@ -17,17 +17,11 @@ from pathlib import Path
 from string import Template
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact.manifest import (
-    MANIFEST,
-    PROFILE,
-    Manifest,
-    Progress,
-    load_manifest,
-    no_progress,
-    sha256_file,
-    verify_files,
-)
+from ddtree_trt.artifact.files import MANIFEST, PROFILE, sha256_file
+from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.triton_layouts import ENGINE_FOLDER, LAYOUT_NAMES, LayoutName
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.directory import atomic_directory
 from ddtree_trt.errors import MAX_COUNT, ArtifactError, BuildError, UsageError, check_range
 

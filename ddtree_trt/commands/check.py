@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ddtree_trt.bench.settings import CheckSettings
+from ddtree_trt.commands.options import AsJson, EngineDirectory, Threads
 from ddtree_trt.terminal import printing as terminal
 
 
 def check(
-    engine_dir: Annotated[Path, typer.Argument(metavar="ENGINE_DIR", help="An engine directory.")],
+    engine_dir: EngineDirectory,
     prompts: Annotated[
         list[str] | None,
         typer.Option(metavar="SET", help="As in ddtree-trt bench; repeatable. Default: the shipped prompts."),
@@ -24,8 +24,8 @@ def check(
     seeds: Annotated[
         int, typer.Option(metavar="N", help="Sampled requests per prompt, method and temperature; 0 skips them.")
     ] = CheckSettings.seeds,
-    threads: Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")] = CheckSettings.threads,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    threads: Threads = CheckSettings.threads,
+    json: AsJson = False,
 ) -> None:
     """Check that every method gives what the target alone would, up to rounding, and that the drafter is wired right.
 
@@ -39,7 +39,8 @@ def check(
         seeds=seeds,
         threads=threads,
     )
-    from ddtree_trt.check import check_engine, describe
+    from ddtree_trt.check import check_engine
+    from ddtree_trt.findings import describe
 
     with terminal.progress_bars() as progress:
         report = check_engine(settings, progress)

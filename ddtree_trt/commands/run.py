@@ -9,14 +9,13 @@ from typing import Annotated, Any
 
 import typer
 
-from ddtree_trt.artifact.manifest import newest_engine
+from ddtree_trt.artifact.files import newest_engine
+from ddtree_trt.commands.options import AsJson, DeviceRounds, Exact, NewestByDefault, Threads
 from ddtree_trt.errors import UsageError, shown
 
 
 def run(
-    engine_dir: Annotated[
-        Path | None, typer.Argument(metavar="[ENGINE_DIR]", help="Default: the newest engine under engines/.")
-    ] = None,
+    engine_dir: NewestByDefault = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to complete.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the prompt.")] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message for the chat template.")] = None,
@@ -39,24 +38,13 @@ def run(
     compare: Annotated[
         bool, typer.Option("--compare", help="Also run ar and dflash; check the outputs agree.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: AsJson = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Exact times of the stages: each waits for the GPU, which takes longer.")
     ] = False,
-    device_rounds: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|on|off", help="Rounds that stay on the GPU: auto where they can, on refuses other requests."
-        ),
-    ] = "auto",
-    exact: Annotated[
-        bool | None,
-        typer.Option(
-            "--exact/--no-exact",
-            help="CPU engines: the same logits for a token alone as among others. Default: int8 only.",
-        ),
-    ] = None,
-    threads: Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")] = 0,
+    device_rounds: DeviceRounds = "auto",
+    exact: Exact = None,
+    threads: Threads = 0,
 ) -> None:
     """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
     given = {

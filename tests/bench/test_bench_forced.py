@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted import MarkovTarget, ScriptedEngine, Useless
+from scripted import ScriptedEngine
+from scripted_models import MarkovTarget, Useless
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.bench.pairs.forced import ForcedEngine, forced_path, unmatched_token

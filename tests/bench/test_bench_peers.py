@@ -19,7 +19,8 @@ from checkpoints import make_pair
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.bench.contender import Request
-from ddtree_trt.bench.peers import HELP, PeerContext, check_peer, open_peer
+from ddtree_trt.bench.peers.base import PeerContext
+from ddtree_trt.bench.peers.registry import HELP, check_peer, open_peer
 from ddtree_trt.bench.reference import commit_of, forced_acceptance, import_published
 from ddtree_trt.bench.runner import run_bench
 from ddtree_trt.bench.settings import BenchSettings, Case

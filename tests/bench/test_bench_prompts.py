@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddtree_trt.bench.datasets import PAPER_SETS, load_turns, title
+from ddtree_trt.bench.paper_datasets import PAPER_SETS, load_turns, title
 from ddtree_trt.bench.prompts import digest, load_prompts, select
 from ddtree_trt.bench.settings import Shard
 from ddtree_trt.errors import MissingDependency, UsageError

@@ -3,74 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_files import DIMS, FILES, make_engine, make_manifest
 
-from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact.files import MANIFEST, PROFILE, newest_engine
 from ddtree_trt.artifact.manifest import (
-    MANIFEST,
-    PROFILE,
+    LOCAL,
     CheckpointIdentity,
-    DrafterDims,
     FileEntry,
     Limits,
-    Manifest,
-    TransformerDims,
     load_manifest,
-    newest_engine,
     parse_manifest,
-    rebuild_command,
-    verify_files,
 )
-from ddtree_trt.build import directory as writer
-from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
-from ddtree_trt.errors import ArtifactError, BuildError
-
-DIMS = TransformerDims(96, 32, 2, 4, 2, 16, 64, 1e-6, 1e6, 2048)
-FILES = ("target.onnx", "drafter.onnx", "weights.bin", *artifact.TOKENIZER_FILES)
-
-
-def make_manifest(**changes: Any) -> Manifest:
-    manifest = Manifest(
-        schema_version=artifact.SCHEMA_VERSION,
-        product_version="1.2.3",
-        backend="onnxruntime",
-        precision="fp32",
-        name="pair",
-        target=CheckpointIdentity("org/target", "abc", "0" * 64),
-        drafter=CheckpointIdentity("org/drafter", "def", "1" * 64),
-        drafter_kind="dflash",
-        target_dims=DIMS,
-        drafter_dims=DrafterDims(
-            *vars(DIMS).values(), block_size=8, mask_token_id=4, tap_layers=(0, 1), num_target_layers=2
-        ),
-        limits=Limits(),
-        stop_token_ids=(2, 3),
-        chat_template_args={"enable_thinking": False},
-        toolchain={"onnx": "1.23"},
-        tensors={"target": {"inputs": ["token_ids"], "outputs": ["logits"]}},
-        files={"weights.bin": FileEntry(3, "2" * 64)},
-        build_seconds=1.5,
-        golden_tau={"ddtree": (4.0, 9.5)},
-    )
-    return dataclasses.replace(manifest, **changes)
-
-
-def make_engine(path: Path, **changes: Any) -> Manifest:
-    """A directory with a manifest that vouches for it; the files hold their own names."""
-    path.mkdir(parents=True)
-    for name in FILES:
-        (path / name).write_text(name * 100)
-    manifest = make_manifest(files=describe_files(path), **changes)
-    (path / MANIFEST).write_text(manifest.to_json())
-    return manifest
-
+from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.verify import verify_files
+from ddtree_trt.errors import ArtifactError
 
 # The manifest
 
@@ -156,7 +108,7 @@ def test_rebuild_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         rebuild_command(Path("engines/pair"), make_manifest())
         == "ddtree-trt build --target pair --chat-template-arg enable_thinking=false --force"
     )
-    local = CheckpointIdentity("mine", artifact.LOCAL, "0" * 64)
+    local = CheckpointIdentity("mine", LOCAL, "0" * 64)
     manifest = make_manifest(target=local, drafter=local, limits=Limits(max_seq_len=99), chat_template_args={})
     command = rebuild_command(Path("elsewhere"), manifest)
     assert command == (
@@ -255,149 +207,3 @@ def test_no_engine(tmp_path: Path) -> None:
     (tmp_path / MANIFEST).write_bytes(b"\xff\xfe\xfd")
     with pytest.raises(ArtifactError, match="is not valid JSON"):
         load_manifest(tmp_path)
-
-
-# The atomic directory
-
-
-def write_engine(destination: Path, content: str, *, force: bool = False) -> None:
-    with atomic_directory(destination, force=force) as temporary:
-        (temporary / "data").write_text(content)
-        assert not (destination / "data").exists() or (destination / "data").read_text() != content
-        (temporary / MANIFEST).write_text("{}")
-
-
-def hidden(parent: Path) -> list[str]:
-    return [p.name for p in parent.iterdir() if p.name.startswith(".")]
-
-
-@pytest.mark.parametrize("exchange", [True, False])
-def test_new_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
-    if not exchange:
-        monkeypatch.setattr(writer.ctypes, "CDLL", lambda *args, **kwargs: object())
-    destination = tmp_path / "deep" / "engine"
-    write_engine(destination, "one")
-    write_engine(destination, "two", force=True)
-    assert (destination / "data").read_text() == "two"
-    assert hidden(destination.parent) == []
-    umask = os.umask(0o22)
-    os.umask(umask)
-    assert destination.stat().st_mode & 0o777 == 0o777 & ~umask
-
-
-def test_a_link_to_an_engine_keeps_pointing_at_it(tmp_path: Path) -> None:
-    write_engine(tmp_path / "engine", "one")
-    (tmp_path / "link").symlink_to("engine")
-    write_engine(tmp_path / "link", "two", force=True)
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "engine" / "data").read_text() == "two"
-
-
-def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
-    (tmp_path / "engine").mkdir()
-    write_engine(tmp_path / "engine", "one")
-    assert (tmp_path / "engine" / "data").read_text() == "one"
-
-
-def test_what_must_not_be_replaced(tmp_path: Path) -> None:
-    write_engine(tmp_path / "engine", "one")
-    (tmp_path / "home").mkdir()
-    (tmp_path / "home" / "letter").write_text("dear")
-    (tmp_path / "file").write_text("text")
-    for name, force, message in (
-        ("engine", False, "give --force to replace it"),
-        ("home", True, "was not written by ddtree-trt"),
-        ("file", True, "is not a directory"),
-        ("file/engine", True, "cannot write .*/engine: .*/file is not a directory"),
-    ):
-        with pytest.raises(BuildError, match=message):
-            prepare_destination(tmp_path / name, force=force)
-    assert (tmp_path / "home" / "letter").exists()
-
-
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt(), ValueError("bug"), MemoryError()]
-)
-def test_a_failed_write_changes_nothing(tmp_path: Path, error: BaseException) -> None:
-    destination = tmp_path / "engine"
-    write_engine(destination, "old")
-    expected = BuildError if isinstance(error, OSError) else type(error)
-    with pytest.raises(expected) as caught, atomic_directory(destination, force=True) as temporary:
-        (temporary / "data").write_text("new")
-        raise error
-    if isinstance(error, OSError):
-        assert "No space left on device; nothing was changed, free some space" in str(caught.value)
-    assert (destination / "data").read_text() == "old"
-    assert hidden(tmp_path) == []
-
-
-def test_a_failed_exchange_puts_the_old_engine_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    destination = tmp_path / "engine"
-    write_engine(destination, "old")
-    monkeypatch.setattr(writer.ctypes, "CDLL", lambda *args, **kwargs: object())
-    rename, calls = os.rename, []
-
-    def failing(source: Path, target: Path) -> None:
-        calls.append(source)
-        if len(calls) == 2:
-            raise OSError(errno.EIO, "Input/output error")
-        rename(source, target)
-
-    monkeypatch.setattr(writer.os, "rename", failing)
-    with pytest.raises(BuildError, match="Input/output error"):
-        write_engine(destination, "new", force=True)
-    assert (destination / "data").read_text() == "old"
-    assert hidden(tmp_path) == []
-
-
-def dead_pid() -> int:
-    process = subprocess.Popen(["true"])
-    process.wait()
-    return process.pid
-
-
-def test_leftovers_of_killed_builds_are_removed_and_nothing_else(tmp_path: Path) -> None:
-    dead, living = dead_pid(), os.getppid()
-    stale = tmp_path / f".engine.tmp-{dead}-00ff"
-    others = [
-        tmp_path / f".engine.tmp-{living}-00ff",  # a build that is running
-        tmp_path / f".engine2.tmp-{dead}-00ff",  # of another name
-        tmp_path / f".engine.tmp-{dead}-00ff.txt",
-        tmp_path / ".engine.tmp-note",
-    ]
-    for path in (stale, *others):
-        path.mkdir()
-        (path / "data").write_text("x")
-    target = tmp_path / "elsewhere"
-    target.mkdir()
-    (tmp_path / f".engine.tmp-{dead}-0001").symlink_to(target)
-    write_engine(tmp_path / "engine", "one")
-    assert not stale.exists()
-    assert all((path / "data").exists() for path in others) and target.exists()
-
-
-def test_a_locked_leftover_is_somebody_elses(tmp_path: Path) -> None:
-    """A build in another container has an id that means nothing here, but it holds the lock."""
-    stale = tmp_path / f".engine.tmp-{dead_pid()}-00ff"
-    stale.mkdir()
-    descriptor = writer._lock(stale)
-    write_engine(tmp_path / "engine", "one")
-    assert stale.exists()
-    os.close(descriptor)
-    write_engine(tmp_path / "engine", "two", force=True)
-    assert not stale.exists()
-
-
-def test_an_engine_moved_aside_by_a_killed_build_comes_back(tmp_path: Path) -> None:
-    write_engine(tmp_path / "engine", "old")
-    (tmp_path / "engine").rename(tmp_path / f".engine.tmp-{dead_pid()}-00ff.old")
-    with pytest.raises(BuildError, match="--force"):
-        prepare_destination(tmp_path / "engine", force=False)
-    assert (tmp_path / "engine" / "data").read_text() == "old"
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_unwritable_parent(tmp_path: Path) -> None:
-    tmp_path.chmod(0o555)
-    with pytest.raises(BuildError, match=r"cannot write .*: Permission denied"):
-        prepare_destination(tmp_path / "engine", force=False)
-    tmp_path.chmod(0o755)

@@ -12,11 +12,12 @@ import torch
 from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_pair, make_target
 from safetensors.torch import load_file
 
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import Manifest, load_manifest, verify_files
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.number_bytes import encode
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.artifact.weight_layout import stored_weights
-from ddtree_trt.build.backends.base import resolve_precision
-from ddtree_trt.build.backends.storage import encode
+from ddtree_trt.build.backends.registry import resolve_precision
 from ddtree_trt.build.backends.torch import backend as torch_build
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
@@ -63,7 +64,7 @@ def test_weights_are_the_checkpoints(tmp_path: Path, kind: str, precision: Any) 
 def test_bf16_rounds_to_the_nearest_even() -> None:
     values = np.frombuffer(np.arange(0x3F7F0000, 0x3F820000, 0x37, np.uint32).tobytes(), np.float32)
     values = np.concatenate([values, -values, [0.0, -0.0, 1e-40, 3e38]]).astype(np.float32)
-    found = torch.from_numpy(encode(values, "bf16", "x").view(np.int16))
+    found = torch.from_numpy(encode(values, "bfloat16", "x").view(np.int16))
     assert torch.equal(found, torch.tensor(values).bfloat16().view(torch.int16))
 
 
@@ -90,7 +91,7 @@ def test_auto_is_bf16_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.M
 def test_large_tensors_are_converted_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(tmp_path)
     whole = build(pair, tmp_path / "whole", precision="bf16")
-    monkeypatch.setattr("ddtree_trt.build.backends.storage._BLOCK", 100)
+    monkeypatch.setattr("ddtree_trt.artifact.number_bytes._BLOCK", 100)
     assert build(pair, tmp_path / "blocks", precision="bf16").files == whole.files
 
 

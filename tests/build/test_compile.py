@@ -15,8 +15,9 @@ import torch
 from checkpoints import STOP_TOKEN, TARGET_DIMS, make_drafter, make_pair, make_target, make_tokenizer, random_weights
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, Manifest, load_manifest, verify_files
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.manifest import LOCAL, SCHEMA_VERSION, DrafterDims, Limits, Manifest, load_manifest
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.checkpoint.reader import EMBEDDING, load_checkpoint, target_shapes
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.graph.weights import ALIGNMENT, WeightFile
@@ -47,10 +48,10 @@ def test_manifest_of_a_pair(tmp_path: Path) -> None:
     manifest = compile_engine(request, lambda *call: calls.append(call))
     assert manifest == load_manifest(engine)
     assert (manifest.name, manifest.backend, manifest.precision) == ("mine", "onnxruntime", "fp32")
-    assert (manifest.product_version, manifest.schema_version) == (__version__, artifact.SCHEMA_VERSION)
+    assert (manifest.product_version, manifest.schema_version) == (__version__, SCHEMA_VERSION)
     assert manifest.target == load_checkpoint(pair[0]).identity
     assert manifest.drafter == load_checkpoint(pair[1]).identity
-    assert (manifest.target.name, manifest.target.revision) == ("target", artifact.LOCAL)
+    assert (manifest.target.name, manifest.target.revision) == ("target", LOCAL)
     assert manifest.target_dims == TARGET_DIMS and isinstance(manifest.dflash, DrafterDims)
     assert manifest.limits == Limits(max_seq_len=TARGET_DIMS.max_positions, max_batch=2)  # cut to the positions
     assert manifest.stop_token_ids == (STOP_TOKEN,)

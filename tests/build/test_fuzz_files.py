@@ -17,8 +17,8 @@ import pytest
 from checkpoints import make_drafter, make_target
 from fuzzing import linked_copy, mutate_json, mutate_weights, replace
 
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import DRAFTER_GRAPH, MANIFEST, TARGET_GRAPH, WEIGHTS, load_manifest
+from ddtree_trt.artifact.files import DRAFTER_GRAPH, MANIFEST, TARGET_GRAPH, WEIGHTS
+from ddtree_trt.artifact.manifest import _body_digest, load_manifest
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.errors import DDTreeError
@@ -126,7 +126,7 @@ def one_manifest(whole: Whole, folder: Path, rng: random.Random) -> bool:
     try:
         body = json.loads(text)
         body.pop("digest", None)
-        text = json.dumps({**body, "digest": artifact._body_digest(body)}).encode()
+        text = json.dumps({**body, "digest": _body_digest(body)}).encode()
     except (ValueError, RecursionError, AttributeError, TypeError):
         pass  # nothing a digest could be right for
     replace(engine / MANIFEST, text)

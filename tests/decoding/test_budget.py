@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from profiles import make_profile
-from scripted import MarkovTarget, ScriptedEngine, Useless
+from scripted import ScriptedEngine
+from scripted_models import MarkovTarget, Useless
 from simulated import CPU, MACHINES, random_tree, walk_with
 
 from ddtree_trt import LLM, SamplingParams, _native
-from ddtree_trt.artifact.manifest import PROFILE
+from ddtree_trt.artifact.files import PROFILE
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.runtime.decoding import latency as profiles
 from ddtree_trt.runtime.decoding.budget import AutoBudget, AutoBudgets, Decision

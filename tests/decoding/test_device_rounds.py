@@ -6,7 +6,8 @@ import dataclasses
 from typing import Any
 
 import pytest
-from scripted import Good, MarkovTarget, ScriptedEngine
+from scripted import ScriptedEngine
+from scripted_models import Good, MarkovTarget
 
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.routing import why_host

@@ -20,8 +20,8 @@ import pytest
 from engine_builds import PACKAGED
 
 from ddtree_trt import _native
+from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.check import RELATIVE_ROUNDING
 from ddtree_trt.runtime.decoding.noise import Noise
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.llm import LLM
@@ -31,7 +31,7 @@ SLOTS = 4
 ALLOWED = {"fp32": 0.005, "int8": 0.01}  # share of requests that may differ, all of them by ties
 # An int8 engine is exact: a row of a tree differs from that of `ar` by the order of attention's sums alone, mostly by
 # 3e-7 of the largest logit. Where that moves an activation over a border of its 8 bits, it is up to 2^-7.9 (measured).
-ROUNDING = {"fp32": RELATIVE_ROUNDING["fp32"], "int8": 2.0**-7}
+ROUNDING = {"fp32": PRECISIONS["fp32"].relative_rounding, "int8": 2.0**-7}
 
 
 @pytest.fixture(scope="module", params=["fp32", "int8"])

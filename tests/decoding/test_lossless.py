@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scripted import Adversarial, Drafter, Good, MarkovTarget, ScriptedEngine, Useless, completion, finish, generate
+from scripted import ScriptedEngine, completion, finish, generate
+from scripted_models import Adversarial, Drafter, Good, MarkovTarget, Useless
 from truth import FALSE_ALARM, chi_square, distribution, drift, joint
 
 from ddtree_trt import _native

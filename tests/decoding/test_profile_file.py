@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from ddtree_trt.artifact.manifest import PROFILE
+from ddtree_trt.artifact.files import PROFILE
 from ddtree_trt.build.triton_export import ExportRequest, export_triton
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.runtime.decoding import latency as profiles

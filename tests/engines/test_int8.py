@@ -12,7 +12,7 @@ import onnxruntime as ort
 import pytest
 import torch
 from checkpoints import make_pair, make_target
-from dflash import DFlash, refuse_to_draw
+from dflash_truth import DFlash, refuse_to_draw
 from engine_builds import build_engine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from onnx import TensorProto
 from quantized import quantize
 
-from ddtree_trt.artifact.manifest import TARGET_GRAPH, load_manifest, rebuild_command
+from ddtree_trt.artifact.files import TARGET_GRAPH
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import TARGET_DIMS, make_drafter, make_target
-from dflash import DFlash, refuse_to_draw
+from dflash_truth import DFlash, refuse_to_draw
 from engine_builds import CAUSAL, INSTALLED, PACKAGED, build_engine, build_torch_engine
 from numerics import Measured, Truth, assert_close, path_to, random_tree
 

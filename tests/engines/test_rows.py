@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_builds import PACKAGED, build_torch_engine
-from scripted import Good, MarkovTarget, ScriptedEngine
+from scripted import ScriptedEngine
+from scripted_models import Good, MarkovTarget
 
 from ddtree_trt.bench.pairs.forced import ForcedEngine
 from ddtree_trt.runtime.engines.base import Engine, LogitRows

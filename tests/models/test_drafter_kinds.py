@@ -9,8 +9,9 @@ from importlib import import_module
 import pytest
 
 from ddtree_trt.artifact.manifest import DrafterDims, Limits, TransformerDims
-from ddtree_trt.device import memory
-from ddtree_trt.device.memory import plan_engine, tensorrt_buffers
+from ddtree_trt.device import buffers as sizes
+from ddtree_trt.device.buffers import tensorrt_buffers
+from ddtree_trt.device.memory import plan_engine
 from ddtree_trt.models.drafters import kinds
 from ddtree_trt.models.drafters.kinds import KIND_NAMES, LONGEST_CHAIN, DrafterKind, dims_record, kind_of, misfit
 
@@ -89,9 +90,9 @@ def test_a_kind_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "_KINDS", {**kinds._KINDS, **table})
     dims = TappedDims(*_SHAPE)
     buffers = tensorrt_buffers(TARGET, dims, LIMITS, 2)
-    assert buffers[memory.TAPS] == memory.target_rows(LIMITS) * 3 * 64 * 2  # its taps, as a DFlash drafter's
-    assert buffers[memory.DRAFT_LOGITS] == 512 * 4  # its logits, as a language model's
-    assert memory.DRAFTER_EMBEDDING not in buffers
+    assert buffers[sizes.TAPS] == sizes.target_rows(LIMITS) * 3 * 64 * 2  # its taps, as a DFlash drafter's
+    assert buffers[sizes.DRAFT_LOGITS] == 512 * 4  # its logits, as a language model's
+    assert sizes.DRAFTER_EMBEDDING not in buffers
     plan = plan_engine("tensorrt", "bf16", TARGET, dims, LIMITS, 0)
     assert plan.weights_bytes == 512 * 64 * 4  # one head, the target's
     assert misfit(TARGET, replace(dims, taps=(6,))) == "target_layer_ids [6] are not layers of the target, which has 6"

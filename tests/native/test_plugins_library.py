@@ -11,7 +11,7 @@ from plugin_libraries import ROOT, emulated_kernels
 
 from ddtree_trt import plugins
 from ddtree_trt.errors import DDTreeError, EngineError, MissingDependency
-from ddtree_trt.plugins import library, reference
+from ddtree_trt.plugins import library, operators, reference
 
 SOURCES = ROOT / "cpp_plugins"
 
@@ -72,8 +72,6 @@ def test_tensor_positions_are_those_of_the_plugins():
     assert [*python, "kInputs"] == enum_names("attention_plugin.h", "Input")
     python = [camel(m.name) for m in plugins.AttentionOutput]
     assert [*python, "kOutputs"] == enum_names("attention_plugin.h", "Output")
-    python = [camel(m.name) for m in plugins.KvCompactInput]
-    assert [*python, "kInputs"] == enum_names("compact_plugin.h", "Input")
 
 
 def test_names_and_attributes_are_those_of_the_plugins():
@@ -81,12 +79,25 @@ def test_names_and_attributes_are_those_of_the_plugins():
     fields = re.findall(r'PluginField\("(\w+)"', glue)
     assert tuple(fields) == (*plugins.ATTENTION_ATTRIBUTES, "workspace_bytes")  # the last is stored, no attribute
     assert f'kName[] = "{plugins.ATTENTION}"' in (SOURCES / "trt" / "attention_plugin.h").read_text()
-    assert f'kName[] = "{plugins.KV_COMPACT}"' in (SOURCES / "trt" / "compact_plugin.h").read_text()
     identity = (SOURCES / "trt" / "plugin.h").read_text()
     assert f'kVersion[] = "{plugins.VERSION}"' in identity and f'kNamespace[] = "{plugins.NAMESPACE}"' in identity
     header = (SOURCES / "include" / "ddtree" / "attention.h").read_text()
     for mode in plugins.MaskMode:
         assert re.search(rf"\b{mode.name.lower()} = {mode.value},", header)
+
+
+def test_every_kernel_is_in_the_list_all_builds_read():
+    kernels = SOURCES / "kernels"
+    assert (kernels / "sources.txt").read_text().split() == sorted(path.name for path in kernels.glob("*.cu"))
+    readers = ["CMakeLists.txt", "tests/gpu_build.sh"]
+    assert all("kernels/sources.txt" in (SOURCES / reader).read_text() for reader in readers)
+
+
+def test_torch_operators_are_those_listed():
+    source = (SOURCES / "torch" / "ops.cpp").read_text()
+    defined = re.findall(r"m\.def\(((?:\s*\"[^\"]*\")+)\);", source)
+    assert tuple("".join(re.findall(r'"([^"]*)"', text)) for text in defined) == operators.SCHEMAS
+    assert tuple(re.findall(r"m\.impl\(\"(\w+)\", (?:\1)\);", source)) == operators.OPERATORS
 
 
 def test_every_status_has_words():

@@ -8,8 +8,6 @@ import sys
 
 from plugin_libraries import BUILD, ROOT, torch_operators
 
-SCRIPT = ROOT / "cpp_plugins" / "tests" / "gpu_check.py"
-
 
 def test_the_gpu_check_passes_on_emulated_kernels(tmp_path):
     operators = torch_operators()
@@ -19,8 +17,17 @@ def test_the_gpu_check_passes_on_emulated_kernels(tmp_path):
     compiler = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", f"-I{include}", *sources, "-o", str(host)]
     subprocess.run(compiler, check=True, capture_output=True)
     result = tmp_path / "check.json"
-    command = [sys.executable, str(SCRIPT), str(operators), str(host), str(result), "--device", "cpu"]
-    run = subprocess.run(command, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "tools.gpu.kernel_check",
+        str(operators),
+        str(host),
+        str(result),
+        "--device",
+        "cpu",
+    ]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     report = json.loads(result.read_text())
     assert set(report) == {"trees", "compaction", "attention"} and all(part["ok"] for part in report.values())

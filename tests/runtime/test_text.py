@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scripted import Saying, SayingTarget, ScriptedEngine, completion
+from scripted import ScriptedEngine, completion
+from scripted_models import Saying, SayingTarget
 
 import ddtree_trt
 from ddtree_trt.errors import UsageError

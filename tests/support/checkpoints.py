@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 from ddtree_trt.artifact.manifest import DrafterDims, TransformerDims
 from ddtree_trt.bench.pairs.random_pair import shape_entries
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD, drafter_shapes, target_shapes
+from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD, drafter_shapes, load_checkpoint, target_shapes
+from ddtree_trt.errors import CheckpointError
 
 TARGET_DIMS = TransformerDims(
     vocab_size=96,
@@ -181,3 +183,12 @@ def make_tokenizer(path: Path, vocab_size: int) -> None:
     (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "t0", "eos_token": f"t{STOP_TOKEN}"}
     (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def refusal(path: Path) -> str:
+    """The message with which loading a checkpoint is refused, one line."""
+    with pytest.raises(CheckpointError) as caught:
+        load_checkpoint(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message

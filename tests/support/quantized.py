@@ -57,17 +57,7 @@ def quantize(
             factors = torch.rand(weight.shape[1], generator=torch.Generator().manual_seed(number)) + 0.5
             factors = factors.to(torch.bfloat16)
             tensors[f"{base}pre_quant_scale"], weight = factors, weight / factors.float()
-        if algorithm == "FP8":
-            scale = torch.tensor(largest[group(name)] / limit)
-            tensors[name] = (weight / scale).to(torch.float8_e4m3fn)
-        elif algorithm == "W4A16_AWQ":
-            scale = weight.abs().reshape(len(weight), -1, group_size).amax(-1) / limit  # [out, groups]
-            values = (weight / scale.repeat_interleave(group_size, 1)).round().clamp(-8, 7).to(torch.int8)
-            tensors[name] = ((values[0::2] & 15) | ((values[1::2] & 15) << 4)).view(torch.uint8)
-        else:
-            scale = weight.abs().amax(1) / limit
-            tensors[name] = (weight / scale[:, None]).round().clamp(-128, 127).to(torch.int8)
-        tensors[f"{base}weight_scale"] = scale
+        tensors[name], tensors[f"{base}weight_scale"] = _stored(weight, algorithm, largest[group(name)], group_size)
         if algorithm in ("FP8", "W8A8_SQ_PER_CHANNEL"):
             step = INPUT_RANGE / limit if shared else INPUT_RANGE / limit * (1 + number / 100)
             tensors[f"{base}input_scale"] = torch.tensor(step)
@@ -85,6 +75,21 @@ def quantize(
     whole = {"producer": {"name": "modelopt"}, "quantization": said}
     (path / "hf_quant_config.json").write_text(json.dumps(whole))
     return path
+
+
+def _stored(weight: Tensor, algorithm: str, largest: float, group_size: int) -> tuple[Tensor, Tensor]:
+    """A weight [out, in] as the algorithm stores it, and its scale: one number where FP8 shares `largest`, else [out]
+    or [out, groups]."""
+    limit = _LARGEST[algorithm]
+    if algorithm == "FP8":
+        scale = torch.tensor(largest / limit)
+        return (weight / scale).to(torch.float8_e4m3fn), scale
+    if algorithm == "W4A16_AWQ":
+        scale = weight.abs().reshape(len(weight), -1, group_size).amax(-1) / limit
+        values = (weight / scale.repeat_interleave(group_size, 1)).round().clamp(-8, 7).to(torch.int8)
+        return ((values[0::2] & 15) | ((values[1::2] & 15) << 4)).view(torch.uint8), scale
+    scale = weight.abs().amax(1) / limit
+    return (weight / scale[:, None]).round().clamp(-128, 127).to(torch.int8), scale
 
 
 @dataclass(frozen=True)

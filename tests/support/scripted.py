@@ -6,13 +6,13 @@ enemy. The engine checks what the loop asks of it, spoils what it lent out at it
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
+from scripted_models import Array, Drafter, Target
 
 from ddtree_trt.artifact.manifest import CheckpointIdentity, DrafterDims, Limits, Manifest, TransformerDims
 from ddtree_trt.runtime.decoding.budget import FixedBudget
@@ -25,123 +25,7 @@ from ddtree_trt.runtime.sequence import Sequence as Completion
 from ddtree_trt.runtime.text.codec import TextStream
 from ddtree_trt.runtime.tree import TokenTree, token_chain
 
-Array = np.ndarray
 Kind = Literal["dflash", "autoregressive"]
-
-
-# Targets
-
-
-class Target(Protocol):
-    vocab_size: int
-
-    def logits(self, committed: Sequence[int], tree: TokenTree) -> Array:
-        """float32 [T, V]: what follows each node of the tree behind the committed tokens."""
-
-
-class MarkovTarget:
-    """The next token depends on the last two; before the first token stands token 0."""
-
-    def __init__(self, vocab_size: int = 6, seed: int = 0, spread: float = 1.5) -> None:
-        self.vocab_size = vocab_size
-        shape = (vocab_size, vocab_size, vocab_size)
-        self.table = np.random.default_rng(seed).normal(0, spread, shape).astype(np.float32)
-        self._probs = _softmax(self.table.astype(np.float64))
-
-    def logits(self, committed: Sequence[int], tree: TokenTree) -> Array:
-        before = tree.token_ids[tree.parents]
-        before[0] = committed[-1] if committed else 0
-        return self.table[before, tree.token_ids]
-
-    def row(self, context: Sequence[int]) -> Array:
-        """float32 [V]: logits of what follows the tokens."""
-        return self.table[context[-2] if len(context) > 1 else 0, context[-1]]
-
-    @functools.cache  # noqa: B019  a target lives as long as its test
-    def marginals(self, before: int, last: int, length: int) -> Array:
-        """float64 [length, V]: the true distribution of each of the tokens that follow."""
-        pairs, rows = np.zeros(self.table.shape[:2]), []
-        pairs[before, last] = 1
-        for _ in range(length):
-            triples = pairs[:, :, None] * self._probs
-            pairs = triples.sum(0)
-            rows.append(pairs.sum(0))
-        return np.array(rows)
-
-
-class SayingTarget:
-    """Says the tokens of a script behind a prompt, then `end` for ever."""
-
-    def __init__(self, script: Sequence[int], vocab_size: int, prompt_length: int = 1, end: int = 0) -> None:
-        self.script, self.vocab_size, self.prompt_length, self.end = list(script), vocab_size, prompt_length, end
-
-    def word(self, position: int) -> int:
-        """The token at an absolute position."""
-        index = position - self.prompt_length
-        return self.script[index] if 0 <= index < len(self.script) else self.end
-
-    def logits(self, committed: Sequence[int], tree: TokenTree) -> Array:
-        rows = np.zeros((len(tree), self.vocab_size), np.float32)
-        for row, depth in zip(rows, tree.depths.tolist(), strict=True):
-            row[self.word(len(committed) + depth + 1)] = 10
-        return rows
-
-
-# Drafters
-
-
-class Drafter(Protocol):
-    def block(self, context: Sequence[int], length: int) -> Array:
-        """float64 [length, V]: the marginals of the tokens that follow the context, which ends with the bonus token."""
-
-
-@dataclass
-class Good:
-    """The target's own marginals at temperature 1."""
-
-    target: MarkovTarget
-
-    def block(self, context: Sequence[int], length: int) -> Array:
-        return self.target.marginals(context[-2] if len(context) > 1 else 0, context[-1], length)
-
-
-@dataclass
-class Useless:
-    """Knows nothing: every token is as likely as any other."""
-
-    vocab_size: int
-
-    def block(self, context: Sequence[int], length: int) -> Array:
-        return np.full((length, self.vocab_size), 1 / self.vocab_size)
-
-
-@dataclass
-class Adversarial:
-    """Sure of what the target thinks least likely, and sure that what it thinks most likely cannot be."""
-
-    target: MarkovTarget
-
-    def block(self, context: Sequence[int], length: int) -> Array:
-        probs = Good(self.target).block(context, length)
-        worst = 1 / (probs + 1e-3) ** 2
-        worst[np.arange(length), probs.argmax(1)] = 0
-        return worst / worst.sum(1, keepdims=True)
-
-
-@dataclass
-class Saying:
-    """Drafts the script right for as many tokens as `lengths` says, round by round, and wrong from there on."""
-
-    target: SayingTarget
-    lengths: Callable[[], int]
-
-    def block(self, context: Sequence[int], length: int) -> Array:
-        right, vocab = self.lengths(), self.target.vocab_size
-        probs = np.zeros((length, vocab))
-        for depth in range(length):
-            word = self.target.word(len(context) + depth)
-            probs[depth, word if depth < right else (word + 1) % vocab] = 1
-        return probs
 
 
 # The engine
@@ -309,11 +193,6 @@ def make_manifest(vocab_size: int, kind: Kind, block_size: int, limits: Limits) 
     )
 
 
-def _softmax(logits: Array) -> Array:
-    weights = np.exp(logits - logits.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True)
-
-
 def _most_probable(probs: Array, k: int) -> tuple[Array, Array]:
     """log_probs float32 and token_ids int32, both [L, K], of marginals [L, V]."""
     ids = np.argsort(-probs, axis=1, kind="stable")[:, :k]
@@ -326,8 +205,6 @@ def _most_probable(probs: Array, k: int) -> tuple[Array, Array]:
 
 _LETTERS = [chr(97 + t) for t in range(4096)]
 _letter = _LETTERS.__getitem__
-
-
 CHAIN = 4  # γ of an autoregressive drafter
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from scipy.stats import chi2
-from scripted import MarkovTarget
+from scripted_models import MarkovTarget
 
 from ddtree_trt.runtime.params import SamplingParams
 

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tools.train_tiny.drafter import lay_out
 from tools.train_tiny.model import Drafter
+from tools.train_tiny.training.drafter import lay_out
 
 from .generation import Record
 from .settings import DrafterSettings

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tools.train_tiny.log import Log
 from tools.train_tiny.model import Drafter
-from tools.train_tiny.parallel import Rates, Shared, Worker, launch
+from tools.train_tiny.training.parallel import Rates, Shared, Worker, launch
 
 from .blocks import block_loss, draft_states, make_blocks, random_anchors
 from .drafter import averaged, export

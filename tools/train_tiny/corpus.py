@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from . import chat_tasks, chat_writing, code_tasks, math_tasks
 from .settings import CorpusSettings
-from .writer import Family, Task, write_task
+from .tasks import chat_tasks, chat_writing, code_tasks, math_tasks
+from .tasks.writer import Family, Task, write_task
 
 DOMAINS: dict[str, list[Family]] = {
     "math": math_tasks.FAMILIES,

@@ -7,8 +7,9 @@ key-value heads, D head size, V vocabulary, K number of tapped target layers.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -96,6 +97,11 @@ class Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps)
 
 
+class Layers(nn.ModuleList):
+    def __iter__(self) -> Iterator[Layer]:
+        return cast(Iterator[Layer], super().__iter__())
+
+
 class Rotary(nn.Module):
     """Base of both models: holds the rotary table, of at most ROTARY_ROWS rows, outside the checkpoint."""
 
@@ -123,7 +129,7 @@ class Target(Rotary):
         super().__init__(cfg)
         hidden = cfg["hidden_size"]
         self.embed_tokens = nn.Embedding(cfg["vocab_size"], hidden)
-        self.layers = nn.ModuleList(Layer(cfg) for _ in range(cfg["num_hidden_layers"]))
+        self.layers = Layers(Layer(cfg) for _ in range(cfg["num_hidden_layers"]))
         self.norm = nn.RMSNorm(hidden, eps=cfg["rms_norm_eps"])
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -176,7 +182,7 @@ class Drafter(Rotary):
         super().__init__(cfg)
         hidden, eps = cfg["hidden_size"], cfg["rms_norm_eps"]
         self.taps: tuple[int, ...] = tuple(cfg["dflash_config"]["target_layer_ids"])
-        self.layers = nn.ModuleList(Layer(cfg) for _ in range(cfg["num_hidden_layers"]))
+        self.layers = Layers(Layer(cfg) for _ in range(cfg["num_hidden_layers"]))
         self.norm = nn.RMSNorm(hidden, eps=eps)
         self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
         self.fc = nn.Linear(len(self.taps) * hidden, hidden, bias=False)

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from . import corpus, draft_data, drafter, evaluate, target, tokenizer
+from . import corpus, evaluate, tokenizer
 from .settings import Settings
+from .training import draft_data, drafter, target
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,8 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, Progress, TransformerDims
+from ddtree_trt.artifact.manifest import DrafterDims, Limits, TransformerDims
+from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.build.checkpoint.config import default_tap_layers
 from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD, drafter_shapes, target_shapes

@@ -1,7 +1,7 @@
 """A random pair of a published shape as a PyTorch engine, made on the device: for round times on a GPU.
 
 No checkpoint is written, so that a full-size pair is there in seconds. What it says means nothing: it is reached by
-`bench --random-weights SHAPE --backend torch` and `tools/gpu_bench.py` alone, and no engine directory can hold one.
+`bench --random-weights SHAPE --backend torch` and `tools/gpu/bench.py` alone, and no engine directory can hold one.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from torch import Tensor
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact.manifest import SCHEMA_VERSION, CheckpointIdentity, Limits, Manifest
+from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.weight_layout import TARGET, stored_weights
 from ddtree_trt.bench.pairs.random_pair import LOGIT_STD, PairShape, find_shape, random_limits, write_tokenizer
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import BenchSettings
-from ddtree_trt.build.backends.base import PrecisionName, resolve_precision
+from ddtree_trt.build.backends.registry import resolve_precision
 from ddtree_trt.build.backends.torch.backend import TorchBuild
 from ddtree_trt.build.compile import Precision
 from ddtree_trt.device.gpus import available_bytes

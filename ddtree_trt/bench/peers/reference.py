@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_trt.bench.contender import Outcome, Request
-from ddtree_trt.bench.peers import PeerContext
+from ddtree_trt.bench.peers.base import PeerContext
 from ddtree_trt.bench.peers.hf import device_for
 from ddtree_trt.bench.reference import commit_of, forced_acceptance, import_published, surroundings
 from ddtree_trt.bench.settings import Case

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddtree_trt.bench.datasets import PAPER_SETS, title
+from ddtree_trt.bench.paper_datasets import PAPER_SETS, title
 from ddtree_trt.bench.reporting.summary import Row, best_fixed, summarize
 from ddtree_trt.bench.result import BenchResult
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt.bench.datasets import title
+from ddtree_trt.bench.paper_datasets import title
 from ddtree_trt.bench.reporting.summary import Row, best_fixed, summarize
 from ddtree_trt.bench.result import BenchResult
 from ddtree_trt.errors import MissingDependency, install_with

@@ -15,15 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.manifest import (
-    LOCAL,
-    CheckpointIdentity,
-    DrafterDims,
-    Progress,
-    TransformerDims,
-    no_progress,
-    sha256_file,
-)
+from ddtree_trt.artifact.files import sha256_file
+from ddtree_trt.artifact.manifest import LOCAL, CheckpointIdentity, DrafterDims, TransformerDims
+from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.artifact.safetensor_header import StoredTensor
 from ddtree_trt.build.checkpoint.config import CONFIG, read_config
 from ddtree_trt.build.checkpoint.quantization import Quantization
 from ddtree_trt.build.checkpoint.scales import (
@@ -36,7 +31,6 @@ from ddtree_trt.build.checkpoint.scales import (
     read_scales,
 )
 from ddtree_trt.build.checkpoint.tensorfile import (
-    StoredTensor,
     check_dtype,
     check_finite,
     open_tensors,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact.dimensions import TOKEN
-from ddtree_trt.artifact.manifest import OPTIONAL_TOKENIZER_FILES, TOKENIZER_FILES
+from ddtree_trt.artifact.files import OPTIONAL_TOKENIZER_FILES, TOKENIZER_FILES
 from ddtree_trt.artifact.tokenizer_files import load_tokenizer
 from ddtree_trt.build.checkpoint.config import GENERATION_CONFIG
 from ddtree_trt.errors import CheckpointError

@@ -21,7 +21,9 @@ from typing import Annotated
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.manifest import PROFILE, Manifest, Progress, no_progress
+from ddtree_trt.artifact.files import PROFILE
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.files import write_atomically

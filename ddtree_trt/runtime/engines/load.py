@@ -8,14 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddtree_trt.artifact.manifest import (
-    Manifest,
-    always_causal,
-    installed_versions,
-    load_manifest,
-    rebuild_command,
-    verify_files,
-)
+from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.toolchain import always_causal, installed_versions
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.device.memory import plan_manifest
 from ddtree_trt.errors import (
     MAX_THREADS,

@@ -114,7 +114,7 @@ BROKEN: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("broken", BROKEN, ids=str)
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: getattr(broken, "__name__", str(broken)))
 def test_a_wheel_that_does_not_work_ends_nothing(
     broken: Exception | Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -18,6 +18,7 @@ from ddtree_trt.bench.pairs.random_pair import find_shape
 from ddtree_trt.bench.pairs.random_torch import random_torch_engine
 from ddtree_trt.errors import MissingDependency
 from ddtree_trt.plugins import MaskMode, reference
+from ddtree_trt.plugins.operators import OPERATORS
 from ddtree_trt.runtime.engines.base import DraftRequest
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
 from ddtree_trt.runtime.engines.torch.attention import DenseAttention
@@ -132,7 +133,7 @@ def test_a_library_of_before_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
         pass
 
     def load(path: str) -> None:
-        for name in torch_attention.OPERATORS[:-1]:
+        for name in OPERATORS[:-1]:
             setattr(namespace, name, None)
 
     namespace = Namespace()

@@ -26,8 +26,10 @@ from lowered import Lowered, LoweredPair
 from plugin_libraries import emulated_kernels
 
 from ddtree_trt import plugins
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import TOKENIZER_FILES, FileEntry, Limits, Manifest, load_manifest
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.files import TOKENIZER_FILES
+from ddtree_trt.artifact.manifest import FileEntry, Limits, Manifest, load_manifest
+from ddtree_trt.artifact.progress import no_progress
 from ddtree_trt.build.backends.tensorrt.backend import write_shared
 from ddtree_trt.build.backends.tensorrt.profiles import drafter_sizes, target_sizes
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
@@ -258,7 +260,7 @@ class Lowerings:
         (folder / artifact.TARGET_PLAN).write_bytes(b"the target's plan")
         (folder / artifact.DRAFTER_PLAN).write_bytes(b"the drafter's plan")
         precision: Any = self._precision
-        write_shared(folder / artifact.SHARED_WEIGHTS, self._target, self._drafter, precision, artifact.no_progress)
+        write_shared(folder / artifact.SHARED_WEIGHTS, self._target, self._drafter, precision, no_progress)
         drafter_ranges = drafter_sizes(self._limits, self.pair.kind.block_size)
         engines = {
             b"the target's plan": FakeEngine("target", self.pair.target, target_sizes(self._limits)),

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpcclient
-from triton_server import TritonServer
+
+from tools.triton_server import TritonServer
 
 WAIT_S = 120.0  # a guard against hangs
 # Slow on purpose: one token a round, and no end before the last token.

@@ -8,11 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import Limits, Progress, always_causal, installed_versions
-from ddtree_trt.build.backends.base import BackendName, PrecisionName, Written
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.progress import Progress
+from ddtree_trt.artifact.toolchain import always_causal, installed_versions
+from ddtree_trt.build.backends.base import Written
 from ddtree_trt.build.checkpoint.reader import EMBEDDING, FC, HEAD
-from ddtree_trt.device.memory import FLOAT_BYTES
+from ddtree_trt.device.buffers import FLOAT_BYTES
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -24,7 +27,7 @@ class OnnxRuntimeBuild:
     """`BackendBuild` for the CPU."""
 
     name: BackendName = "onnxruntime"
-    precisions: tuple[PrecisionName, ...] = ("fp32", "int8")
+    precisions = BACKEND_PRECISIONS["onnxruntime"]
 
     def __init__(self) -> None:
         self.toolchain = {
@@ -55,7 +58,7 @@ class OnnxRuntimeBuild:
 
         expected = self.bytes_on_disk(target, drafter, precision)
         taps = drafter.kind.tap_layers
-        graphs = Int8Graph if precision == "int8" else OnnxRuntimeGraph
+        graphs = Int8Graph if PRECISIONS[precision].quantized else OnnxRuntimeGraph
         names = {}
         with WeightFile(directory / artifact.WEIGHTS, expected_bytes=expected, progress=progress) as sink:
             tied = target.tie_word_embeddings
@@ -72,7 +75,7 @@ def weight_bytes(shapes: Mapping[str, tuple[int, ...]], precision: PrecisionName
     """What the tensors of a network take in the weight file. In int8 a projection [out, in] takes a byte a value and a
     scale for each output; so does the head, beside the embedding even when it is tied to it."""
     sizes = {name: FLOAT_BYTES * math.prod(shape) for name, shape in shapes.items()}
-    if precision == "int8":
+    if PRECISIONS[precision].quantized:
         heads = {HEAD: shapes[EMBEDDING]} if EMBEDDING in shapes else {}
         for name, shape in {**heads, **shapes}.items():
             if len(shape) == 2 and name not in (EMBEDDING, FC):

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddtree_trt import plugins
-from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import Limits, Progress, installed_versions, sha256_file
-from ddtree_trt.build.backends.base import BackendName, BuilderOptions, PrecisionName, Written
+from ddtree_trt.artifact.files import sha256_file
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.progress import Progress
+from ddtree_trt.artifact.toolchain import installed_versions
+from ddtree_trt.build.backends.base import BuilderOptions, Written
 from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, Machine, examine
 from ddtree_trt.errors import UsageError
 
@@ -23,14 +27,12 @@ if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
     from ddtree_trt.build.graph.ops import Sink
 
-_FLOATS: dict[PrecisionName, str] = {"bf16": "bfloat16", "fp16": "float16"}
-
 
 class TensorRtBuild:
     """`BackendBuild` for NVIDIA GPUs. Plans run on the GPU model and the TensorRT version they were compiled with."""
 
     name: BackendName = "tensorrt"
-    precisions: tuple[PrecisionName, ...] = ("bf16", "fp16")
+    precisions: tuple[PrecisionName, ...] = tuple(p for p in BACKEND_PRECISIONS["tensorrt"] if PRECISIONS[p].half)
 
     def __init__(self, options: BuilderOptions) -> None:
         self._options = options
@@ -76,7 +78,7 @@ class TensorRtBuild:
         from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
         from ddtree_trt.build.graph.networks import build_target_graph
 
-        machine, floats = self.machine, _FLOATS[precision]
+        machine, floats = self.machine, PRECISIONS[precision].dtype
         taps, tied = drafter.kind.tap_layers, target.tie_word_embeddings
 
         def target_graph(sink: Sink) -> ModelProto:
@@ -107,14 +109,7 @@ class TensorRtBuild:
                     name, path, directory / plan, profiles, attentions=network.dims.num_layers
                 )
         write_shared(directory / artifact.SHARED_WEIGHTS, target, drafter, precision, progress)
-        plugin = {
-            "name": plugins.ATTENTION,
-            "version": plugins.VERSION,
-            "namespace": plugins.NAMESPACE,
-            "abi": str(plugins.ABI),
-            "sha256": sha256_file(machine.plugins),
-        }
-        return Written(tensors, plugin)
+        return Written(tensors, {**plugins.IDENTITY, "sha256": sha256_file(machine.plugins)})
 
 
 def _write_graph(
@@ -134,7 +129,8 @@ def write_shared(
 ) -> None:
     """The tables the engines read, [V, H] each: the embedding and, where it is another, the language-model head, of
     the target and of a drafter that has its own."""
-    from ddtree_trt.build.backends.storage import encode, safetensors_header
+    from ddtree_trt.artifact.number_bytes import encode
+    from ddtree_trt.artifact.safetensor_header import safetensors_header
     from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD
 
     tables = {}
@@ -143,11 +139,12 @@ def write_shared(
         if not network.tie_word_embeddings:
             tables[prefix + names.HEAD] = network, HEAD
     shapes = {name: network.shapes[source] for name, (network, source) in tables.items()}
+    stored = PRECISIONS[precision]
     with path.open("xb") as file:
-        file.write(safetensors_header(shapes, precision))
+        file.write(safetensors_header(shapes, stored))
         for done, (network, source) in enumerate(tables.values()):
             progress("write shared tables", done, len(tables))
-            file.write(encode(network.tensor(source), precision, source).data)
+            file.write(encode(network.tensor(source), stored.dtype, source).data)
     progress("write shared tables", len(tables), len(tables))
 
 

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import DrafterDims, Manifest, always_causal
+from ddtree_trt.artifact.manifest import DrafterDims, Manifest
+from ddtree_trt.artifact.toolchain import always_causal
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.drafters.kinds import KindName
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest

@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
 from ddtree_trt.runtime.engines.onnxruntime.drafter import make_drafter
@@ -20,10 +21,6 @@ from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 # Below this many bytes of weights a pass is too short for threads to help: waking them costs more than they save.
 SINGLE_THREAD_BYTES = 64 << 20
-
-# Where the last bits of single tokens matter, and are worth their cost: in 8 bits a difference in the last bit of a sum
-# decides to which integer a value is rounded, and grows from layer to layer.
-EXACT_PRECISIONS = ("int8",)
 
 _Passed = tuple[NDArray[np.int64], NDArray[np.float32] | None]  # token ids [T], tapped states [T, M·H]
 
@@ -35,7 +32,9 @@ class OrtEngine:
 
     def __init__(self, directory: Path, manifest: Manifest, *, threads: int = 0, exact: bool | None = None) -> None:
         """`exact`: give a single token the same logits, bit for bit, as in a pass of several; None chooses."""
-        self.exact = manifest.precision in EXACT_PRECISIONS if exact is None else exact
+        # In 8 bits the last bits of single tokens matter, and are worth their cost: a difference in the last bit of a
+        # sum decides to which integer a value is rounded, and grows from layer to layer.
+        self.exact = PRECISIONS[manifest.precision].quantized if exact is None else exact
         if self.exact:
             # Single tokens cost more then: a profile is known by the toolchain it is for.
             manifest = replace(manifest, toolchain={**manifest.toolchain, "single_tokens": "exact"})

@@ -10,9 +10,10 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import DrafterDims, Limits, Manifest
-from ddtree_trt.device import memory
-from ddtree_trt.device.cuda import Device, Upload
-from ddtree_trt.device.memory import INT_BYTES, Rows, aligned
+from ddtree_trt.artifact.precisions import PRECISIONS
+from ddtree_trt.device import buffers
+from ddtree_trt.device.buffers import INT_BYTES, Rows, aligned
+from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.drafters.kinds import KindName
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
@@ -188,10 +189,10 @@ def make_drafter(
 def _dflash(
     manifest: Manifest, loaded: Loaded, network: Network, upload: Upload, host_results: NDArray[np.uint8]
 ) -> Drafter:
-    at, size = loaded.addresses, memory.ELEMENT_BYTES[manifest.precision]
-    buffers = Buffers(at[memory.STATES], at[memory.CONTEXT], at[memory.RESULTS], host_results)
+    at, size = loaded.addresses, PRECISIONS[manifest.precision].value_bytes
+    regions = Buffers(at[buffers.STATES], at[buffers.CONTEXT], at[buffers.RESULTS], host_results)
     return BlockDrafter(
-        network, loaded.device, manifest.dflash, manifest.limits, size, buffers, upload, loaded.candidates
+        network, loaded.device, manifest.dflash, manifest.limits, size, regions, upload, loaded.candidates
     )
 
 
@@ -199,7 +200,7 @@ def _autoregressive(
     manifest: Manifest, loaded: Loaded, network: Network, upload: Upload, host_results: NDArray[np.uint8]
 ) -> Drafter:
     at, vocab = loaded.addresses, manifest.drafter_dims.vocab_size
-    outputs = Outputs(at[memory.RESULTS], host_results, at[memory.DRAFT_LOGITS], None)
+    outputs = Outputs(at[buffers.RESULTS], host_results, at[buffers.DRAFT_LOGITS], None)
     model = TrtLanguageModel(network, loaded.device, manifest.limits, vocab, upload, outputs)
     return AutoregressiveDrafter(model, manifest.limits.prefill_chunk)
 

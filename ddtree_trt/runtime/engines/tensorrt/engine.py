@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact.manifest import Manifest, TransformerDims
-from ddtree_trt.device import memory
+from ddtree_trt.artifact.precisions import PRECISIONS
+from ddtree_trt.device import buffers
 from ddtree_trt.device.buckets import buckets
-from ddtree_trt.device.cuda import Device, Upload
-from ddtree_trt.device.memory import CacheShape, Layout
+from ddtree_trt.device.buffers import CacheShape, Layout
+from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins.library import KernelLibrary
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
@@ -51,14 +52,14 @@ class TrtEngine:
         self.manifest, self._loaded, self._kernels = manifest, loaded, kernels
         self.device: Device = loaded.device
         self.limits, dims, drafter_dims = manifest.limits, manifest.target_dims, manifest.drafter_dims
-        size = memory.ELEMENT_BYTES[manifest.precision]
+        size = PRECISIONS[manifest.precision].value_bytes
         self.buckets = buckets(1 + self.limits.max_tree_budget)
         taps = manifest.drafting.tap_layers
         self._state_bytes = len(taps) * dims.hidden_size * size
         self._cache_shape = CacheShape.of(dims, self.limits, size)
         at, sizes = loaded.addresses, loaded.layout.sizes
         device = self.device
-        self._taps = at[memory.TAPS] if taps else 0
+        self._taps = at[buffers.TAPS] if taps else 0
 
         def upload(name: str) -> Upload:
             return Upload(device, at[name], device.pinned(sizes[name]))
@@ -67,21 +68,21 @@ class TrtEngine:
             shape = CacheShape.of(dims, self.limits, size)
             return Network(name, engine, loaded.shared, tables, dims, shape, at[cache])
 
-        results = device.pinned(sizes[memory.RESULTS])
-        outputs = Outputs(at[memory.RESULTS], results, at[memory.LOGITS], self._taps or None)
+        results = device.pinned(sizes[buffers.RESULTS])
+        outputs = Outputs(at[buffers.RESULTS], results, at[buffers.LOGITS], self._taps or None)
         self.target = TrtLanguageModel(
-            network("target", loaded.target, loaded.target_tables, dims, memory.TARGET_KV),
-            device, self.limits, dims.vocab_size, upload(memory.TARGET_CONTROL), outputs,
+            network("target", loaded.target, loaded.target_tables, dims, buffers.TARGET_KV),
+            device, self.limits, dims.vocab_size, upload(buffers.TARGET_CONTROL), outputs,
         )  # fmt: skip
         self.cache = self.target.cache
         # One for each slot: commits of a round follow each other without a wait.
-        each = sizes[memory.COMMIT_CONTROL] // self.limits.max_batch
+        each = sizes[buffers.COMMIT_CONTROL] // self.limits.max_batch
         self._commits = [
-            Upload(device, at[memory.COMMIT_CONTROL] + slot * each, device.pinned(each))
+            Upload(device, at[buffers.COMMIT_CONTROL] + slot * each, device.pinned(each))
             for slot in range(self.limits.max_batch)
         ]
-        own = network("drafter", loaded.drafter, loaded.drafter_tables, drafter_dims, memory.DRAFTER_KV)
-        self.drafter = make_drafter(manifest, loaded, own, upload(memory.DRAFTER_CONTROL), results)
+        own = network("drafter", loaded.drafter, loaded.drafter_tables, drafter_dims, buffers.DRAFTER_KV)
+        self.drafter = make_drafter(manifest, loaded, own, upload(buffers.DRAFTER_CONTROL), results)
         self.networks = (self.target.network, own)
         self._passed: dict[int, _Passed] = {}
 
@@ -187,7 +188,7 @@ class TrtEngine:
         self._kernels.launch(
             "compact",
             self.device.stream,
-            cache=self._loaded.addresses[memory.TARGET_KV],
+            cache=self._loaded.addresses[buffers.TARGET_KV],
             slot_ids=at["slot"],
             past_len=at["past"],
             planes=cache.planes,

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.device.cuda import Device, Upload
-from ddtree_trt.device.memory import FLOAT_BYTES, INT_BYTES
+from ddtree_trt.device.buffers import FLOAT_BYTES, INT_BYTES
+from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.drafters import Pass

@@ -12,8 +12,9 @@ from typing import Any
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import TransformerDims
-from ddtree_trt.device.cuda import Device
-from ddtree_trt.device.memory import CacheShape
+from ddtree_trt.device.buffers import CacheShape
+from ddtree_trt.device.cuda_device import Device
+from ddtree_trt.device.tensorrt_library import io_tensors
 from ddtree_trt.errors import EngineError
 
 Shape = tuple[int, ...]
@@ -51,8 +52,8 @@ class Network:
         for part in (names.past_names(dims.num_layers), names.present_names(dims.num_layers)):
             for plane, tensor in enumerate(part):
                 self._fixed[tensor] = cache_address + plane * cache.plane_bytes
-        there = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
-        self._fixed = {tensor: address for tensor, address in self._fixed.items() if tensor in there}
+        its = io_tensors(engine)
+        self._fixed = {tensor: address for tensor, address in self._fixed.items() if tensor in its}
         self._contexts: dict[int, Any] = {}  # profile → the context of passes that are not captured
         self._captured: dict[Hashable, _Captured] = {}
 

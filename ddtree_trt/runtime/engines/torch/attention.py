@@ -19,12 +19,8 @@ from torch.nn import functional as F
 from ddtree_trt.errors import MissingDependency
 from ddtree_trt.plugins import HEAD_DIMS, MaskMode
 from ddtree_trt.plugins.library import BUILD_HINT, TORCH, find
+from ddtree_trt.plugins.operators import OPERATORS
 from ddtree_trt.runtime.engines.torch.flash import Flash, find_flash
-
-OPERATORS = (
-    *("attention_workspace_bytes", "tree_attention", "build_tree", "packed_mask", "walk", "compact"),
-    *("add_rms_norm", "split_qkv", "swiglu"),
-)
 
 
 @dataclass(frozen=True)

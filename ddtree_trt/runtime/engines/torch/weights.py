@@ -8,11 +8,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ddtree_trt.artifact.manifest import TORCH_WEIGHTS, Manifest, rebuild_command
+from ddtree_trt.artifact.files import TORCH_WEIGHTS
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS
+from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET, StoredWeight, stored_weights
 from ddtree_trt.errors import ArtifactError
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, PRECISIONS[name].dtype) for name in BACKEND_PRECISIONS["torch"]}
 _BF16_CAPABILITY = (8, 0)
 
 

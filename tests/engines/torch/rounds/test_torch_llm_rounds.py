@@ -1,0 +1,157 @@
+"""Device rounds as users have them: `LLM(device_rounds=…)` on a CPU, where a round is the same without a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch_rounds import SLOTS, greedy, rounds_of
+
+from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.engines.base import RoundRequest
+from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.stats import ROUND_STAGES
+
+
+def lose_the_device(requests: Sequence[RoundRequest]) -> None:
+    raise EngineError("the device is gone")
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+@pytest.mark.parametrize("budget", [1, 16, 64])
+def test_output_is_the_hosts_and_that_of_ar(
+    host: LLM, device: LLM, prompts: list[Any], plain: dict[bool, list[Any]], budget: int, ignore_eos: bool
+) -> None:
+    """Tokens, text, reason and acceptance of every round, for more prompts than slots; caches that are left behind
+    hold what they say."""
+    assert len(prompts) > SLOTS
+    wanted = host.generate(prompts, greedy(budget, ignore_eos=ignore_eos))
+    found = device.generate(prompts, greedy(budget, ignore_eos=ignore_eos))
+    for ar, a, b in zip(plain[ignore_eos], wanted, found, strict=True):
+        assert ar.outputs == a.outputs == b.outputs
+        assert a.metrics.acceptance_lengths == b.metrics.acceptance_lengths
+        assert a.metrics.budgets == b.metrics.budgets
+        assert (a.metrics.on_device, a.metrics.why_host) == (False, "device_rounds is off")
+        assert (b.metrics.on_device, b.metrics.why_host) == (True, None)
+        assert b.metrics.stage_s["device_round"] > 0 == b.metrics.stage_s["verify"]
+    assert sum(o.metrics.accepted_tokens for o in found) > 0
+    assert {o.outputs[0].finish_reason for o in found} >= ({"length"} if ignore_eos else {"stop"})
+
+
+def test_limits_and_stops_cut_inside_a_round(host: LLM, device: LLM, prompts: list[Any]) -> None:
+    """At a length, at a stop token, and at a string, which may take back tokens."""
+    whole = host.generate(prompts[0], greedy(64))[0]
+    ids, text = whole.outputs[0].token_ids, whole.outputs[0].text
+    assert max(whole.metrics.acceptance_lengths) > 4
+    cuts = [greedy(64, max_tokens=n) for n in range(1, len(ids), 3)]
+    cuts += [greedy(64, stop_token_ids=(token,), ignore_eos=True) for token in list(dict.fromkeys(ids))[::3]]
+    cuts += [greedy(64, stop=(text[i : i + 4],), ignore_eos=True) for i in range(0, len(text) - 4, 17)]
+    for params in cuts:
+        (wanted,), (found,) = host.generate(prompts[0], params), device.generate(prompts[0], params)
+        assert found.outputs == wanted.outputs
+        assert found.metrics.acceptance_lengths == wanted.metrics.acceptance_lengths
+        slots = [sorted(llm._scheduler._slots, key=lambda s: -s.last_used)[0].tokens for llm in (host, device)]
+        assert slots[0] == slots[1]
+
+
+def test_both_kinds_share_a_batch(directory: Path, host: LLM, device: LLM, prompts: list[Any]) -> None:
+    """Of one engine's slots some decode on the device and some by stages; nobody notices."""
+    wanted = [greedy(16), greedy(16, logprobs=1), greedy(40), greedy(8, frequency_penalty=0.3), greedy(3)]
+    expected = host.generate(prompts[:5], wanted)
+    device._maker._device_rounds = "auto"
+    rounds_of(device).by_default = True  # as on a GPU
+    try:
+        found = device.generate(prompts[:5], wanted)
+    finally:
+        device._maker._device_rounds = "on"
+        rounds_of(device).by_default = False
+    assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
+    assert [o.metrics.on_device for o in found] == [True, False, True, False, True]
+    assert found[1].metrics.why_host == "logprobs works on logits, which stay on the device"
+
+
+def test_who_decodes_in_another_way_has_no_part(
+    host: LLM, device: LLM, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither in stage times nor in a failure."""
+    monkeypatch.setattr(device._maker, "_device_rounds", "auto")
+    monkeypatch.setattr(rounds_of(device), "by_default", True)
+    wanted = [greedy(16), greedy(16, logprobs=1)]
+    on_device, by_stages = (output.metrics.stage_s for output in device.generate(prompts[:2], wanted))
+    assert on_device["device_round"] > 0 and not any(on_device[stage] for stage in ROUND_STAGES)
+    assert by_stages["device_round"] == 0 and all(by_stages[stage] for stage in ROUND_STAGES)
+
+    parts = [device.stream(prompt, params) for prompt, params in zip(prompts, wanted, strict=False)]
+    assert next(parts[0]) and next(parts[1])
+    monkeypatch.setattr(rounds_of(device), "round", lose_the_device)
+    said = [token for part in parts[1] for token in part.outputs[0].token_ids]
+    with pytest.raises(EngineError, match="the device is gone"):
+        list(parts[0])
+    assert host.generate(prompts[1], wanted[1])[0].outputs[0].token_ids[-len(said) :] == said
+    assert device._scheduler.free_slots == SLOTS
+
+
+def test_profiling_waits_for_rounds_under_way(
+    directory: Path, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the next stage would count the rest of a round launched ahead as its own."""
+    with LLM(directory, threads=1, device_rounds="on", profile=True) as llm:
+        settled: list[str] = []
+        clock = llm._scheduler._clock
+        monkeypatch.setattr(clock, "_settle", lambda: settled.append(clock._stage))
+        (output,) = llm.generate(prompts[0], greedy())
+    assert settled == ["prefill"] * settled.count("prefill") + ["device_round"] * output.metrics.rounds
+
+
+def test_a_conversation_starts_from_what_rounds_left(host: LLM, device: LLM, prompts: list[Any]) -> None:
+    for llm in (host, device):
+        for slot in llm._scheduler._slots:  # what was said before is not the same for both
+            slot.tokens = []
+    messages: list[Any] = []
+    for turn in range(3):
+        messages = [*messages, *prompts[turn]]
+        (wanted,) = host.generate(messages, greedy(16, max_tokens=20))
+        (found,) = device.generate(messages, greedy(16, max_tokens=20))
+        assert found.outputs == wanted.outputs
+        assert found.usage.cached_tokens == wanted.usage.cached_tokens
+        messages = [*messages, {"role": "assistant", "content": found.outputs[0].text}]
+    assert found.usage.cached_tokens > 0
+
+
+def test_a_cancelled_request_frees_its_slot(host: LLM, device: LLM, prompts: list[Any]) -> None:
+    """While a round is under way for it and for another, which goes on undisturbed."""
+    expected = host.generate(prompts[:3], greedy(16, ignore_eos=True))
+    gone = device.stream(prompts[0], greedy(16, ignore_eos=True))
+    stays = device.stream(prompts[1], greedy(16, ignore_eos=True))
+    parts = [next(stays), next(stays)]
+    assert next(gone)
+    gone.close()  # type: ignore[attr-defined]
+    assert device._scheduler.free_slots == SLOTS - 1
+    later = device.stream(prompts[2], greedy(16, ignore_eos=True))
+    said = [next(later)]
+    parts += list(stays)
+    said += list(later)
+    for found, output in ((parts, expected[1]), (said, expected[2])):
+        assert [t for p in found for t in p.outputs[0].token_ids] == output.outputs[0].token_ids
+    assert device._scheduler.free_slots == SLOTS
+
+
+def test_a_failing_round_leaves_an_engine_that_works(
+    device: LLM, host: LLM, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(rounds_of(device), "round", lose_the_device)
+        with pytest.raises(EngineError, match="the device is gone"):
+            device.generate(prompts[0], greedy())
+    assert device._scheduler.free_slots == SLOTS
+    assert device.generate(prompts[0], greedy())[0].outputs == host.generate(prompts[0], greedy())[0].outputs
+
+
+def test_a_sequence_may_fill_its_slot(host: LLM, device: LLM, prompts: list[Any]) -> None:
+    room = 320 - len(device.codec.encode(prompts[0]))
+    params = greedy(16, max_tokens=room, ignore_eos=True)
+    (wanted,), (found,) = host.generate(prompts[0], params), device.generate(prompts[0], params)
+    assert found.outputs == wanted.outputs
+    assert found.usage.prompt_tokens + found.usage.completion_tokens == 320

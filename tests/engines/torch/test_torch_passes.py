@@ -1,0 +1,230 @@
+"""Passes of the PyTorch engine: several slots at once, padding, graphs, and what is left of an earlier pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import TARGET_DIMS, make_pair
+from engine_builds import PACKAGED, build_torch_engine
+from numerics import Follower, Truth, path_to, random_tree
+from plugin_libraries import torch_operators
+
+from ddtree_trt.device.buckets import buckets
+from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.engines.base import DraftRequest, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.lazy_rows import LazyRows
+from ddtree_trt.runtime.engines.load import open_engine
+from ddtree_trt.runtime.engines.torch import attention as torch_attention
+from ddtree_trt.runtime.engines.torch.attention import KernelAttention
+from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.engines.torch.graphs import Graphs
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.tree import TokenTree
+
+VOCAB = 2048
+
+
+# Batches and padding
+
+
+def fill(engine: TorchEngine, lengths: tuple[int, ...], seed: int = 0) -> None:
+    for slot, length in enumerate(lengths):
+        engine.truncate(slot, 0)
+        tokens = np.random.default_rng([seed, slot]).integers(5, VOCAB, length)
+        for start in range(0, length, 256):
+            engine.prefill(slot, tokens[start : start + 256], rows="none", taps=True)
+
+
+def refuse_to_draw(*_: object) -> Any:
+    raise AssertionError("a block drafter draws nothing")
+
+
+def drafted(engine: TorchEngine, slots: tuple[int, ...]) -> dict[int, Any]:
+    requests = [DraftRequest(slot, 7 + slot, 20, 8, refuse_to_draw) for slot in slots]
+    return dict(zip(slots, engine.draft(requests), strict=True))
+
+
+def commit(engine: TorchEngine, trees: dict[int, TokenTree]) -> None:
+    """Keep the way to each tree's last node."""
+    for slot, tree in trees.items():
+        engine.commit(slot, path_to(tree, len(tree) - 1), taps=True)
+
+
+def copied(verdict: Verdict) -> Verdict:
+    return Verdict(verdict.choices.copy(), verdict.logits.copy())
+
+
+def verified(engine: TorchEngine, trees: dict[int, TokenTree]) -> dict[int, Verdict]:
+    said = engine.verify([VerifyRequest(slot, tree) for slot, tree in trees.items()])
+    return {slot: copied(verdict) for slot, verdict in zip(trees, said, strict=True)}
+
+
+def assert_equal(found: Verdict, expected: Verdict) -> None:
+    np.testing.assert_allclose(found.logits, expected.logits, atol=2e-4)
+    np.testing.assert_array_equal(found.choices, expected.choices)
+
+
+def test_slots_of_one_pass_are_what_they_are_alone(engine: TorchEngine) -> None:
+    """Own lengths, own trees of other sizes, paths that move rows, and rounds after them."""
+    rng = np.random.default_rng(4)
+    lengths, slots = (3, 300, 40), (0, 1, 2)
+    rounds = [{slot: random_tree(rng, size, VOCAB) for slot, size in zip(slots, sizes, strict=True)}
+              for sizes in ((10, 1, 70), (40, 33, 2), (5, 6, 7))]  # fmt: skip
+    together, alone = [], []
+    fill(engine, lengths)
+    for trees in rounds:
+        together.append((drafted(engine, slots), verified(engine, trees)))
+        commit(engine, trees)
+    fill(engine, lengths)
+    for trees in rounds:
+        drafts, verdicts = {}, {}
+        for slot, tree in trees.items():
+            drafts |= drafted(engine, (slot,))
+            verdicts |= verified(engine, {slot: tree})
+            commit(engine, {slot: tree})
+        alone.append((drafts, verdicts))
+    for (drafts, verdicts), (drafts_alone, verdicts_alone) in zip(together, alone, strict=True):
+        for slot in slots:
+            assert_equal(verdicts[slot], verdicts_alone[slot])
+            np.testing.assert_allclose(drafts[slot].log_probs, drafts_alone[slot].log_probs, atol=2e-4)
+
+
+def test_a_draft_has_the_candidates_that_were_asked_for(engine: TorchEngine) -> None:
+    """Whatever number the graph was captured for; those of several requests come from one pass."""
+    fill(engine, (9, 12))
+
+    def draft(*top_ks: int) -> list[Any]:
+        return engine.draft([DraftRequest(s, 5, k, 8, refuse_to_draw) for s, k in enumerate(top_ks)])
+
+    whole, length = draft(VOCAB, 1), engine.manifest.dflash.block_size - 1
+    for top_ks in ((1, 1), (7, 70), (1500, 3), (9999, 2)):
+        for n, (found, k) in enumerate(zip(draft(*top_ks), top_ks, strict=True)):
+            assert found.log_probs.shape == found.token_ids.shape == (length, min(k, VOCAB))
+            if n == 0:
+                np.testing.assert_allclose(found.log_probs, whole[0].log_probs[:, :k], atol=1e-5)
+            assert (np.diff(found.log_probs) <= 0).all()
+
+
+def test_a_pass_longer_than_any(engine: TorchEngine) -> None:
+    with pytest.raises(EngineError, match="a pass of 258 tokens is longer than the 257 this engine was made for"):
+        engine.prefill(0, np.ones(258, np.int64), rows="none", taps=True)
+
+
+def test_states_of_an_earlier_pass_are_gone(engine: TorchEngine) -> None:
+    rng = np.random.default_rng(0)
+    fill(engine, (4, 5))
+    tree = random_tree(rng, 5, VOCAB)
+    verified(engine, {0: tree})
+    verified(engine, {1: tree})
+    with pytest.raises(EngineError, match="slot 0 was not in the last target pass"):
+        commit(engine, {0: tree})
+
+
+def test_padding_changes_nothing(tmp_path: Path) -> None:
+    """The padded sizes of a GPU, on the CPU: logits, states told to the drafter and later rounds are the truth's."""
+    target, drafter = make_pair(tmp_path, max_positions=512)
+    engine = build_torch_engine(target, drafter, tmp_path / "engine", max_batch=2)
+    engine.buckets = buckets(engine.limits.max_tokens_per_pass)
+    truth = Truth(target, engine.manifest.dflash.tap_layers)
+    followers = [Follower(engine, slot, truth) for slot in range(2)]
+    rng = np.random.default_rng(2)
+    for follower, length in zip(followers, (6, 50), strict=True):
+        follower.prefill(rng.integers(0, TARGET_DIMS.vocab_size, length))
+    for sizes in ((10, 21), (3, 5), (1, 9)):
+        trees = [random_tree(rng, n, TARGET_DIMS.vocab_size) for n in sizes]
+        requests = [f.request(tree) for f, tree in zip(followers, trees, strict=True)]
+        for follower, verdict in zip(followers, engine.verify(requests), strict=True):
+            follower.check(verdict)
+        for follower, tree in zip(followers, trees, strict=True):
+            follower.commit(path_to(tree, len(tree) - 1))
+
+
+def test_a_single_sequence_finds_every_graph_captured(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: opening runs each of its stages once, so that a first request captures none of them."""
+    captured: set[tuple[int, Any]] = set()
+    run = Graphs.run
+
+    def record(self: Graphs, key: Any, work: Any) -> None:
+        captured.add((id(self), key))
+        run(self, key, work)
+
+    monkeypatch.setattr(Graphs, "run", record)
+    limits, device = engine.limits, engine.device
+    sizes = buckets(limits.max_tokens_per_pass)
+    monkeypatch.setattr(engine, "buckets", sizes)
+    engine.warm_up()
+    assert not captured  # a CPU captures nothing
+    monkeypatch.setattr(engine, "device", torch.device("cuda"))
+    engine.warm_up()
+    monkeypatch.setattr(engine, "device", device)
+    before = set(captured)
+    largest = next(size for size in sizes if size > limits.max_tree_budget)
+    assert {key for graphs, key in captured if graphs == id(engine.graphs)} == {
+        (1, size) for size in sizes if size <= largest
+    }
+    assert not any(engine.length(slot) or engine.draftable_length(slot) for slot in range(limits.max_batch))
+    fill(engine, (30,))
+    for size in (1, 2, 7, 40, limits.max_tree_budget + 1):
+        request = DraftRequest(0, 5, min(size, limits.max_tree_budget), 7, lambda *_: pytest.fail("draws nothing"))
+        engine.draft([request])
+        engine.verify([VerifyRequest(0, random_tree(np.random.default_rng(size), size, VOCAB))])
+    assert captured == before
+
+
+def test_buckets_rise_to_the_largest_pass() -> None:
+    for largest in (1, 2, 5, 16, 17, 65, 257, 1025):
+        steps = buckets(largest)
+        assert steps[-1] == largest and steps[0] == 1 and steps == sorted(set(steps))
+
+
+def test_the_kernels_are_called_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine as it runs on a GPU, but for the graphs: the operators are the kernels' own source on the CPU."""
+    library = torch_operators()
+    monkeypatch.setattr(torch_attention, "find", lambda name: library)
+    plain = build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", tmp_path / "e", precision="bf16", max_batch=2)
+    torch_attention.load_operators()
+    monkeypatch.setattr(
+        "ddtree_trt.runtime.engines.torch.engine.attention_for", lambda *given: KernelAttention(given[-1])
+    )
+    kernels = open_engine(tmp_path / "e")
+    assert isinstance(kernels, TorchEngine) and kernels.cache._kernels
+    rng = np.random.default_rng(1)
+    for engine in (plain, kernels):
+        fill(engine, (9, 70))
+    for sizes in ((10, 33), (5, 2)):
+        trees = {slot: random_tree(rng, size, VOCAB) for slot, size in enumerate(sizes)}
+        for draft, other in zip(*(drafted(e, (0, 1)).values() for e in (plain, kernels)), strict=True):
+            np.testing.assert_allclose(draft.log_probs[:, 0], other.log_probs[:, 0], atol=0.5)
+        expected, found = verified(plain, trees), verified(kernels, trees)
+        for slot in trees:
+            scale = np.abs(expected[slot].logits).max()
+            np.testing.assert_allclose(found[slot].logits, expected[slot].logits, atol=0.03 * scale)
+        for engine in (plain, kernels):
+            commit(engine, trees)
+
+
+def test_greedy_decoding_reads_no_logits(engine: TorchEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: rows come over for requests that want logprobs, and for the prompt's last token."""
+    from scripted import completion, finish
+
+    from ddtree_trt.runtime.scheduler import Scheduler
+
+    fetched: list[int] = []
+
+    def lazy(logits: torch.Tensor) -> Any:
+        def fetch(start: int, stop: int) -> Any:
+            fetched.append(stop - start)
+            return logits[start:stop].numpy().copy()
+
+        return LazyRows(*logits.shape, fetch)
+
+    monkeypatch.setattr("ddtree_trt.runtime.engines.torch.engine._readable", lazy)
+    for logprobs, expected in ((None, [1]), (1, [1] * 20)):
+        params = SamplingParams(max_tokens=20, ignore_eos=True, method="ddtree", tree_budget=8, logprobs=logprobs)
+        fetched.clear()
+        finish(Scheduler(engine), [completion(engine, [5, 6, 7], params)])
+        assert fetched == expected

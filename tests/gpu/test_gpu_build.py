@@ -1,0 +1,109 @@
+"""Engines compiled by a real TensorRT on a real GPU: `make test-trt`. Skipped, with the reason, everywhere else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.verify import verify_files
+from ddtree_trt.build.backends.base import BuilderOptions
+from ddtree_trt.build.backends.tensorrt.machine import Machine, examine
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.errors import DDTreeError
+
+# Slow: a build searches for kernels.
+pytestmark = [pytest.mark.trt, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+@pytest.fixture(scope="session")
+def machine() -> Machine:
+    try:
+        return examine()
+    except DDTreeError as error:
+        pytest.skip(f"skipped: {error}")
+
+
+@pytest.fixture(scope="module", params=["bf16", "fp16"])
+def built(request: pytest.FixtureRequest, machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("engines") / "tiny"
+    options = BuilderOptions(inspect=True)
+    compile_engine(
+        BuildRequest(target="tiny", backend="tensorrt", precision=request.param, output=directory, builder=options)
+    )
+    return directory
+
+
+@pytest.fixture
+def manifest(built: Path) -> Manifest:
+    return load_manifest(built)
+
+
+@pytest.fixture(params=["target", "drafter"])
+def engine(request: pytest.FixtureRequest, built: Path, machine: Machine) -> Iterator[tuple[str, Any]]:
+    """A plan, loaded again from its file."""
+    import tensorrt as trt
+
+    logger = trt.Logger(trt.Logger.ERROR)
+    registry = trt.get_plugin_registry()
+    if not any(creator.plugin_namespace == "ddtree" for creator in registry.all_creators):
+        registry.load_library(str(machine.plugins))
+    runtime = trt.Runtime(logger)
+    engine = runtime.deserialize_cuda_engine((built / f"{request.param}.plan").read_bytes())
+    assert engine is not None
+    yield request.param, engine
+    del engine
+
+
+def test_the_directory_is_whole(built: Path, manifest: Manifest, machine: Machine) -> None:
+    verify_files(built, manifest)
+    assert manifest.toolchain["sm"] == str(machine.sm) and manifest.toolchain["tensorrt"] == machine.tensorrt
+
+
+def test_the_plan_has_the_names_shapes_and_types_of_the_contract(engine: tuple[str, Any], manifest: Manifest) -> None:
+    import tensorrt as trt
+
+    network, plan = engine
+    tensors = [plan.get_tensor_name(i) for i in range(plan.num_io_tensors)]
+    assert sorted(tensors) == sorted(manifest.tensors[network]["inputs"] + manifest.tensors[network]["outputs"])
+    half = {"bf16": trt.DataType.BF16, "fp16": trt.DataType.HALF}[manifest.precision]
+    single = {names.LOGITS, names.LOG_PROBS}
+    for tensor in tensors:
+        wide = tensor.startswith(("past_key", "past_value", "present", names.TAPS, names.EMBEDDING, names.HEAD))
+        expected = half if wide else trt.DataType.FLOAT if tensor in single else trt.DataType.INT32
+        assert plan.get_tensor_dtype(tensor) == expected, tensor
+    dims, limits = manifest.target_dims, manifest.limits
+    assert tuple(plan.get_tensor_shape(names.EMBEDDING)) == (dims.vocab_size, dims.hidden_size)
+    cache = (limits.max_batch, dims.num_kv_heads, limits.cache_rows, dims.head_dim)
+    assert tuple(plan.get_tensor_shape("past_key.0")) == tuple(plan.get_tensor_shape("present_key.0")) == cache
+
+
+def test_two_profiles(engine: tuple[str, Any], manifest: Manifest) -> None:
+    network, plan = engine
+    assert plan.num_optimization_profiles == 2
+    limits, block = manifest.limits, manifest.dflash.block_size
+    rows = {
+        "target": (1 + limits.max_tree_budget, limits.prefill_chunk),
+        "drafter": (2 * block, limits.prefill_chunk + block),
+    }
+    for index, most in enumerate(rows[network]):
+        _, _, largest = plan.get_tensor_profile_shape(names.POSITIONS, index)
+        assert tuple(largest) == (limits.max_batch, most)
+
+
+def test_every_attention_is_the_plugin(built: Path, manifest: Manifest) -> None:
+    for network, dims in (("target", manifest.target_dims), ("drafter", manifest.drafter_dims)):
+        layers = json.loads((built / f"{network}.layers.json").read_text())["Layers"]
+        assert sum("DDTreeAttention" in json.dumps(layer) for layer in layers) >= dims.num_layers
+
+
+def test_a_second_build_starts_from_the_timing_cache(built: Path, manifest: Manifest, machine: Machine) -> None:
+    timings = built.parent / f"tensorrt-{machine.tensorrt}-sm{machine.sm}.timing"
+    assert timings.stat().st_size > 0
+    compile_engine(BuildRequest(target="tiny", backend="tensorrt", output=built.parent / "again"))
+    verify_files(built.parent / "again", load_manifest(built.parent / "again"))

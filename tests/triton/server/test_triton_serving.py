@@ -1,0 +1,180 @@
+"""What a client gets is what `LLM.generate` gives, over every transport and layout."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import tritonclient.grpc as grpcclient
+import tritonclient.http as httpclient
+from google.protobuf import text_format
+from triton_clients import LONG, ask, eventually, generate, generate_stream, grpc_stream, idle, metric, text, values
+from tritonclient.grpc.model_config_pb2 import ModelConfig
+
+from ddtree_trt import LLM, SamplingParams
+from tools.triton_server import TritonServer
+
+DEPLOYMENT = Path(__file__).resolve().parents[3] / "docs" / "deployment.md"
+GREEDY = {"max_tokens": 48}
+SAMPLED = {"max_tokens": 32, "temperature": 0.8, "top_p": 0.9, "seed": 7}
+BUDGET = 16
+PROMPT = "def fib(n):"
+
+
+def expected(llm: LLM, prompt: str, **sampling: object) -> str:
+    return llm.generate(prompt, SamplingParams.from_mapping(sampling))[0].outputs[0].text
+
+
+def test_clients_see_the_model_as_it_was_exported(server: TritonServer, model: str) -> None:
+    http, grpc = httpclient.InferenceServerClient(server.http), grpcclient.InferenceServerClient(server.grpc)
+    assert http.is_server_live() and grpc.is_server_live()
+    assert http.is_model_ready(model) and grpc.is_model_ready(model)
+    written = text_format.Parse((server.repository / model / "config.pbtxt").read_text(), ModelConfig())
+    seen = grpc.get_model_config(model).config
+    assert {i.name for i in seen.input} == {i.name for i in written.input}
+    assert [o["name"] for o in http.get_model_metadata(model)["outputs"]] == [o.name for o in written.output]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_text_equals_generate(server: TritonServer, llm: LLM, prompts: list[str], model: str, sampling: dict) -> None:
+    for prompt in prompts:
+        truth = expected(llm, prompt, **sampling)
+        status, answer = generate(server, model, values(model, prompt, stream=False, **sampling))
+        assert (status, answer["text_output"]) == (200, truth)
+        (response,) = ask(server, model, values(model, prompt, stream=False, **sampling))
+        assert text([response]) == truth
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_joined_streams_equal_generate(
+    server: TritonServer, llm: LLM, prompts: list[str], model: str, sampling: dict
+) -> None:
+    for prompt in prompts:
+        truth = expected(llm, prompt, **sampling)
+        request = values(model, prompt, stream=True, **sampling)
+        assert text(generate_stream(server, model, request)) == truth
+        assert text(ask(server, model, request)) == truth
+
+
+def test_figures_equal_the_runtimes(server: TritonServer, llm: LLM, prompts: list[str], model: str) -> None:
+    """With a fixed budget the trees, and so the acceptance figures, are the same in both."""
+    sampling = {"max_tokens": 40, "tree_budget": BUDGET, "stop": ["\n\n"]}
+    truth = llm.generate(prompts[0], SamplingParams.from_mapping(sampling))[0]
+    counts = {"return_num_input_tokens": True, "return_num_output_tokens": True}
+    responses = ask(server, model, {**values(model, prompts[0], stream=True, **sampling), **counts})
+    last = responses[-1]
+    shape = (1,) if "vllm" in model else (1, 1)
+    assert last["acceptance_rate"].shape == last["total_draft_tokens"].shape == shape
+    assert last["acceptance_rate"].item() == pytest.approx(truth.metrics.acceptance_rate)
+    assert last["total_accepted_draft_tokens"].item() == truth.metrics.accepted_tokens
+    assert last["total_draft_tokens"].item() == truth.metrics.drafted_tokens
+    assert sum(r["num_output_tokens"].item() for r in responses) == truth.usage.completion_tokens
+    assert {r["num_input_tokens"].item() for r in responses} == {truth.usage.prompt_tokens}
+    reasons = [r["finish_reason"][0].decode() for r in responses]
+    assert reasons[-1] == truth.outputs[0].finish_reason
+    assert set(reasons[:-1]) <= ({"None"} if "vllm" in model else {""})
+    assert not any("acceptance_rate" in response for response in responses[:-1])
+
+
+def test_several_sequences_and_log_probs(server: TritonServer, llm: LLM, prompts: list[str]) -> None:
+    sampling = {"max_tokens": 12, "temperature": 2.0, "seed": 3, "tree_budget": BUDGET}  # hot: two unlike texts
+    truth = llm.generate(prompts[1], SamplingParams(**sampling, n=2, logprobs=0))[0].outputs
+    request = values("tiny", prompts[1], stream=True, **sampling)
+    responses = ask(server, "tiny", {**request, "num_return_sequences": 2, "return_log_probs": True})
+    for i, output in enumerate(truth):
+        assert "".join(r["text_output"][i].decode() for r in responses) == output.text
+        assert responses[-1]["cum_log_probs"][0, i] == pytest.approx(output.cumulative_logprob, abs=1e-3)
+    assert len({o.text for o in truth}) == 2
+    sampling["logprobs"] = 2
+    truth = llm.generate(prompts[1], SamplingParams(**sampling))[0].outputs
+    request = values("tiny-vllm", prompts[1], stream=False, **sampling)
+    (whole,) = ask(server, "tiny-vllm", {**request, "return_logprobs": True})
+    tokens = json.loads(whole["logprobs"][0])
+    assert [next(iter(t)) for t in tokens] == [str(token) for token in truth[0].token_ids]
+    assert tokens[0][str(truth[0].token_ids[0])]["logprob"] == pytest.approx(truth[0].logprobs[0].logprob, abs=1e-3)
+
+
+def test_the_prompt_comes_first_where_the_layout_says_so(server: TritonServer, llm: LLM, prompts: list[str]) -> None:
+    truth = expected(llm, prompts[0], max_tokens=8)
+    body = {"text_input": prompts[0], "parameters": {"max_tokens": 8}}
+    assert generate(server, "tiny", body)[1]["text_output"] == truth
+    assert generate(server, "tiny-vllm", body)[1]["text_output"] == prompts[0] + truth
+    body["exclude_input_in_output"] = False
+    assert generate(server, "tiny", body)[1]["text_output"] == prompts[0] + truth
+
+
+def test_only_listed_outputs_are_sent(server: TritonServer, prompts: list[str], model: str) -> None:
+    outputs = [grpcclient.InferRequestedOutput(name) for name in ("text_output", "num_output_tokens")]
+    (response,) = ask(server, model, values(model, prompts[0], stream=False, max_tokens=5), outputs=outputs)
+    assert set(response) == {"text_output", "num_output_tokens"}
+    assert response["num_output_tokens"].item() == 5
+
+
+def test_streams_run_beside_each_other(server: TritonServer, model: str) -> None:
+    """The first of two long streams is still running when the second has begun: both end by being cancelled."""
+    assert idle(server, model)
+    before = metric(server, "ddtree_requests_total", model, outcome="cancelled")
+    request = values(model, PROMPT, stream=True, **LONG)
+    with grpc_stream(server, model, request) as first, grpc_stream(server, model, request) as second:
+        next(first())
+        next(second())
+    assert eventually(lambda: metric(server, "ddtree_requests_total", model, outcome="cancelled") == before + 2)
+
+
+def test_sixteen_streams_while_metrics_are_scraped(
+    server: TritonServer, llm: LLM, prompts: list[str], model: str
+) -> None:
+    sampling = {"max_tokens": 96, "ignore_eos": True}
+    jobs = [prompts[i % len(prompts)] for i in range(16)]
+    truth = {prompt: expected(llm, prompt, **sampling) for prompt in set(jobs)}
+    before = metric(server, "ddtree_generation_tokens_total", model)
+    done = threading.Event()
+
+    def scrape() -> int:
+        scrapes = 0
+        while not done.wait(0.01):
+            server.metrics()
+            scrapes += 1
+        return scrapes
+
+    def client(i: int) -> str:
+        request = values(model, jobs[i], stream=True, **sampling)
+        return text(ask(server, model, request) if i % 2 else generate_stream(server, model, request))
+
+    with ThreadPoolExecutor(len(jobs) + 1) as pool:
+        scraper = pool.submit(scrape)
+        try:
+            texts = list(pool.map(client, range(len(jobs))))
+        finally:
+            done.set()
+        assert scraper.result() > 0
+    assert texts == [truth[prompt] for prompt in jobs]
+    assert idle(server, model)
+    grown = lambda: metric(server, "ddtree_generation_tokens_total", model) - before  # noqa: E731
+    assert eventually(lambda: grown() == 16 * sampling["max_tokens"])
+
+
+def curl_lines(path: Path) -> list[tuple[str, str, dict[str, object]]]:
+    """Model, verb and body of every curl line of a document."""
+    found = re.findall(r"^curl -sN? localhost:8000/v2/models/([\w-]+)/(\w+) -d '(.*)'$", path.read_text(), re.MULTILINE)
+    return [(model, verb, json.loads(body)) for model, verb, body in found]
+
+
+def test_the_documents_examples_run(
+    server: TritonServer, repository: Path, llm: LLM, capsys: pytest.CaptureFixture[str]
+) -> None:
+    documents = [DEPLOYMENT, repository / "tiny" / "README.md", repository / "tiny-vllm" / "README.md"]
+    lines = [line for document in documents for line in curl_lines(document)]
+    assert len(lines) == 7
+    (prompt,) = {body["text_input"] for _, _, body in lines}
+    truth = expected(llm, prompt, max_tokens=64)
+    for model, verb, body in lines:
+        responses = [generate(server, model, body)[1]] if verb == "generate" else generate_stream(server, model, body)
+        assert text(responses).removeprefix(prompt) == truth
+    (program,) = re.findall(r"^```python\n(.*?)^```$", DEPLOYMENT.read_text(), re.MULTILINE | re.DOTALL)
+    exec(program.replace("localhost:8001", server.grpc), {})
+    assert capsys.readouterr().out.startswith(f"{truth}\nacceptance rate ")
