@@ -15,9 +15,10 @@ CPP_FILES = $(shell find cpp_plugins -name '*.cpp' -o -name '*.h' -o -name '*.cu
 # wheel carries a whole server (2.51.0); its dependencies are for another way to use it.
 TRITON_VENV := .venv-triton
 TRITON_BIN := $(TRITON_VENV)/bin
-TRITON_CLIENT := 'tritonclient[grpc,http]==2.51.0' 'pytest>=8.2' 'pytest-asyncio>=1.0' 'pytest-timeout>=2.3' 'hypothesis>=6.100' kubernetes-validate
+TRITON_CLIENT := 'tritonclient[grpc,http]==2.51.0' 'pytest>=8.2' 'pytest-asyncio>=1.0' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'filelock>=3.12' kubernetes-validate
 TRITON_SERVER := nvidia-pytriton==0.7.0
 ENGINE ?=
+PARALLEL := -n auto --dist worksteal
 
 .PHONY: demo test test-slow test-triton test-trt check fmt bench bench-triton plugins plugins-test clean
 
@@ -25,12 +26,13 @@ demo: $(VENV)/.stamp-run
 	$(BIN)/ddtree-trt build --target tiny --output engines/tiny --force
 	$(BIN)/ddtree-trt run engines/tiny --compare --prompt "$(PROMPT)"
 
+# A process per core, as far as memory reaches, each of one thread. `PYTEST_ARGS=-n0` runs the tests in one process.
 test: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest -q -m "not slow" $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" $(PARALLEL) $(PYTEST_ARGS)
 
 # The long versions of the same tests: every method on every prompt, every draw made anew.
 test-slow: $(VENV)/.stamp-dev
-	$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow $(PARALLEL) $(PYTEST_ARGS)
 
 # A real server on loopback; see tools/triton_server.py.
 test-triton: $(TRITON_VENV)/.stamp

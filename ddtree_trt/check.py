@@ -25,10 +25,10 @@ from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
 from ddtree_trt.bench.uniformity import place_in_distribution, uniformity
 from ddtree_trt.errors import UsageError
 from ddtree_trt.findings import TEMPERATURES, CheckReport, Difference, DistributionFinding, GreedyFinding, TauFinding
-from ddtree_trt.runtime.decoding.methods import resolve_method
-from ddtree_trt.runtime.decoding.routing import engine_without
+from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, METHODS
+from ddtree_trt.runtime.decoding.routing import engine_host_reason
 from ddtree_trt.runtime.outputs import RequestOutput
-from ddtree_trt.runtime.params import METHODS, SamplingParams
+from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text.codec import TextCodec
 
 GREEDY_BUDGETS: tuple[Budget, ...] = ("auto", 3, 16, 64)
@@ -68,18 +68,17 @@ def _encode(session: Session, prompts: Sequence[BenchPrompt], settings: CheckSet
 
 
 def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
-    """Every method the engine can do, `ddtree` at those of the budgets the engine takes, and once on the device."""
+    """Every method the engine can do, `ar` first; trees at those of the budgets the engine takes, and once on the
+    device."""
+    allowed = [b for b in budgets if b == "auto" or b <= manifest.limits.max_tree_budget]
     cases = []
-    for method in METHODS:
-        try:
-            resolve_method(method, manifest.drafter_kind)
-        except UsageError:
+    for method in METHODS.values():
+        if not method.serves(manifest.drafter_kind):
             continue
-        allowed = [b for b in budgets if b == "auto" or b <= manifest.limits.max_tree_budget]
-        cases += [Case(method, b) for b in allowed] if method == "ddtree" else [Case(method)]
-        if method == "ddtree" and engine_without(manifest) is None:
-            cases += [Case(method, b, device=True) for b in allowed if b == DEVICE_BUDGET]
-    return sorted(cases, key=lambda case: case.method != "ar")
+        cases += [Case(method.name, b) for b in allowed] if method.branches else [Case(method.name)]
+        if method.host_reason is None and engine_host_reason(manifest) is None:
+            cases += [Case(method.name, b, device=True) for b in allowed if b == DEVICE_BUDGET]
+    return sorted(cases, key=lambda case: case.method != AUTOREGRESSIVE.name)
 
 
 def _generate(session: Session, prompt: list[int], case: Case, params: SamplingParams) -> RequestOutput:
@@ -111,7 +110,7 @@ def _check_greedy(
             tokens = output.outputs[0].token_ids
             taus.append(output.metrics.mean_acceptance_length)
             lengths += output.metrics.acceptance_lengths
-            if case.method == "ar":
+            if case.method == AUTOREGRESSIVE.name:
                 expected[name] = tokens
             elif tokens != expected[name]:
                 differences.append(_explain(session, name, ids, expected[name], tokens))
@@ -190,7 +189,7 @@ def _check_tau(
     judged = all(spec.partition("=")[0] in known for spec in settings.prompts)
     findings = []
     for method, (low, high) in session.manifest.golden_tau.items():
-        case = Case(method, _golden_budget(session.manifest) if method == "ddtree" else None)
+        case = Case(method, _golden_budget(session.manifest) if METHODS[method].branches else None)
         tau = next(f.tau for f in greedy if f.case == case.label)
         others = _alternatives(session, directory, case, settings) if judged and tau < low else {}
         findings.append(TauFinding(case.label, tau, low, high, judged, others))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+from sharing import build_once, free_bytes, worker_count
 
 import ddtree_trt
 from ddtree_trt.build.compile import BuildRequest, compile_engine
@@ -28,6 +30,12 @@ settings.register_profile("any machine", deadline=None, suppress_health_check=[H
 settings.load_profile("any machine")
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What `-n auto` stands for. The environments of tests that run alone have no pytest-xdist."""
+    return worker_count(len(os.sched_getaffinity(0)), free_bytes())
+
+
 def known_costs(engine: Engine, **_: object) -> profile.LatencyProfile:
     """In place of measured latencies: about those of the packaged pair on two idle cores."""
     sizes = (1, 2, 3, 5, 9, 17, 33, 65)
@@ -46,11 +54,14 @@ def no_measuring() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def tiny_engine(no_measuring: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The packaged pair as an engine directory, with known costs; shared by the whole run, so leave it as it is."""
-    directory = tmp_path_factory.mktemp("engines") / "tiny"
-    compile_engine(BuildRequest(target="tiny", output=directory))
-    measure_engine(directory, lambda stage, done, total: None)
-    return directory
+    """The packaged pair as an engine directory, with known costs; the same for all tests of a process, so leave it as
+    it is."""
+
+    def build(directory: Path) -> None:
+        compile_engine(BuildRequest(target="tiny", output=directory))
+        measure_engine(directory, lambda stage, done, total: None)
+
+    return build_once(tmp_path_factory, "tiny", build)
 
 
 # The TensorRT engine on pretended machines; see fake_trt_engine.py.
@@ -59,9 +70,11 @@ def tiny_engine(no_measuring: None, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(scope="session")
 def small_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The packaged pair for ONNX Runtime, with the limits of `lowerings`."""
-    directory = tmp_path_factory.mktemp("small") / "tiny"
-    compile_engine(BuildRequest(target="tiny", output=directory, max_seq_len=256, max_batch=3, max_tree_budget=40))
-    return directory
+
+    def build(directory: Path) -> None:
+        compile_engine(BuildRequest(target="tiny", output=directory, max_seq_len=256, max_batch=3, max_tree_budget=40))
+
+    return build_once(tmp_path_factory, "small", build)
 
 
 @pytest.fixture(scope="session")

@@ -14,15 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, cast
 
-# The aliases export the names again: the records of a manifest are all found here.
-from ddtree_trt.artifact.dimensions import DrafterDims as DrafterDims
-from ddtree_trt.artifact.dimensions import Limits as Limits
-from ddtree_trt.artifact.dimensions import Token
-from ddtree_trt.artifact.dimensions import TransformerDims as TransformerDims
 from ddtree_trt.artifact.files import MANIFEST, NAME
+from ddtree_trt.artifact.limits import Limits as Limits
 from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, BackendName, PrecisionName
 from ddtree_trt.errors import ArtifactError
-from ddtree_trt.models.drafters.kinds import DrafterKind, KindName, dims_record, kind_of, misfit
+from ddtree_trt.models.decoder import Token, TransformerDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.kinds import DrafterKind, KindName, dims_record, kind_of
+from ddtree_trt.models.pairs import misfit
 from ddtree_trt.reading import Between, Pattern, Source, parse_json, read_json, read_record, shown
 
 SCHEMA_VERSION = 1

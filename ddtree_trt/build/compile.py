@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact import files as artifact
-from ddtree_trt.artifact.dimensions import BUDGETS, POSITIONS, SLOTS
 from ddtree_trt.artifact.files import ENGINES
+from ddtree_trt.artifact.limits import BUDGETS, SLOTS
 from ddtree_trt.artifact.manifest import PACKAGED, SCHEMA_VERSION, Limits, Manifest, parse_manifest
 from ddtree_trt.artifact.precisions import BackendName, PrecisionName
 from ddtree_trt.artifact.progress import Progress, no_progress
@@ -24,6 +24,7 @@ from ddtree_trt.build.checkpoint.tokenizer import copy_tokenizer, find_tokenizer
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.build.presets import PRESETS, PackagedSource, Preset, Source, find_preset
 from ddtree_trt.errors import BuildError, UsageError
+from ddtree_trt.models.decoder import POSITIONS
 from ddtree_trt.models.drafters.kinds import kind_of
 from ddtree_trt.reading import shown
 

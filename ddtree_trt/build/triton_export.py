@@ -34,8 +34,8 @@ _CONVENTIONS = {
     "trtllm": "TensorRT-LLM's `tensorrt_llm_bls` model",
     "vllm": "Triton's vLLM backend",
 }
-# A chat in the template of Qwen3, whose targets are the only ones there are. As JSON, and without apostrophes, because
-# it stands between those of a shell.
+# An example: a chat in the template of Qwen3. As JSON, and without apostrophes, because it stands between those of a
+# shell.
 _PROMPT = (
     "<|im_start|>user\\nThere are 6 drawers, each with 32 cards. How many cards are there?<|im_end|>\\n"
     "<|im_start|>assistant\\n"

@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.bench.settings import DEVICE_ROUNDS_MEASURED, RANDOM_BACKENDS, BenchSettings, Shard
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.params import METHODS
+from ddtree_trt.runtime.decoding.methods import BASELINES, METHODS
 from ddtree_trt.terminal import printing as terminal
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ def run(
     methods: Annotated[
         str | None,
         typer.Option(
-            metavar="LIST", help=f"Of {', '.join(METHODS)}; ar and dflash always. Default: what the drafter is for."
+            metavar="LIST",
+            help=f"Of {', '.join(METHODS)}; {' and '.join(m.name for m in BASELINES)} always. "
+            "Default: what the drafter is for.",
         ),
     ] = None,
     budgets: Annotated[

@@ -12,6 +12,7 @@ import typer
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.commands.options import AsJson, DeviceRounds, Exact, NewestByDefault, Threads
 from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
 
 
 def run(
@@ -20,9 +21,7 @@ def run(
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the prompt.")] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message for the chat template.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the prompt to the model without its chat template.")] = False,
-    method: Annotated[
-        str | None, typer.Option(help="auto (default), ddtree, dflash, ar, dflash-sample or draft-model.")
-    ] = None,
+    method: Annotated[str | None, typer.Option(help=f"auto (default), or one of {', '.join(METHODS)}.")] = None,
     tree_budget: Annotated[
         str | None, typer.Option(metavar="N|auto", help="Draft nodes per round; auto chooses every round.")
     ] = None,
@@ -66,7 +65,6 @@ def run(
     if compare and show_tree:
         raise UsageError("--show-tree draws one run; give it without --compare")
 
-    from ddtree_trt.runtime.decoding.methods import resolve_method
     from ddtree_trt.runtime.llm import LLM
     from ddtree_trt.runtime.params import SamplingParams, check_device_rounds
     from ddtree_trt.runtime.text import chat_template
@@ -77,7 +75,7 @@ def run(
     if not raw:
         chat_template.start_for(directory)  # beside the loading of the engine
     with LLM(directory, threads=threads, profile=profile, device_rounds=rounds, exact=exact) as llm:
-        params = replace(params, method=resolve_method(params.method, llm.engine.manifest.drafter_kind))
+        params = replace(params, method=resolve_method(params.method, llm.engine.manifest.drafter_kind).name)
         if text is None:
             console.chat(llm, params, system)
             return

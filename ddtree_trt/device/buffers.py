@@ -9,7 +9,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ddtree_trt.artifact.manifest import Limits, TransformerDims
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters.kinds import kind_of
 
 ALIGNMENT = 256  # bytes: what TensorRT asks of every tensor's address
@@ -136,7 +137,7 @@ def tensorrt_buffers(
 
 def _tables(dims: TransformerDims, embedding: str, head: str, element_bytes: int) -> dict[str, int]:
     """A network's embedding and head [V, H], under these names."""
-    values = dims.vocab_size * dims.hidden_size
+    values = math.prod(dims.table)
     return {embedding: values * element_bytes, head: values * FLOAT_BYTES}
 
 

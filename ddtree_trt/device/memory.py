@@ -6,15 +6,17 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from ddtree_trt.artifact import files as artifact
-from ddtree_trt.artifact.manifest import Limits, Manifest, TransformerDims
+from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS, BackendName
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.device.buffers import FLOAT_BYTES, NOT_COUNTED_AS_BUFFERS, tensorrt_buffers
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters.kinds import kind_of
 from ddtree_trt.plugins import HEAD_DIMS
 
@@ -62,7 +64,7 @@ def plan_engine(
     as they are on the device, in float32."""
     size = PRECISIONS[precision].value_bytes
     if backend == "tensorrt":
-        weights_bytes += sum(d.vocab_size * d.hidden_size for d in _with_tables(target, drafter)) * FLOAT_BYTES
+        weights_bytes += sum(math.prod(d.table) for d in _with_tables(target, drafter)) * FLOAT_BYTES
     per_row = sum(2 * d.num_layers * d.num_kv_heads * d.head_dim * size for d in (target, drafter))
     return MemoryPlan(
         place=_PLACES[backend],
@@ -94,7 +96,7 @@ def plan_manifest(manifest: Manifest) -> MemoryPlan:
     m = manifest
     weights = sum(m.files[name].size for name in _WEIGHT_FILES if name in m.files)
     if artifact.SHARED_WEIGHTS in m.files:
-        tables = sum(d.vocab_size * d.hidden_size for d in _with_tables(m.target_dims, m.drafter_dims))
+        tables = sum(math.prod(d.table) for d in _with_tables(m.target_dims, m.drafter_dims))
         weights += tables * PRECISIONS[m.precision].value_bytes - m.files[artifact.SHARED_WEIGHTS].size
     return plan_engine(m.backend, m.precision, m.target_dims, m.drafter_dims, m.limits, weights)
 
@@ -156,7 +158,7 @@ def _widest_bytes(
     """The fused projections of the target's rows, or the drafter's logits."""
     slots = 1 if backend == "onnxruntime" else limits.max_batch
     rows = max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)
-    heads = (target.num_heads + 2 * target.num_kv_heads) * target.head_dim
-    wide = rows * size * (4 * target.hidden_size + 3 * max(target.intermediate_size, heads))
+    widest = max(target.intermediate_size, sum(target.qkv_widths))
+    wide = rows * size * (4 * target.hidden_size + 3 * widest)
     block = kind_of(drafter).block_size or 1
     return max(wide, 2 * slots * (block - 1) * target.vocab_size * FLOAT_BYTES)

@@ -1,4 +1,4 @@
-"""TensorRT as both halves use it: its log, our plugins in its registry, an engine's tensors."""
+"""TensorRT as both halves use it: the module, its log, our plugins in its registry, an engine's tensors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_trt import plugins
+from ddtree_trt.device.packages import import_package
 from ddtree_trt.errors import DDTreeError
 
 _KEPT_ERRORS = 5  # of TensorRT's, in one of ours
+
+
+def import_tensorrt(refusal: str | None = None) -> Any:
+    """The module `tensorrt`. Raises MissingDependency where it cannot be imported; `refusal` begins its text."""
+    return import_package("tensorrt", refusal)
 
 
 def make_log(trt: Any, warnings: logging.Logger | None = None) -> Any:

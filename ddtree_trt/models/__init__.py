@@ -1,1 +1,1 @@
-"""Architectures, each stated once, as build and runtime share them."""
+"""Architectures, stated once: dimensions, Hugging Face names, shapes and packing of tensors, rotary tables."""

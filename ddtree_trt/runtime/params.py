@@ -10,9 +10,8 @@ from numbers import Integral, Real
 from typing import Any, Literal, cast, get_args
 
 from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
 
-Method = Literal["ddtree", "dflash", "ar", "dflash-sample", "draft-model"]
-METHODS: tuple[str, ...] = get_args(Method)
 DEFAULT_MAX_TOKENS = 256
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
@@ -50,7 +49,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
     echo: bool = False  # put the prompt's text in front of the output's; token ids and logprobs stay the output's
     skip_special_tokens: bool = True
-    method: str = "auto"  # ddtree, or draft-model where the drafter is autoregressive
+    method: str = AUTO  # ddtree, or draft-model where the drafter is autoregressive
     tree_budget: int | Literal["auto"] = "auto"  # draft nodes per round at most; a chain's length for chain methods
 
     def __post_init__(self) -> None:
@@ -70,7 +69,7 @@ class SamplingParams:
             raise UsageError(f"temperature must be 0, for greedy decoding, or from {_COLDEST} to 100")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise UsageError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
-        if not isinstance(self.method, str) or self.method not in ("auto", *METHODS):
+        if not isinstance(self.method, str) or self.method not in (AUTO, *METHODS):
             raise UsageError(f"method must be auto or one of {', '.join(METHODS)}, not {shown(self.method)}")
         self._check_budget()
         if any(not isinstance(s, str) or not s for s in self.stop):
@@ -85,8 +84,8 @@ class SamplingParams:
             if (number := as_integer(budget)) is None or number < 0:
                 raise UsageError(f'tree_budget must be "auto" or an integer at least 0, not {shown(budget)}')
             object.__setattr__(self, "tree_budget", number)
-        if self.method == "ar" and self.tree_budget not in ("auto", 0):
-            raise UsageError(f"method 'ar' drafts nothing: tree_budget {shown(budget)} cannot be honoured")
+        if self.method != AUTO and not METHODS[self.method].drafts and self.tree_budget not in ("auto", 0):
+            raise UsageError(f"method {self.method!r} drafts nothing: tree_budget {shown(budget)} cannot be honoured")
 
     def _check_token_ids(self) -> None:
         tokens = tuple(as_integer(t) for t in self.stop_token_ids)

@@ -5,24 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from build_faults import Cli, OldEngine
+from build_faults import OldEngine
 from checkpoints import make_pair
-
-from ddtree_trt.cli import app
+from command_line import Cli, in_this_process
 
 
 @pytest.fixture
 def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Run the command line in this process: (exit code, stdout, stderr)."""
-
-    def run(*args: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as caught:
-            app([str(a) for a in args], prog_name="ddtree-trt")
-        out, err = capsys.readouterr()
-        return int(caught.value.code or 0), out, err
-
-    return run
+    return in_this_process(capsys)
 
 
 @pytest.fixture

@@ -12,14 +12,7 @@ import pytest
 from engine_files import DIMS, FILES, make_engine, make_manifest
 
 from ddtree_trt.artifact.files import MANIFEST, PROFILE, newest_engine
-from ddtree_trt.artifact.manifest import (
-    LOCAL,
-    CheckpointIdentity,
-    FileEntry,
-    Limits,
-    load_manifest,
-    parse_manifest,
-)
+from ddtree_trt.artifact.manifest import LOCAL, CheckpointIdentity, FileEntry, Limits, load_manifest, parse_manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.errors import ArtifactError
@@ -55,7 +48,7 @@ def test_dflash_of_an_autoregressive_engine() -> None:
     ("place", "value", "message"),
     [
         (("schema_version",), 99, "schema version 99, this ddtree-trt reads version 1; rebuild with"),
-        (("backend",), "abacus", "m: backend must be 'onnxruntime' or 'tensorrt' or 'torch', found 'abacus'"),
+        (("backend",), "abacus", "m: backend must be 'onnxruntime' or 'torch' or 'tensorrt', found 'abacus'"),
         (("name",), 5, "m: name must be a name of letters, digits, '.', '_' and '-', found 5"),
         (("build_seconds",), True, "m: build_seconds must be a number from 0 to 1e+09, found true"),
         (("limits", "max_batch"), "8", "m: limits.max_batch must be an integer from 1 to 1024, found '8'"),

@@ -16,13 +16,15 @@ from checkpoints import STOP_TOKEN, TARGET_DIMS, make_drafter, make_pair, make_t
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact import files as artifact
-from ddtree_trt.artifact.manifest import LOCAL, SCHEMA_VERSION, DrafterDims, Limits, Manifest, load_manifest
+from ddtree_trt.artifact.manifest import LOCAL, SCHEMA_VERSION, Limits, Manifest, load_manifest
 from ddtree_trt.artifact.verify import verify_files
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, load_checkpoint, target_shapes
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.graph.weights import ALIGNMENT, WeightFile
 from ddtree_trt.build.presets import PRESETS
 from ddtree_trt.errors import BuildError
+from ddtree_trt.models.decoder import EMBEDDING, language_model_shapes
+from ddtree_trt.models.drafters.dflash import DrafterDims
 
 
 def build(pair: tuple[Path, Path], engine: Path, **options: Any) -> Manifest:
@@ -90,7 +92,9 @@ def test_weights_are_stored_once_and_exactly(tmp_path: Path, tied: bool, dtype: 
     stored = np.frombuffer(data[offset : offset + length], np.float32).reshape(TARGET_DIMS.vocab_size, -1)
     np.testing.assert_array_equal(stored, load_checkpoint(pair[0]).tensor(EMBEDDING))
     if dtype == "fp32":
-        np.testing.assert_array_equal(stored, random_weights(target_shapes(TARGET_DIMS, tied=tied), seed=0)[EMBEDDING])
+        np.testing.assert_array_equal(
+            stored, random_weights(language_model_shapes(TARGET_DIMS, tied=tied), seed=0)[EMBEDDING]
+        )
     for graph in (artifact.TARGET_GRAPH, artifact.DRAFTER_GRAPH):
         ort.InferenceSession(tmp_path / "engine" / graph, providers=["CPUExecutionProvider"])
 

@@ -11,18 +11,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from build_faults import Cli, OldEngine, assert_refused, build_args
+from build_faults import OldEngine, assert_refused, build_args
 from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_target, random_weights, write_safetensors
+from command_line import Cli
 
 from ddtree_trt.artifact.files import MANIFEST
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build import compile as compiler
 from ddtree_trt.build.backends.onnxruntime.backend import OnnxRuntimeBuild
-from ddtree_trt.build.checkpoint.reader import target_shapes
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.errors import UsageError
+from ddtree_trt.models.decoder import language_model_shapes
 
 # Damaged engines
 
@@ -65,7 +66,7 @@ def break_tokenizer(target: Path, drafter: Path) -> None:
 
 
 def break_values(target: Path, drafter: Path) -> None:
-    weights = random_weights(target_shapes(TARGET_DIMS, tied=True), seed=0)
+    weights = random_weights(language_model_shapes(TARGET_DIMS, tied=True), seed=0)
     weights["model.layers.2.mlp.down_proj.weight"][3, 1] = np.nan
     write_safetensors(target / "model.safetensors", weights, "fp16")
 

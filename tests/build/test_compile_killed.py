@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from build_faults import Cli, OldEngine, assert_refused, build_args, fingerprint
+from build_faults import OldEngine, assert_refused, build_args, fingerprint
 from checkpoints import make_pair
+from command_line import Cli
 
-from ddtree_trt.artifact.manifest import MANIFEST
+from ddtree_trt.artifact.files import MANIFEST
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 
 # Interruptions

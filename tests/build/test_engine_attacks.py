@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.directory import describe_files
 from ddtree_trt.errors import ArtifactError, DDTreeError
 from ddtree_trt.inspection import inspect_engine
+from ddtree_trt.runtime import core
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.text.codec import TextCodec
@@ -170,7 +170,7 @@ def test_what_cannot_be_made_closes_its_engine(
         closed.append(self)
         close(self)
 
-    monkeypatch.setattr(sys.modules[made.__module__], part, refuse)
+    monkeypatch.setattr(core, part, refuse)
     monkeypatch.setattr(OrtEngine, "close", record)
     with pytest.raises(ValueError, match="refused"):
         made(engine)

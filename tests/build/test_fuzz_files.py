@@ -23,8 +23,7 @@ from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.inspection import inspect_engine
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
-from ddtree_trt.runtime.engines.base import DraftRequest
+from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.text.codec import TextCodec
 from ddtree_trt.terminal import printing as terminal

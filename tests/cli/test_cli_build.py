@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import Cli
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact.manifest import Limits
@@ -47,9 +48,9 @@ def test_inspect(workplace: Path) -> None:
     assert "tiny/target (packaged)" in shown.stdout
 
 
-def test_inspect_json(workplace: Path) -> None:
-    shown = run("inspect", "engines/tiny", "--json", cwd=workplace)
-    report = json.loads(shown.stdout)
+def test_inspect_json(cli: Cli, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    report = json.loads(cli("inspect", "engines/tiny", "--json")[1])
     manifest, memory = report["manifest"], report["memory"]
     dims, drafter, limits = manifest["target_dims"], manifest["drafter_dims"], Limits(**manifest["limits"])
     values = sum(2 * d["num_layers"] * d["num_kv_heads"] * d["head_dim"] for d in (dims, drafter))
@@ -60,24 +61,26 @@ def test_inspect_json(workplace: Path) -> None:
     assert report["has_profile"] is True
 
 
-def test_limits_on_the_command_line(workplace: Path) -> None:
+def test_limits_on_the_command_line(cli: Cli, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
     args = ["--max-seq-len", 300, "--max-tree-budget", 1, "--max-batch", 3, "--output", "small"]
-    assert run("build", "--target", "tiny", *args, cwd=workplace).returncode == 0
+    assert cli("build", "--target", "tiny", *args)[0] == 0
     limits = json.loads((workplace / "small" / "manifest.json").read_text())["limits"]
     assert (limits["max_seq_len"], limits["max_tree_budget"], limits["max_batch"]) == (300, 1, 3)
 
 
-def test_second_build_needs_force(workplace: Path) -> None:
-    again = run("build", "--target", "tiny", cwd=workplace)
-    assert again.returncode == 1
-    assert again.stderr.startswith("error: ") and "give --force" in again.stderr and again.stderr.count("\n") == 1
-    assert run("build", "--target", "tiny", "--force", cwd=workplace).returncode == 0
+def test_second_build_needs_force(cli: Cli, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workplace)
+    code, _, err = cli("build", "--target", "tiny")
+    assert code == 1
+    assert err.startswith("error: ") and "give --force" in err and err.count("\n") == 1
+    assert cli("build", "--target", "tiny", "--force")[0] == 0
 
 
-def test_inspect_of_nothing(tmp_path: Path) -> None:
-    shown = run("inspect", tmp_path / "nowhere")
-    assert (shown.returncode, shown.stdout) == (1, "")
-    assert shown.stderr.startswith("error: no engine at ") and "ddtree-trt build --target tiny" in shown.stderr
+def test_inspect_of_nothing(cli: Cli, tmp_path: Path) -> None:
+    code, out, err = cli("inspect", tmp_path / "nowhere")
+    assert (code, out) == (1, "")
+    assert err.startswith("error: no engine at ") and "ddtree-trt build --target tiny" in err
 
 
 def test_help_version_and_no_command() -> None:

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from command_line import Cli
 from typer.testing import CliRunner
 
 from ddtree_trt.cli import app
@@ -33,24 +34,24 @@ def test_compare_proves_the_output_is_the_targets(tiny_engine: Path) -> None:
     assert done.stderr == ""
 
 
-def test_every_source_of_a_prompt_gives_the_same_text(tiny_engine: Path, tmp_path: Path) -> None:
+def test_every_source_of_a_prompt_gives_the_same_text(cli: Cli, tiny_engine: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(QUESTION)
     options = ("--json", "--max-tokens", "24")
     outputs = [
-        run("run", tiny_engine, "--prompt", QUESTION, *options),
-        run("run", tiny_engine, "--prompt-file", file, *options),
-        run("run", tiny_engine, *options, stdin=QUESTION),
+        cli("run", tiny_engine, "--prompt", QUESTION, *options)[1],
+        cli("run", tiny_engine, "--prompt-file", file, *options)[1],
+        run("run", tiny_engine, *options, stdin=QUESTION).stdout,
     ]
-    texts = [json.loads(o.stdout)["outputs"][0]["text"] for o in outputs]
+    texts = [json.loads(o)["outputs"][0]["text"] for o in outputs]
     assert texts[0] and texts == [texts[0]] * 3
-    raw = json.loads(run("run", tiny_engine, "--raw", "--prompt", QUESTION, *options).stdout)
-    assert len(raw["prompt_token_ids"]) < len(json.loads(outputs[0].stdout)["prompt_token_ids"])
+    raw = json.loads(cli("run", tiny_engine, "--raw", "--prompt", QUESTION, *options)[1])
+    assert len(raw["prompt_token_ids"]) < len(json.loads(outputs[0])["prompt_token_ids"])
 
 
-def test_json_has_text_usage_and_metrics(tiny_engine: Path) -> None:
-    done = run("run", tiny_engine, "--prompt", QUESTION, "--json", "--tree-budget", "8", "--max-tokens", "30")
-    data = json.loads(done.stdout)
+def test_json_has_text_usage_and_metrics(cli: Cli, tiny_engine: Path) -> None:
+    _, out, _ = cli("run", tiny_engine, "--prompt", QUESTION, "--json", "--tree-budget", "8", "--max-tokens", "30")
+    data = json.loads(out)
     metrics, output = data["metrics"], data["outputs"][0]
     assert output["finish_reason"] in ("stop", "length")
     assert data["usage"]["completion_tokens"] == len(output["token_ids"]) == metrics["output_tokens"]
@@ -70,12 +71,13 @@ def test_profile_waits_for_the_engine(tiny_engine: Path, monkeypatch: pytest.Mon
     assert texts[0] == texts[1]
 
 
-def test_show_tree_draws_every_round(tiny_engine: Path) -> None:
-    done = run("run", tiny_engine, "--prompt", QUESTION, "--show-tree", "--tree-budget", "6", "--max-tokens", "20")
-    assert done.returncode == 0, done.stderr
-    assert "round 1: 6 nodes, committed" in done.stdout
-    assert "✓" in done.stdout and "└──" in done.stdout
-    assert "tokens/round" in done.stdout.splitlines()[-1]
+def test_show_tree_draws_every_round(cli: Cli, tiny_engine: Path) -> None:
+    options = ("--show-tree", "--tree-budget", "6", "--max-tokens", "20")
+    code, out, err = cli("run", tiny_engine, "--prompt", QUESTION, *options)
+    assert code == 0, err
+    assert "round 1: 6 nodes, committed" in out
+    assert "✓" in out and "└──" in out
+    assert "tokens/round" in out.splitlines()[-1]
 
 
 def test_the_newest_engine_is_the_default(tiny_engine: Path, tmp_path: Path) -> None:
@@ -104,12 +106,14 @@ def test_the_newest_engine_is_the_default(tiny_engine: Path, tmp_path: Path) -> 
         (["--prompt", "x", "--compare", "--show-tree"], "give it without --compare"),
     ],
 )
-def test_wrong_calls_are_one_line_and_exit_code_2(tiny_engine: Path, options: list[str], message: str) -> None:
-    done = run("run", tiny_engine, *options)
-    assert done.returncode == 2, done.stdout
-    assert message in done.stderr
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
-    assert done.stdout == ""
+def test_wrong_calls_are_one_line_and_exit_code_2(
+    cli: Cli, tiny_engine: Path, options: list[str], message: str
+) -> None:
+    code, out, err = cli("run", tiny_engine, *options)
+    assert code == 2, out
+    assert message in err
+    assert err.startswith("error: ") and err.count("\n") == 1
+    assert out == ""
 
 
 def test_a_chat_remembers_and_ends(tiny_engine: Path) -> None:

@@ -127,9 +127,7 @@ def _verdict(margin: float, rounding: float) -> bool | None:
 def last_row(llm: LLM, tokens: list[int]) -> np.ndarray:
     """float32 [V]: what follows the tokens."""
     engine, chunk = llm.engine, llm.engine.manifest.limits.prefill_chunk
-    for slot in llm._scheduler._slots:
-        slot.tokens = []
-    engine.truncate(0, 0)
+    llm.reset_prefix_cache()
     for start in range(0, len(tokens), chunk):
         verdict = engine.prefill(0, np.array(tokens[start : start + chunk]), rows="last", taps=False)
     row = np.array(verdict.logits[-1])

@@ -13,8 +13,7 @@ from engine_builds import CAUSAL, INSTALLED, PACKAGED, build_engine
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.toolchain import always_causal
 from ddtree_trt.errors import ArtifactError, EngineError
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.llm import LLM

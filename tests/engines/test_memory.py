@@ -18,7 +18,7 @@ from quantized import ALGORITHMS, GROUP, quantize
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, TransformerDims
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import BackendName
 from ddtree_trt.build import dryrun
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
@@ -35,6 +35,8 @@ from ddtree_trt.device.memory import MemoryPlan, plan_engine
 from ddtree_trt.doctor import diagnose
 from ddtree_trt.errors import BuildError
 from ddtree_trt.inspection import inspect_engine
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
 
 # The shapes in the config.json files of Qwen/Qwen3-8B and of its drafter at z-lab.
 TARGET = TransformerDims(151936, 4096, 36, 32, 8, 128, 12288, 1e-6, 1e6, 40960)

@@ -8,12 +8,15 @@ from importlib import import_module
 
 import pytest
 
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, TransformerDims
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.device import buffers as sizes
 from ddtree_trt.device.buffers import tensorrt_buffers
 from ddtree_trt.device.memory import plan_engine
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters import kinds
-from ddtree_trt.models.drafters.kinds import KIND_NAMES, LONGEST_CHAIN, DrafterKind, dims_record, kind_of, misfit
+from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.kinds import KIND_NAMES, LONGEST_CHAIN, DrafterKind, dims_record, kind_of
+from ddtree_trt.models.pairs import misfit
 
 _SHAPE = (512, 64, 6, 4, 2, 64, 128, 1e-6, 1e4, 2048)
 TARGET = TransformerDims(*_SHAPE)
@@ -53,7 +56,7 @@ def test_dimensions_tell_the_kind() -> None:
     ("module", "table"),
     [
         ("ddtree_trt.artifact.weight_layout", "_DRAFTERS"),
-        ("ddtree_trt.build.checkpoint.reader", "_SHAPES"),
+        ("ddtree_trt.models.pairs", "_SHAPES"),
         ("ddtree_trt.build.graph.drafters", "_BUILDERS"),
         ("ddtree_trt.runtime.engines.onnxruntime.drafter", "_MAKERS"),
         ("ddtree_trt.runtime.engines.tensorrt.drafter", "_MAKERS"),

@@ -13,9 +13,10 @@ import pytest
 from plugin_libraries import Guarded, address, aligned, emulated_kernels
 
 from ddtree_trt import _native
-from ddtree_trt.artifact.manifest import Limits, TransformerDims
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.device import memory
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import MaskMode, reference
 
 POISON = 0x7FFF  # NaN in bf16 and fp16 alike

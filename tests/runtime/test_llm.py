@@ -101,15 +101,22 @@ def test_streams_side_by_side_say_what_generate_says(llm: LLM, chats: list[Any])
 def test_closing_a_stream_frees_its_slot(llm: LLM, chats: list[Any]) -> None:
     stream = llm.stream(chats[0], SamplingParams(max_tokens=500, ignore_eos=True))
     next(stream)
-    assert llm._scheduler.free_slots == llm._scheduler.slots - 1
+    assert llm.core.scheduler.free_slots == llm.core.scheduler.slots - 1
     stream.close()
-    assert llm._scheduler.free_slots == llm._scheduler.slots
+    assert llm.core.scheduler.free_slots == llm.core.scheduler.slots
 
 
-def forget(llm: LLM) -> None:
-    for index, slot in enumerate(llm._scheduler._slots):
-        llm.engine.truncate(index, 0)
-        slot.tokens = []
+def test_a_reset_forgets_prefixes_and_leaves_streams_alone(llm: LLM, chats: list[Any]) -> None:
+    params = SamplingParams(max_tokens=40)
+    whole = llm.generate(chats[:2], params)
+    stream = llm.stream(chats[0], params)
+    text = next(stream).outputs[0].text
+    assert llm.generate(chats[1], params)[0].usage.cached_tokens > 0
+    llm.reset_prefix_cache()
+    assert text + "".join(part.outputs[0].text for part in stream) == whole[0].outputs[0].text
+    for chat, output in zip(chats[:2], whole, strict=True):
+        (again,) = llm.generate(chat, params)
+        assert again.usage.cached_tokens == 0 and again.outputs == output.outputs
 
 
 def test_chat_turns_start_from_what_is_cached_and_say_the_same(llm: LLM, tiny_engine: Path, chats: list[Any]) -> None:
@@ -120,7 +127,7 @@ def test_chat_turns_start_from_what_is_cached_and_say_the_same(llm: LLM, tiny_en
             messages = [*messages, *chats[turn]]
             params = SamplingParams(max_tokens=25, method=method)
             (output,) = llm.generate(messages, params)
-            forget(fresh)
+            fresh.reset_prefix_cache()
             (plain,) = fresh.generate(messages, params)
             assert plain.usage.cached_tokens == 0
             assert output.outputs[0].token_ids == plain.outputs[0].token_ids
@@ -147,7 +154,7 @@ def test_reused_prefixes_say_what_a_fresh_engine_says(llm: LLM, tiny_engine: Pat
                 ignore_eos=True,
             )
             (output,) = llm.generate(prompt, params)
-            forget(fresh)
+            fresh.reset_prefix_cache()
             (plain,) = fresh.generate(prompt, params)
             assert output.outputs[0].token_ids == plain.outputs[0].token_ids
             reused += output.usage.cached_tokens > 0
@@ -200,7 +207,7 @@ def test_an_engine_failure_is_raised_to_everyone_it_ended(llm: LLM, chats: list[
             next(streams[0])
     with pytest.raises(EngineError, match="went away"):
         next(streams[1])
-    assert llm._scheduler.free_slots == llm._scheduler.slots
+    assert llm.core.scheduler.free_slots == llm.core.scheduler.slots
     assert llm.generate(chats[0], SamplingParams(max_tokens=5))[0].finished
 
 
@@ -224,7 +231,7 @@ def test_nothing_runs_when_one_of_many_calls_is_wrong(llm: LLM) -> None:
     ]:
         with pytest.raises(UsageError, match=text):
             llm.generate(["fine", prompt], [SamplingParams(max_tokens=1), SamplingParams(**params)])
-        assert not llm._scheduler.busy
+        assert not llm.core.scheduler.busy
     with pytest.raises(UsageError, match="2 prompts but 1 sampling params"):
         llm.generate(["a", "b"], [SamplingParams()])
 
@@ -261,7 +268,7 @@ def test_more_tokens_than_fit_are_refused(llm: LLM, name: str, tokens: int) -> N
     for work in (llm.generate, llm.stream):
         with pytest.raises(UsageError, match=message):
             work([7] * (limit - 9), SamplingParams(**{name: tokens}))  # type: ignore[operator]
-    assert not llm._scheduler.busy
+    assert not llm.core.scheduler.busy
 
 
 def test_echo_puts_the_prompt_in_front(llm: LLM) -> None:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from ddtree_trt.artifact.manifest import DrafterDims
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
+from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.runtime.engines.base import DrawnFrom
 
 
 class DFlash:
@@ -54,9 +54,12 @@ class DFlash:
         return seen.flatten(1) @ self.w[f"{layer}.self_attn.o_proj.weight"].T
 
     def heads(self, layer: str, part: str, rows: Tensor) -> Tensor:
-        """Queries, keys or values [rows, heads, D], the first two normed per head."""
-        x = (rows @ self.w[f"{layer}.self_attn.{part}_proj.weight"].T).unflatten(-1, (-1, self.dims.head_dim))
-        return x if part == "v" else self.norm(x, f"{layer}.self_attn.{part}_norm")
+        """Queries, keys or values [rows, heads, D], the first two normed per head, and with a bias where the checkpoint
+        has those tensors."""
+        projection, norm = f"{layer}.self_attn.{part}_proj", f"{layer}.self_attn.{part}_norm"
+        x = rows @ self.w[f"{projection}.weight"].T + self.w.get(f"{projection}.bias", torch.zeros(1))
+        x = x.unflatten(-1, (-1, self.dims.head_dim))
+        return self.norm(x, norm) if f"{norm}.weight" in self.w else x
 
     def norm(self, x: Tensor, name: str) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.dims.rms_norm_eps) * self.w[f"{name}.weight"]

@@ -36,7 +36,7 @@ class Truth:
     """A target in transformers, float32."""
 
     def __init__(self, directory: Path, tap_layers: Sequence[int]) -> None:
-        self.model = transformers.Qwen3ForCausalLM.from_pretrained(
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         self._taps: dict[int, torch.Tensor] = {}

@@ -113,7 +113,8 @@ def measure_pair(name: str, args: argparse.Namespace, device: torch.device, repo
         return result
     engine, weights = made
     result["weight_bytes"] = streamed_bytes(weights)
-    result["kv_bytes_per_token"] = engine.cache.slab[:, 0, :, 0].numel() * engine.cache.slab.element_size()
+    slab = engine.target.cache.slab
+    result["kv_bytes_per_token"] = slab[:, 0, :, 0].numel() * slab.element_size()
     published = None
     if args.reference is not None:
         published = report.step(f"{name}: published code", lambda: Published(args.reference, shape, weights, device))

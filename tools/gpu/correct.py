@@ -53,7 +53,7 @@ def check(folder: Path, precision: str, device: torch.device, count: int, tokens
             found = decode(fill(engine, prompt), tokens)[:tokens]
             outputs += 1
             ties += differ_at_a_tie(truth, prompt, expected, found, precision, name)
-    return {"relative_error": error, "kernels": engine.kernels, "outputs": outputs, "differ_at_a_tie": ties}
+    return {"relative_error": error, "kernels": engine.target.kernels, "outputs": outputs, "differ_at_a_tie": ties}
 
 
 def check_pointwise(device: torch.device) -> dict[str, float]:

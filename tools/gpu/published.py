@@ -14,7 +14,8 @@ from torch import Tensor
 from ddtree_trt.artifact.weight_layout import stored_weights
 from ddtree_trt.bench.pairs.random_pair import PairShape, hugging_face_configs
 from ddtree_trt.bench.reference import forced_acceptance, import_published, surroundings
-from ddtree_trt.build.checkpoint.reader import drafter_shapes, target_shapes
+from ddtree_trt.models.decoder import language_model_shapes
+from ddtree_trt.models.drafters.dflash import dflash_shapes
 
 
 class Published:
@@ -69,7 +70,7 @@ class Published:
 def _copy(target: Any, drafter: Any, shape: PairShape, weights: dict[str, Tensor]) -> None:
     """Our joined weights into their modules, so that both draft trees of the same shapes."""
     states = {"target": target.state_dict(), "drafter": drafter.state_dict()}
-    shapes = {"target": target_shapes(shape.target, tied=shape.tied), "drafter": drafter_shapes(shape.drafter)}
+    shapes = {"target": language_model_shapes(shape.target, tied=shape.tied), "drafter": dflash_shapes(shape.drafter)}
     for weight in stored_weights(shape.target, shape.drafter, target_tied=shape.tied, drafter_tied=shape.tied):
         rows = weights[weight.name].reshape(-1, weight.shape[-1]) if len(weight.shape) > 1 else weights[weight.name]
         start = 0

@@ -14,8 +14,7 @@ import torch
 
 from ddtree_trt.bench.pairs.forced import ForcedEngine
 from ddtree_trt.bench.pairs.forced_torch import ForcedRounds
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
-from ddtree_trt.runtime.engines.base import DraftRequest, Engine, RoundRequest, VerifyRequest
+from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.stats import ROUND_STAGES, StageClock
 from ddtree_trt.runtime.tree import EMPTY, build_tree, chain, compile_tree, walk
@@ -132,8 +131,9 @@ def time_host(
     _, result["stage_ms"], _ = measure(profile=True)
     if not budget:
         key = (1, 1)
-        if engine.graphs.replay(key):
-            result["graph_ms"] = events_ms(lambda: engine.graphs.replay(key), engine.device, 20)
+        graphs = engine.target.graphs
+        if graphs.replay(key):
+            result["graph_ms"] = events_ms(lambda: graphs.replay(key), engine.device, 20)
     return result
 
 

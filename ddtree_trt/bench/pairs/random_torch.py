@@ -26,6 +26,7 @@ from ddtree_trt.build.compile import Precision
 from ddtree_trt.device.gpus import available_bytes
 from ddtree_trt.device.memory import plan_engine
 from ddtree_trt.errors import UsageError
+from ddtree_trt.models.decoder import BIAS
 from ddtree_trt.models.drafters.kinds import kind_of
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.weights import DTYPES, choose_device, device_name
@@ -102,6 +103,8 @@ def random_weights(shape: PairShape, dtype: torch.dtype, device: torch.device, s
         if weight.name == f"{TARGET}norm":
             # Random signs before the head: else a token's own embedding, still in the residual stream, would win.
             tensor.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+        elif weight.sources[0].endswith(BIAS):
+            tensor.fill_(0)
         elif len(weight.shape) == 1:
             tensor.fill_(1)
         else:

@@ -7,16 +7,15 @@ a wrong or half-copied checkpoint is refused by name before any work.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact.files import sha256_file
-from ddtree_trt.artifact.manifest import LOCAL, CheckpointIdentity, DrafterDims, TransformerDims
+from ddtree_trt.artifact.manifest import LOCAL, CheckpointIdentity
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.safetensor_header import StoredTensor
 from ddtree_trt.build.checkpoint.config import CONFIG, read_config
@@ -39,11 +38,10 @@ from ddtree_trt.build.checkpoint.tensorfile import (
     weight_files,
 )
 from ddtree_trt.errors import CheckpointError
-from ddtree_trt.models.drafters.kinds import DrafterKind, KindName, kind_of, misfit
+from ddtree_trt.models.decoder import EMBEDDING, HEAD, Shapes, TransformerDims
+from ddtree_trt.models.drafters.kinds import DrafterKind, kind_of
+from ddtree_trt.models.pairs import checkpoint_shapes, misfit
 
-Shapes = dict[str, tuple[int, ...]]
-
-EMBEDDING, HEAD, FC = "model.embed_tokens.weight", "lm_head.weight", "fc.weight"
 # What some files hold beside the weights in use: a copy of tied weights, buffers, a drafter's unused embedding.
 _IGNORED = (HEAD, EMBEDDING, "embed_tokens.weight")
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", *CACHE_SCALES)
@@ -145,13 +143,12 @@ def load_checkpoint(directory: Path, *, name: str | None = None, revision: str =
     """
     config = read_config(directory)
     stored = open_tensors(directory)
-    dims = config.dims
-    expected = network_shapes(dims, tied=config.tied)
+    expected = checkpoint_shapes(config.dims, tied=config.tied)
     quantizers = find_scales(directory, config.quantization, stored, expected)
     _check_tensors(directory, stored, expected, config.quantization, quantizers)
     return Checkpoint(
         directory=directory,
-        dims=dims,
+        dims=config.dims,
         tie_word_embeddings=config.tied,
         stop_token_ids=config.stop_token_ids,
         name=name or directory.resolve().name,
@@ -161,54 +158,6 @@ def load_checkpoint(directory: Path, *, name: str | None = None, revision: str =
         quantization=config.quantization,
         quantizers=quantizers,
     )
-
-
-def _layer_shapes(dims: TransformerDims, prefix: str) -> Shapes:
-    """Shapes [out, in] of all layers and the final norm."""
-    hidden, inner, head = dims.hidden_size, dims.intermediate_size, dims.head_dim
-    shapes: Shapes = {}
-    for i in range(dims.num_layers):
-        layer = f"{prefix}layers.{i}"
-        shapes |= {
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.self_attn.q_proj.weight": (dims.num_heads * head, hidden),
-            f"{layer}.self_attn.k_proj.weight": (dims.num_kv_heads * head, hidden),
-            f"{layer}.self_attn.v_proj.weight": (dims.num_kv_heads * head, hidden),
-            f"{layer}.self_attn.q_norm.weight": (head,),
-            f"{layer}.self_attn.k_norm.weight": (head,),
-            f"{layer}.self_attn.o_proj.weight": (hidden, dims.num_heads * head),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
-            f"{layer}.mlp.up_proj.weight": (inner, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, inner),
-        }
-    return shapes | {f"{prefix}norm.weight": (hidden,)}
-
-
-def target_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
-    """Tensors of a target, or of an autoregressive drafter, by Hugging Face name."""
-    table = (dims.vocab_size, dims.hidden_size)
-    head = {} if tied else {HEAD: table}
-    return {EMBEDDING: table} | _layer_shapes(dims, "model.") | head
-
-
-def drafter_shapes(dims: DrafterDims) -> Shapes:
-    """Tensors of a DFlash drafter; its embedding and head are the target's."""
-    hidden = dims.hidden_size
-    fc = {FC: (hidden, len(dims.tap_layers) * hidden), "hidden_norm.weight": (hidden,)}
-    return fc | _layer_shapes(dims, "")
-
-
-# By the kind of drafter that has these dimensions: (dimensions, whether the head is the embedding) → shapes.
-_SHAPES: Mapping[KindName, Callable[[Any, bool], Shapes]] = {
-    "dflash": lambda dims, tied: drafter_shapes(dims),
-    "autoregressive": lambda dims, tied: target_shapes(dims, tied=tied),
-}
-
-
-def network_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
-    """Tensors of the network that has these dimensions, a target or a drafter of any kind, by Hugging Face name."""
-    return _SHAPES[kind_of(dims).name](dims, tied)
 
 
 def _check_tensors(

@@ -12,9 +12,10 @@ from ddtree_trt.models.drafters.kinds import KindName
 if TYPE_CHECKING:
     from onnx import ModelProto
 
-    from ddtree_trt.artifact.manifest import DrafterDims, Limits
+    from ddtree_trt.artifact.manifest import Limits
     from ddtree_trt.build.checkpoint.reader import Checkpoint
     from ddtree_trt.build.graph.ops import Graph
+    from ddtree_trt.models.drafters.dflash import DrafterDims
 
 
 def build_drafter(g: Graph, drafter: Checkpoint, target: Checkpoint, limits: Limits) -> ModelProto:

@@ -1,1 +1,1 @@
-"""The kinds of drafters."""
+"""Drafters: their kinds, and one module for each architecture that is no language model."""

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ddtree_trt.artifact.dimensions import DrafterDims, TransformerDims
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
 
 KindName = Literal["dflash", "autoregressive"]  # as manifest.json has it
 
@@ -77,21 +78,3 @@ def kind_of(dims: TransformerDims) -> DrafterKind:
 def dims_record(name: object) -> type[TransformerDims]:
     """The record that a drafter's dimensions are read into, by the kind's name; TransformerDims for an unknown one."""
     return next((record for kind, (record, _) in _KINDS.items() if kind == name), TransformerDims)
-
-
-def misfit(target: TransformerDims, drafter: TransformerDims) -> str | None:
-    """Why a drafter was not made for a target of these dimensions, in Hugging Face's names; None where it fits."""
-    kind = kind_of(drafter)
-    equal = [("vocab_size", drafter.vocab_size, "the target's", target.vocab_size)]
-    if not kind.own_tables:
-        equal.append(("hidden_size", drafter.hidden_size, "the target's", target.hidden_size))
-    if kind.target_layers is not None:
-        equal.append(("num_target_layers", kind.target_layers, "the target's layers", target.num_layers))
-    for name, found, whose, expected in equal:
-        if found != expected:
-            return f"{name} is {found}, {whose} {expected}"
-    if outside := [i for i in kind.tap_layers if not 0 <= i < target.num_layers]:
-        return f"target_layer_ids {outside} are not layers of the target, which has {target.num_layers}"
-    if kind.mask_token_id is not None and kind.mask_token_id >= target.vocab_size:
-        return f"mask_token_id {kind.mask_token_id} is not below vocab_size {target.vocab_size}"
-    return None

@@ -28,8 +28,7 @@ from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.files import write_atomically
 from ddtree_trt.reading import Between, Source, parse_json, read_json, read_record
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
-from ddtree_trt.runtime.engines.base import DraftRequest, Engine, VerifyRequest
+from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine, VerifyRequest
 from ddtree_trt.runtime.tree import TokenTree, chain_parents
 
 PROFILE_VERSION = 2

@@ -25,7 +25,8 @@ from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt import profiles as tensorrt_profiles
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD, load_checkpoint
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.models.decoder import EMBEDDING, HEAD
 from ddtree_trt.plugins import library
 
 

@@ -14,12 +14,13 @@ from onnx import ModelProto, TensorProto, helper
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, TransformerDims
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD, drafter_shapes, target_shapes
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.build.graph.networks import build_drafter_graph, build_target_graph
 from ddtree_trt.build.graph.ops import TYPES, Make
 from ddtree_trt.build.presets import PRESETS
+from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims, language_model_shapes
+from ddtree_trt.models.drafters.dflash import DrafterDims, dflash_shapes
 from ddtree_trt.plugins import MaskMode
 
 # The shapes in the config.json files of Qwen/Qwen3-4B, Qwen/Qwen3-8B and of their drafters at z-lab.
@@ -69,7 +70,7 @@ def graphs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     dims = TransformerDims(**_COMMON, **_WIDTHS[name], num_layers=36)
     drafter = DrafterDims(**_COMMON, **_WIDTHS[name], **_DFLASH, num_layers=5)
     limits, tied = PRESETS[name].limits, _TIED[name]
-    weights = zeros(target_shapes(dims, tied=tied))
+    weights = zeros(language_model_shapes(dims, tied=tied))
     paths = {}
     for network in ("target", "drafter"):
         sink = SparseWeights(folder / f"{network}.bin")
@@ -77,7 +78,7 @@ def graphs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         if network == "target":
             model = build_target_graph(g, dims, weights, tap_layers=drafter.tap_layers, limits=limits, tied=tied)
         else:
-            own = zeros(drafter_shapes(drafter))
+            own = zeros(dflash_shapes(drafter))
             model = build_drafter_graph(g, drafter, own, target_weights=weights, target_tied=tied, limits=limits)
         sink.close()
         paths[network] = folder / f"{network}.onnx"

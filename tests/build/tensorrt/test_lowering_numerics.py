@@ -11,6 +11,7 @@ import onnxruntime as ort
 import pytest
 from checkpoints import make_drafter, make_target
 from engine_builds import PACKAGED, build_engine
+from families import OTHERS, offered
 from lowered import LoweredPair, attention_body
 from numerics import TOLERANCE, Array, path_to, random_tree
 from onnx import TensorProto, helper
@@ -22,8 +23,7 @@ from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.graph.lowering_tensorrt import MAX_CANDIDATES
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.plugins.reference import attention, packed_mask
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
-from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
+from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, VerifyRequest
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.tree import token_chain
 
@@ -32,6 +32,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "untied": {"tied": False, "head_dim": 64, "num_heads": 4, "num_kv_heads": 1},
     "one-layer": {"num_layers": 1, "head_dim": 128, "num_heads": 2, "num_kv_heads": 2, "rope_theta": 1e6},
     "wide": {"head_dim": 64, "num_heads": 6, "num_kv_heads": 2, "rms_norm_eps": 1e-5, "hidden_size": 48},
+    **{name: {"head_dim": 64, "family": family} for name, family in OTHERS.items()},
 }
 TOLERANCES = {"float32": TOLERANCE, "float16": 1e-2}
 TREE_BUDGET = 40
@@ -87,7 +88,10 @@ def refuse_to_draw(*_: object) -> DrawnFrom:
     raise AssertionError("a block drafter draws nothing")
 
 
-@pytest.fixture(scope="module", params=[("tiny", "float32"), ("tiny", "float16"), *((s, "float32") for s in SHAPES)])
+@pytest.fixture(
+    scope="module",
+    params=[*((name, "float32") for name in ("tiny", *SHAPES)), *((name, "float16") for name in ("tiny", *OTHERS))],
+)
 def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Beside:
     name, floats = request.param
     path = tmp_path_factory.mktemp("lowered")
@@ -99,9 +103,11 @@ def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         layers = dims.get("num_layers", 3)
         taps = {"tap_layers": (0, layers - 1) if layers > 1 else (0,), "num_target_layers": layers}
         drafter = make_drafter(path / "drafter", **{**dims, **taps, "num_layers": 2})
-    engine = build_engine(target, drafter, path / "engine", max_batch=3, max_tree_budget=TREE_BUDGET, max_seq_len=128)
-    limits = engine.manifest.limits
-    lowered = LoweredPair(path / "graphs", load_checkpoint(target), load_checkpoint(drafter), limits, floats)
+    limits = {"max_batch": 3, "max_tree_budget": TREE_BUDGET, "max_seq_len": 128}
+    with offered(*OTHERS.values()):
+        engine = build_engine(target, drafter, path / "engine", **limits)
+        pair = load_checkpoint(target), load_checkpoint(drafter)
+    lowered = LoweredPair(path / "graphs", *pair, engine.manifest.limits, floats)
     return Beside(lowered, engine, TOLERANCES[floats])
 
 

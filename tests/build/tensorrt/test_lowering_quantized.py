@@ -17,13 +17,14 @@ from numerics import TOLERANCE, Array, Truth, path_to, random_tree
 from onnx import TensorProto, numpy_helper
 from quantized import ALGORITHMS, GROUP, projections, quantize
 
-from ddtree_trt.artifact.manifest import DrafterDims, Limits
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.ops import TYPES
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.errors import BuildError
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.plugins import MaskMode
 
 LIMITS = Limits(max_seq_len=64, max_batch=2, max_tree_budget=20, prefill_chunk=32)

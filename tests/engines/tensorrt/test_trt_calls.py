@@ -79,14 +79,14 @@ def test_profiling_waits_once_more_per_stage_on_the_device(machine: Machine, mon
         """One request's output, the host's waits, and what was left on the stream after each step."""
         left: list[int] = []
         with LLM(machine.directory, profile=profile) as llm:
-            engine, step = llm.engine, llm._scheduler.step
+            engine, step = llm.engine, llm.core.scheduler.step
 
             def watched() -> list[Any]:
                 moved = step()
                 left.append(machine.cuda.pending)
                 return moved
 
-            monkeypatch.setattr(llm._scheduler, "step", watched)
+            monkeypatch.setattr(llm.core.scheduler, "step", watched)
             assert isinstance(engine, TrtEngine)
             before = engine.waits
             (output,) = generate(llm, PROMPTS[:1], method="ddtree", tree_budget=16)

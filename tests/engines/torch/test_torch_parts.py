@@ -13,10 +13,11 @@ from plugin_libraries import torch_operators
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddtree_trt.artifact.manifest import Limits, TransformerDims
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.bench.pairs.random_pair import find_shape
 from ddtree_trt.bench.pairs.random_torch import random_torch_engine
 from ddtree_trt.errors import MissingDependency
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import MaskMode, reference
 from ddtree_trt.plugins.operators import OPERATORS
 from ddtree_trt.runtime.engines.base import DraftRequest
@@ -24,6 +25,7 @@ from ddtree_trt.runtime.engines.torch import attention as torch_attention
 from ddtree_trt.runtime.engines.torch.attention import DenseAttention
 from ddtree_trt.runtime.engines.torch.graphs import Download, Upload
 from ddtree_trt.runtime.engines.torch.pointwise import KernelMath, PlainMath, rotary_tables
+from ddtree_trt.runtime.engines.torch.target import SlotClaims
 
 CPU = torch.device("cpu")
 
@@ -142,6 +144,17 @@ def test_a_library_of_before_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(torch_attention, "find", lambda name: tmp_path / name)
     with pytest.raises(MissingDependency, match="older than this version: no swiglu; run `make plugins`"):
         torch_attention.load_operators()
+
+
+def test_a_later_claim_of_a_slot_ends_an_earlier_one() -> None:
+    claims = SlotClaims(3)
+    first = claims.take([0, 1])
+    other = claims.take([2])
+    assert claims.holds(first, [0, 1]) and claims.holds(other, [2])
+    assert not claims.holds(first, [2]) and not claims.holds(first, [0, 2])
+    second = claims.take([1, 2])
+    assert claims.holds(second, [1, 2]) and claims.holds(first, [0])
+    assert not claims.holds(first, [0, 1]) and not claims.holds(other, [2])
 
 
 def test_equal_shapes_go_up_to_equal_addresses() -> None:

@@ -17,13 +17,14 @@ from onnx import FunctionProto, ModelProto
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import Limits, TransformerDims
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD, Checkpoint
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.build.checkpoint.reader import Checkpoint
 from ddtree_trt.build.graph.drafters import build_drafter
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.ops import OPSET
 from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.plugins.reference import compact, packed_mask
 from ddtree_trt.runtime.tree import TokenTree, token_chain

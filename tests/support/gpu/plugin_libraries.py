@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from ddtree_trt.plugins.library import KernelLibrary
 
@@ -40,10 +41,11 @@ def _build(folder: Path, *options: str) -> str | None:
         if shutil.which(tool) is None:
             return f"no {tool}"
     configure = ["cmake", "-S", str(ROOT / "cpp_plugins"), "-B", str(folder), "-DDDTREE_HOST=OFF", *options]
-    for command in (configure, ["cmake", "--build", str(folder)]):
-        run = subprocess.run(command, capture_output=True, text=True)
-        if run.returncode:
-            return f"{' '.join(command)}\n{(run.stdout + run.stderr)[-4000:]}"
+    with FileLock(f"{folder}.lock"):
+        for command in (configure, ["cmake", "--build", str(folder)]):
+            run = subprocess.run(command, capture_output=True, text=True)
+            if run.returncode:
+                return f"{' '.join(command)}\n{(run.stdout + run.stderr)[-4000:]}"
     return None
 
 

@@ -22,6 +22,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "build" / "tensorrt-bindings"
@@ -31,6 +32,7 @@ PACKAGES = (
     "cuda-pathfinder==1.9.0",
     "pybind11-stubgen==2.5.5",
 )
+ONE_PROCESS = FileLock(FOLDER / ".lock")  # of those that run tests fills the folder, the others wait
 _STUBS = {
     "libnvinfer.so.11": (
         "createInferBuilder_INTERNAL createInferRefitter_INTERNAL createInferRuntime_INTERNAL "
@@ -42,6 +44,7 @@ _STUBS = {
 
 
 @cache
+@ONE_PROCESS
 def _site() -> Path | str:
     """The folder with the packages, or why there is none."""
     site = FOLDER / f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -70,6 +73,7 @@ def site() -> Path:
 
 
 @cache
+@ONE_PROCESS
 def _compile_stubs() -> None:
     """Libraries with the names and symbols the bindings are linked against; all functions return null."""
     compiler = shutil.which("cc")
@@ -115,6 +119,7 @@ def cuda_names() -> frozenset[str]:
 
 
 @cache
+@ONE_PROCESS
 def type_stubs() -> Path:
     """A folder with `tensorrt` as type stubs for mypy, made from the real bindings."""
     site()

@@ -14,8 +14,9 @@ from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, Backe
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import always_causal, installed_versions
 from ddtree_trt.build.backends.base import Written
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, FC, HEAD
 from ddtree_trt.device.buffers import FLOAT_BYTES
+from ddtree_trt.models.decoder import EMBEDDING, HEAD
+from ddtree_trt.models.drafters.dflash import FC
 
 if TYPE_CHECKING:
     from onnx import ModelProto

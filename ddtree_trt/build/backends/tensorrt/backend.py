@@ -131,7 +131,7 @@ def write_shared(
     the target and of a drafter that has its own."""
     from ddtree_trt.artifact.number_bytes import encode
     from ddtree_trt.artifact.safetensor_header import safetensors_header
-    from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD
+    from ddtree_trt.models.decoder import EMBEDDING, HEAD
 
     tables = {}
     for prefix, network in {"": target, **({names.DRAFTER: drafter} if drafter.kind.own_tables else {})}.items():

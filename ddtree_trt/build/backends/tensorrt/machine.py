@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddtree_trt.device.cuda_calls import cuda_bindings, cuda_versions, current_gpu
-from ddtree_trt.device.packages import import_package
+from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.errors import BuildError, EngineError, MissingDependency, install_with
-from ddtree_trt.plugins import library
+from ddtree_trt.plugins import LOWEST_SM, library
 
 LOWEST, BELOW = (11, 1), (12, 0)  # releases of TensorRT whose API is the one used here; as in pyproject.toml
-LOWEST_SM = 80  # the first GPUs with bfloat16, and the oldest the kernels are compiled for
 LOWEST_FP8_SM = 89  # the first GPUs that multiply FP8
 
 
@@ -27,7 +26,7 @@ class Machine:
 
 def examine() -> Machine:
     """This machine, if it can build. Raises MissingDependency for what can be installed, BuildError for the rest."""
-    tensorrt = import_package("tensorrt").__version__
+    tensorrt = import_tensorrt().__version__
     if not LOWEST <= tuple(int(part) for part in tensorrt.split(".")[:2]) < BELOW:
         raise MissingDependency(
             f"TensorRT {tensorrt} is installed, the build needs {'.'.join(map(str, LOWEST))} or newer below "

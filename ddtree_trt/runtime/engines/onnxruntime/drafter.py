@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import DrafterDims, Manifest
+from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.toolchain import always_causal
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.drafters.kinds import KindName
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter
-from ddtree_trt.runtime.engines.onnxruntime.network import LanguageModel, Network
+from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel, OrtNetwork
 
 
 class _States:
@@ -45,7 +46,7 @@ class _States:
 class BlockDrafter(Drafter):
     """DFlash: one pass over [bonus, MASK × L], conditioned on the tapped target states of every committed token."""
 
-    def __init__(self, network: Network, dims: DrafterDims, chunk: int, scratch: int) -> None:
+    def __init__(self, network: OrtNetwork, dims: DrafterDims, chunk: int, scratch: int) -> None:
         """`chunk`: most states one pass takes in; `scratch`: cache rows the graph writes behind the block."""
         self._network, self._dims, self._chunk, self._scratch = network, dims, chunk, scratch
         self._pending = [_States() for _ in range(network.cache.slots)]
@@ -103,13 +104,13 @@ def make_drafter(directory: Path, manifest: Manifest, threads: int) -> Drafter:
 
 def _dflash(path: Path, manifest: Manifest, shape: tuple[int, int, int]) -> Drafter:
     dims = manifest.dflash
-    widths = {names.TOKEN_IDS: dims.block_size, names.TAPS: len(dims.tap_layers) * dims.hidden_size}
+    widths = {names.TOKEN_IDS: dims.block_size, names.TAPS: dims.taps_width}
     scratch = dims.block_size if always_causal(manifest.toolchain) else 0
-    return BlockDrafter(Network(path, dims, *shape, widths=widths), dims, manifest.limits.prefill_chunk, scratch)
+    return BlockDrafter(OrtNetwork(path, dims, *shape, widths=widths), dims, manifest.limits.prefill_chunk, scratch)
 
 
 def _autoregressive(path: Path, manifest: Manifest, shape: tuple[int, int, int]) -> Drafter:
-    model = LanguageModel(path, manifest.drafter_dims, *shape)
+    model = OrtLanguageModel(path, manifest.drafter_dims, *shape)
     return AutoregressiveDrafter(model, manifest.limits.prefill_chunk)
 
 

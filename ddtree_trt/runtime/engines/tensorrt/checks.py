@@ -12,7 +12,7 @@ from ddtree_trt import plugins
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.device.cuda_calls import cuda_bindings, cuda_versions, current_gpu
-from ddtree_trt.device.packages import import_package
+from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.plugins import library
 
@@ -24,7 +24,7 @@ def check_machine(directory: Path, manifest: Manifest) -> tuple[Any, Any, Path]:
     """
     version = manifest.toolchain.get("tensorrt", "of an unknown version")
     refusal = f"{directory} was built with TensorRT {version}, which cannot be imported here"
-    trt, cuda = import_package("tensorrt", refusal), cuda_bindings()
+    trt, cuda = import_tensorrt(refusal), cuda_bindings()
     check_toolchain(directory, manifest, trt.__version__, cuda)
     return trt, cuda, check_plugins(directory, manifest)
 

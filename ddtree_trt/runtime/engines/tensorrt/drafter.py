@@ -9,18 +9,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, Manifest
+from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.device import buffers
 from ddtree_trt.device.buffers import INT_BYTES, Rows, aligned
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.drafters.kinds import KindName
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter
 from ddtree_trt.runtime.engines.kv import SlotLengths
 from ddtree_trt.runtime.engines.tensorrt.model import Outputs, TrtLanguageModel
-from ddtree_trt.runtime.engines.tensorrt.network import Network
+from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded
 
 ROUND, CHUNK = 0, 1  # optimisation profiles: context rows of one round, at most a block; of a prompt's chunk
@@ -54,8 +55,8 @@ class BlockDrafter(Drafter):
     """
 
     def __init__(
-        self, network: Network, device: Device, dims: DrafterDims, limits: Limits, element_bytes: int, buffers: Buffers,
-        upload: Upload, candidates: int,
+        self, network: TrtNetwork, device: Device, dims: DrafterDims, limits: Limits, element_bytes: int,
+        buffers: Buffers, upload: Upload, candidates: int,
     ) -> None:  # fmt: skip
         """`candidates` is K of the engine."""
         self.network, self._device, self._dims, self._buffers = network, device, dims, buffers
@@ -157,7 +158,7 @@ class BlockDrafter(Drafter):
         profile = ROUND if rows <= block else CHUNK
         self.network.run(profile, shapes, addresses, key=(len(slots), rows) if capture else None)
         for slot, end in zip(slots, ends, strict=True):
-            self.cache.lengths[slot] = end
+            self.cache.append(slot, end - self.cache.lengths[slot])
 
     def _results(self, count: int) -> tuple[int, int]:
         """Addresses of log_probs and candidates of `count` slots."""
@@ -180,14 +181,14 @@ class BlockDrafter(Drafter):
 
 
 def make_drafter(
-    manifest: Manifest, loaded: Loaded, network: Network, upload: Upload, host_results: NDArray[np.uint8]
+    manifest: Manifest, loaded: Loaded, network: TrtNetwork, upload: Upload, host_results: NDArray[np.uint8]
 ) -> Drafter:
     """The drafter that runs `network`. `upload` takes its control data, `host_results` what it drafted."""
     return _MAKERS[manifest.drafter_kind](manifest, loaded, network, upload, host_results)
 
 
 def _dflash(
-    manifest: Manifest, loaded: Loaded, network: Network, upload: Upload, host_results: NDArray[np.uint8]
+    manifest: Manifest, loaded: Loaded, network: TrtNetwork, upload: Upload, host_results: NDArray[np.uint8]
 ) -> Drafter:
     at, size = loaded.addresses, PRECISIONS[manifest.precision].value_bytes
     regions = Buffers(at[buffers.STATES], at[buffers.CONTEXT], at[buffers.RESULTS], host_results)
@@ -197,7 +198,7 @@ def _dflash(
 
 
 def _autoregressive(
-    manifest: Manifest, loaded: Loaded, network: Network, upload: Upload, host_results: NDArray[np.uint8]
+    manifest: Manifest, loaded: Loaded, network: TrtNetwork, upload: Upload, host_results: NDArray[np.uint8]
 ) -> Drafter:
     at, vocab = loaded.addresses, manifest.drafter_dims.vocab_size
     outputs = Outputs(at[buffers.RESULTS], host_results, at[buffers.DRAFT_LOGITS], None)
@@ -205,7 +206,7 @@ def _autoregressive(
     return AutoregressiveDrafter(model, manifest.limits.prefill_chunk)
 
 
-_MAKERS: Mapping[KindName, Callable[[Manifest, Loaded, Network, Upload, NDArray[np.uint8]], Drafter]] = {
+_MAKERS: Mapping[KindName, Callable[[Manifest, Loaded, TrtNetwork, Upload, NDArray[np.uint8]], Drafter]] = {
     "dflash": _dflash,
     "autoregressive": _autoregressive,
 }

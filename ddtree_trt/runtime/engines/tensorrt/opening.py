@@ -147,13 +147,13 @@ def _deserialise(runtime: Any, log: Any, path: Path, manifest: Manifest) -> Any:
 
 
 def _check_engine(directory: Path, manifest: Manifest, name: str, engine: Any) -> None:
-    """Digests cannot see that a plan and a manifest, each whole, do not belong together. Raises ArtifactError."""
-    found_tensors = io_tensors(engine)
+    """Raises ArtifactError for a plan that is not the manifest's: digests cannot show it where both files are whole."""
+    found = io_tensors(engine)
     listed = manifest.tensors.get(name, {})
     expected = {*listed.get("inputs", ()), *listed.get("outputs", ())}
     rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
-    if found_tensors != expected:
-        different = sorted(found_tensors ^ expected)
+    if found != expected:
+        different = sorted(found ^ expected)
         raise ArtifactError(
             f"{directory}: the manifest and the {name}'s plan differ in tensor {different[0]}; {rebuild}"
         )
@@ -165,9 +165,9 @@ def _check_engine(directory: Path, manifest: Manifest, name: str, engine: Any) -
     dims, limits = manifest.target_dims if name == "target" else manifest.drafter_dims, manifest.limits
     cache = (limits.max_batch, dims.num_kv_heads, limits.cache_rows, dims.head_dim)
     for tensor in names.past_names(dims.num_layers):
-        found = tuple(engine.get_tensor_shape(tensor)) if tensor in found_tensors else None
-        if found != cache:
-            raise ArtifactError(f"{directory}: {tensor} of the {name} should be {cache}, found {found}; {rebuild}")
+        shape = tuple(engine.get_tensor_shape(tensor)) if tensor in found else None
+        if shape != cache:
+            raise ArtifactError(f"{directory}: {tensor} of the {name} should be {cache}, found {shape}; {rebuild}")
 
 
 class _Tables:

@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddtree_trt import _native
-from ddtree_trt.artifact.manifest import DrafterDims, Manifest
+from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.weight_layout import DRAFTER
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.drafters.kinds import KindName
 from ddtree_trt.plugins import MaskMode
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter, Pass
 from ddtree_trt.runtime.engines.torch.attention import Attention, Place, Scratch, attention_for
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
 from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
-from ddtree_trt.runtime.engines.torch.model import DFlash, Qwen3, Weights
+from ddtree_trt.runtime.engines.torch.model import DFlash, LanguageModel, Weights
 from ddtree_trt.runtime.tree import TokenTree
 
 # Candidates per position a graph is captured for: a draft takes the next number up. The last is the largest budget.
@@ -40,7 +40,7 @@ class BlockDrafter(Drafter):
         self,
         dims: DrafterDims,
         weights: Weights,
-        target: Qwen3,
+        target: LanguageModel,
         cache: DeviceCache,
         attention: Attention,
         graphs: Graphs,
@@ -117,6 +117,16 @@ class BlockDrafter(Drafter):
         for top_k in TOP_KS[: 1 + next(i for i, k in enumerate(TOP_KS) if k >= wanted)]:
             self.draft([DraftRequest(0, 0, min(top_k, wanted), self.dims.block_size - 1, never)])
 
+    def hold(self, slots: Tensor, states: Tensor) -> None:
+        """Have tapped states [N, m, M·H], m at most a block, wait for the slots int32 [N]; nothing is counted."""
+        self.waiting[slots.long(), : states.shape[1]] = states
+
+    def advance(self, slot: int, committed: int, *, waiting: int) -> None:
+        """Count a round that ran on the device: the states of its last `waiting` tokens are held, those of all before
+        them are in the cache."""
+        self.cache.append(slot, self.counts[slot] + committed - waiting)
+        self.counts[slot] = waiting
+
     def run(
         self, slots: Tensor, past: Tensor, counts: Tensor, bonus_tokens: Tensor, top_k: int
     ) -> tuple[Tensor, Tensor]:
@@ -128,7 +138,7 @@ class BlockDrafter(Drafter):
 class TorchLanguageModel:
     """A language model of its own over one slot at a time, for an autoregressive drafter."""
 
-    def __init__(self, model: Qwen3) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self._model = model
         self.cache = model.cache
 
@@ -147,7 +157,9 @@ class TorchLanguageModel:
         return Pass(logits.argmax(-1).cpu().numpy(), logits.cpu().numpy(), None)
 
 
-def make_drafter(manifest: Manifest, weights: Weights, target: Qwen3, scratch: Scratch, graphs: Graphs) -> Drafter:
+def make_drafter(
+    manifest: Manifest, weights: Weights, target: LanguageModel, scratch: Scratch, graphs: Graphs
+) -> Drafter:
     """The drafter of an engine, with a cache of its own; its passes go into `graphs`' memory."""
     dims, slab = manifest.drafter_dims, target.cache.slab
     attention = attention_for(slab.device, slab.dtype, dims.head_dim, scratch)
@@ -156,19 +168,29 @@ def make_drafter(manifest: Manifest, weights: Weights, target: Qwen3, scratch: S
 
 
 def _dflash(
-    manifest: Manifest, weights: Weights, target: Qwen3, cache: DeviceCache, attention: Attention, graphs: Graphs
+    manifest: Manifest,
+    weights: Weights,
+    target: LanguageModel,
+    cache: DeviceCache,
+    attention: Attention,
+    graphs: Graphs,
 ) -> Drafter:
     return BlockDrafter(manifest.dflash, weights, target, cache, attention, graphs.sharing())
 
 
 def _autoregressive(
-    manifest: Manifest, weights: Weights, target: Qwen3, cache: DeviceCache, attention: Attention, graphs: Graphs
+    manifest: Manifest,
+    weights: Weights,
+    target: LanguageModel,
+    cache: DeviceCache,
+    attention: Attention,
+    graphs: Graphs,
 ) -> Drafter:
-    model = Qwen3(manifest.drafter_dims, weights, DRAFTER, cache, attention)
+    model = LanguageModel(manifest.drafter_dims, weights, DRAFTER, cache, attention)
     return AutoregressiveDrafter(TorchLanguageModel(model), manifest.limits.prefill_chunk)
 
 
-_MAKERS: Mapping[KindName, Callable[[Manifest, Weights, Qwen3, DeviceCache, Attention, Graphs], Drafter]] = {
+_MAKERS: Mapping[KindName, Callable[[Manifest, Weights, LanguageModel, DeviceCache, Attention, Graphs], Drafter]] = {
     "dflash": _dflash,
     "autoregressive": _autoregressive,
 }

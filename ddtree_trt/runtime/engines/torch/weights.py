@@ -14,9 +14,9 @@ from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET, StoredWeight, stored_weights
 from ddtree_trt.errors import ArtifactError
+from ddtree_trt.plugins import LOWEST_SM
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, PRECISIONS[name].dtype) for name in BACKEND_PRECISIONS["torch"]}
-_BF16_CAPABILITY = (8, 0)
 
 
 def choose_device() -> torch.device:
@@ -52,12 +52,12 @@ def check_device(directory: Path, manifest: Manifest, device: torch.device) -> N
             f"{rebuild.replace('--precision fp16', '--precision fp32')}"
         )
     if device.type == "cuda" and manifest.precision != "fp32":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < _BF16_CAPABILITY:
-            found = f"{device_name(device)} (sm_{capability[0]}{capability[1]})"
+        major, minor = torch.cuda.get_device_capability(device)
+        if 10 * major + minor < LOWEST_SM:
+            found = f"{device_name(device)} (sm_{major}{minor})"
             raise ArtifactError(
-                f"{directory} was built in {manifest.precision}, which the kernels compute on sm_80 and later; "
-                f"found {found}; rebuild with: "
+                f"{directory} was built in {manifest.precision}, which the kernels compute on sm_{LOWEST_SM} and "
+                f"later; found {found}; rebuild with: "
                 f"{rebuild.replace(f'--precision {manifest.precision}', '--precision fp32')}"
             )
 

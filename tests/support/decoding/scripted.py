@@ -14,9 +14,12 @@ from typing import Literal
 import numpy as np
 from scripted_models import Array, Drafter, Target
 
-from ddtree_trt.artifact.manifest import CheckpointIdentity, DrafterDims, Limits, Manifest, TransformerDims
+from ddtree_trt.artifact.manifest import CheckpointIdentity, Limits, Manifest
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.decoding.budget import FixedBudget
-from ddtree_trt.runtime.decoding.methods import default_budget, resolve_method
+from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
+from ddtree_trt.runtime.decoding.routing import Route
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Engine, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.params import SamplingParams
@@ -227,10 +230,10 @@ def completion(
 ) -> Completion:
     """A sequence as `requests` makes it; where it would choose budgets by costs, whole blocks or chains of CHAIN."""
     manifest, stops = engine.manifest, frozenset(() if params.ignore_eos else eos)
-    params = replace(params, method=resolve_method(params.method, manifest.drafter_kind))
+    params = replace(params, method=resolve_method(params.method, manifest.drafter_kind).name)
     budget = params.tree_budget
     if budget == "auto":
-        budget = default_budget(params.method, manifest.drafting)
+        budget = METHODS[params.method].default_budget(manifest.drafting)
         if budget is None:
             budget = manifest.drafting.longest_draft if manifest.drafting.at_once else CHAIN
     return Completion(
@@ -249,6 +252,7 @@ def completion(
             keep_stop=params.include_stop_str_in_output,
         ),
         budget=FixedBudget(budget),
+        route=Route("a scripted engine has no rounds of its own"),
     )
 
 

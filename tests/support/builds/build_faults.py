@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-
-Cli = Callable[..., tuple[int, str, str]]
 
 
 def build_args(pair: tuple[Path, Path], engine: Path, *more: object) -> list[object]:
