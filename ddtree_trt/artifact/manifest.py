@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, cast
 
 from ddtree_trt.artifact.files import MANIFEST, NAME
 from ddtree_trt.artifact.limits import Limits as Limits
@@ -20,6 +20,7 @@ from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, BackendName, Prec
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.models.decoder import Token, TransformerDims
 from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.kinds import DrafterKind, KindName, dims_record, kind_of
 from ddtree_trt.models.pairs import misfit
 from ddtree_trt.reading import Between, Pattern, Source, parse_json, read_json, read_record, shown
 
@@ -60,9 +61,9 @@ class Manifest:
     name: Annotated[str, NAME]  # preset name or the checkpoint's directory name
     target: CheckpointIdentity
     drafter: CheckpointIdentity
-    drafter_kind: Literal["dflash", "autoregressive"]
+    drafter_kind: KindName
     target_dims: TransformerDims
-    drafter_dims: TransformerDims  # DrafterDims when drafter_kind is dflash
+    drafter_dims: TransformerDims  # of the record that drafter_kind has
     limits: Limits
     stop_token_ids: tuple[Token, ...]
     chat_template_args: dict[str, Any]  # what the drafter was trained for, e.g. {"enable_thinking": false}
@@ -74,11 +75,16 @@ class Manifest:
     golden_tau: dict[str, tuple[_Tau, _Tau]] = field(default_factory=dict)  # method → expected range
 
     @property
+    def drafting(self) -> DrafterKind:
+        """What the engine's drafter needs and offers."""
+        return kind_of(self.drafter_dims)
+
+    @property
     def dflash(self) -> DrafterDims:
         """The drafter's dimensions; raises ArtifactError when the drafter is autoregressive."""
-        if not isinstance(self.drafter_dims, DrafterDims):
-            raise ArtifactError(f"engine {self.name!r} has an autoregressive drafter, not a DFlash drafter")
-        return self.drafter_dims
+        if self.drafter_kind != "dflash":
+            raise ArtifactError(f"engine {self.name!r} has an {self.drafting.title}, not a DFlash drafter")
+        return cast("DrafterDims", self.drafter_dims)
 
     def to_json(self) -> str:
         """The manifest file's text: the record's fields and `digest`, the sha256 over them."""
@@ -109,8 +115,7 @@ def _parse(data: Any, source: Source) -> Manifest:
             f"{SCHEMA_VERSION}; rebuild with: ddtree-trt build --target {_given_name(body)} --force"
         )
     body.pop("digest", None)  # compared by verify_files, after everything that can say more exactly what is wrong
-    drafter = DrafterDims if body.get("drafter_kind") == "dflash" else TransformerDims
-    manifest = read_record(Manifest, body, source, drafter_dims=drafter)
+    manifest = read_record(Manifest, body, source, drafter_dims=dims_record(body.get("drafter_kind")))
     if (problem := _contradiction(manifest)) is not None:
         raise source.fault(problem)
     return manifest
@@ -137,7 +142,7 @@ def _contradiction(m: Manifest) -> str | None:
             return f"{name}.num_heads {dims.num_heads} is not a multiple of num_kv_heads {dims.num_kv_heads}"
     if problem := misfit(m.target_dims, m.drafter_dims):
         return f"the drafter does not fit the target: {problem}"
-    if m.drafter_kind == "dflash" and not m.dflash.tap_layers:
+    if not (m.drafting.language_model or m.drafting.tap_layers):
         return "drafter_dims.tap_layers is empty"
     if late := [token for token in m.stop_token_ids if token >= m.target_dims.vocab_size]:
         return f"stop_token_ids {late[:3]} are not below vocab_size {m.target_dims.vocab_size}"

@@ -6,9 +6,9 @@ one after another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from ddtree_trt.models.decoder import (
     Layer,
@@ -21,6 +21,7 @@ from ddtree_trt.models.decoder import (
 )
 from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.kinds import KindName, kind_of
 
 Network = Literal["target", "drafter"]
 TARGET, DRAFTER = "target.", "drafter."  # prefixes
@@ -38,10 +39,8 @@ def stored_weights(
     target: TransformerDims, drafter: TransformerDims, *, target_tied: bool, drafter_tied: bool
 ) -> list[StoredWeight]:
     """Everything in the file, in its order. A network without `head` uses its embedding; DFlash uses the target's."""
-    weights = [*_language_model(TARGET, "target", target, target_tied)]
-    if isinstance(drafter, DrafterDims):
-        return [*weights, *_block_drafter(drafter)]
-    return [*weights, *_language_model(DRAFTER, "drafter", drafter, drafter_tied)]
+    own = _DRAFTERS[kind_of(drafter).name](drafter, drafter_tied)
+    return [*_language_model(TARGET, "target", target, target_tied), *own]
 
 
 def _language_model(prefix: str, network: Network, dims: TransformerDims, tied: bool) -> Iterator[StoredWeight]:
@@ -54,7 +53,11 @@ def _language_model(prefix: str, network: Network, dims: TransformerDims, tied: 
     yield _stored(prefix, network, final_norm(dims))
 
 
-def _block_drafter(dims: DrafterDims) -> Iterator[StoredWeight]:
+def _autoregressive(dims: TransformerDims, tied: bool) -> Iterator[StoredWeight]:
+    return _language_model(DRAFTER, "drafter", dims, tied)
+
+
+def _dflash(dims: DrafterDims, tied: bool) -> Iterator[StoredWeight]:
     layers = dflash.drafter_layers(dims)
     yield _stored(DRAFTER, "drafter", dflash.fc(dims))
     yield _stored(DRAFTER, "drafter", dflash.context_norm(dims))
@@ -66,6 +69,13 @@ def _block_drafter(dims: DrafterDims) -> Iterator[StoredWeight]:
         for part in _rest(layer):
             yield _stored(f"{DRAFTER}layers.{i}.", "drafter", part)
     yield _stored(DRAFTER, "drafter", final_norm(dims, dflash.BODY))
+
+
+# A drafter's own weights, by its kind: (dimensions, whether its head is its embedding) → weights.
+_DRAFTERS: Mapping[KindName, Callable[[Any, bool], Iterator[StoredWeight]]] = {
+    "dflash": _dflash,
+    "autoregressive": _autoregressive,
+}
 
 
 def _stored(prefix: str, network: Network, part: Part) -> StoredWeight:

@@ -10,9 +10,8 @@ from ddtree_trt.bench.contender import Outcome, Request
 from ddtree_trt.bench.pairs.forced import ForcedEngine
 from ddtree_trt.bench.settings import BenchSettings, Case
 from ddtree_trt.errors import UsageError
-from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.core import EngineCore, assemble_core, open_core
-from ddtree_trt.runtime.decoding.methods import longest_draft, resolve_method
+from ddtree_trt.runtime.decoding.methods import resolve_method
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
@@ -51,9 +50,8 @@ class Session:
     @property
     def unusable_tokens(self) -> frozenset[int]:
         """Tokens that no forced choice may be: those that end a request, and the drafter's mask."""
-        dims = self.manifest.drafter_dims
-        mask = {dims.mask_token_id} if isinstance(dims, DrafterDims) else set()
-        return frozenset(mask.union(self.manifest.stop_token_ids))
+        mask = self.manifest.drafting.mask_token_id
+        return frozenset(self.manifest.stop_token_ids) | (frozenset() if mask is None else {mask})
 
     def close(self) -> None:
         self.engine.close()
@@ -64,13 +62,13 @@ class EngineContender:
 
     def __init__(self, session: Session, settings: BenchSettings) -> None:
         self._session = session
-        kind = session.manifest.drafter_kind
-        self.cases = settings.cases(dflash=kind == "dflash")
+        manifest = session.manifest
+        self.cases = settings.cases(dflash=manifest.drafting.at_once)
         for case in self.cases:
-            resolve_method(case.method, kind)
+            resolve_method(case.method, manifest.drafter_kind)
         self._core = session.core
         if settings.forced_acceptance is not None:
-            most = 1 + longest_draft(session.manifest.drafter_dims)
+            most = 1 + manifest.drafting.longest_draft
             if settings.forced_acceptance > most:
                 raise UsageError(
                     f"forced_acceptance {settings.forced_acceptance} is more than the {most} tokens that a round of "

@@ -25,7 +25,7 @@ from ddtree_trt.build.directory import atomic_directory, describe_files, prepare
 from ddtree_trt.build.presets import PRESETS, PackagedSource, Preset, Source, find_preset
 from ddtree_trt.errors import BuildError, UsageError
 from ddtree_trt.models.decoder import POSITIONS
-from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.kinds import kind_of
 from ddtree_trt.reading import shown
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ def compile_engine(
         loaded = open_tokenizer(directory, tokenizer, target.dims.vocab_size)
         variables = template_variables(loaded, tokenizer)
         check_arguments(loaded, variables, request.chat_template_args)
-        if drafter.is_dflash and (note := thinking_note(variables, template_args)):
+        # What drafts from the target's states was trained on its answers to prompts of one format.
+        if drafter.kind.tap_layers and (note := thinking_note(variables, template_args)):
             notice(note)
         written = backend.write(directory, target, drafter, limits, precision, progress)
         manifest = Manifest(
@@ -112,7 +113,7 @@ def compile_engine(
             name=request.name,
             target=target.identify(progress),
             drafter=drafter.identify(progress),
-            drafter_kind="dflash" if drafter.is_dflash else "autoregressive",
+            drafter_kind=drafter.kind.name,
             target_dims=target.dims,
             drafter_dims=drafter.dims,
             limits=limits,
@@ -186,7 +187,7 @@ def resolve_limits(
         max_tree_budget=defaults.max_tree_budget if request.max_tree_budget is None else request.max_tree_budget,
         prefill_chunk=defaults.prefill_chunk,
     )
-    block = drafter.dims.block_size if isinstance(drafter.dims, DrafterDims) else 1
+    block = kind_of(drafter.dims).block_size or 1
     rows = backend.drafter_rows(block)
     if rows > limits.max_tokens_per_pass:
         raise UsageError(

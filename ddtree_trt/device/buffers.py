@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.kinds import kind_of
 
 ALIGNMENT = 256  # bytes: what TensorRT asks of every tensor's address
 INT_BYTES = FLOAT_BYTES = 4
@@ -93,20 +93,17 @@ def target_rows(limits: Limits) -> int:
 
 @dataclass(frozen=True)
 class Rows:
-    """How many rows the buffers of the TensorRT engine's block drafter hold."""
+    """How many rows of tapped states the buffers of the TensorRT engine hold for a drafter."""
 
     waiting: int  # per slot: tapped states the drafter may be given again
     context: int  # of one drafter pass over all slots
     chunk: int  # most context rows of one slot in one drafter pass
 
     @staticmethod
-    def of(drafter: DrafterDims, limits: Limits) -> Rows:
-        chunk = max(limits.prefill_chunk, drafter.block_size)
-        return Rows(
-            waiting=chunk + drafter.block_size,
-            context=max(limits.max_batch * drafter.block_size, chunk),
-            chunk=chunk,
-        )
+    def of(block: int, limits: Limits) -> Rows:
+        """For a drafter whose block has `block` tokens."""
+        chunk = max(limits.prefill_chunk, block)
+        return Rows(waiting=chunk + block, context=max(limits.max_batch * block, chunk), chunk=chunk)
 
 
 def tensorrt_buffers(
@@ -120,27 +117,13 @@ def tensorrt_buffers(
 ) -> dict[str, int]:
     """Bytes of every buffer of a TensorRT engine on the device, weights inside the plans aside.
 
-    `candidates` is K of a block drafter; None takes the most there can be. Heads are in float32, tied or not; an
-    autoregressive drafter has tables of its own.
+    `candidates` is K of a block drafter; None takes the most there can be. Heads are in float32, tied or not; a drafter
+    has tables where its kind has its own.
     """
     rows, slots = target_rows(limits), limits.max_batch
-    table = math.prod(target.table)
-    if isinstance(drafter, DrafterDims):
-        own, results = _block_drafter_buffers(target, drafter, limits, element_bytes, candidates)
-    else:
-        drafter_table = math.prod(drafter.table)
-        own, results = (
-            {
-                DRAFTER_EMBEDDING: drafter_table * element_bytes,
-                DRAFTER_HEAD: drafter_table * FLOAT_BYTES,
-                DRAFT_LOGITS: drafter.vocab_size * FLOAT_BYTES,
-                DRAFTER_CONTROL: _pass_control_bytes(1, limits.prefill_chunk, limits),
-            },
-            0,
-        )
+    own, results = _drafter_buffers(target, drafter, limits, element_bytes, candidates)
     return {
-        EMBEDDING: table * element_bytes,
-        HEAD: table * FLOAT_BYTES,
+        **_tables(target, EMBEDDING, HEAD, element_bytes),
         TARGET_KV: CacheShape.of(target, limits, element_bytes).total_bytes,
         DRAFTER_KV: CacheShape.of(drafter, limits, element_bytes).total_bytes,
         LOGITS: rows * target.vocab_size * FLOAT_BYTES,
@@ -152,21 +135,35 @@ def tensorrt_buffers(
     }
 
 
-def _block_drafter_buffers(
-    target: TransformerDims, drafter: DrafterDims, limits: Limits, element_bytes: int, candidates: int | None
+def _tables(dims: TransformerDims, embedding: str, head: str, element_bytes: int) -> dict[str, int]:
+    """A network's embedding and head [V, H], under these names."""
+    values = math.prod(dims.table)
+    return {embedding: values * element_bytes, head: values * FLOAT_BYTES}
+
+
+def _drafter_buffers(
+    target: TransformerDims, drafter: TransformerDims, limits: Limits, element_bytes: int, candidates: int | None
 ) -> tuple[dict[str, int], int]:
-    """What only a block drafter has, and how many bytes its results take."""
-    rows, slots, block = Rows.of(drafter, limits), limits.max_batch, drafter.block_size
-    width = drafter.taps_width * element_bytes
+    """What a drafter of this kind has beside its cache, and how many bytes its results take."""
+    kind, slots = kind_of(drafter), limits.max_batch
+    block = kind.block_size or 1
+    rows = Rows.of(block, limits)
+    buffers = _tables(drafter, DRAFTER_EMBEDDING, DRAFTER_HEAD, element_bytes) if kind.own_tables else {}
+    if kind.tap_layers:
+        width = len(kind.tap_layers) * target.hidden_size * element_bytes
+        buffers |= {
+            TAPS: target_rows(limits) * width,
+            STATES: slots * rows.waiting * width,
+            CONTEXT: rows.context * width,
+        }
+    if not kind.at_once:
+        buffers[DRAFT_LOGITS] = drafter.vocab_size * FLOAT_BYTES
+        buffers[DRAFTER_CONTROL] = _pass_control_bytes(1, limits.prefill_chunk, limits)
+        return buffers, 0
+    positions = max(slots * 2 * block, rows.chunk + block)
+    buffers[DRAFTER_CONTROL] = _control_bytes(slots, slots, slots * block, positions)
     k = candidates or min(max(limits.max_tree_budget, 1), target.vocab_size)
     drafts = slots * (block - 1) * k
-    positions = max(slots * 2 * block, rows.chunk + block)
-    buffers = {
-        TAPS: target_rows(limits) * width,
-        STATES: slots * rows.waiting * width,
-        CONTEXT: rows.context * width,
-        DRAFTER_CONTROL: _control_bytes(slots, slots, slots * block, positions),
-    }
     return buffers, aligned(drafts * FLOAT_BYTES) + drafts * INT_BYTES
 
 

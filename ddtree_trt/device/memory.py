@@ -17,7 +17,7 @@ from ddtree_trt.artifact.precisions import PRECISIONS, BackendName
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.device.buffers import FLOAT_BYTES, NOT_COUNTED_AS_BUFFERS, tensorrt_buffers
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.kinds import kind_of
 from ddtree_trt.plugins import HEAD_DIMS
 
 # Of a layer in a captured pass: a dozen kernels' nodes and arguments, TensorRT's context. Estimated, never measured.
@@ -78,7 +78,7 @@ def plan_engine(
 
 def _with_tables(target: TransformerDims, drafter: TransformerDims) -> tuple[TransformerDims, ...]:
     """The networks that have an embedding and a head of their own."""
-    return (target,) if isinstance(drafter, DrafterDims) else (target, drafter)
+    return (target, drafter) if kind_of(drafter).own_tables else (target,)
 
 
 # What is loaded of an engine directory, whatever its backend.
@@ -110,7 +110,7 @@ def _buffers_bytes(
     # One slot after the other on a CPU, all slots of a round in one pass on a GPU.
     slots = 1 if backend == "onnxruntime" else limits.max_batch
     rows = max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)
-    taps = drafter.taps_width if isinstance(drafter, DrafterDims) else 0
+    taps = len(kind_of(drafter).tap_layers) * target.hidden_size
     return rows * (target.vocab_size * FLOAT_BYTES + taps * size)
 
 
@@ -124,8 +124,8 @@ def attention_workspace_bytes(networks: Iterable[TransformerDims], limits: Limit
         if dims.head_dim not in HEAD_DIMS:
             continue
         tokens = limits.max_tokens_per_pass
-        if isinstance(dims, DrafterDims):  # in TensorRT its block follows the context's rows
-            tokens = max(limits.prefill_chunk, dims.block_size) + dims.block_size
+        if block := kind_of(dims).block_size:  # in TensorRT it follows the context's rows
+            tokens = max(limits.prefill_chunk, block) + block
         heads = (dims.num_heads, dims.num_kv_heads, dims.head_dim)
         tokens = min(tokens, limits.cache_rows)
         most = max(most, _native.attention_workspace_bound(limits.max_batch, tokens, *heads, limits.cache_rows))
@@ -160,6 +160,5 @@ def _widest_bytes(
     rows = max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)
     widest = max(target.intermediate_size, sum(target.qkv_widths))
     wide = rows * size * (4 * target.hidden_size + 3 * widest)
-    if not isinstance(drafter, DrafterDims):
-        return wide
-    return max(wide, 2 * slots * (drafter.block_size - 1) * target.vocab_size * FLOAT_BYTES)
+    block = kind_of(drafter).block_size or 1
+    return max(wide, 2 * slots * (block - 1) * target.vocab_size * FLOAT_BYTES)

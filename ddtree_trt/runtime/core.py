@@ -9,7 +9,6 @@ from pathlib import Path
 
 from ddtree_trt.runtime.decoding.budget import AutoBudgets
 from ddtree_trt.runtime.decoding.latency import load_or_measure
-from ddtree_trt.runtime.decoding.methods import longest_draft
 from ddtree_trt.runtime.decoding.routing import check_mode
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.engines.load import closed_on_failure, open_engine
@@ -92,7 +91,7 @@ def assemble_core(
     check_mode(check_device_rounds(device_rounds), engine)  # before seconds are spent
     codec = TextCodec(directory, engine.manifest.chat_template_args)
     manifest, costs = engine.manifest, load_or_measure(directory, engine)
-    most, chains = manifest.limits.max_tree_budget, manifest.drafter_kind != "dflash"
-    depth = min(most, longest_draft(manifest.drafter_dims))
+    most, chains = manifest.limits.max_tree_budget, not manifest.drafting.at_once
+    depth = min(most, manifest.drafting.longest_draft)
     budgets = AutoBudgets(costs, depth if chains else most, depth, buckets=engine.buckets, chains=chains)
     return EngineCore(engine, codec, budgets, device_rounds=device_rounds, profile=profile)

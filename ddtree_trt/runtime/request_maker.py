@@ -169,7 +169,7 @@ class RequestMaker:
         if params.tree_budget != "auto":
             return FixedBudget(params.tree_budget)
         method = METHODS[params.method]
-        fixed = method.default_budget(self._manifest.drafter_dims)
+        fixed = method.default_budget(self._manifest.drafting)
         if fixed is not None:
             return FixedBudget(fixed)
         # Where what was drafted has a part in what is drawn, a seed must not let it depend on other requests.

@@ -13,7 +13,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.exposition import choose_encoder
 
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime import figures
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.request_maker import Request
@@ -33,8 +32,7 @@ class Metrics:
     def __init__(self, manifest: Manifest) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        dims = manifest.drafter_dims
-        longest = dims.block_size if isinstance(dims, DrafterDims) else _LONGEST_CHAIN
+        longest = manifest.drafting.block_size or _LONGEST_CHAIN
         buckets: dict[figures.Unit, Sequence[float]] = {
             "seconds": _SECONDS,
             "seconds per token": _SECONDS_PER_TOKEN,

@@ -174,7 +174,7 @@ def test_a_drafter_has_the_layers_of_its_own_family(tmp_path: Path) -> None:
     path = make_drafter(tmp_path, family=QWEN2)
     with offered(QWEN2):
         checkpoint = load_checkpoint(path)
-    assert checkpoint.is_dflash and checkpoint.dims.qkv_bias and not checkpoint.dims.qk_norm
+    assert checkpoint.kind.name == "dflash" and checkpoint.dims.qkv_bias and not checkpoint.dims.qk_norm
     assert "layers.1.self_attn.v_proj.bias" in checkpoint_shapes(checkpoint.dims, tied=False)
     weights = load_file(path / "model.safetensors")
     del weights["layers.1.self_attn.v_proj.bias"]

@@ -55,7 +55,7 @@ def test_documents_say_what_each_method_makes(name: str) -> None:
 
 
 def test_automatic_budgets_without_costs_are_the_whole_draft() -> None:
-    block = make_manifest(6, "dflash", 16, Limits()).drafter_dims
+    block = make_manifest(6, "dflash", 16, Limits()).drafting
     assert {name: method.default_budget(block) for name, method in METHODS.items()} == {
         "ddtree": None,
         "dflash": 15,

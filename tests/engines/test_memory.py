@@ -99,7 +99,7 @@ def test_the_plan_is_the_sum_of_the_buffers() -> None:
     tables = buffers[places.EMBEDDING] + buffers[places.HEAD]
     assert plan.weights_bytes == buffers[places.HEAD]
     assert sum(buffers.values()) == tables + caches + plan.buffers_bytes
-    rows = Rows.of(DRAFTER, LIMITS)
+    rows = Rows.of(DRAFTER.block_size, LIMITS)
     assert (rows.waiting, rows.context, rows.chunk) == (256 + 16, 256, 256)
     assert buffers[places.LOGITS] == 4 * 257 * 151936 * 4
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from ddtree_trt.serve.protocol import ChatRequest, CompletionRequest
 from ddtree_trt.triton import inputs
 from tools import parameter_table as tool
 
+ROOT = Path(__file__).resolve().parents[2]
 BODIES: dict[Any, type[ChatRequest] | type[CompletionRequest]] = {"chat": ChatRequest, "completions": CompletionRequest}
 BODY: dict[Any, dict[str, Any]] = {
     "chat": {"messages": [{"role": "user", "content": "x"}], "logprobs": True},

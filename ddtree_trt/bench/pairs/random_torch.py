@@ -27,6 +27,7 @@ from ddtree_trt.device.gpus import available_bytes
 from ddtree_trt.device.memory import plan_engine
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import BIAS
+from ddtree_trt.models.drafters.kinds import kind_of
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.weights import DTYPES, choose_device, device_name
 
@@ -63,7 +64,7 @@ def random_torch_engine(
         name=f"random-{name}",
         target=_NOBODY,
         drafter=_NOBODY,
-        drafter_kind="dflash",
+        drafter_kind=kind_of(shape.drafter).name,
         target_dims=shape.target,
         drafter_dims=shape.drafter,
         limits=limits,

@@ -31,14 +31,10 @@ _LONGEST_WINDOW = 1 << 30
 class ModelConfig:
     """What the configuration files of one checkpoint say."""
 
-    dims: TransformerDims  # DrafterDims for a DFlash drafter
+    dims: TransformerDims  # of the record that the kind of drafter has
     tied: bool  # the language-model head is the embedding
     stop_token_ids: tuple[int, ...]
     quantization: Quantization | None
-
-    @property
-    def is_dflash(self) -> bool:
-        return isinstance(self.dims, DrafterDims)
 
 
 def read_config(directory: Path) -> ModelConfig:

@@ -39,7 +39,7 @@ from ddtree_trt.build.checkpoint.tensorfile import (
 )
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, Shapes, TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.kinds import DrafterKind, kind_of
 from ddtree_trt.models.pairs import checkpoint_shapes, misfit
 
 # What some files hold beside the weights in use: a copy of tied weights, buffers, a drafter's unused embedding.
@@ -53,7 +53,7 @@ class Checkpoint:
     """One network's weights and what its configuration says of them. `load_checkpoint` makes it."""
 
     directory: Path
-    dims: TransformerDims  # DrafterDims for a DFlash drafter
+    dims: TransformerDims  # of the record that the kind of drafter has
     tie_word_embeddings: bool
     stop_token_ids: tuple[int, ...]
     name: str
@@ -65,8 +65,9 @@ class Checkpoint:
     _identity: CheckpointIdentity | None = field(default=None, repr=False)
 
     @property
-    def is_dflash(self) -> bool:
-        return isinstance(self.dims, DrafterDims)
+    def kind(self) -> DrafterKind:
+        """What it needs and offers as a drafter."""
+        return kind_of(self.dims)
 
     @property
     def num_values(self) -> int:
@@ -208,7 +209,8 @@ class Network(Protocol):
 
 def check_pair(target: Network, drafter: Network) -> None:
     """Raises CheckpointError when the drafter was not made for a target of this kind; says which number differs."""
-    if isinstance(target.dims, DrafterDims):
-        raise CheckpointError(f"{target.name} is a DFlash drafter, not a target; give it as --drafter")
+    kind = kind_of(target.dims)
+    if not kind.language_model:
+        raise CheckpointError(f"{target.name} is a {kind.title}, not a target; give it as --drafter")
     if problem := misfit(target.dims, drafter.dims):
         raise CheckpointError(f"drafter {drafter.name}: {problem}; use the drafter trained for this target")

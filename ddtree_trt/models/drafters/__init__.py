@@ -1,1 +1,1 @@
-"""Drafters that are no language models: one module for each architecture."""
+"""Drafters: their kinds, and one module for each architecture that is no language model."""

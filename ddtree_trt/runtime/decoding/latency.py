@@ -207,7 +207,7 @@ def _measure_context(engine: Engine, context: int, seconds: float) -> ContextCos
         if verify[t] > COSTLY * verify[1]:
             break
     # The first draft after a prefill takes in the prompt's states: no round's cost.
-    drafts = dict.fromkeys(DRAFT_LENGTHS if engine.manifest.drafter_kind == "autoregressive" else (1,), float("inf"))
+    drafts = dict.fromkeys((1,) if engine.manifest.drafting.at_once else DRAFT_LENGTHS, float("inf"))
     for repetition in range(REPETITIONS[1]):
         for length in drafts:
             for t in verify:

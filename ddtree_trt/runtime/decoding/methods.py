@@ -10,13 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ddtree_trt.errors import EngineError, UsageError
-from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.kinds import DrafterKind
 from ddtree_trt.runtime.engines.base import Draft, Draw, DrawnFrom
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, build_tree, chain
 
 AUTO = "auto"  # as a method: the first of METHODS that the engine's drafter is for
-DRAFT_MODEL_LONGEST = 16  # γ: most tokens an automatic budget has an autoregressive drafter draft per round
 SAMPLED_CANDIDATES = 64  # K a sampled chain draws from: q may be any distribution, this one keeps nearly all mass
 
 
@@ -93,12 +91,12 @@ class Method:
         """Whether an engine with a drafter of that kind can do it."""
         return not self.drafts or drafter_kind in self.drafters
 
-    def default_budget(self, drafter: TransformerDims) -> int | None:
+    def default_budget(self, drafter: DrafterKind) -> int | None:
         """What the budget `auto` is in every round: nothing, or the whole block, as DFlash is published and measured.
         None where it is chosen by what rounds cost."""
         if self.weighs_costs:
             return None
-        return longest_draft(drafter) if self.drafts else 0
+        return drafter.longest_draft if self.drafts else 0
 
 
 DDTREE = Method(
@@ -159,8 +157,3 @@ def resolve_method(name: str, drafter_kind: str) -> Method:
             f"it can do {', '.join(able)}"
         )
     return method
-
-
-def longest_draft(drafter: TransformerDims) -> int:
-    """Most tokens of a chain that `auto` drafts in one round."""
-    return drafter.block_size - 1 if isinstance(drafter, DrafterDims) else DRAFT_MODEL_LONGEST

@@ -60,8 +60,8 @@ def engine_host_reason(manifest: Manifest) -> str | None:
     """Why an engine builds every tree on the host; None when it has rounds that stay on the device."""
     if manifest.backend != "torch":
         return f"the {manifest.backend} backend builds trees on the host"
-    if manifest.drafter_kind != "dflash":
-        return "an autoregressive drafter drafts no trees"
+    if not manifest.drafting.at_once:
+        return f"an {manifest.drafting.title} drafts no trees"
     return None
 
 

@@ -49,7 +49,7 @@ def test_bf16_is_widened_exactly(tmp_path: Path) -> None:
 def test_drafter_and_its_dims(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(make_drafter(tmp_path, dtype="bf16", shards=2))
     dims = checkpoint.dims
-    assert isinstance(dims, DrafterDims) and checkpoint.is_dflash
+    assert isinstance(dims, DrafterDims) and checkpoint.kind.name == "dflash"
     assert (dims.block_size, dims.mask_token_id, dims.tap_layers, dims.num_target_layers) == (4, 95, (0, 2), 3)
     assert checkpoint.tensor("fc.weight").shape == (32, 64)
     assert not checkpoint.has("lm_head.weight")
@@ -60,7 +60,7 @@ def test_drafter_and_its_dims(tmp_path: Path) -> None:
 def test_a_plain_checkpoint_is_an_autoregressive_drafter(tmp_path: Path) -> None:
     target, drafter = make_target(tmp_path / "t"), make_target(tmp_path / "d", hidden_size=16, num_layers=1)
     loaded = load_checkpoint(drafter)
-    assert not loaded.is_dflash
+    assert loaded.kind.name == "autoregressive"
     check_pair(load_checkpoint(target), loaded)
 
 

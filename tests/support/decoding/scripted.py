@@ -129,11 +129,11 @@ class ScriptedEngine:
         return [self._draft(r) for r in requests]
 
     def _draft(self, request: DraftRequest) -> Draft:
-        state, dims = self._slots[request.slot], self.manifest.drafter_dims
+        state, kind = self._slots[request.slot], self.manifest.drafting
         assert state.known == len(state.tokens), "drafting needs the states of every committed token"
         context = [*state.tokens, request.bonus_token]
-        if isinstance(dims, DrafterDims):
-            return Draft(*_most_probable(self.drafter.block(context, dims.block_size - 1), request.top_k))
+        if kind.at_once:
+            return Draft(*_most_probable(self.drafter.block(context, kind.longest_draft), request.top_k))
         rows, drawn = [], []
         for depth in range(request.length):
             rows.append(_most_probable(self.drafter.block(context, 1), request.top_k))
@@ -235,9 +235,9 @@ def completion(
     params = replace(params, method=resolve_method(params.method, manifest.drafter_kind).name)
     budget = params.tree_budget
     if budget == "auto":
-        budget = METHODS[params.method].default_budget(manifest.drafter_dims)
+        budget = METHODS[params.method].default_budget(manifest.drafting)
         if budget is None:
-            budget = manifest.dflash.block_size - 1 if manifest.drafter_kind == "dflash" else CHAIN
+            budget = manifest.drafting.longest_draft if manifest.drafting.at_once else CHAIN
     return Completion(
         index=index,
         prompt=list(prompt),

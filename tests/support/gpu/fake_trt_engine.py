@@ -249,8 +249,8 @@ class Lowerings:
         self._machines = 0
         self._target, self._drafter = load_checkpoint(target), load_checkpoint(drafter)
         self.pair = LoweredPair(folder / "graphs", self._target, self._drafter, limits, FLOATS[precision])
-        if target.is_relative_to(PACKAGED) and self.pair.block:
-            assert self.pair.block.block_size == BLOCK
+        if target.is_relative_to(PACKAGED) and self.pair.kind.at_once:
+            assert self.pair.kind.block_size == BLOCK
 
     def machine(self) -> Machine:
         """Another machine, with an engine directory of its own."""
@@ -263,10 +263,9 @@ class Lowerings:
         (folder / artifact.TARGET_PLAN).write_bytes(b"the target's plan")
         (folder / artifact.DRAFTER_PLAN).write_bytes(b"the drafter's plan")
         write_shared(folder / artifact.SHARED_WEIGHTS, self._target, self._drafter, self._precision, no_progress)
-        sizes, block = target_sizes(self._limits), self.pair.block
-        drafter_ranges = drafter_sizes(self._limits, block.block_size) if block else sizes
+        drafter_ranges = drafter_sizes(self._limits, self.pair.kind.block_size)
         engines = {
-            b"the target's plan": FakeEngine("target", self.pair.target, sizes),
+            b"the target's plan": FakeEngine("target", self.pair.target, target_sizes(self._limits)),
             b"the drafter's plan": FakeEngine("drafter", self.pair.drafter, drafter_ranges),
         }
         manifest = self._manifest(folder, plugin_library, engines.values())

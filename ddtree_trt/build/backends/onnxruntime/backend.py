@@ -16,7 +16,7 @@ from ddtree_trt.artifact.toolchain import always_causal, installed_versions
 from ddtree_trt.build.backends.base import Written
 from ddtree_trt.device.buffers import FLOAT_BYTES
 from ddtree_trt.models.decoder import EMBEDDING, HEAD
-from ddtree_trt.models.drafters.dflash import FC, DrafterDims
+from ddtree_trt.models.drafters.dflash import FC
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -51,14 +51,14 @@ class OnnxRuntimeBuild:
         precision: PrecisionName,
         progress: Progress,
     ) -> Written:
+        from ddtree_trt.build.graph.drafters import build_drafter
         from ddtree_trt.build.graph.lowering_int8 import Int8Graph
         from ddtree_trt.build.graph.lowering_onnxruntime import OnnxRuntimeGraph
-        from ddtree_trt.build.graph.networks import build_drafter_graph, build_target_graph
+        from ddtree_trt.build.graph.networks import build_target_graph
         from ddtree_trt.build.graph.weights import WeightFile
 
         expected = self.bytes_on_disk(target, drafter, precision)
-        dims = drafter.dims
-        taps = dims.tap_layers if isinstance(dims, DrafterDims) else ()
+        taps = drafter.kind.tap_layers
         graphs = Int8Graph if PRECISIONS[precision].quantized else OnnxRuntimeGraph
         names = {}
         with WeightFile(directory / artifact.WEIGHTS, expected_bytes=expected, progress=progress) as sink:
@@ -66,17 +66,8 @@ class OnnxRuntimeBuild:
             g = graphs("target", sink)
             graph = build_target_graph(g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied)
             names["target"] = _write_graph(directory / artifact.TARGET_GRAPH, graph)
-            if isinstance(dims, DrafterDims):
-                g = graphs("drafter", sink, always_causal=always_causal(self.toolchain))
-                graph = build_drafter_graph(
-                    g, dims, drafter.tensor, target_weights=target.tensor, target_tied=tied, limits=limits
-                )
-            else:
-                g = graphs("target", sink)
-                tied = drafter.tie_word_embeddings
-                graph = build_target_graph(
-                    g, dims, drafter.tensor, tap_layers=(), limits=limits, tied=tied, prefix="drafter."
-                )
+            g = graphs("drafter", sink, always_causal=always_causal(self.toolchain))
+            graph = build_drafter(g, drafter, target, limits)
             names["drafter"] = _write_graph(directory / artifact.DRAFTER_GRAPH, graph)
         return Written(names)
 

@@ -11,16 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact import files as artifact
-from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
-from ddtree_trt.artifact.toolchain import always_causal
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
-from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter, check_told
-from ddtree_trt.runtime.engines.onnxruntime.drafter import BlockDrafter
-from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel, OrtNetwork
+from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
+from ddtree_trt.runtime.engines.onnxruntime.drafter import make_drafter
+from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel
 from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 
@@ -51,20 +48,17 @@ class OrtEngine:
         if threads <= 0:
             threads = 1 if weights < SINGLE_THREAD_BYTES else len(os.sched_getaffinity(0))
         self.threads = threads
-        limits, dims, draft_dims = manifest.limits, manifest.target_dims, manifest.drafter_dims
-        shape = (limits.max_batch, limits.cache_rows, threads)
-        taps = len(draft_dims.tap_layers) if isinstance(draft_dims, DrafterDims) else 0
-        self._target = OrtLanguageModel(directory / artifact.TARGET_GRAPH, dims, *shape, taps=taps, exact=self.exact)
-        path, chunk = directory / artifact.DRAFTER_GRAPH, limits.prefill_chunk
-        self._drafter: Drafter
-        if isinstance(draft_dims, DrafterDims):
-            scratch = draft_dims.block_size if always_causal(manifest.toolchain) else 0
-            widths = {names.TOKEN_IDS: draft_dims.block_size, names.TAPS: taps * draft_dims.hidden_size}
-            self._drafter = BlockDrafter(
-                OrtNetwork(path, draft_dims, *shape, widths=widths), draft_dims, chunk, scratch
-            )
-        else:
-            self._drafter = AutoregressiveDrafter(OrtLanguageModel(path, draft_dims, *shape), chunk)
+        limits, taps = manifest.limits, len(manifest.drafting.tap_layers)
+        self._target = OrtLanguageModel(
+            directory / artifact.TARGET_GRAPH,
+            manifest.target_dims,
+            limits.max_batch,
+            limits.cache_rows,
+            threads,
+            taps=taps,
+            exact=self.exact,
+        )
+        self._drafter = make_drafter(directory, manifest, threads)
         self._passed: dict[int, _Passed] = {}  # by slot
 
     def length(self, slot: int) -> int:
@@ -109,17 +103,13 @@ class OrtEngine:
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         if taps:
-            check_told(self._drafter, self._target.cache, slot)
+            check_up_to_date(self._drafter, self._target.cache, slot)
             passed = self._passed[slot]
             self._drafter.learn(slot, passed.token_ids[path], None if passed.taps is None else passed.taps[path])
         self._target.cache.compact(slot, path)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        drafts = []
-        for request in requests:
-            check_told(self._drafter, self._target.cache, request.slot)
-            drafts.append(self._drafter.draft(request))
-        return drafts
+        return draft_all(self._drafter, self._target.cache, requests)
 
     def warm_up(self) -> None:
         """Nothing to do: sessions set themselves up when they are made."""

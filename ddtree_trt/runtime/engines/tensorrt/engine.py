@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,11 @@ from ddtree_trt.device.buffers import CacheShape, Layout
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.plugins.library import KernelLibrary
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, check_told
+from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
 from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, TappedStates
-from ddtree_trt.runtime.engines.tensorrt.drafter import BlockDrafter, Buffers
+from ddtree_trt.runtime.engines.tensorrt.drafter import make_drafter
 from ddtree_trt.runtime.engines.tensorrt.model import PREFILL, VERIFY, Outputs, TrtLanguageModel
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded, load_plans
@@ -61,7 +61,7 @@ class TrtEngine:
         self._passed: dict[int, _Passed] = {}
         device, dims, drafter_dims = loaded.device, manifest.target_dims, manifest.drafter_dims
         at, sizes, size = loaded.addresses, loaded.layout.sizes, PRECISIONS[manifest.precision].value_bytes
-        taps = drafter_dims.tap_layers if isinstance(drafter_dims, DrafterDims) else ()
+        taps = manifest.drafting.tap_layers
         self._state_bytes = len(taps) * dims.hidden_size * size
         self._taps = at[buffers.TAPS] if taps else 0
 
@@ -87,17 +87,7 @@ class TrtEngine:
         self._compaction = Compaction(kernels, device, shape, at[buffers.TARGET_KV], uploads)
         own = network("drafter", loaded.drafter, loaded.drafter_tables, drafter_dims, buffers.DRAFTER_KV)
         self.networks = (self.target.network, own)
-        control = upload(buffers.DRAFTER_CONTROL)
-        self.drafter: BlockDrafter | AutoregressiveDrafter
-        if isinstance(drafter_dims, DrafterDims):
-            regions = Buffers(at[buffers.STATES], at[buffers.CONTEXT], at[buffers.RESULTS], results)
-            self.drafter = BlockDrafter(
-                own, device, drafter_dims, self.limits, size, regions, control, loaded.candidates
-            )
-        else:
-            outputs = Outputs(at[buffers.RESULTS], results, at[buffers.DRAFT_LOGITS], None)
-            model = TrtLanguageModel(own, device, self.limits, drafter_dims.vocab_size, control, outputs)
-            self.drafter = AutoregressiveDrafter(model, self.limits.prefill_chunk)
+        self.drafter = make_drafter(manifest, loaded, own, upload(buffers.DRAFTER_CONTROL), results)
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest) -> TrtEngine:
@@ -171,7 +161,7 @@ class TrtEngine:
         if passed is None or passed.generation != self.target.generation:
             raise EngineError(f"slot {slot} was not in the last target pass: there is nothing to commit")
         if taps:
-            check_told(self.drafter, self.target.cache, slot)
+            check_up_to_date(self.drafter, self.target.cache, slot)
         if int(path[-1]) != size - 1:
             states = passed.states if taps and self._state_bytes else None
             self._compaction.move(slot, self.length(slot), path, states)
@@ -181,16 +171,14 @@ class TrtEngine:
         del self._passed[slot]
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        for request in requests:
-            check_told(self.drafter, self.target.cache, request.slot)
-        if isinstance(self.drafter, BlockDrafter):
-            return self.drafter.draft_all(requests) if requests else []
-        return [self.drafter.draft(request) for request in requests]
+        return draft_all(self.drafter, self.target.cache, requests)
 
     def warm_up(self) -> None:
         """A prompt's chunk, and every graph of one sequence's rounds. Those of more sequences are captured at their
         first use."""
-        drafts = self.drafter.warm_up if isinstance(self.drafter, BlockDrafter) else None
+        # One that reads no states of the target is not given any: its passes are captured when it first drafts.
+        reads_states = bool(self.manifest.drafting.tap_layers)
+        drafts = partial(self.drafter.warm_up, self.limits.max_tree_budget) if reads_states else None
         make_single_passes(self, self.buckets, drafts)
 
     def settle(self) -> None:

@@ -81,8 +81,7 @@ def _load(directory: Path, manifest: Manifest, trt: Any, device: Device, plugin_
     drafter = _deserialise(runtime, log, directory / artifact.DRAFTER_PLAN, manifest)
     _check_engine(directory, manifest, "target", target)
     _check_engine(directory, manifest, "drafter", drafter)
-    block = manifest.drafter_kind == "dflash"
-    candidates = int(tuple(drafter.get_tensor_shape(names.LOG_PROBS))[-1]) if block else 0
+    candidates = int(tuple(drafter.get_tensor_shape(names.LOG_PROBS))[-1]) if manifest.drafting.at_once else 0
     workspace = max(int(target.device_memory_size_v2), int(drafter.device_memory_size_v2))
     layout = _layout(manifest, stored, candidates, workspace)
     _check_memory(directory, manifest, device, 0, layout.total_bytes)  # with what TensorRT wants beside the weights
@@ -188,7 +187,7 @@ class _Tables:
             if found != expected:
                 raise ArtifactError(f"{path}: {name} should be {expected}, found {found}; {rebuild}")
         self._tensors: dict[str, StoredTensor] = header.locate()
-        self.networks = ("",) if manifest.drafter_kind == "dflash" else ("", names.DRAFTER)  # with tables of their own
+        self.networks = ("", names.DRAFTER) if manifest.drafting.own_tables else ("",)  # with tables of their own
         for prefix in self.networks:
             if not self.has(prefix + names.EMBEDDING):
                 raise ArtifactError(f"{path} has no tensor {prefix + names.EMBEDDING!r}; {rebuild}")

@@ -18,16 +18,13 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.artifact.weight_layout import DRAFTER
 from ddtree_trt.device import memory
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
-from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, check_told
+from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
 from ddtree_trt.runtime.engines.torch.attention import Scratch, attention_for
-from ddtree_trt.runtime.engines.torch.cache import DeviceCache
-from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter, TorchLanguageModel
-from ddtree_trt.runtime.engines.torch.model import LanguageModel, Weights
+from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter, make_drafter
+from ddtree_trt.runtime.engines.torch.model import Weights
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.engines.torch.target import TargetPass
 from ddtree_trt.runtime.engines.torch.weights import (
@@ -56,20 +53,11 @@ class TorchEngine:
         dtype = DTYPES[manifest.precision]
         scratch = Scratch(memory.attention_workspace_bytes((dims, draft_dims), self.limits), device)
         attention = attention_for(device, dtype, dims.head_dim, scratch)
-        taps = draft_dims.tap_layers if isinstance(draft_dims, DrafterDims) else ()
-        self.target = TargetPass(manifest, weights, taps, attention, device)
-        attention = attention_for(device, dtype, draft_dims.head_dim, scratch)
-        slots, rows = self.limits.max_batch, self.limits.cache_rows
-        cache = DeviceCache(draft_dims, slots, rows, dtype, device, kernels=attention.kernels)
-        self.drafter: BlockDrafter | AutoregressiveDrafter
-        self.rounds: TorchRounds | None = None
-        if isinstance(draft_dims, DrafterDims):
-            graphs = self.target.graphs.sharing()
-            self.drafter = BlockDrafter(draft_dims, weights, self.target.network, cache, attention, graphs)
-            self.rounds = TorchRounds(self.target, self.drafter)
-        else:
-            model = LanguageModel(draft_dims, weights, DRAFTER, cache, attention)
-            self.drafter = AutoregressiveDrafter(TorchLanguageModel(model), self.limits.prefill_chunk)
+        self.target = TargetPass(manifest, weights, manifest.drafting.tap_layers, attention, device)
+        self.drafter = make_drafter(manifest, weights, self.target.network, scratch, self.target.graphs)
+        # Rounds on the device draw nothing between the tokens of a draft: they are a block drafter's.
+        block = self.drafter if isinstance(self.drafter, BlockDrafter) else None
+        self.rounds = None if block is None else TorchRounds(self.target, block)
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest, *, threads: int = 0) -> TorchEngine:
@@ -92,7 +80,7 @@ class TorchEngine:
     @property
     def waits(self) -> int:
         """How often the host has waited for the device in `draft` and `verify`."""
-        return self.target.waits + (self.drafter.waits if isinstance(self.drafter, BlockDrafter) else 0)
+        return self.target.waits + self.drafter.waits
 
     def length(self, slot: int) -> int:
         return self.target.cache.lengths[slot]
@@ -113,11 +101,7 @@ class TorchEngine:
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         self.target.claims.take(r.slot for r in requests)
-        for request in requests:
-            check_told(self.drafter, self.target.cache, request.slot)
-        if isinstance(self.drafter, BlockDrafter):
-            return self.drafter.draft_all(requests) if requests else []
-        return [self.drafter.draft(request) for request in requests]
+        return draft_all(self.drafter, self.target.cache, requests)
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         self.target.claims.take(r.slot for r in requests)
@@ -125,7 +109,7 @@ class TorchEngine:
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         if taps:
-            check_told(self.drafter, self.target.cache, slot)
+            check_up_to_date(self.drafter, self.target.cache, slot)
         token_ids, states = self.target.commit(slot, path)
         if taps:
             self.drafter.learn(slot, token_ids, states)
@@ -135,9 +119,10 @@ class TorchEngine:
         of rounds on the device are captured when they are first needed, each in the time of a pass or two."""
         if self.device.type != "cuda":
             return
-        most, drafter = self.limits.max_tree_budget, self.drafter
+        most = self.limits.max_tree_budget
         largest = self.target.bucket(1 + most)
-        drafts = partial(drafter.warm_up, most) if isinstance(drafter, BlockDrafter) else None
+        # One that reads no states of the target is not given any: its passes are captured when it first drafts.
+        drafts = partial(self.drafter.warm_up, most) if self.manifest.drafting.tap_layers else None
         make_single_passes(self, [size for size in self.buckets if size <= largest], drafts)
 
     def settle(self) -> None:

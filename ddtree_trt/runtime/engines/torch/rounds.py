@@ -16,7 +16,7 @@ import torch
 
 from ddtree_trt.plugins import MAX_DEVICE_BUDGET
 from ddtree_trt.runtime.engines.base import RoundRequest, RoundResult
-from ddtree_trt.runtime.engines.drafters import check_told
+from ddtree_trt.runtime.engines.drafters import check_up_to_date
 from ddtree_trt.runtime.engines.torch.device_round import DeviceRound
 from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter
 from ddtree_trt.runtime.engines.torch.target import TargetPass
@@ -90,7 +90,7 @@ class TorchRounds:
     def _start(self, requests: list[RoundRequest]) -> _Flight:
         claim = self._target.claims.take(r.slot for r in requests)
         for r in requests:
-            check_told(self._drafter, self._target.cache, r.slot)
+            check_up_to_date(self._drafter, self._target.cache, r.slot)
         device_round = self.made_for(requests)
         device_round.start(requests)
         return _Flight(device_round, claim)
