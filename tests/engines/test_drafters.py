@@ -10,8 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter, Pass, check_up_to_date, draft_all
 from ddtree_trt.runtime.engines.kv import SlotLengths
 from ddtree_trt.runtime.tree import TokenTree
@@ -53,7 +52,8 @@ def request(slot: int, bonus: int = 0) -> DraftRequest:
 
 def lengths(*committed: int) -> SlotLengths:
     target = SlotLengths(len(committed), 64)
-    target.lengths[:] = committed
+    for slot, tokens in enumerate(committed):
+        target.append(slot, tokens)
     return target
 
 
