@@ -20,7 +20,7 @@ TRITON_SERVER := nvidia-pytriton==0.7.0
 ENGINE ?=
 PARALLEL := -n auto --dist worksteal
 
-.PHONY: demo test test-slow test-triton test-trt check fmt bench bench-triton plugins plugins-test clean
+.PHONY: demo test test-slow test-triton test-trt check fmt docs bench bench-triton plugins plugins-test clean
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/ddtree-trt build --target tiny --output engines/tiny --force
@@ -53,6 +53,10 @@ fmt: $(VENV)/.stamp-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CPP_FILES)
+
+# The parts of the documents that are made of tables in the sources.
+docs: $(VENV)/.stamp-dev
+	$(BIN)/python tools/parameter_table.py
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python tools/bench_host.py

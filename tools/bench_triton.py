@@ -28,7 +28,7 @@ import tritonclient.grpc as grpcclient
 
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.triton_export import ExportRequest, export_triton
+from ddtree_trt.triton.export import ExportRequest, export_triton
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 

@@ -219,7 +219,10 @@ class _Outputs:
     """Where results go. Everything that can be refused is refused before hours of measuring."""
 
     def __init__(self, json: Path | None, markdown: Path | None, latex: Path | None, plot: Path | None) -> None:
-        self._json, self._markdown, self._latex, self._plot = json, markdown, latex, plot
+        self._json = json
+        self._markdown = markdown
+        self._latex = latex
+        self._plot = plot
 
     @property
     def stdout_taken(self) -> bool:

@@ -1,4 +1,4 @@
-"""`ddtree-trt check`: is an engine lossless up to its rounding, and does its drafter do what the pair's should?"""
+"""`ddtree-trt check`: whether an engine is lossless up to its rounding, and its drafter as good as the pair's."""
 
 from __future__ import annotations
 

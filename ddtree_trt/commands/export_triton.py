@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from ddtree_trt.artifact.triton_layouts import LayoutName
-from ddtree_trt.build import triton_export as triton
-from ddtree_trt.build.triton_export import ExportRequest
 from ddtree_trt.commands.options import EngineDirectory
 from ddtree_trt.errors import UsageError
 from ddtree_trt.terminal import printing as terminal
+from ddtree_trt.triton import export as triton
+from ddtree_trt.triton.export import ExportRequest
+from ddtree_trt.triton.layouts import LayoutName
 
 
 def export_triton(

@@ -247,7 +247,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         _Handler.asked.append(body)
-        parts = [{"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in ("one ", "two")]
+        parts: list[dict[str, Any]] = [
+            {"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in ("one ", "two")
+        ]
         if _Handler.usage:
             parts.append({"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 7, "total_tokens": 9}})
         base = {"id": "x", "object": "text_completion", "created": 0, "model": "box-model"}

@@ -69,7 +69,7 @@ def test_weights_are_the_checkpoints(
 
 
 def test_bf16_rounds_to_the_nearest_even() -> None:
-    values = np.frombuffer(np.arange(0x3F7F0000, 0x3F820000, 0x37, np.uint32).tobytes(), np.float32)
+    values = np.frombuffer(np.arange(0x3F7F0000, 0x3F820000, 0x37, dtype=np.uint32).tobytes(), np.float32)
     values = np.concatenate([values, -values, [0.0, -0.0, 1e-40, 3e38]]).astype(np.float32)
     found = torch.from_numpy(encode(values, "bfloat16", "x").view(np.int16))
     assert torch.equal(found, torch.tensor(values).bfloat16().view(torch.int16))

@@ -186,7 +186,11 @@ def test_weight_file(tmp_path: Path) -> None:
     made = []
 
     def make(name: str, array: np.ndarray) -> Any:
-        return lambda: made.append(name) or array
+        def read() -> np.ndarray:
+            made.append(name)
+            return array
+
+        return read
 
     arrays = {
         "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -214,7 +218,7 @@ def test_weights_in_half_precision(tmp_path: Path) -> None:
     with WeightFile(tmp_path / "weights.bin") as sink:
         tensors = {dtype: sink.add(dtype, lambda: array, dtype) for dtype in ("bfloat16", "float16")}
         with pytest.raises(BuildError, match=r"big has weights up to 70000, which fp16 cannot hold; use .* bf16"):
-            sink.add("big", lambda: np.float32([7e4]), "float16")
+            sink.add("big", lambda: np.array([7e4], np.float32), "float16")
     for dtype, tensor in tensors.items():
         got = onnx.numpy_helper.to_array(tensor, base_dir=str(tmp_path)).astype(np.float32)
         expected = torch.tensor(array).to(getattr(torch, dtype)).float().numpy()

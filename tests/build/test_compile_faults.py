@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -245,8 +246,8 @@ def test_a_real_write_error(pair: tuple[Path, Path], old: OldEngine) -> None:
 def test_too_little_space_is_seen_before_any_work(
     cli: Cli, pair: tuple[Path, Path], old: OldEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = compiler.shutil.disk_usage(old.path)
-    monkeypatch.setattr(compiler.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    usage = shutil.disk_usage(old.path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
     monkeypatch.setattr(OnnxRuntimeBuild, "write", lambda *args: pytest.fail("work was done"))
     assert_refused(cli(*build_args(pair, old.path, "--force")), 1, "MB free", "--output DIR on another disk")
     old.assert_untouched()

@@ -146,7 +146,8 @@ def test_chat_turns_start_from_the_slot(smaller: LLM) -> None:
 
 
 def test_first_tokens_are_distributed_as_the_targets(smaller: LLM) -> None:
-    engine, options = smaller.engine, {"temperature": 1.0, "top_k": 3}
+    engine = smaller.engine
+    options: dict[str, Any] = {"temperature": 1.0, "top_k": 3}
     plain = SamplingParams(**options)
 
     def joint(output: tuple[int, ...]) -> dict[tuple[int, ...], float]:

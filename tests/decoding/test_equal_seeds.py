@@ -37,7 +37,7 @@ ROUNDING = {"fp32": PRECISIONS["fp32"].relative_rounding, "int8": 2.0**-7}
 @pytest.fixture(scope="module", params=["fp32", "int8"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("seeds") / request.param
-    limits = {"max_seq_len": 512, "max_batch": SLOTS, "max_tree_budget": 64}
+    limits: dict[str, Any] = {"max_seq_len": 512, "max_batch": SLOTS, "max_tree_budget": 64}
     compile_engine(BuildRequest(target="tiny", output=path, precision=request.param, **limits))
     return path
 

@@ -142,7 +142,7 @@ def engine() -> ScriptedEngine:
     scripted = ScriptedEngine(target, Good(target))
     scripted.manifest = dataclasses.replace(scripted.manifest, backend="torch")
     rounds = type("Rounds", (), {"by_default": True})()
-    scripted.rounds = rounds  # type: ignore[assignment]
+    scripted.rounds = rounds
     return scripted
 
 

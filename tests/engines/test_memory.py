@@ -130,7 +130,7 @@ def test_a_cpu_passes_one_slot_at_a_time() -> None:
 
 def run(*args: object) -> subprocess.CompletedProcess[str]:
     result = CliRunner().invoke(app, [str(a) for a in args])
-    return subprocess.CompletedProcess(args, result.exit_code, result.stdout, result.stderr)
+    return subprocess.CompletedProcess([str(a) for a in args], result.exit_code, result.stdout, result.stderr)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

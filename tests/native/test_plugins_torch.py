@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 from plugin_libraries import BUILD, ROOT, torch_operators
 
 
-def test_the_gpu_check_passes_on_emulated_kernels(tmp_path):
+def test_the_gpu_check_passes_on_emulated_kernels(tmp_path: Path) -> None:
     operators = torch_operators()
     host = BUILD / "libhost_tree.so"
     sources = [str(ROOT / "cpp_plugins" / name) for name in ("tests/host_tree.cpp", "host/tree.cpp")]
@@ -74,6 +75,6 @@ print("refused all")
 """
 
 
-def test_operators_refuse_wrong_tensors():
+def test_operators_refuse_wrong_tensors() -> None:
     run = subprocess.run([sys.executable, "-c", REFUSALS, str(torch_operators())], capture_output=True, text=True)
     assert run.returncode == 0 and "refused all" in run.stdout, run.stdout + run.stderr

@@ -96,7 +96,7 @@ async def test_what_a_slow_reader_left_unread_comes_as_one_part(llm: AsyncLLM) -
 async def test_every_way_of_leaving_frees_the_slot(llm: AsyncLLM, way: str) -> None:
     """Whoever leaves during a pass has left before the next one."""
     passes = Passes(llm.engine)
-    parts = llm.stream(PROMPTS[0], LONG, "mine")
+    parts: Any = llm.stream(PROMPTS[0], LONG, "mine")
     await parts.__anext__()
     assert llm.running == 1
     leaving: list[asyncio.Task[None]] = []

@@ -59,7 +59,7 @@ def test_sixteen_mixed_requests_together_are_as_one_by_one(llm: LLM, chats: list
 
 
 def test_one_seed_gives_one_text_whatever_is_drafted(llm: LLM, chats: list[Any]) -> None:
-    options = {"temperature": 0.8, "seed": 5, "max_tokens": 40, "ignore_eos": True}
+    options: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 40, "ignore_eos": True}
     for prompt in chats[:4]:
         outputs = [
             llm.generate(prompt, SamplingParams(method=method, **options))[0].outputs[0].text
@@ -176,7 +176,7 @@ def test_logprobs_and_prompt_logprobs_are_the_targets_own(llm: LLM, method: str)
     llm.engine.truncate(0, 0)
     for start in range(0, len(whole), limits.prefill_chunk):
         piece = np.array(whole[start : start + limits.prefill_chunk])
-        rows.append(llm.engine.prefill(0, piece, rows="all", taps=False).logits.astype(np.float64))
+        rows.append(np.array(llm.engine.prefill(0, piece, rows="all", taps=False).logits, np.float64))
     llm.engine.truncate(0, 0)
     truth = log_softmax(np.concatenate(rows), axis=1)
     assert output.prompt_logprobs is not None
@@ -185,6 +185,7 @@ def test_logprobs_and_prompt_logprobs_are_the_targets_own(llm: LLM, method: str)
         if i == 0:
             assert entry is None
             continue
+        assert entry is not None
         assert entry.token_id == whole[i]
         assert entry.logprob == pytest.approx(truth[i - 1, whole[i]], abs=1e-3)
         assert [p for _, p in entry.top] == pytest.approx(
@@ -214,7 +215,7 @@ def test_an_engine_failure_is_raised_to_everyone_it_ended(llm: LLM, chats: list[
 def test_nothing_runs_when_one_of_many_calls_is_wrong(llm: LLM) -> None:
     limit = llm.engine.manifest.limits.max_seq_len
     vocab = llm.engine.manifest.target_dims.vocab_size
-    for prompt, params, text in [
+    cases: list[tuple[Any, dict[str, Any], str]] = [
         ("", {}, "the prompt has no tokens"),
         ([], {}, "the prompt has no tokens"),
         ([5] * limit, {}, f"the prompt has {limit} tokens, this engine takes at most {limit - 1}"),
@@ -228,7 +229,8 @@ def test_nothing_runs_when_one_of_many_calls_is_wrong(llm: LLM) -> None:
             "method 'draft-model' needs a drafter of kind autoregressive, this engine's is dflash",
         ),
         ("hi", {"tree_budget": 10**6}, "tree_budget 1000000 is above this engine's"),
-    ]:
+    ]
+    for prompt, params, text in cases:
         with pytest.raises(UsageError, match=text):
             llm.generate(["fine", prompt], [SamplingParams(max_tokens=1), SamplingParams(**params)])
         assert not llm.core.scheduler.busy
@@ -265,16 +267,17 @@ def test_unless_given_there_are_at_most_256_tokens(llm: LLM) -> None:
 def test_more_tokens_than_fit_are_refused(llm: LLM, name: str, tokens: int) -> None:
     limit = llm.engine.manifest.limits.max_seq_len
     message = f"{name} {tokens} does not fit: the prompt leaves 9 of this engine's {limit} tokens; lower it"
+    options: dict[str, Any] = {name: tokens}
     for work in (llm.generate, llm.stream):
         with pytest.raises(UsageError, match=message):
-            work([7] * (limit - 9), SamplingParams(**{name: tokens}))  # type: ignore[operator]
+            work([7] * (limit - 9), SamplingParams(**options))
     assert not llm.core.scheduler.busy
 
 
 def test_echo_puts_the_prompt_in_front(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=8, stop="fib", ignore_eos=True)
+    params = SamplingParams(max_tokens=8, stop=("fib",), ignore_eos=True)
     (plain,) = llm.generate("def fib(n):", params)
-    echoing = SamplingParams(max_tokens=8, stop="fib", ignore_eos=True, echo=True)
+    echoing = SamplingParams(max_tokens=8, stop=("fib",), ignore_eos=True, echo=True)
     (echoed,) = llm.generate("def fib(n):", echoing)
     assert echoed.outputs[0].text == "def fib(n):" + plain.outputs[0].text
     assert echoed.outputs[0].token_ids == plain.outputs[0].token_ids

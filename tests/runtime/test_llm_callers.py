@@ -295,10 +295,11 @@ def test_what_on_finished_raises_changes_nothing(
         told.append(request.request_id)
         raise error
 
+    llm = AsyncLLM(tiny_engine, on_finished=on_finished)
+
     async def ask() -> list[Any]:
         return list(await asyncio.gather(*(llm.complete(PROMPT, SHORT, f"r{i}") for i in range(3))))
 
-    llm = AsyncLLM(tiny_engine, on_finished=on_finished)
     try:
         with caplog.at_level(logging.ERROR):
             outputs = [*asyncio.run(asyncio.wait_for(ask(), 60)), *asyncio.run(asyncio.wait_for(ask(), 60))]

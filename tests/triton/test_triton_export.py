@@ -26,13 +26,13 @@ from ddtree_trt.artifact.files import (
     WEIGHTS,
 )
 from ddtree_trt.artifact.manifest import load_manifest
-from ddtree_trt.artifact.triton_layouts import LAYOUT_NAMES
 from ddtree_trt.artifact.verify import verify_files
-from ddtree_trt.build import triton_export as triton
-from ddtree_trt.build.triton_export import MARKER, ExportRequest
 from ddtree_trt.cli import app
 from ddtree_trt.errors import ArtifactError, BuildError, UsageError
-from ddtree_trt.triton.requests import FIELDS, OTHERS, REFUSED
+from ddtree_trt.triton import export as triton
+from ddtree_trt.triton.export import MARKER, ExportRequest
+from ddtree_trt.triton.inputs import FIELDS, OTHERS, REFUSED
+from ddtree_trt.triton.layouts import LAYOUT_NAMES
 from ddtree_trt.triton.settings import Settings, select_device
 
 

@@ -10,7 +10,7 @@ from ddtree_trt.errors import UsageError
 from ddtree_trt.plugins import MAX_DEVICE_BUDGET
 from ddtree_trt.runtime.decoding.methods import METHODS
 from ddtree_trt.runtime.engines.base import Engine
-from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
+from ddtree_trt.runtime.params import PARAMETERS, DeviceRoundsMode, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -80,21 +80,14 @@ def _request_host_reason(params: SamplingParams, *, watched: bool) -> str | None
     return None
 
 
-# What rounds on the device honour, or has no part in a round: prompts, stops and texts are the host's in both cases.
-# Every other field of SamplingParams must have its default: a new one is the host's until it is listed here.
-_HONOURED = frozenset(
-    (
-        *("n", "max_tokens", "temperature", "seed", "method", "tree_budget"),
-        *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
-        *("prompt_logprobs", "echo", "skip_special_tokens"),
-    )
-)
-_OF_DRAWS = frozenset(("top_k", "top_p", "min_p"))  # without effect on a greedy choice
-
-
 def _not_honoured(params: SamplingParams) -> list[str]:
-    """Names of the fields whose value the device's greedy or Gumbel choice does not know."""
-    honoured = _HONOURED if params.stochastic else _HONOURED | _OF_DRAWS
+    """Names of the fields whose value the device's greedy or Gumbel choice does not honour, as the table of parameters
+    has it. A field without a row of the table is the host's."""
     neutral = type(params)()
-    names = [field.name for field in dataclasses.fields(params) if field.name not in honoured]
+    names = [field.name for field in dataclasses.fields(params) if not _honoured(field.name, params)]
     return [name for name in names if getattr(params, name) != getattr(neutral, name)]
+
+
+def _honoured(name: str, params: SamplingParams) -> bool:
+    device = PARAMETERS[name].device if name in PARAMETERS else "never"
+    return device == "always" or (device == "greedy" and not params.stochastic)

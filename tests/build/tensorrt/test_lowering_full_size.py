@@ -4,7 +4,9 @@ inference, and no operator that TensorRT's parser does not have."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -24,14 +26,25 @@ from ddtree_trt.models.drafters.dflash import DrafterDims, dflash_shapes
 from ddtree_trt.plugins import MaskMode
 
 # The shapes in the config.json files of Qwen/Qwen3-4B, Qwen/Qwen3-8B and of their drafters at z-lab.
-_COMMON = {"vocab_size": 151936, "num_kv_heads": 8, "head_dim": 128, "num_heads": 32, "rms_norm_eps": 1e-6}
+_COMMON: dict[str, Any] = {
+    "vocab_size": 151936,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "num_heads": 32,
+    "rms_norm_eps": 1e-6,
+}
 _COMMON |= {"rope_theta": 1e6, "max_positions": 40960}
-_WIDTHS = {
+_WIDTHS: dict[str, dict[str, Any]] = {
     "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728},
     "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288},
 }
 _TIED = {"qwen3-4b": True, "qwen3-8b": False}
-_DFLASH = {"block_size": 16, "mask_token_id": 151669, "tap_layers": (1, 9, 17, 25, 33), "num_target_layers": 36}
+_DFLASH: dict[str, Any] = {
+    "block_size": 16,
+    "mask_token_id": 151669,
+    "tap_layers": (1, 9, 17, 25, 33),
+    "num_target_layers": 36,
+}
 
 
 class SparseWeights:
@@ -58,7 +71,7 @@ class SparseWeights:
             file.truncate(self._end)
 
 
-def zeros(shapes: dict[str, tuple[int, ...]]) -> object:
+def zeros(shapes: dict[str, tuple[int, ...]]) -> Callable[[str], np.ndarray]:
     """Weights by name that take one byte each kind, however large."""
     return lambda name: np.broadcast_to(np.zeros((), np.int8), shapes[name])
 

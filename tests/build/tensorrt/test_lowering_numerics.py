@@ -54,7 +54,7 @@ class Beside:
     def prefill(self, slot: int, size: int) -> None:
         tokens = self.rng.integers(0, self.vocab, size)
         expected = self.engine.prefill(slot, tokens, rows="all", taps=True).logits
-        self.close(self.lowered.prefill(slot, tokens), expected, f"prefill of {size} in slot {slot}")
+        self.close(self.lowered.prefill(slot, tokens), np.asarray(expected), f"prefill of {size} in slot {slot}")
 
     def round(self, nodes: dict[int, int]) -> None:
         """Trees of so many nodes by slot in one pass; a random path of each is kept."""
@@ -63,7 +63,7 @@ class Beside:
         verdicts = self.engine.verify([VerifyRequest(slot, tree) for slot, tree in trees.items()])
         for (slot, tree), verdict in zip(trees.items(), verdicts, strict=True):
             choices, logits = found[slot]
-            self.close(logits, verdict.logits, f"tree of {len(tree)} in slot {slot}")
+            self.close(logits, np.asarray(verdict.logits), f"tree of {len(tree)} in slot {slot}")
             np.testing.assert_array_equal(choices, logits.argmax(-1))
             assert choices.dtype == np.int32
             path = path_to(tree, int(self.rng.integers(len(tree))))
@@ -142,16 +142,14 @@ def test_the_body_is_what_the_kernels_compute(mode: MaskMode) -> None:
     """The stand-in for the plugin against the reference the kernels are tested against."""
     rng = np.random.default_rng(5)
     n, t, heads, kv, d, slots, s = 2, 37, 4, 2, 8, 3, 64
-    arrays = [
-        rng.standard_normal(shape).astype(np.float32) for shape in ((n, t, heads, d), (n, t, kv, d), (n, t, kv, d))
-    ]
-    caches = [rng.standard_normal((slots, kv, s, d)).astype(np.float32) for _ in range(2)]
+    q, k, v = (rng.standard_normal((n, t, rows, d)).astype(np.float32) for rows in (heads, kv, kv))
+    past_k, past_v = (rng.standard_normal((slots, kv, s, d)).astype(np.float32) for _ in range(2))
     parents = np.array([-1, *(int(rng.integers(i)) for i in range(1, t))], np.int32)
     mask = np.stack([packed_mask(parents, 2), packed_mask(parents[::-1] * 0 - 1, 2)])
-    control = [np.array([2, 0], np.int32), np.array([11, 0], np.int32), mask]
+    slot_ids, past_len = np.array([2, 0], np.int32), np.array([11, 0], np.int32)
     scale = 0.37
-    expected = attention(*arrays, *caches, *control, mode, scale)
-    attrs = dict.fromkeys(plugins.ATTENTION_ATTRIBUTES, 1) | {plugins.SCALE: scale}
+    expected = attention(q, k, v, past_k, past_v, slot_ids, past_len, mask, mode, scale)
+    attrs: dict[str, Any] = dict.fromkeys(plugins.ATTENTION_ATTRIBUTES, 1) | {plugins.SCALE: scale}
     inputs = [f"x{i}" for i in range(8)]
     node = helper.make_node(
         plugins.ATTENTION, inputs, ["a", "b", "c"], domain="ddtree", plugin_namespace="", plugin_version="", **attrs
@@ -163,7 +161,7 @@ def test_the_body_is_what_the_kernels_compute(mode: MaskMode) -> None:
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("ddtree", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10, functions=[attention_body(mode)])
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    found = session.run(None, dict(zip(inputs, [*arrays, *caches, *control], strict=True)))
+    found = session.run(None, dict(zip(inputs, [q, k, v, past_k, past_v, slot_ids, past_len, mask], strict=True)))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
 

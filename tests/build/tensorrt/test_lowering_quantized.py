@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -28,7 +29,7 @@ from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.plugins import MaskMode
 
 LIMITS = Limits(max_seq_len=64, max_batch=2, max_tree_budget=20, prefill_chunk=32)
-DIMS = {"head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_positions": 128}
+DIMS: dict[str, Any] = {"head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_positions": 128}
 # What ModelOpt leaves of AWQ's scales: those before which there is no norm to fold them into.
 LEFT = ("o_proj", "down_proj")
 EVERY = ("_proj",)
@@ -56,7 +57,7 @@ def error(found: Array, expected: Array) -> float:
     return float(np.abs(found - expected).max() / np.sqrt(np.mean(np.square(expected))))
 
 
-CASES = {
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "FP8": ("FP8", {}),
     "FP8, a scale each": ("FP8", {"shared": False}),
     "INT8": ("W8A8_SQ_PER_CHANNEL", {"smooth": EVERY}),
@@ -106,7 +107,7 @@ def test_other_backends_compute_with_what_the_values_stand_for(checkpoint: Check
     engine = build_engine(checkpoint.directory, drafter, tmp_path / "engine", max_batch=1)
     prompt = np.random.default_rng(2).integers(0, 96, 20)
     truth = QuantizedTruth(tmp_path / "truth", checkpoint, rounded=False)
-    assert error(engine.prefill(0, prompt, rows="all", taps=False).logits, truth(prompt)[0]) < TOLERANCE
+    assert error(np.asarray(engine.prefill(0, prompt, rows="all", taps=False).logits), truth(prompt)[0]) < TOLERANCE
 
 
 def bf16_graph(checkpoint: Checkpoint, folder: Path, floats: str = "bfloat16") -> onnx.ModelProto:

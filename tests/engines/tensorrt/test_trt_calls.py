@@ -151,7 +151,7 @@ def test_a_single_request_captures_nothing(machine: Machine, options: dict[str, 
         start = len(machine.cuda.log)
         generate(llm, PROMPTS[1:2], **options)
         assert ("capture",) not in machine.cuda.log[start:]
-    engine = open_engine(machine.directory)  # type: ignore[assignment]
+    engine = open_engine(machine.directory)
     assert engine.length(0) == 0 and machine.cuda.log[-1][0] != "capture"
     engine.close()
 

@@ -17,7 +17,14 @@ from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 from ddtree_trt.runtime.llm import LLM
 
 # Another network: other shapes, one layer, a head that is not its embedding.
-OTHER = {"vocab_size": 2048, "hidden_size": 48, "num_layers": 1, "head_dim": 64, "num_heads": 2, "num_kv_heads": 1}
+OTHER: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 48,
+    "num_layers": 1,
+    "head_dim": 64,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+}
 
 
 @pytest.fixture(scope="module", params=["the target itself", "another network"])

@@ -99,6 +99,7 @@ def test_another_cuda_and_an_old_driver(machine: Machine) -> None:
 @pytest.mark.parametrize("field", ["name", "version", "namespace", "abi"])
 def test_another_plugin(machine: Machine, field: str) -> None:
     plugin = load_manifest(machine.directory).plugin
+    assert plugin is not None
     machine.edit(plugin={**plugin, field: "7"})
     refused(machine, ArtifactError, f"plugin {field} '7'")
 

@@ -145,7 +145,7 @@ def test_an_autoregressive_drafter(tmp_path: Path) -> None:
     target = make_target(tmp_path / "t")
     drafter = make_target(tmp_path / "d", tokenizer=False)
     build_torch_engine(target, drafter, tmp_path / "e").close()
-    params = {"max_tokens": 1 + 5 * 8, "ignore_eos": True}
+    params: dict[str, Any] = {"max_tokens": 1 + 5 * 8, "ignore_eos": True}
     prompt = [5, 9, 2, 40, 7]
     with LLM(tmp_path / "e") as llm:
         (expected,) = llm.generate(prompt, SamplingParams(method="ar", **params))

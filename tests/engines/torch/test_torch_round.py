@@ -329,7 +329,8 @@ def test_the_hosts_operators_are_the_reference(seed: int, sizes: list[int]) -> N
         np.testing.assert_array_equal(mask[n].numpy(), plugin_reference.packed_mask(parents[n], words))
         nodes = plugin_reference.walk(parents[n], token_ids[n], choices[n], size)
         assert path[n].tolist() == [*nodes, *[-1] * (tokens - len(nodes))]
-        assert (lengths[n], following[n], new_past[n]) == (len(nodes), choices[n, nodes[-1]], past[n] + len(nodes))
+        found = (int(lengths[n]), int(following[n]), int(new_past[n]))
+        assert found == (len(nodes), choices[n, nodes[-1]], past[n] + len(nodes))
 
 
 def test_rounds_on_the_kernels(

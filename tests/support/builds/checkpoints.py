@@ -159,7 +159,7 @@ def write_weights(path: Path, weights: Mapping[str, np.ndarray], *, dtype: str, 
     if shards == 1:
         write_safetensors(path / "model.safetensors", weights, dtype)
         return
-    placed = {}
+    placed: dict[str, str] = {}
     for i in range(shards):
         names = list(weights)[i::shards]
         file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
@@ -172,7 +172,7 @@ def make_tokenizer(path: Path, vocab_size: int) -> None:
     """A word-level tokenizer whose words are t0, t1, …: enough for everything but real text."""
     path.mkdir(parents=True, exist_ok=True)
     vocabulary = {f"t{i}": i for i in range(vocab_size)}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from scripted_models import Array, Drafter, Target
@@ -21,11 +21,11 @@ from ddtree_trt.runtime.decoding.budget import FixedBudget
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
 from ddtree_trt.runtime.decoding.routing import Route
 from ddtree_trt.runtime.decoding.sampling import Sampler
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Engine, LogitRows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.base import DeviceRounds, Draft, DraftRequest, Engine, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.sequence import Sequence as Completion
-from ddtree_trt.runtime.text.codec import TextStream
+from ddtree_trt.runtime.text.codec import TextCodec, TextStream
 from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 Kind = Literal["dflash", "autoregressive"]
@@ -51,7 +51,9 @@ class _Slot:
 class ScriptedEngine:
     """See the module. `fail` is called before every verb's work with (verb, slots) and may raise."""
 
-    threads, rounds, buckets = 1, None, None
+    threads = 1
+    rounds: DeviceRounds | None = None
+    buckets: Sequence[int] | None = None
 
     def __init__(
         self,
@@ -95,7 +97,7 @@ class ScriptedEngine:
         (verdict,) = self._pass("prefill", [VerifyRequest(slot, tree)])
         self._keep(slot, np.arange(size), taps)
         first = {"all": 0, "last": size - 1, "none": size}[rows]
-        return Verdict(verdict.choices[first:], verdict.logits[first:])
+        return Verdict(verdict.choices[first:], np.asarray(verdict.logits)[first:])
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         slots = [r.slot for r in requests]
@@ -223,7 +225,7 @@ def completion(
     prompt: Sequence[int],
     params: SamplingParams,
     *,
-    codec: Letters | None = None,
+    codec: Letters | TextCodec | None = None,
     eos: Sequence[int] = (),
     index: int = 0,
     sampler: type[Sampler] = Sampler,
@@ -246,7 +248,7 @@ def completion(
             params, manifest.target_dims.vocab_size, list(prompt), stops | set(params.stop_token_ids), index
         ),
         stream=TextStream(
-            codec or Letters(),
+            cast(TextCodec, codec or Letters()),
             params.stop,
             skip_special_tokens=params.skip_special_tokens,
             keep_stop=params.include_stop_str_in_output,

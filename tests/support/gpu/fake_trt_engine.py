@@ -29,6 +29,7 @@ from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.files import TOKENIZER_FILES
 from ddtree_trt.artifact.manifest import FileEntry, Limits, Manifest, load_manifest
+from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.progress import no_progress
 from ddtree_trt.build.backends.tensorrt.backend import write_shared
 from ddtree_trt.build.backends.tensorrt.profiles import drafter_sizes, target_sizes
@@ -90,7 +91,7 @@ class FakeTrt:
         self.loaded.append(path)
         return object()
 
-    def Runtime(self, log: ILogger) -> Any:
+    def Runtime(self, log: Any) -> Any:
         def deserialize_cuda_engine(buffer: Any) -> Any:
             assert self.loaded, "plugins come before the plans that use them"
             plan = bytes(buffer)
@@ -240,7 +241,9 @@ class Lowerings:
     """Engine directories of one pair, in one precision, as they would be built; lowered once, opened any number of
     times."""
 
-    def __init__(self, folder: Path, target: Path, drafter: Path, like: Path, limits: Limits, precision: str) -> None:
+    def __init__(
+        self, folder: Path, target: Path, drafter: Path, like: Path, limits: Limits, precision: PrecisionName
+    ) -> None:
         """`like` is an engine directory of the same pair whose tokenizer and stop tokens are taken."""
         self._folder, self._like, self._limits, self._precision = folder, like, limits, precision
         self._machines = 0
@@ -259,8 +262,7 @@ class Lowerings:
         plugin_library.write_bytes(b"plugins")
         (folder / artifact.TARGET_PLAN).write_bytes(b"the target's plan")
         (folder / artifact.DRAFTER_PLAN).write_bytes(b"the drafter's plan")
-        precision: Any = self._precision
-        write_shared(folder / artifact.SHARED_WEIGHTS, self._target, self._drafter, precision, no_progress)
+        write_shared(folder / artifact.SHARED_WEIGHTS, self._target, self._drafter, self._precision, no_progress)
         drafter_ranges = drafter_sizes(self._limits, self.pair.kind.block_size)
         engines = {
             b"the target's plan": FakeEngine("target", self.pair.target, target_sizes(self._limits)),

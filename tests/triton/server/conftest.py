@@ -20,7 +20,7 @@ if importlib.util.find_spec("pytriton") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     from ddtree_trt import LLM
-    from ddtree_trt.build.triton_export import ExportRequest, export_triton
+    from ddtree_trt.triton.export import ExportRequest, export_triton
     from tools.triton_server import TritonServer
 
 

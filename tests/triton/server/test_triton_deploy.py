@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ddtree_trt import __version__
-from ddtree_trt.build.triton_export import ExportRequest, export_triton
+from ddtree_trt.triton.export import ExportRequest, export_triton
 from ddtree_trt.triton.metrics import GAUGES
 from tools.triton_server import TritonServer
 

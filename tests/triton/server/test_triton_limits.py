@@ -28,7 +28,7 @@ from triton_clients import (
 )
 from tritonclient.utils import InferenceServerException
 
-from ddtree_trt.triton.requests import REFUSED
+from ddtree_trt.triton.inputs import REFUSED
 from tools.triton_server import TritonServer
 
 PROMPT = {"text_input": "def fib(n):"}

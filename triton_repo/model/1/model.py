@@ -14,8 +14,8 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 try:
-    from ddtree_trt.artifact.triton_layouts import ENGINE_FOLDER
     from ddtree_trt.errors import DDTreeError
+    from ddtree_trt.triton import ENGINE_FOLDER
     from ddtree_trt.triton.metrics import Metrics
     from ddtree_trt.triton.requests import Call, parse
     from ddtree_trt.triton.responses import Arrays
@@ -36,7 +36,9 @@ class Reply:
     """
 
     def __init__(self, request: Any) -> None:
-        self._sender, self._lock, self._ended = request.get_response_sender(), threading.Lock(), False
+        self._sender = request.get_response_sender()
+        self._lock = threading.Lock()
+        self._ended = False
 
     def send(self, arrays: Arrays, *, final: bool) -> None:
         tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items()]

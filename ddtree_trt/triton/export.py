@@ -1,7 +1,7 @@
-"""From an engine directory to a model in a Triton model repository.
+"""Export of an engine directory as a model of a Triton model repository.
 
-The template lies in `triton_repo/` of the source tree and in the installed package. A model directory is written like
-an engine: beside its place, the marker last, then put there in one step.
+The template is `triton_repo/` of the source tree, which the installed package has too. A model directory is written
+like an engine directory: under another name, the marker last, then renamed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from ddtree_trt import __version__
 from ddtree_trt.artifact.files import MANIFEST, PROFILE, sha256_file
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.artifact.triton_layouts import ENGINE_FOLDER, LAYOUT_NAMES, LayoutName
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.directory import atomic_directory
 from ddtree_trt.errors import MAX_COUNT, ArtifactError, BuildError, UsageError, check_range
+from ddtree_trt.triton import inputs
+from ddtree_trt.triton.layouts import ENGINE_FOLDER, LAYOUT_NAMES, LayoutName
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ def export_triton(request: ExportRequest, progress: Progress = no_progress) -> P
         "version": __version__,
         "model_name": name,
         "layout": request.layout,
+        "inputs": inputs.config(request.layout),
         "instances": str(request.instances),
         "kind": "KIND_GPU" if gpus else "KIND_CPU",
         "gpus": ", ".join(map(str, gpus)),
