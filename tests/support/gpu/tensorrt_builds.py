@@ -18,7 +18,7 @@ from ddtree_trt.errors import DDTreeError
 from ddtree_trt.plugins import library
 
 ENGINE_MODULE = "ddtree_trt.build.backends.tensorrt.plan"
-SOURCE = ROOT / "ddtree_trt" / "build" / "tensorrt_engine.py"
+SOURCE = ROOT / "ddtree_trt" / "build" / "backends" / "tensorrt" / "plan.py"
 SUCCESS, NO_DRIVER = SimpleNamespace(name="cudaSuccess"), SimpleNamespace(name="cudaErrorInsufficientDriver")
 DIMS = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "max_positions": 512}
 
