@@ -9,6 +9,8 @@ BIN := $(VENV)/bin
 INSTALLED := pyproject.toml $(wildcard cpp_plugins/CMakeLists.txt cpp_plugins/cmake/host.cmake cpp_plugins/host/* cpp_plugins/include/ddtree/*) \
 	$(shell find triton_repo -type f -not -path '*/__pycache__/*' 2>/dev/null)
 
+CPP_FILES = $(shell find cpp_plugins -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+
 # Triton has an environment of its own: its Python backend needs NumPy 1, and the models run in this environment. The
 # wheel carries a whole server (2.51.0); its dependencies are for another way to use it.
 TRITON_VENV := .venv-triton
@@ -18,7 +20,7 @@ TRITON_SERVER := nvidia-pytriton==0.7.0
 ENGINE ?=
 PARALLEL := -n auto --dist worksteal
 
-.PHONY: demo test test-slow test-triton test-trt check fmt bench bench-triton plugins plugins-test clean
+.PHONY: demo test test-slow test-triton test-trt check fmt docs bench bench-triton plugins plugins-test clean
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/ddtree-trt build --target tiny --output engines/tiny --force
@@ -44,11 +46,17 @@ test-trt: $(VENV)/.stamp-dev plugins
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy ddtree_trt
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP_FILES)
 
 fmt: $(VENV)/.stamp-dev
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i $(CPP_FILES)
+
+# The parts of the documents that are made of tables in the sources.
+docs: $(VENV)/.stamp-dev
+	$(BIN)/python tools/parameter_table.py
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python tools/bench_host.py

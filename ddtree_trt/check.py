@@ -15,18 +15,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.manifest import Manifest, Progress, no_progress
-from ddtree_trt.bench.datasets import PAPER_SETS
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.precisions import PRECISIONS
+from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.bench.paper_datasets import PAPER_SETS
 from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
 from ddtree_trt.bench.uniformity import place_in_distribution, uniformity
 from ddtree_trt.errors import UsageError
 from ddtree_trt.findings import TEMPERATURES, CheckReport, Difference, DistributionFinding, GreedyFinding, TauFinding
-from ddtree_trt.runtime.decoding.methods import resolve_method
-from ddtree_trt.runtime.decoding.routing import engine_without
+from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, METHODS
+from ddtree_trt.runtime.decoding.routing import engine_host_reason
 from ddtree_trt.runtime.outputs import RequestOutput
-from ddtree_trt.runtime.params import METHODS, SamplingParams
+from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text.codec import TextCodec
 
 GREEDY_BUDGETS: tuple[Budget, ...] = ("auto", 3, 16, 64)
@@ -34,13 +36,6 @@ SAMPLED_BUDGETS: tuple[Budget, ...] = ("auto", 16)
 DEVICE_BUDGET = 16  # of the case whose rounds stay on the device
 GOLDEN_BUDGET = 64  # what manifest.golden_tau of ddtree is for, or the engine's largest
 HINT_PROMPTS = 4
-
-# How far apart two roundings of the same logit may be, relative to the row's largest: an unfused fp32 network sums
-# thousands of products, 2^8 roundings of 2^-24; in half precisions sums are kept in fp32, and 2^3 roundings of what is
-# stored in between are what is seen. In int8 the last bit of a float32 sum decides to which integer a value is rounded,
-# and layer by layer that grows to a few of 127: on random weights of Qwen3-0.6B's shape 2^-5 was seen. On trained ones
-# it can be more: a difference that fails there may be rounding all the same, which no report can tell from a fault.
-RELATIVE_ROUNDING = {"fp32": 2.0**-16, "fp16": 2.0**-8, "bf16": 2.0**-5, "int8": 2.0**-4}
 
 
 def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> CheckReport:
@@ -73,18 +68,17 @@ def _encode(session: Session, prompts: Sequence[BenchPrompt], settings: CheckSet
 
 
 def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
-    """Every method the engine can do, `ddtree` at those of the budgets the engine takes, and once on the device."""
+    """Every method the engine can do, `ar` first; trees at those of the budgets the engine takes, and once on the
+    device."""
+    allowed = [b for b in budgets if b == "auto" or b <= manifest.limits.max_tree_budget]
     cases = []
-    for method in METHODS:
-        try:
-            resolve_method(method, manifest.drafter_kind)
-        except UsageError:
+    for method in METHODS.values():
+        if not method.serves(manifest.drafter_kind):
             continue
-        allowed = [b for b in budgets if b == "auto" or b <= manifest.limits.max_tree_budget]
-        cases += [Case(method, b) for b in allowed] if method == "ddtree" else [Case(method)]
-        if method == "ddtree" and engine_without(manifest) is None:
-            cases += [Case(method, b, device=True) for b in allowed if b == DEVICE_BUDGET]
-    return sorted(cases, key=lambda case: case.method != "ar")
+        cases += [Case(method.name, b) for b in allowed] if method.branches else [Case(method.name)]
+        if method.host_reason is None and engine_host_reason(manifest) is None:
+            cases += [Case(method.name, b, device=True) for b in allowed if b == DEVICE_BUDGET]
+    return sorted(cases, key=lambda case: case.method != AUTOREGRESSIVE.name)
 
 
 def _generate(session: Session, prompt: list[int], case: Case, params: SamplingParams) -> RequestOutput:
@@ -116,7 +110,7 @@ def _check_greedy(
             tokens = output.outputs[0].token_ids
             taus.append(output.metrics.mean_acceptance_length)
             lengths += output.metrics.acceptance_lengths
-            if case.method == "ar":
+            if case.method == AUTOREGRESSIVE.name:
                 expected[name] = tokens
             elif tokens != expected[name]:
                 differences.append(_explain(session, name, ids, expected[name], tokens))
@@ -139,7 +133,7 @@ def _explain(session: Session, name: str, prompt: list[int], expected: list[int]
     pairs = zip(expected, found, strict=False)
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
     row = target_logits(session, prompt, expected[: position + 1] if position < len(expected) else found)[position]
-    rounding = RELATIVE_ROUNDING[session.manifest.precision] * float(np.abs(row).max())
+    rounding = PRECISIONS[session.manifest.precision].relative_rounding * float(np.abs(row).max())
     if position >= min(len(expected), len(found)):
         a = expected[position] if position < len(expected) else None
         b = found[position] if position < len(found) else None
@@ -195,7 +189,7 @@ def _check_tau(
     judged = all(spec.partition("=")[0] in known for spec in settings.prompts)
     findings = []
     for method, (low, high) in session.manifest.golden_tau.items():
-        case = Case(method, _golden_budget(session.manifest) if method == "ddtree" else None)
+        case = Case(method, _golden_budget(session.manifest) if METHODS[method].branches else None)
         tau = next(f.tau for f in greedy if f.case == case.label)
         others = _alternatives(session, directory, case, settings) if judged and tau < low else {}
         findings.append(TauFinding(case.label, tau, low, high, judged, others))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import platform
 import shutil
@@ -11,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact.manifest import installed_versions, load_manifest, newest_engine
+from ddtree_trt.artifact.files import newest_engine
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.device.cpu import Cpu, read_cpu
+from ddtree_trt.device.cuda_calls import cuda_of_driver
 from ddtree_trt.device.gpus import Gpu, available_bytes, find_gpus
 from ddtree_trt.device.memory import plan_manifest
 from ddtree_trt.errors import ArtifactError, EngineError, install_with
@@ -147,16 +149,6 @@ def _check_flash() -> Check:
     if status:
         detail += f", which cannot be imported ({words[-1] if words else f'exit status {status}'}): it is left out"
     return Check("flash-attn", not status, detail, use)
-
-
-def cuda_of_driver() -> str | None:
-    """The newest CUDA the installed driver can run; None without a driver."""
-    version = ctypes.c_int()
-    try:
-        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):
-        return None
-    return None if status else f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
 def _check_plugins() -> tuple[Check, ...]:

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import Manifest, Progress, load_manifest, no_progress, verify_files
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.device.memory import MemoryPlan, plan_manifest
 from ddtree_trt.errors import DDTreeError
-from ddtree_trt.runtime.decoding.routing import engine_without
+from ddtree_trt.runtime.decoding.routing import engine_host_reason
 
 
 @dataclass(frozen=True)
@@ -39,7 +41,7 @@ def inspect_engine(directory: Path, progress: Progress = no_progress) -> EngineR
         problem=_problem(directory, manifest),
         total_bytes=sum(entry.size for entry in manifest.files.values()),
         has_profile=(directory / artifact.PROFILE).is_file(),
-        no_device_rounds=engine_without(manifest),
+        no_device_rounds=engine_host_reason(manifest),
     )
 
 

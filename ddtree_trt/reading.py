@@ -259,7 +259,8 @@ class Fields:
     source: Source
     path: str = ""  # where in the file the object is
 
-    def _read(self, name: str, kind: Any, default: Any) -> Any:
+    def value(self, name: str, kind: Any, default: Any = _REQUIRED) -> Any:
+        """A value of the type `kind`, as `read_value` takes it."""
         if not self.has(name) and default is not _REQUIRED:
             return default
         if name not in self.data:
@@ -271,20 +272,20 @@ class Fields:
         return _join(self.path, name)
 
     def integer(self, name: str, within: Between, default: int = _REQUIRED) -> int:
-        return self._read(name, Annotated[int, within], default)
+        return self.value(name, Annotated[int, within], default)
 
     def number(self, name: str, within: Between, default: float = _REQUIRED) -> float:
-        return self._read(name, Annotated[float, within], default)
+        return self.value(name, Annotated[float, within], default)
 
     def text(self, name: str, default: str = _REQUIRED) -> str:
-        return self._read(name, str, default)
+        return self.value(name, str, default)
 
     def flag(self, name: str, default: bool) -> bool:
-        return self._read(name, bool, default)
+        return self.value(name, bool, default)
 
     def optional(self, name: str, kind: Any) -> Any:
         """A value of the type `kind`, or None where the entry is absent or null."""
-        return self._read(name, kind, None)
+        return self.value(name, kind, None)
 
     def section(self, name: str) -> Fields:
         """An object within this one; empty where it is absent or null."""

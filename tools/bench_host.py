@@ -57,7 +57,7 @@ def heap_in_python(log_probs: np.ndarray, token_ids: np.ndarray, budget: int) ->
 
 def median_us(call: Callable[[], object]) -> float:
     call()
-    samples_ns = []
+    samples_ns: list[int] = []
     until = time.perf_counter() + TIME_PER_CASE_S
     while time.perf_counter() < until or len(samples_ns) < 5:
         begin = time.perf_counter_ns()

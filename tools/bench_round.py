@@ -14,25 +14,28 @@ import argparse
 import gc
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
 import ddtree_trt
-from ddtree_trt.artifact.manifest import CheckpointIdentity, DrafterDims, Limits, Manifest, TransformerDims
+from ddtree_trt.artifact.manifest import CheckpointIdentity, Limits, Manifest
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime import scheduler as scheduling
-from ddtree_trt.runtime.decoding.budget import AutoBudgets, Budget, FixedBudget
+from ddtree_trt.runtime.core import EngineCore
+from ddtree_trt.runtime.decoding.budget import AutoBudgets
 from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile
 from ddtree_trt.runtime.decoding.loop import decode_round
-from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
-from ddtree_trt.runtime.sequence import Sequence as Completion
 from ddtree_trt.runtime.stats import StageClock
-from ddtree_trt.runtime.text.codec import TextCodec, TextStream
+from ddtree_trt.runtime.text.codec import TextCodec
 
 TOKENIZER = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "tokenizer"
 NODES = 32  # B
@@ -45,6 +48,8 @@ class IdleEngine:
     """Answers at once. `spent_s` is the time its verbs took all the same."""
 
     threads = 1
+    buckets = None
+    rounds = None
 
     def __init__(self, slots: int) -> None:
         self.manifest = manifest(slots)
@@ -131,37 +136,22 @@ def manifest(slots: int) -> Manifest:
     )
 
 
-def budget(nodes: int | str) -> Budget:
-    """A fixed budget, or an automatic one that finds about half of NODES worth their cost."""
-    if isinstance(nodes, int):
-        return FixedBudget(nodes)
+def budgets() -> AutoBudgets:
+    """Automatic budgets that find about half of NODES worth their cost."""
     cost = ContextCost(context=1, draft_s=1.0, tree_tokens=(1, NODES // 2, NODES), verify_s=(1.0, 1.0, 4.0))
-    return AutoBudgets(LatencyProfile("idle", "idle", (cost,)), 4 * NODES, LENGTH).for_sequence()
-
-
-def completion(engine: IdleEngine, codec: TextCodec, params: SamplingParams) -> Completion:
-    return Completion(
-        index=0,
-        prompt=[5, 6, 7],
-        params=params,
-        eos_ids=frozenset(),
-        capacity=1 << 20,
-        sampler=Sampler(params, VOCAB, [5, 6, 7], frozenset()),
-        stream=TextStream(codec, params.stop),
-        budget=budget(params.tree_budget),
-    )
+    return AutoBudgets(LatencyProfile("idle", "idle", (cost,)), 4 * NODES, LENGTH)
 
 
 def started(slots: int, codec: TextCodec, **options: Any) -> tuple[IdleEngine, Scheduler]:
     """A scheduler whose slots are all past their prompt."""
     engine = IdleEngine(slots)
-    scheduler = Scheduler(engine)
+    core = EngineCore(engine, codec, budgets())
     for _ in range(slots):
-        params = SamplingParams(**{"max_tokens": 1 << 20, "method": "ddtree", "tree_budget": NODES, **options})
-        scheduler.add(completion(engine, codec, params))
-    while scheduler.prefilling or scheduler.waiting:
-        scheduler.step()
-    return engine, scheduler
+        params = SamplingParams(**{"max_tokens": 1 << 19, "method": "ddtree", "tree_budget": NODES, **options})
+        core.add(core.maker.make([5, 6, 7], params))
+    while core.scheduler.prefilling or core.scheduler.waiting:
+        core.scheduler.step()
+    return engine, core.scheduler
 
 
 def overhead_us(engine: IdleEngine, work: Callable[[], object], rounds: int) -> float:
@@ -185,11 +175,8 @@ def step_overheads_us(engine: IdleEngine, scheduler: Scheduler, rounds: int) -> 
         decode_round(*args)
         inside.append(time.perf_counter() - start - (engine.spent_s - spent))
 
-    scheduling.decode_round = timed
-    try:
+    with mock.patch.object(scheduling, "decode_round", timed):
         whole = overhead_us(engine, scheduler.step, rounds)
-    finally:
-        scheduling.decode_round = decode_round
     return whole, whole - median(inside) * 1e6
 
 
@@ -211,7 +198,7 @@ def main() -> None:
     for name, options in kinds.items():
         engine, scheduler = started(1, codec, **options)
         clock, running = StageClock(), scheduler.running
-        spent = overhead_us(engine, lambda e=engine, r=running, c=clock: decode_round(e, r, c), rounds)
+        spent = overhead_us(engine, partial(decode_round, engine, running, clock), rounds)
         print(f"  {name:30} {spent:7.0f} µs")
     print("one step, greedy          whole   scheduler's   limit")
     for slots in (1, 2, 4, 8, 16, 32):

@@ -13,6 +13,7 @@ import http.client
 import json
 import os
 import queue
+import sys
 import tempfile
 import threading
 import time
@@ -24,11 +25,14 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpcclient
-from triton_server import TritonServer
 
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.triton_export import ExportRequest, export_triton
+from ddtree_trt.triton.export import ExportRequest, export_triton
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from tools.triton_server import TritonServer
 
 PROMPTS = Path(__file__).resolve().parents[1] / "ddtree_trt" / "assets" / "tiny" / "prompts.jsonl"
 # The same trees for everyone: automatic budgets follow the machine's mood.

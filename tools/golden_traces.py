@@ -43,6 +43,7 @@ except ImportError as error:
 
 from ddtree_trt.bench.reference import REPOSITORY, Published, commit_of, import_published, surroundings
 from ddtree_trt.errors import DDTreeError
+from ddtree_trt.runtime.decoding.methods import DDTREE, DFLASH, METHODS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIR = ROOT / "ddtree_trt/assets/tiny"
@@ -90,7 +91,7 @@ class Reference:
     def trace(self, prompt_ids: list[int], method: str, budget: int) -> Record:
         """One request. The chain's budget is not a choice: it is the L draft positions of a block."""
         block = self.drafter.block_size
-        tree = method == "ddtree"
+        tree = METHODS[method].branches
         result = (self.ddtree.ddtree_generate if tree else self.dflash.dflash_generate)(
             model=self.drafter,
             target=self.target,
@@ -117,7 +118,7 @@ def record(published: Published, pair: Path, prompts: list[Record]) -> tuple[Rec
     for index, row in enumerate(prompts):
         ids = row["prompt_ids"] = single.encode(row["prompt"])
         row["greedy_ids"] = single.greedy(ids)
-        for method, budget in [("dflash", block - 1), *(("ddtree", budget) for budget in BUDGETS)]:
+        for method, budget in [(DFLASH.name, block - 1), *((DDTREE.name, budget) for budget in BUDGETS)]:
             trace = single.trace(ids, method, budget)
             if trace["output_ids"] != row["greedy_ids"]:
                 raise SystemExit(

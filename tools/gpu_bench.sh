@@ -7,7 +7,7 @@
 # PYTHON      interpreter with torch (default python3)
 # WHEELS      folder of wheels to install what that interpreter lacks, without a network
 # REFERENCE   checkout of https://github.com/liranringel/ddtree, to time its rounds too (needs transformers)
-# ARGUMENTS   more for tools/gpu_bench.py, as in "--random-weights qwen3-4b"
+# ARGUMENTS   more for tools/gpu/bench.py, as in "--random-weights qwen3-4b"
 #
 # --dry-run checks the script on a CPU with tiny shapes: nothing is compiled and no figure means anything.
 set -uo pipefail
@@ -47,9 +47,9 @@ if [ ${#mode[@]} = 0 ]; then
   cp "$work/libddtree_torch.so" ddtree_trt/plugins/
   nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem --format=csv,noheader >"$out/gpu.txt"
   echo "checking the kernels"
-  timeout 150 "$python" cpp_plugins/tests/gpu_check.py "$work/libddtree_torch.so" "$work/libhost_tree.so" \
+  timeout 150 "$python" -m tools.gpu.kernel_check "$work/libddtree_torch.so" "$work/libhost_tree.so" \
     "$out/kernels.json" >"$out/kernels.log" 2>&1 || tail -20 "$out/kernels.log"
   mode=(--kernel-check "$out/kernels.json")
 fi
-"$python" tools/gpu_bench.py "$out/gpu_bench.json" "${mode[@]}" \
+"$python" -m tools.gpu.bench "$out/gpu_bench.json" "${mode[@]}" \
   ${REFERENCE:+--reference "$REFERENCE"} ${ARGUMENTS:-}

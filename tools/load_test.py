@@ -117,7 +117,7 @@ class Load:
                 await getattr(self, f"_{kind}")(prompt)
             except (httpx.HTTPError, AssertionError, KeyError, ValueError) as error:
                 self._report.errors.append(f"{kind}: {type(error).__name__}: {error}"[:300])
-            self._report.requests[kind] += 1
+            self._report.requests.update([kind])
 
     async def _whole(self, prompt: str) -> None:
         start = time.monotonic()

@@ -24,13 +24,13 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from ddtree_trt.artifact.manifest import Progress
+from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.bench.reporting.markdown import markdown
 from ddtree_trt.bench.reporting.plots import plot_all
 from ddtree_trt.bench.result import BenchResult, read_result, to_json
 from ddtree_trt.bench.runner import run_bench
 from ddtree_trt.bench.settings import BenchSettings, CheckSettings
-from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.compile import BuildRequest, Precision, compile_engine
 from ddtree_trt.build.presets import PackagedSource
 from ddtree_trt.check import check_engine
 from ddtree_trt.commands.profile import measure_engine
@@ -153,7 +153,7 @@ def build_engines(names: set[str], progress: Progress) -> dict[str, Path]:
     for name, engine in engines.items():
         with tempfile.TemporaryDirectory() as folder:
             drafter = make_useless(Path(folder) / "drafter") if name == "useless" else None
-            precision = "int8" if name == "tiny-int8" else "fp32"
+            precision: Precision = "int8" if name == "tiny-int8" else "fp32"
             request = BuildRequest(target="tiny", drafter=drafter, precision=precision, output=engine, force=True)
             compile_engine(request, progress)
         measure_engine(engine, progress)

@@ -8,8 +8,8 @@ set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
 enable_language(CUDA)
 
-add_library(ddtree_cuda STATIC
-    kernels/kv_compact.cu kernels/pointwise.cu kernels/tree_attention.cu kernels/tree_build.cu kernels/tree_walk.cu)
+list(TRANSFORM ddtree_kernel_sources PREPEND kernels/ OUTPUT_VARIABLE ddtree_cuda_sources)
+add_library(ddtree_cuda STATIC ${ddtree_cuda_sources})
 target_include_directories(ddtree_cuda PUBLIC include PRIVATE kernels)
 target_compile_options(ddtree_cuda PRIVATE -Xcompiler=-Wall,-Wextra)
 

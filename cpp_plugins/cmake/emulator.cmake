@@ -1,5 +1,8 @@
-# The kernels' own source on the CPU, behind the C interface of libddtree_kernels.so.
-add_library(ddtree_emulated_kernels STATIC emulator/emulator.cpp emulator/kernels.cpp)
+# The kernels' own source on the CPU, behind the C interface of libddtree_kernels.so: one C++ file that includes each.
+list(TRANSFORM ddtree_kernel_sources REPLACE "(.+)" "#include \"\\1\"" OUTPUT_VARIABLE ddtree_kernel_includes)
+list(JOIN ddtree_kernel_includes "\n" ddtree_kernel_includes)
+file(GENERATE OUTPUT ${CMAKE_CURRENT_BINARY_DIR}/emulated_kernels.cpp CONTENT "${ddtree_kernel_includes}\n")
+add_library(ddtree_emulated_kernels STATIC emulator/emulator.cpp ${CMAKE_CURRENT_BINARY_DIR}/emulated_kernels.cpp)
 target_include_directories(ddtree_emulated_kernels PUBLIC include PRIVATE kernels)
 # longjmp between stacks looks like corruption to the fortified one.
 target_compile_options(ddtree_emulated_kernels PRIVATE -O2 -U_FORTIFY_SOURCE -Wall -Wextra)

@@ -203,7 +203,7 @@ float from_fp16(uint16_t bits) {
         for (uint32_t i = 0; i < values.size(); ++i) {
             const int exponent = static_cast<int>(i >> 10 & 31);
             const float mantissa = static_cast<float>(i & 1023);
-            const float size = exponent == 31 ? (mantissa == 0 ? INFINITY : NAN)
+            const float size = exponent == 31  ? (mantissa == 0 ? INFINITY : NAN)
                                : exponent == 0 ? std::ldexp(mantissa, -24)
                                                : std::ldexp(1024 + mantissa, exponent - 25);
             values[i] = i >> 15 ? -size : size;

@@ -1,10 +1,9 @@
-#include "ddtree/sampling.h"
-
 #include <algorithm>
 #include <cstring>
 #include <limits>
 
 #include "ddtree/noise.h"
+#include "ddtree/sampling.h"
 
 // The loops over all tokens are compiled for several processors, and the one at hand is chosen when the library loads.
 #if defined(__x86_64__) && defined(__gnu_linux__) && __GNUC__ >= 12 && !defined(__clang__)
@@ -35,8 +34,8 @@ struct Best {
     }
 };
 
-// The noise is at most -log(uniform), and log2 of a float at least what its bits say when read as an integer: a straight
-// line between powers of two. So no logarithm is needed to see that a token cannot win.
+// The noise is at most -log(uniform), and log2 of a float at least what its bits say when read as an integer: a
+// straight line between powers of two. So no logarithm is needed to see that a token cannot win.
 constexpr float kLog2 = 0.693147181f;
 constexpr float kBitsPerOctave = 8388608.0f;  // 2^23
 

@@ -271,7 +271,8 @@ nb::object calibrated_ratios(const Input& evidence, const std::optional<Input>& 
         bad_value("weight must be positive and lowest at most highest");
     }
     std::unique_ptr<double[]> ratios(new double[static_cast<size_t>(deepest)]);
-    ddtree::calibrated_ratios(observed, observed + deepest, deepest, {expected, weight, root}, lowest, highest, ratios.get());
+    ddtree::calibrated_ratios(observed, observed + deepest, deepest, {expected, weight, root}, lowest, highest,
+                              ratios.get());
     return to_numpy(std::move(ratios), {static_cast<size_t>(deepest)});
 }
 
@@ -348,8 +349,9 @@ uint64_t attention_workspace_bound(int32_t sequences, int32_t tokens, int32_t q_
                                    int32_t head_dim, int32_t capacity) {
     if (sequences < 1 || tokens < 1 || kv_heads < 1 || q_heads < kv_heads || q_heads % kv_heads || head_dim < 1 ||
         capacity < tokens) {
-        bad_value("sequences, tokens, heads and head_dim must be positive, q_heads a multiple of kv_heads, and tokens at "
-                  "most capacity");
+        bad_value(
+            "sequences, tokens, heads and head_dim must be positive, q_heads a multiple of kv_heads, and tokens at "
+            "most capacity");
     }
     return ddtree::most_partial_bytes({sequences, tokens, q_heads, kv_heads, head_dim, capacity, 0});
 }
@@ -357,7 +359,8 @@ uint64_t attention_workspace_bound(int32_t sequences, int32_t tokens, int32_t q_
 }  // namespace
 
 NB_MODULE(_native, m) {
-    m.doc() = "Host part of ddtree-trt: tree build, masks, walk, budgets, sampling and KV row compaction. See _native.pyi for shapes.";
+    m.doc() = "Host part of ddtree-trt: tree build, masks, walk, budgets, sampling and KV row compaction. See "
+              "_native.pyi for shapes.";
     m.def("build_tree", &build_tree, "log_probs"_a, "token_ids"_a, "budget"_a);
     m.def("attention_bias", &attention_bias, "parents"_a, "past"_a, "out"_a);
     m.def("packed_mask", &packed_mask, "parents"_a);
@@ -366,11 +369,11 @@ NB_MODULE(_native, m) {
           "filled"_a.none() = nb::none(), "least"_a = 0);
     m.def("tried_mass", &tried_mass, "parents"_a, "log_weights"_a, "path"_a);
     m.def("learn", &learn, "evidence"_a, "mass"_a, "keep"_a);
-    m.def("calibrated_ratios", &calibrated_ratios, "evidence"_a, "priors"_a.none(), "weight"_a, "lowest"_a,
-          "highest"_a, "root"_a = 1.0);
+    m.def("calibrated_ratios", &calibrated_ratios, "evidence"_a, "priors"_a.none(), "weight"_a, "lowest"_a, "highest"_a,
+          "root"_a = 1.0);
     m.def("keep_nucleus", &keep_nucleus, "weights"_a, "share"_a);
-    m.def("attention_workspace_bound", &attention_workspace_bound, "sequences"_a, "tokens"_a, "q_heads"_a,
-          "kv_heads"_a, "head_dim"_a, "capacity"_a);
+    m.def("attention_workspace_bound", &attention_workspace_bound, "sequences"_a, "tokens"_a, "q_heads"_a, "kv_heads"_a,
+          "head_dim"_a, "capacity"_a);
     m.def("draw_logits", &draw_logits, "logits"_a, "temperature"_a, "seed"_a, "position"_a);
     m.def("draw_weights", &draw_weights, "weights"_a, "seed"_a, "position"_a, "ids"_a.none() = nb::none());
     m.def("noise_bits", &noise_bits, "seed"_a, "position"_a, "token"_a);

@@ -1,5 +1,5 @@
-// Tree attention with split keys, in the manner of FlashAttention-2 / flash decoding: online softmax over tiles of keys,
-// tensor-core products, and a second kernel that combines the parts.
+// Tree attention with split keys, in the manner of FlashAttention-2 / flash decoding: online softmax over tiles of
+// keys, tensor-core products, and a second kernel that combines the parts.
 //
 // Rows are (token, query head of the group) pairs, token-major, so that one pass over a key/value head serves its whole
 // group. Keys are the committed past, read from the cache, followed by the T new tokens, read from the inputs: nothing
@@ -117,8 +117,7 @@ __device__ void load_queries(const AttentionArgs& args, const Place& place, unsi
         const int chunk = i % kChunks;
         const bool valid = row < args.plan.rows;
         const int64_t token = static_cast<int64_t>(place.n) * a.tokens + row / group;
-        const int64_t source =
-            valid ? (token * a.q_heads + place.head * group + row % group) * kChunks + chunk : 0;
+        const int64_t source = valid ? (token * a.q_heads + place.head * group + row % group) * kChunks + chunk : 0;
         device::copy_async(stage + chunk_offset<kHeadDim>(i / kChunks, chunk),
                            static_cast<const Bytes16*>(a.q) + source, valid);
     }
@@ -269,7 +268,7 @@ __device__ void write_rows(const AttentionArgs& args, const Place& place, int sp
 }
 
 template <ElementType kType, int kHeadDim, int kRowWarps, int kKeyWarps>
-__global__ void __launch_bounds__(kWarp* kRowWarps* kKeyWarps) attend(const AttentionArgs args) {
+__global__ void __launch_bounds__(kWarp * kRowWarps * kKeyWarps) attend(const AttentionArgs args) {
     constexpr int kThreads = kWarp * kRowWarps * kKeyWarps;
     constexpr int kKeys = kTileKeys / kKeyWarps;  // of a tile, for one warp
     constexpr int kStageBytes = 2 * kTileKeys * kHeadDim * 2;
@@ -315,8 +314,8 @@ __global__ void __launch_bounds__(kWarp* kRowWarps* kKeyWarps) attend(const Atte
     uint32_t q[kHeadDim / 16][4];
     DDTREE_UNROLL
     for (int d = 0; d < kHeadDim / 16; ++d) {
-        device::load_matrices(q[d], shared + kStageBytes +
-                                        chunk_offset<kHeadDim>(row_warp * kWarpRows + lane % 16, d * 2 + lane / 16));
+        device::load_matrices(
+            q[d], shared + kStageBytes + chunk_offset<kHeadDim>(row_warp * kWarpRows + lane % 16, d * 2 + lane / 16));
     }
     device::sync_block();
 
@@ -361,8 +360,8 @@ __global__ void __launch_bounds__(kWarp* kRowWarps* kKeyWarps) attend(const Atte
             const int row = warp * kWarpRows + lane / 4 + 8 * r;
             DDTREE_UNROLL
             for (int d = 0; d < kHeadDim / 8; ++d) {
-                *reinterpret_cast<Float2*>(out + float_offset<kHeadDim>(row, d * 8) + 2 * (lane % 4)) = {
-                    {running.out[d][2 * r], running.out[d][2 * r + 1]}};
+                *reinterpret_cast<Float2*>(out + float_offset<kHeadDim>(row, d * 8) +
+                                           2 * (lane % 4)) = {{running.out[d][2 * r], running.out[d][2 * r + 1]}};
             }
             float total = running.sum[r];
             total += device::shuffle_xor(total, 1);

@@ -73,8 +73,8 @@ Status device_compact(const KvCompact& call, Stream stream) {
         return Status::misaligned;
     }
     const int64_t columns = static_cast<int64_t>(call.kv_heads) * (call.row_bytes / 16);
-    const dim3 grid(static_cast<unsigned>(ceil_div<int64_t>(columns, kCompactThreads)), static_cast<unsigned>(call.planes),
-                    static_cast<unsigned>(call.sequences));
+    const dim3 grid(static_cast<unsigned>(ceil_div<int64_t>(columns, kCompactThreads)),
+                    static_cast<unsigned>(call.planes), static_cast<unsigned>(call.sequences));
     return launch(compact, grid, dim3(kCompactThreads), 0, stream, call);
 }
 

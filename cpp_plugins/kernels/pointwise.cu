@@ -111,7 +111,8 @@ __global__ void __launch_bounds__(kWarp* kHeadWarps) split(const SplitQkv a) {
     const auto* from = static_cast<const uint32_t*>(a.qkv) + (row * heads + head) * kHalf;
     const bool is_q = head < a.q_heads, is_v = head >= a.q_heads + a.kv_heads;
     const int of = is_q ? head : is_v ? head - a.q_heads - a.kv_heads : head - a.q_heads;
-    auto* to = static_cast<uint32_t*>(is_q ? a.q : is_v ? a.v : a.k) + (row * (is_q ? a.q_heads : a.kv_heads) + of) * kHalf;
+    void* const matrix = is_q ? a.q : is_v ? a.v : a.k;
+    auto* to = static_cast<uint32_t*>(matrix) + (row * (is_q ? a.q_heads : a.kv_heads) + of) * kHalf;
 
     float low[2 * kPairs] = {}, high[2 * kPairs] = {};
     float squares = 0.0f;
@@ -256,7 +257,8 @@ Status swiglu(const SwiGlu& call, Stream stream) {
     if (!all_aligned16(call.gate_up, call.out)) {
         return Status::misaligned;
     }
-    const dim3 grid(static_cast<unsigned>(ceil_div(call.inner / kPacked, kRowThreads)), static_cast<unsigned>(call.rows));
+    const dim3 grid(static_cast<unsigned>(ceil_div(call.inner / kPacked, kRowThreads)),
+                    static_cast<unsigned>(call.rows));
     return call.type == ElementType::bf16 ? launch(gate<ElementType::bf16>, grid, dim3(kRowThreads), 0, stream, call)
                                           : launch(gate<ElementType::fp16>, grid, dim3(kRowThreads), 0, stream, call);
 }

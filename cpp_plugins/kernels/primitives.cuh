@@ -21,9 +21,8 @@ namespace ddtree {
 // memory than the 48 KB every device grants.
 template <typename Args>
 Status launch(void (*kernel)(Args), dim3 grid, dim3 block, size_t shared_bytes, Stream stream, const Args& args) {
-    if (shared_bytes > 48 * 1024 &&
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)) !=
-            cudaSuccess) {
+    if (shared_bytes > 48 * 1024 && cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                         static_cast<int>(shared_bytes)) != cudaSuccess) {
         return Status::launch_failed;
     }
     void* arguments[] = {const_cast<Args*>(&args)};

@@ -10,17 +10,16 @@ namespace ddtree {
 namespace {
 
 AttentionExtents extents(const TreeAttention& call) {
-    return {call.sequences, call.tokens,   call.q_heads, call.kv_heads,
-            call.head_dim,  call.capacity, call.splits};
+    return {call.sequences, call.tokens, call.q_heads, call.kv_heads, call.head_dim, call.capacity, call.splits};
 }
 
 template <ElementType kType, int kHeadDim, int kRowWarps, int kKeyWarps>
 Status launch_rows(const AttentionArgs& args, Stream stream) {
     const unsigned heads = static_cast<unsigned>(args.call.sequences * args.call.kv_heads);
     const dim3 grid(static_cast<unsigned>(args.plan.row_tiles), static_cast<unsigned>(args.plan.splits), heads);
-    const Status status = launch(attend<kType, kHeadDim, kRowWarps, kKeyWarps>, grid,
-                                 dim3(kWarp * kRowWarps * kKeyWarps), shared_bytes<kHeadDim>(kRowWarps * kKeyWarps),
-                                 stream, args);
+    const Status status =
+        launch(attend<kType, kHeadDim, kRowWarps, kKeyWarps>, grid, dim3(kWarp * kRowWarps * kKeyWarps),
+               shared_bytes<kHeadDim>(kRowWarps * kKeyWarps), stream, args);
     if (status != Status::ok || args.plan.splits == 1) {
         return status;
     }
@@ -43,8 +42,7 @@ Status launch_typed(const AttentionArgs& args, Stream stream) {
 Status check(const TreeAttention& call) {
     if (call.sequences < 0 || call.tokens < 0 || call.kv_heads < 1 || call.q_heads < call.kv_heads ||
         call.q_heads % call.kv_heads != 0 || call.slots < 1 || call.capacity < call.tokens || call.capacity < 1 ||
-        call.splits < 0 || call.splits > 65535 ||
-        static_cast<int64_t>(call.sequences) * call.kv_heads > 65535 ||
+        call.splits < 0 || call.splits > 65535 || static_cast<int64_t>(call.sequences) * call.kv_heads > 65535 ||
         static_cast<int64_t>(call.tokens) * (call.q_heads / call.kv_heads) > (int64_t{1} << 30) ||
         call.capacity > (1 << 30) || !(call.scale > 0.0f) || !(call.scale < __builtin_huge_valf())) {
         return Status::bad_shape;
@@ -57,7 +55,7 @@ Status check(const TreeAttention& call) {
         return Status::unsupported;
     }
     return call.mask_mode == MaskMode::tree && call.mask_words < ceil_div(call.tokens, 32) ? Status::bad_shape
-                                                                                          : Status::ok;
+                                                                                           : Status::ok;
 }
 
 }  // namespace

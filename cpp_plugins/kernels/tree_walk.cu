@@ -77,7 +77,8 @@ __global__ void __launch_bounds__(kWarp) walk(const TreeWalk a) {
 }  // namespace
 
 Status device_packed_mask(const PackedMask& call, Stream stream) {
-    if (call.sequences < 0 || call.sequences > 65535 || call.tokens < 0 || call.mask_words < ceil_div(call.tokens, 32)) {
+    if (call.sequences < 0 || call.sequences > 65535 || call.tokens < 0 ||
+        call.mask_words < ceil_div(call.tokens, 32)) {
         return Status::bad_shape;
     }
     if (call.sequences == 0 || call.tokens == 0) {
@@ -87,7 +88,8 @@ Status device_packed_mask(const PackedMask& call, Stream stream) {
         return Status::null_pointer;
     }
     const int64_t words = static_cast<int64_t>(call.tokens) * call.mask_words;
-    const dim3 grid(static_cast<unsigned>(ceil_div<int64_t>(words, kMaskThreads)), static_cast<unsigned>(call.sequences));
+    const dim3 grid(static_cast<unsigned>(ceil_div<int64_t>(words, kMaskThreads)),
+                    static_cast<unsigned>(call.sequences));
     return launch(pack_mask, grid, dim3(kMaskThreads), 0, stream, call);
 }
 

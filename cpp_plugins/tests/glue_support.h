@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "attention_plugin.h"
-#include "compact_plugin.h"
 #include "ddtree/round.h"
 
 using namespace ddtree::trt;
@@ -26,13 +25,13 @@ namespace {
 int checks = 0;
 int failures = 0;
 
-#define CHECK(condition)                                                       \
-    do {                                                                       \
-        ++checks;                                                              \
-        if (!(condition)) {                                                    \
-            ++failures;                                                        \
+#define CHECK(condition)                                                          \
+    do {                                                                          \
+        ++checks;                                                                 \
+        if (!(condition)) {                                                       \
+            ++failures;                                                           \
             std::printf("%s:%d: not true: %s\n", __FILE__, __LINE__, #condition); \
-        }                                                                      \
+        }                                                                         \
     } while (false)
 
 class Logger final : public nvinfer1::ILogger {
@@ -46,12 +45,12 @@ public:
     nvinfer1::ILogger* findLogger() override { return &logger; }
 } finder;
 
-constexpr DataType kTypes[] = {DataType::kFLOAT, DataType::kHALF, DataType::kINT8, DataType::kINT32, DataType::kBOOL,
-                               DataType::kUINT8, DataType::kFP8,  DataType::kBF16, DataType::kINT64, DataType::kINT4,
-                               DataType::kFP4};
-constexpr TensorFormat kFormats[] = {TensorFormat::kLINEAR, TensorFormat::kCHW2, TensorFormat::kHWC8,
-                                     TensorFormat::kCHW4,   TensorFormat::kCHW16, TensorFormat::kCHW32,
-                                     TensorFormat::kDHWC8,  TensorFormat::kCDHW32, TensorFormat::kHWC,
+constexpr DataType kTypes[] = {DataType::kFLOAT, DataType::kHALF,  DataType::kINT8, DataType::kINT32,
+                               DataType::kBOOL,  DataType::kUINT8, DataType::kFP8,  DataType::kBF16,
+                               DataType::kINT64, DataType::kINT4,  DataType::kFP4};
+constexpr TensorFormat kFormats[] = {TensorFormat::kLINEAR,     TensorFormat::kCHW2,     TensorFormat::kHWC8,
+                                     TensorFormat::kCHW4,       TensorFormat::kCHW16,    TensorFormat::kCHW32,
+                                     TensorFormat::kDHWC8,      TensorFormat::kCDHW32,   TensorFormat::kHWC,
                                      TensorFormat::kDLA_LINEAR, TensorFormat::kDLA_HWC4, TensorFormat::kHWC16,
                                      TensorFormat::kDHWC};
 
@@ -81,9 +80,9 @@ struct Attributes {
     float scale = 0.125f;
 
     std::vector<PluginField> fields() const {
-        return {{"num_q_heads", &hq, PluginFieldType::kINT32, 1},    {"num_kv_heads", &hkv, PluginFieldType::kINT32, 1},
-                {"head_dim", &d, PluginFieldType::kINT32, 1},        {"max_tree", &max_tree, PluginFieldType::kINT32, 1},
-                {"scale", &scale, PluginFieldType::kFLOAT32, 1},     {"mask_mode", &mode, PluginFieldType::kINT32, 1}};
+        return {{"num_q_heads", &hq, PluginFieldType::kINT32, 1}, {"num_kv_heads", &hkv, PluginFieldType::kINT32, 1},
+                {"head_dim", &d, PluginFieldType::kINT32, 1},     {"max_tree", &max_tree, PluginFieldType::kINT32, 1},
+                {"scale", &scale, PluginFieldType::kFLOAT32, 1},  {"mask_mode", &mode, PluginFieldType::kINT32, 1}};
     }
 };
 
@@ -96,14 +95,14 @@ Owned create(nvinfer1::v_1_0::IPluginCreatorV3One& creator, const std::vector<Pl
 }
 
 AttentionCreator attention_creator;
-CompactCreator compact_creator;
 
 std::array<PluginTensorDesc, 11> attention_tensors(const Attributes& a, int64_t n, int64_t t, int64_t slots, int64_t s,
                                                    DataType type) {
     const Dims q = dims({n, t, a.hq, a.d});
     const Dims kv = dims({n, t, a.hkv, a.d});
     const Dims past = dims({slots, a.hkv, s, a.d});
-    const Dims of[] = {q, kv, kv, past, past, dims({n}), dims({n}), dims({n, t, (a.max_tree + 31) / 32}), q, past, past};
+    const Dims of[] = {q, kv,   kv,  past, past, dims({n}), dims({n}), dims({n, t, (a.max_tree + 31) / 32}),
+                       q, past, past};
     std::array<PluginTensorDesc, 11> tensors;
     for (size_t i = 0; i < tensors.size(); ++i) {
         const bool control = i >= 5 && i <= 7;

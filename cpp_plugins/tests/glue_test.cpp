@@ -6,23 +6,16 @@
 namespace {
 
 void test_identity_and_fields() {
-    for (const std::string name : {"DDTreeAttention", "DDTreeKVCompact"}) {
-        const bool attention = name == "DDTreeAttention";
-        auto& creator = attention ? static_cast<nvinfer1::v_1_0::IPluginCreatorV3One&>(attention_creator) : compact_creator;
-        const Attributes a;
-        const Owned plugin = create(creator, attention ? a.fields() : std::vector<PluginField>{});
-        CHECK(plugin != nullptr);
-        for (auto* thing : {plugin.get()}) {
-            CHECK(name == core(*thing).getPluginName());
-            CHECK(std::string("1") == core(*thing).getPluginVersion());
-            CHECK(std::string("ddtree") == core(*thing).getPluginNamespace());
-            CHECK(build(*thing).getTimingCacheID() != nullptr);
-        }
-        CHECK(name == creator.getPluginName());
-        CHECK(std::string("1") == creator.getPluginVersion());
-        CHECK(std::string("ddtree") == creator.getPluginNamespace());
-        CHECK(creator.getFieldNames()->nbFields == (attention ? 6 : 0));
-    }
+    const Owned plugin = create(attention_creator, Attributes().fields());
+    CHECK(plugin != nullptr);
+    CHECK(std::string("DDTreeAttention") == core(*plugin).getPluginName());
+    CHECK(std::string("1") == core(*plugin).getPluginVersion());
+    CHECK(std::string("ddtree") == core(*plugin).getPluginNamespace());
+    CHECK(build(*plugin).getTimingCacheID() != nullptr);
+    CHECK(std::string("DDTreeAttention") == attention_creator.getPluginName());
+    CHECK(std::string("1") == attention_creator.getPluginVersion());
+    CHECK(std::string("ddtree") == attention_creator.getPluginNamespace());
+    CHECK(attention_creator.getFieldNames()->nbFields == 6);
 }
 
 void refused(const std::function<void(Attributes&, std::vector<PluginField>&)>& spoil, const std::string& expected) {
@@ -66,9 +59,6 @@ void test_bad_fields() {
     const int64_t huge = int64_t{1} << 40;
     fields[0].data = &huge;
     CHECK(create(attention_creator, fields) == nullptr);
-
-    CHECK(create(compact_creator, a.fields()) == nullptr);
-    CHECK(Owned(compact_creator.createPlugin("node", nullptr, TensorRTPhase::kRUNTIME)) != nullptr);
 }
 
 void test_serialisation_and_clone() {
@@ -94,14 +84,10 @@ void test_serialisation_and_clone() {
             CHECK(std::memcmp(twice->fields[i].data, wanted[i].data, 4) == 0);
         }
     }
-    const Owned compact = create(compact_creator, {});
-    CHECK(runtime(*compact).getFieldsToSerialize()->nbFields == 0);
-    CHECK(Owned(compact->clone()) != nullptr);
 }
 
 void test_shapes_types_arity() {
     const Owned attention = create(attention_creator, Attributes().fields());
-    const Owned compact = create(compact_creator, {});
     // Shapes are passed on by identity, so any distinct values will do for expressions.
     std::array<DimsExprs, 8> inputs;
     int32_t next = 1;
@@ -123,19 +109,13 @@ void test_shapes_types_arity() {
     CHECK(build(*attention).getOutputShapes(inputs.data(), 7, nullptr, 0, outputs, 3, none) != 0);
     CHECK(build(*attention).getOutputShapes(inputs.data(), 8, nullptr, 1, outputs, 3, none) != 0);
     CHECK(build(*attention).getOutputShapes(inputs.data(), 8, nullptr, 0, outputs, 2, none) != 0);
-    CHECK(build(*compact).getNbOutputs() == 1);
-    CHECK(build(*compact).getOutputShapes(inputs.data(), 5, nullptr, 0, outputs, 1, none) == 0);
-    CHECK(same(outputs[0], inputs[0]));
-    CHECK(build(*compact).getOutputShapes(inputs.data(), 4, nullptr, 0, outputs, 1, none) != 0);
 
-    const DataType given[] = {DataType::kBF16, DataType::kBF16, DataType::kBF16, DataType::kBF16,
+    const DataType given[] = {DataType::kBF16, DataType::kBF16,  DataType::kBF16,  DataType::kBF16,
                               DataType::kBF16, DataType::kINT32, DataType::kINT32, DataType::kINT32};
     DataType found[3] = {};
     CHECK(build(*attention).getOutputDataTypes(found, 3, given, 8) == 0);
     CHECK(found[0] == DataType::kBF16 && found[1] == DataType::kBF16 && found[2] == DataType::kBF16);
     CHECK(build(*attention).getOutputDataTypes(found, 3, given, 9) != 0);
-    CHECK(build(*compact).getOutputDataTypes(found, 1, given, 5) == 0);
-    CHECK(build(*compact).getOutputDataTypes(found, 2, given, 5) != 0);
 }
 
 // Every position, type and format while all other tensors are as they should be.
@@ -150,7 +130,7 @@ void test_formats() {
                     tensors[position].desc.type = tried;
                     tensors[position].desc.format = format;
                     const bool control = position >= 5 && position <= 7;
-                    const bool fits = control ? tried == DataType::kINT32
+                    const bool fits = control         ? tried == DataType::kINT32
                                       : position == 0 ? tried == DataType::kBF16 || tried == DataType::kHALF
                                                       : tried == type;
                     CHECK(build(*attention).supportsFormatCombination(position, tensors.data(), 8, 3) ==
@@ -163,26 +143,6 @@ void test_formats() {
         }
         CHECK(!build(*attention).supportsFormatCombination(0, good.data(), 7, 3));
         CHECK(!build(*attention).supportsFormatCombination(0, good.data(), 8, 2));
-
-        const Owned compact = create(compact_creator, {}, TensorRTPhase::kBUILD);
-        for (int position = 0; position < 6; ++position) {
-            for (const DataType tried : kTypes) {
-                for (const TensorFormat format : kFormats) {
-                    std::vector<DynamicPluginTensorDesc> tensors(good.begin() + 4, good.begin() + 10);
-                    for (int i = 1; i < 5; ++i) {
-                        tensors[i].desc.type = DataType::kINT32;
-                    }
-                    tensors[5].desc.type = type;
-                    tensors[position].desc.type = tried;
-                    tensors[position].desc.format = format;
-                    const bool fits = position == 0 ? tried == DataType::kBF16 || tried == DataType::kHALF
-                                      : position == 5 ? tried == type
-                                                      : tried == DataType::kINT32;
-                    CHECK(build(*compact).supportsFormatCombination(position, tensors.data(), 5, 1) ==
-                          (fits && format == TensorFormat::kLINEAR));
-                }
-            }
-        }
     }
 }
 
@@ -198,8 +158,8 @@ void test_configuration() {
     CHECK(build(*plugin).configurePlugin(described.data(), 8, &described[8], 3) == 0);
 
     // Each one dimension off, by input and position; every refusal has words.
-    const int off[][2] = {{0, 2}, {0, 3}, {1, 0}, {1, 1}, {1, 2}, {1, 3}, {2, 0}, {2, 1}, {2, 2}, {2, 3}, {3, 1},
-                          {3, 3}, {4, 0}, {4, 1}, {4, 2}, {4, 3}, {5, 0}, {6, 0}, {7, 0}, {7, 1}};
+    const int off[][2] = {{0, 2}, {0, 3}, {1, 0}, {1, 1}, {1, 2}, {1, 3}, {2, 0}, {2, 1}, {2, 2}, {2, 3},
+                          {3, 1}, {3, 3}, {4, 0}, {4, 1}, {4, 2}, {4, 3}, {5, 0}, {6, 0}, {7, 0}, {7, 1}};
     for (const auto& [input, dimension] : off) {
         auto wrong = tensors;
         wrong[input].dims.d[dimension] += 1;
@@ -215,24 +175,6 @@ void test_configuration() {
     CHECK(runtime(*plugin).onShapeChange(flat.data(), 8, &flat[8], 3) != 0);
     const auto large = attention_tensors(a, 2, 66, 3, 512, DataType::kBF16);
     CHECK(runtime(*plugin).onShapeChange(large.data(), 8, &large[8], 3) != 0);
-
-    const Owned compact = create(compact_creator, {}, TensorRTPhase::kBUILD);
-    std::array<PluginTensorDesc, 6> slab{};
-    const Dims cache = dims({4, 3, 2, 64, 64});
-    const Dims of[] = {cache, dims({2}), dims({2}), dims({2, 16}), dims({2}), cache};
-    for (size_t i = 0; i < slab.size(); ++i) {
-        slab[i].dims = of[i];
-    }
-    CHECK(runtime(*compact).onShapeChange(slab.data(), 5, &slab[5], 1) == 0);
-    CHECK(runtime(*compact).onShapeChange(slab.data(), 4, &slab[5], 1) != 0);
-    const auto slabs = dynamic(slab);
-    CHECK(build(*compact).configurePlugin(slabs.data(), 5, &slabs[5], 1) == 0);
-    CHECK(build(*compact).getWorkspaceSize(slabs.data(), 5, &slabs[5], 1) == 0);
-    for (const auto& [input, dimension] : {std::array{0, 4}, {2, 0}, {3, 0}, {4, 0}}) {
-        auto wrong = slab;
-        wrong[input].dims.d[dimension] += 1;
-        CHECK(runtime(*compact).onShapeChange(wrong.data(), 5, &wrong[5], 1) != 0);
-    }
 }
 
 void test_attention_enqueue() {
@@ -249,7 +191,8 @@ void test_attention_enqueue() {
     Halves workspace(build(*plugin).getWorkspaceSize(described.data(), 8, &described[8], 3) / 2);
     CHECK(runtime(*plugin).onShapeChange(tensors.data(), 8, &tensors[8], 3) == 0);
 
-    const void* inputs[] = {q.data, k.data, v.data, past_k.data, past_v.data, slot_ids.data(), past_len.data(), mask.data()};
+    const void* inputs[] = {q.data,      k.data,          v.data,          past_k.data,
+                            past_v.data, slot_ids.data(), past_len.data(), mask.data()};
     void* outputs[] = {out.data, past_k.data, past_v.data};
     CHECK(runtime(*plugin).enqueue(tensors.data(), &tensors[8], inputs, outputs, workspace.data, nullptr) == 0);
 
@@ -275,38 +218,13 @@ void test_attention_enqueue() {
     CHECK(build(*built).configurePlugin(described.data(), 8, &described[8], 3) == 0);
     CHECK(runtime(*built).enqueue(tensors.data(), &tensors[8], inputs, apart, workspace.data, nullptr) == 0);
 
-    const void* missing[] = {nullptr, k.data, v.data, past_k.data, past_v.data, slot_ids.data(), past_len.data(), mask.data()};
+    const void* missing[] = {nullptr,     k.data,          v.data,          past_k.data,
+                             past_v.data, slot_ids.data(), past_len.data(), mask.data()};
     CHECK(runtime(*plugin).enqueue(tensors.data(), &tensors[8], missing, outputs, workspace.data, nullptr) != 0);
     for (const int i : {0, 1, 2, 7}) {
         tensors[i].dims.d[1] = 0;  // T = 0
     }
     CHECK(runtime(*plugin).enqueue(tensors.data(), &tensors[8], missing, outputs, nullptr, nullptr) == 0);
-}
-
-void test_compact_enqueue() {
-    const Dims cache = dims({4, 3, 2, 64, 64});
-    const size_t count = 4 * 3 * 2 * 64 * 64;
-    Halves found(count, 8), expected(count, 8);
-    std::vector<int32_t> slot_ids{1}, past_len{10}, keep{0, 2, 5, -1}, keep_count{3};
-    const Dims of[] = {cache, dims({1}), dims({1}), dims({1, 4}), dims({1}), cache};
-    PluginTensorDesc tensors[6]{};
-    for (int i = 0; i < 6; ++i) {
-        tensors[i].dims = of[i];
-    }
-    for (int plane = 0; plane < 4; ++plane) {
-        for (int head = 0; head < 2; ++head) {
-            uint16_t* rows = expected.data + (((plane * 3 + 1) * 2 + head) * 64 + 10) * 64;
-            std::memcpy(rows + 64, rows + 2 * 64, 128);
-            std::memcpy(rows + 2 * 64, rows + 5 * 64, 128);
-        }
-    }
-    const Owned plugin = create(compact_creator, {});
-    const void* inputs[] = {found.data, slot_ids.data(), past_len.data(), keep.data(), keep_count.data()};
-    void* outputs[] = {found.data};
-    CHECK(runtime(*plugin).enqueue(tensors, &tensors[5], inputs, outputs, nullptr, nullptr) == 0);
-    CHECK(std::memcmp(found.data, expected.data, count * 2) == 0);
-    void* apart[] = {expected.data};
-    CHECK(runtime(*plugin).enqueue(tensors, &tensors[5], inputs, apart, nullptr, nullptr) != 0);
 }
 
 }  // namespace
@@ -320,7 +238,6 @@ int main() {
     test_formats();
     test_configuration();
     test_attention_enqueue();
-    test_compact_enqueue();
     std::printf("%d checks, %d failed\n", checks, failures);
     return failures == 0 ? 0 : 1;
 }

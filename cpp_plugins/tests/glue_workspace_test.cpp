@@ -1,5 +1,6 @@
 // The attention plugin's scratch memory, without TensorRT: what it asks for is enough for every call of every profile,
-// and what it passes on is what it was given. On the emulated kernels. Prints what failed; exits 0 only when nothing did.
+// and what it passes on is what it was given. On the emulated kernels. Prints what failed; exits 0 only when nothing
+// did.
 
 #include "glue_support.h"
 
@@ -39,7 +40,8 @@ void enough_for_every_call(const Extents& x) {
 }
 
 void test_every_call_of_many_shapes() {
-    const int32_t heads[][3] = {{32, 8, 128}, {16, 8, 128}, {40, 8, 128}, {8, 8, 64}, {14, 2, 64}, {4, 1, 64}, {64, 4, 128}};
+    const int32_t heads[][3] = {{32, 8, 128}, {16, 8, 128}, {40, 8, 128}, {8, 8, 64},
+                                {14, 2, 64},  {4, 1, 64},   {64, 4, 128}};
     for (const auto& [hq, hkv, d] : heads) {
         for (const int32_t s : {257, 512, 4353, 40960}) {
             for (const int32_t max_batch : {1, 2, 4, 17, 32, 70}) {
@@ -66,9 +68,14 @@ struct Call {
     static constexpr size_t kGuard = 4096;
 
     explicit Call(int64_t sequences)
-        : n(sequences), tensors(attention_tensors(a, n, kTokens, kSlots, kRows, DataType::kBF16)),
-          q(n * kTokens * a.hq * a.d, 1), k(n * kTokens * a.hkv * a.d, 2), v(n * kTokens * a.hkv * a.d, 3),
-          out(n * kTokens * a.hq * a.d, 6), past_k(kSlots * a.hkv * kRows * a.d, 4), past_v(kSlots * a.hkv * kRows * a.d, 5) {}
+        : n(sequences),
+          tensors(attention_tensors(a, n, kTokens, kSlots, kRows, DataType::kBF16)),
+          q(n * kTokens * a.hq * a.d, 1),
+          k(n * kTokens * a.hkv * a.d, 2),
+          v(n * kTokens * a.hkv * a.d, 3),
+          out(n * kTokens * a.hq * a.d, 6),
+          past_k(kSlots * a.hkv * kRows * a.d, 4),
+          past_v(kSlots * a.hkv * kRows * a.d, 5) {}
 
     int32_t enqueue(IPluginV3& plugin, size_t workspace_bytes) {
         workspace.assign(workspace_bytes + kGuard + 16, 0xa5);
@@ -78,7 +85,8 @@ struct Call {
                                 past_v.data, slot_ids.data(), past_len.data(), mask.data()};
         void* outputs[] = {out.data, past_k.data, past_v.data};
         const int32_t status = runtime(plugin).enqueue(tensors.data(), &tensors[8], inputs, outputs, scratch, nullptr);
-        CHECK(std::all_of(scratch + workspace_bytes, scratch + workspace_bytes + kGuard, [](auto x) { return x == 0xa5; }));
+        CHECK(std::all_of(scratch + workspace_bytes, scratch + workspace_bytes + kGuard,
+                          [](auto x) { return x == 0xa5; }));
         return status;
     }
     size_t need() const {
@@ -93,8 +101,8 @@ struct Call {
     std::vector<unsigned char> workspace;
 };
 
-// A plan says how much scratch it sets aside. One that sets less aside than this library needs is refused, call by call,
-// and nothing is written.
+// A plan says how much scratch it sets aside. One that sets less aside than this library needs is refused, call by
+// call, and nothing is written.
 void test_enqueue_passes_on_what_it_was_given() {
     Call call(2);
     CHECK(call.need() > 0);
@@ -103,7 +111,8 @@ void test_enqueue_passes_on_what_it_was_given() {
         fields.emplace_back("workspace_bytes", &given, PluginFieldType::kINT64, 1);
         const Owned plugin = create(attention_creator, fields);
         CHECK(runtime(*plugin).onShapeChange(call.tensors.data(), 8, &call.tensors[8], 3) == 0);
-        const std::vector<uint16_t> before(call.out.data, call.out.data + call.n * Call::kTokens * call.a.hq * call.a.d);
+        const std::vector<uint16_t> before(call.out.data,
+                                           call.out.data + call.n * Call::kTokens * call.a.hq * call.a.d);
         logger.last.clear();
         CHECK(call.enqueue(*plugin, given) != 0);
         CHECK(logger.last.find("workspace is too small") != std::string::npos);
@@ -122,7 +131,8 @@ void test_an_unprepared_plugin_refuses() {
     const Owned plugin = create(attention_creator, call.a.fields());
     CHECK(call.enqueue(*plugin, 0) != 0);
     CHECK(runtime(*plugin).onShapeChange(call.tensors.data(), 8, &call.tensors[8], 3) == 0);
-    CHECK(call.enqueue(*plugin, ddtree::attention_workspace_bound(call_of({4, 2, 64, Call::kRows, Call::kSlots, 65}, 3, 65))) == 0);
+    CHECK(call.enqueue(*plugin, ddtree::attention_workspace_bound(
+                                    call_of({4, 2, 64, Call::kRows, Call::kSlots, 65}, 3, 65))) == 0);
 }
 
 // The size that was asked for at build time travels with the plan: through clones, fields and another process.

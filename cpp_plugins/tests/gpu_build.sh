@@ -13,11 +13,11 @@ gpu_toolchain() { # sets cuda and arch; fails where nvcc or the GPU is missing
 
 build_kernels() {
   local pids=() pid
-  for file in kv_compact pointwise tree_attention tree_build tree_walk; do
+  while read -r file; do
     "$nvcc" -std=c++17 -O3 -arch="$arch" -lineinfo -Xptxas -v -Xcompiler -fPIC,-fvisibility=hidden \
-      -I$src/include -I$src/kernels -c $src/kernels/$file.cu -o "$work/$file.o" &
+      -I$src/include -I$src/kernels -c "$src/kernels/$file" -o "$work/${file%.cu}.o" &
     pids+=($!)
-  done
+  done <$src/kernels/sources.txt
   for pid in "${pids[@]}"; do wait "$pid"; done
 }
 

@@ -1,7 +1,7 @@
-// Runs the kernels and the plugins on a GPU without Python or TensorRT, for compute-sanitizer and for graph capture.
+// Runs the kernels and the plugin on a GPU without Python or TensorRT, for compute-sanitizer and for graph capture.
 //
 //   gpu_harness kernels            every kernel on good and on garbage control values, buffers exactly as large as said
-//   gpu_harness plugins LIBRARY    enqueue of both plugins, under graph capture, equals the launchers bit for bit
+//   gpu_harness plugins LIBRARY    the plugin's enqueue, under graph capture, equals the launcher bit for bit
 //
 // The second needs the TensorRT headers at compile time (DDTREE_WITH_TRT). Exits 0 when all is well.
 
@@ -32,7 +32,9 @@ void expect(bool condition, const std::string& what) {
         std::printf("failed: %s\n", what.c_str());
     }
 }
-void cuda(cudaError_t error, const char* what) { expect(error == cudaSuccess, std::string(what) + ": " + cudaGetErrorString(error)); }
+void cuda(cudaError_t error, const char* what) {
+    expect(error == cudaSuccess, std::string(what) + ": " + cudaGetErrorString(error));
+}
 
 template <typename T>
 struct Buffer {  // device memory of exactly this size, so that the sanitizer sees every step beyond it
@@ -115,6 +117,20 @@ struct AttentionBuffers {
 
 void ok(ddtree::Status status, const char* what) { expect(status == ddtree::Status::ok, what); }
 
+template <typename Work>
+void captured(Work work) {
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t ready;
+    cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
+    cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "begin capture");
+    expect(work(stream) == 0, "launch under capture");
+    cuda(cudaStreamEndCapture(stream, &graph), "end capture");
+    cuda(cudaGraphInstantiate(&ready, graph, 0), "instantiate");
+    cuda(cudaGraphLaunch(ready, stream), "replay");
+    cuda(cudaStreamSynchronize(stream), "replay");
+}
+
 void run_kernels() {
     for (const bool good : {true, false}) {
         for (const int32_t t : {1, 17, 65}) {
@@ -144,15 +160,15 @@ void run_kernels() {
         const int32_t n = 3, length = 7, width = 8, tokens = 65;
         std::vector<float> rows(size_t(n) * length * width);
         for (size_t i = 0; i < rows.size(); ++i) {
-            rows[i] = good ? -0.5f * static_cast<float>(i % width) : (i % 3 == 0 ? NAN : i % 5 == 0 ? INFINITY : -1e30f);
+            const float bad = i % 3 == 0 ? NAN : i % 5 == 0 ? INFINITY : -1e30f;
+            rows[i] = good ? -0.5f * static_cast<float>(i % width) : bad;
         }
         Buffer<float> log_probs(rows);
         Buffer<int32_t> candidates(integers(rows.size(), 0, 9)), roots(integers(n, 0, 9)),
             past(good ? integers(n, 0, 9) : garbage(n, 9)), budgets(good ? integers(n, 0, 64) : garbage(n, 64));
         const std::vector<int32_t> empty(size_t(n) * tokens, -7), one_each(n, -7);
-        Buffer<int32_t> ids(empty), parents(empty), depths(empty), positions(empty), path(empty),
-            counts(one_each), lengths(one_each), bonus(one_each), next(one_each),
-            mask(std::vector<int32_t>(empty.size() * 3, -7));
+        Buffer<int32_t> ids(empty), parents(empty), depths(empty), positions(empty), path(empty), counts(one_each),
+            lengths(one_each), bonus(one_each), next(one_each), mask(std::vector<int32_t>(empty.size() * 3, -7));
         Buffer<double> weights(std::vector<double>(empty.size(), NAN));
         ddtree::TreeBuild build{};
         build.log_probs = log_probs.data, build.candidates = candidates.data, build.root_tokens = roots.data;
@@ -176,15 +192,18 @@ void run_kernels() {
         ok(ddtree::device_walk(walk, nullptr), "walk");
         cuda(cudaDeviceSynchronize(), "walk");
 
-        Buffer<uint16_t> cache(halves(size_t(4) * 3 * 2 * 40 * 64));
+        const std::vector<uint16_t> rows_before = halves(size_t(4) * 3 * 2 * 40 * 64);
+        Buffer<uint16_t> cache(rows_before), replayed(rows_before);
         Buffer<int32_t> slots(good ? std::vector<int32_t>{2, 0} : garbage(2, 2)),
             starts(good ? integers(2, 0, 20) : garbage(2, 40)),
             keep(good ? std::vector<int32_t>{0, 2, 5, -1, 1, 2, 3, 19} : garbage(8, 40)),
             kept(good ? std::vector<int32_t>{3, 4} : garbage(2, 4));
-        ok(ddtree::device_compact({cache.data, slots.data, starts.data, keep.data, kept.data, 2, 4, 3, 2, 40, 4, 128},
-                                  nullptr),
-           "compact");
+        ddtree::KvCompact compact{cache.data, slots.data, starts.data, keep.data, kept.data, 2, 4, 3, 2, 40, 4, 128};
+        ok(ddtree::device_compact(compact, nullptr), "compact");
         cuda(cudaDeviceSynchronize(), "compact");
+        compact.cache = replayed.data;
+        captured([&](cudaStream_t stream) { return static_cast<int>(ddtree::device_compact(compact, stream)); });
+        expect(cache.read() == replayed.read(), "compaction: captured and launched differ");
     }
 }
 
@@ -233,20 +252,6 @@ nvinfer1::v_1_0::IPluginV3OneRuntime* attached(void* library, const char* name, 
         context->getCapabilityInterface(nvinfer1::PluginCapabilityType::kRUNTIME));
 }
 
-template <typename Work>
-void captured(Work work) {
-    cudaStream_t stream;
-    cudaGraph_t graph;
-    cudaGraphExec_t ready;
-    cuda(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "stream");
-    cuda(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "begin capture");
-    expect(work(stream) == 0, "enqueue under capture");
-    cuda(cudaStreamEndCapture(stream, &graph), "end capture");
-    cuda(cudaGraphInstantiate(&ready, graph, 0), "instantiate");
-    cuda(cudaGraphLaunch(ready, stream), "replay");
-    cuda(cudaStreamSynchronize(stream), "replay");
-}
-
 void run_plugins(const char* path) {
     void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
     expect(library != nullptr, library == nullptr ? dlerror() : "");
@@ -289,26 +294,6 @@ void run_plugins(const char* path) {
     expect(direct.out.read() == through.out.read(), "attention: plugin and launcher differ");
     expect(direct.cache_k.read() == through.cache_k.read(), "keys: plugin and launcher differ");
     expect(direct.cache_v.read() == through.cache_v.read(), "values: plugin and launcher differ");
-
-    const std::vector<uint16_t> rows = halves(size_t(4) * 3 * 2 * 40 * 64);
-    Buffer<uint16_t> one(rows), two(rows), spare(rows);
-    Buffer<int32_t> slots({2, 0}), starts({3, 9}), keep({0, 2, 5, -1, 1, 2, 3, 19}), kept({3, 4});
-    ok(ddtree::device_compact({one.data, slots.data, starts.data, keep.data, kept.data, 2, 4, 3, 2, 40, 4, 128}, nullptr),
-       "compact");
-    cuda(cudaDeviceSynchronize(), "compact");
-    auto* compact = attached(library, "DDTreeKVCompact", {});
-    const PluginTensorDesc slab = tensor({4, 3, 2, 40, 64}, half), pair = tensor({2}, control);
-    const PluginTensorDesc compact_in[] = {slab, pair, pair, tensor({2, 4}, control), pair};
-    const void* compact_inputs[] = {two.data, slots.data, starts.data, keep.data, kept.data};
-    void* compact_outputs[] = {two.data};
-    const void* spare_inputs[] = {spare.data, slots.data, starts.data, keep.data, kept.data};
-    void* spare_outputs[] = {spare.data};
-    expect(compact->enqueue(compact_in, &slab, spare_inputs, spare_outputs, nullptr, nullptr) == 0, "eager compaction");
-    cuda(cudaDeviceSynchronize(), "eager compaction");
-    captured([&](cudaStream_t stream) {
-        return compact->enqueue(compact_in, &slab, compact_inputs, compact_outputs, nullptr, stream);
-    });
-    expect(one.read() == two.read(), "compaction: plugin and launcher differ");
 }
 
 #endif

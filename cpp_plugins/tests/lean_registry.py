@@ -39,7 +39,6 @@ def main(path: str) -> None:
     registry = trt.get_plugin_registry()
     assert registry.load_library(path) is not None, f"{path} was not loaded"
     attention = registry.get_creator("DDTreeAttention", "1", "ddtree")
-    compact = registry.get_creator("DDTreeKVCompact", "1", "ddtree")
     build, runtime = trt.TensorRTPhase.BUILD, trt.TensorRTPhase.RUNTIME
     print(
         json.dumps(
@@ -50,7 +49,6 @@ def main(path: str) -> None:
                 "created": {
                     "build": attention.create_plugin("a", fields({}), build) is not None,
                     "runtime": attention.create_plugin("a", fields({}), runtime) is not None,
-                    "compact": compact.create_plugin("c", trt.PluginFieldCollection([]), runtime) is not None,
                 },
                 "refused": {
                     name: attention.create_plugin("a", fields(change), runtime) is None for name, change in BAD.items()

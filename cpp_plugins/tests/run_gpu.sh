@@ -92,8 +92,8 @@ if step build_harness 120 build_harness; then
 fi
 
 if step build_torch 180 build_torch; then
-  step check 240 "$python" $src/tests/gpu_check.py "$work/libddtree_torch.so" "$work/libhost_tree.so" "$out/check.json"
-  step bench 150 "$python" $src/tests/gpu_bench.py "$work/libddtree_torch.so" "$out/bench.json"
+  step check 240 "$python" -m tools.gpu.kernel_check "$work/libddtree_torch.so" "$work/libhost_tree.so" "$out/check.json"
+  step bench 150 "$python" -m tools.gpu.kernel_bench "$work/libddtree_torch.so" "$out/bench.json"
   cat "$out/bench.log"
 fi
 finish

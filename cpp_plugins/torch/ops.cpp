@@ -177,10 +177,9 @@ void packed_mask(const Tensor& parents, const Tensor& mask) {
     check(parents, "parents", at::kInt, parents, {-1, -1});
     check(mask, "mask", at::kInt, parents, {parents.size(0), parents.size(1), -1});
     const OnDevice device(parents);
-    raise("packed_mask",
-          ddtree::device_packed_mask({pointer<const int32_t>(parents), pointer<int32_t>(mask), size(parents, 0),
-                                      size(parents, 1), size(mask, 2)},
-                                     device.stream()));
+    raise("packed_mask", ddtree::device_packed_mask({pointer<const int32_t>(parents), pointer<int32_t>(mask),
+                                                     size(parents, 0), size(parents, 1), size(mask, 2)},
+                                                    device.stream()));
 }
 
 void walk(const Tensor& parents, const Tensor& token_ids, const Tensor& choices, const OptionalTensor& counts,
@@ -194,8 +193,8 @@ void walk(const Tensor& parents, const Tensor& token_ids, const Tensor& choices,
     }
     check(lengths, "lengths", at::kInt, parents, {n});
     check(next_tokens, "next_tokens", at::kInt, parents, {n});
-    for (const auto& [tensor, name] : {std::pair(&counts, "counts"), std::pair(&past_len, "past_len"),
-                                       std::pair(&next_past_len, "next_past_len")}) {
+    for (const auto& [tensor, name] :
+         {std::pair(&counts, "counts"), std::pair(&past_len, "past_len"), std::pair(&next_past_len, "next_past_len")}) {
         if (*tensor) {
             check(**tensor, name, at::kInt, parents, {n});
         }

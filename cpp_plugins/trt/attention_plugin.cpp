@@ -116,15 +116,24 @@ std::string AttentionPlugin::fault(const Dims* dims) const {
     const int64_t slots = dims[kPastK].d[0];
     const int64_t capacity = dims[kPastK].d[2];
     const Rule rules[] = {
-        {kQ, 2, a.num_q_heads, "num_q_heads"},     {kQ, 3, a.head_dim, "head_dim"},
-        {kK, 0, n, "N of q"},                      {kK, 1, t, "T of q"},
-        {kK, 2, a.num_kv_heads, "num_kv_heads"},   {kK, 3, a.head_dim, "head_dim"},
-        {kV, 0, n, "N of q"},                      {kV, 1, t, "T of q"},
-        {kV, 2, a.num_kv_heads, "num_kv_heads"},   {kV, 3, a.head_dim, "head_dim"},
-        {kPastK, 1, a.num_kv_heads, "num_kv_heads"}, {kPastK, 3, a.head_dim, "head_dim"},
-        {kPastV, 0, slots, "slots of past_k"},     {kPastV, 1, a.num_kv_heads, "num_kv_heads"},
-        {kPastV, 2, capacity, "S of past_k"},      {kPastV, 3, a.head_dim, "head_dim"},
-        {kSlotIds, 0, n, "N of q"},                {kPastLen, 0, n, "N of q"},
+        {kQ, 2, a.num_q_heads, "num_q_heads"},
+        {kQ, 3, a.head_dim, "head_dim"},
+        {kK, 0, n, "N of q"},
+        {kK, 1, t, "T of q"},
+        {kK, 2, a.num_kv_heads, "num_kv_heads"},
+        {kK, 3, a.head_dim, "head_dim"},
+        {kV, 0, n, "N of q"},
+        {kV, 1, t, "T of q"},
+        {kV, 2, a.num_kv_heads, "num_kv_heads"},
+        {kV, 3, a.head_dim, "head_dim"},
+        {kPastK, 1, a.num_kv_heads, "num_kv_heads"},
+        {kPastK, 3, a.head_dim, "head_dim"},
+        {kPastV, 0, slots, "slots of past_k"},
+        {kPastV, 1, a.num_kv_heads, "num_kv_heads"},
+        {kPastV, 2, capacity, "S of past_k"},
+        {kPastV, 3, a.head_dim, "head_dim"},
+        {kSlotIds, 0, n, "N of q"},
+        {kPastLen, 0, n, "N of q"},
         {kTreeMask, 0, n, "N of q"},
     };
     for (const Rule& rule : rules) {
@@ -254,8 +263,8 @@ int32_t AttentionPlugin::enqueue(const PluginTensorDesc* input_descs, const Plug
     call.tree_mask = static_cast<const int32_t*>(inputs[kTreeMask]);
     call.out = outputs[kAttn];
     call.workspace = workspace;
-    // What getWorkspaceSize asked for when the plan was built, and TensorRT gave: the launcher refuses a call that needs
-    // more.
+    // What getWorkspaceSize asked for when the plan was built, and TensorRT gave: the launcher refuses a call that
+    // needs more.
     call.workspace_bytes = static_cast<size_t>(std::max<int64_t>(attributes_.workspace_bytes, 0));
     const Status status = tree_attention(call, stream);
     return status == Status::ok ? 0 : failure(kName, text(status));
@@ -323,9 +332,12 @@ std::string parse(const nvinfer1::PluginFieldCollection* fields, TensorRTPhase p
         float* real;
         bool found;
     };
-    Slot slots[] = {{"num_q_heads", &a.num_q_heads, nullptr, false}, {"num_kv_heads", &a.num_kv_heads, nullptr, false},
-                    {"head_dim", &a.head_dim, nullptr, false},       {"max_tree", &a.max_tree, nullptr, false},
-                    {"scale", nullptr, &a.scale, false},             {"mask_mode", &a.mask_mode, nullptr, false}};
+    Slot slots[] = {{"num_q_heads", &a.num_q_heads, nullptr, false},
+                    {"num_kv_heads", &a.num_kv_heads, nullptr, false},
+                    {"head_dim", &a.head_dim, nullptr, false},
+                    {"max_tree", &a.max_tree, nullptr, false},
+                    {"scale", nullptr, &a.scale, false},
+                    {"mask_mode", &a.mask_mode, nullptr, false}};
     for (int32_t i = 0; i < fields->nbFields; ++i) {
         const PluginField& field = fields->fields[i];
         const std::string name = field.name == nullptr ? "" : field.name;

@@ -66,8 +66,8 @@ private:
     std::string fault(const Dims* dims) const;
     // The extents of a call, without its pointers.
     TreeAttention shaped(const Dims* dims, DataType type) const;
-    // Scratch for the largest call there can be, by what is the same in every profile: each of N sequences has a slot of
-    // its own, and T is at most max_tree. So every profile sets the same number of bytes aside.
+    // Scratch for the largest call there can be, by what is the same in every profile: each of N sequences has a slot
+    // of its own, and T is at most max_tree. So every profile sets the same number of bytes aside.
     size_t workspace_bound(const Dims* dims, DataType type) const;
     void describe_fields();
 

@@ -1,4 +1,5 @@
-// What both plugins share: one object with the three capabilities, a fixed identity, and helpers that read tensors.
+// The parts of a plugin that know nothing of attention: one object with the three capabilities, a fixed identity, and
+// helpers that read tensors.
 #pragma once
 
 #include <NvInferRuntime.h>

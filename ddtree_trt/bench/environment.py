@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact.manifest import DrafterDims, Manifest, installed_versions
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.doctor import diagnose
 from ddtree_trt.runtime.decoding.latency import fingerprint
 from ddtree_trt.runtime.engines.base import Engine
@@ -48,7 +49,7 @@ class EngineInfo:
     target_sha256: str
     drafter: str
     drafter_sha256: str
-    block_size: int | None  # None for an autoregressive drafter
+    block_size: int | None  # None for a drafter without blocks
     max_seq_len: int
     max_tree_budget: int
     digest: str  # of the manifest, hence of every file of the engine
@@ -81,7 +82,6 @@ def read_environment() -> Environment:
 
 def describe_engine(manifest: Manifest, engine: Engine) -> EngineInfo:
     """What a reader of the figures must know of the engine."""
-    dims = manifest.drafter_dims
     return EngineInfo(
         name=manifest.name,
         backend=manifest.backend,
@@ -90,7 +90,7 @@ def describe_engine(manifest: Manifest, engine: Engine) -> EngineInfo:
         target_sha256=manifest.target.sha256,
         drafter=manifest.drafter.name,
         drafter_sha256=manifest.drafter.sha256,
-        block_size=dims.block_size if isinstance(dims, DrafterDims) else None,
+        block_size=manifest.drafting.block_size,
         max_seq_len=manifest.limits.max_seq_len,
         max_tree_budget=manifest.limits.max_tree_budget,
         digest=json.loads(manifest.to_json())["digest"],

@@ -10,7 +10,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ddtree_trt.bench.datasets import PAPER_SETS, load_turns
+from ddtree_trt.bench.paper_datasets import PAPER_SETS, load_turns
 from ddtree_trt.bench.settings import TINY, Shard
 from ddtree_trt.errors import UsageError
 

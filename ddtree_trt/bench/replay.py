@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ddtree_trt.artifact.manifest import Progress, no_progress
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.bench.reporting.markdown import Table
 from ddtree_trt.bench.reporting.summary import Row, summarize
 from ddtree_trt.bench.result import BenchResult

@@ -16,15 +16,16 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from ddtree_trt.artifact.manifest import Progress, no_progress
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.bench.contender import Contender, Outcome, Request
 from ddtree_trt.bench.environment import describe_engine, read_environment
 from ddtree_trt.bench.pairs.random_pair import random_engine
-from ddtree_trt.bench.peers import PeerContext, check_peer, open_peer
+from ddtree_trt.bench.peers.base import PeerContext
+from ddtree_trt.bench.peers.registry import check_peer, open_peer
 from ddtree_trt.bench.prompts import BenchPrompt, digest, load_prompts, select
 from ddtree_trt.bench.result import BenchResult, Part, Sample, output_digest
 from ddtree_trt.bench.session import EngineContender, Session
-from ddtree_trt.bench.settings import BenchSettings, Case, Shard
+from ddtree_trt.bench.settings import SINGLE_TOKENS, BenchSettings, Case, Shard
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.engines.load import require_torch
 from ddtree_trt.runtime.text.codec import Prompt
@@ -187,7 +188,7 @@ class Measurement:
                 time.sleep(SETTLE_S)
                 request = self._request(temperature, seed + repeat, self._settings.max_tokens)
                 outcome = entry.contender.run(entry.case, ids, request)
-                if entry.case == Case("ar") and repeat == 0:
+                if entry.case == SINGLE_TOKENS and repeat == 0:
                     answer = outcome.text or ""
                 self.samples.append(_sample(entry.case, outcome, source, name, temperature, repeat, order, len(ids)))
         return answer

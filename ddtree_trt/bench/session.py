@@ -6,19 +6,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddtree_trt.artifact.manifest import DrafterDims
 from ddtree_trt.bench.contender import Outcome, Request
 from ddtree_trt.bench.pairs.forced import ForcedEngine
 from ddtree_trt.bench.settings import BenchSettings, Case
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.decoding.methods import longest_draft, resolve_method
+from ddtree_trt.runtime.core import EngineCore, assemble_core, open_core
+from ddtree_trt.runtime.decoding.methods import resolve_method
 from ddtree_trt.runtime.engines.base import Engine
-from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
-from ddtree_trt.runtime.request_maker import RequestMaker
-from ddtree_trt.runtime.scheduler import Scheduler
-from ddtree_trt.runtime.text.codec import Prompt, TextCodec
+from ddtree_trt.runtime.text.codec import Prompt
 
 
 class Session:
@@ -26,31 +23,26 @@ class Session:
 
     def __init__(self, directory: Path, *, threads: int = 0, engine: Engine | None = None) -> None:
         """`engine`: one that is open already, and whose directory holds no more than a tokenizer."""
-        self.engine = engine or open_engine(directory, threads=threads)
-        self.manifest = self.engine.manifest
-        self.codec = TextCodec(directory, self.manifest.chat_template_args)
-        self._maker = RequestMaker(directory, self.engine, self.codec)
+        core = open_core(directory, threads=threads, warm=False) if engine is None else assemble_core(directory, engine)
+        self.core, self.engine, self.codec = core, core.engine, core.codec
+        self.manifest = core.engine.manifest
 
     def generate(
         self,
         prompt: Prompt,
         params: SamplingParams,
         *,
-        engine: Engine | None = None,
+        core: EngineCore | None = None,
         device_rounds: DeviceRoundsMode = "auto",
     ) -> tuple[RequestOutput, float]:
         """Complete one prompt from an empty cache, on slot 0; the output, and when the work was done.
 
-        `engine` stands in for the session's own. Raises as LLM.generate does.
+        `core` stands in for the session's own, over the same engine. Raises as LLM.generate does.
         """
-        request = self._maker.make(prompt, params, device_rounds=device_rounds)
-        scheduler = Scheduler(engine or self.engine)
-        for slot in range(self.manifest.limits.max_batch):
-            self.engine.truncate(slot, 0)
-        for sequence in request.sequences:
-            scheduler.add(sequence)
-        while not request.finished:
-            scheduler.step()
+        core = core or self.core
+        request = core.maker.make(prompt, params, device_rounds=device_rounds)
+        core.scheduler.reset_prefix_cache()
+        core.run([request])
         ended_s = time.perf_counter()
         request.raise_error()
         return request.output(), ended_s
@@ -58,9 +50,8 @@ class Session:
     @property
     def unusable_tokens(self) -> frozenset[int]:
         """Tokens that no forced choice may be: those that end a request, and the drafter's mask."""
-        dims = self.manifest.drafter_dims
-        mask = {dims.mask_token_id} if isinstance(dims, DrafterDims) else set()
-        return frozenset(mask.union(self.manifest.stop_token_ids))
+        mask = self.manifest.drafting.mask_token_id
+        return frozenset(self.manifest.stop_token_ids) | (frozenset() if mask is None else {mask})
 
     def close(self) -> None:
         self.engine.close()
@@ -71,19 +62,20 @@ class EngineContender:
 
     def __init__(self, session: Session, settings: BenchSettings) -> None:
         self._session = session
-        kind = session.manifest.drafter_kind
-        self.cases = settings.cases(dflash=kind == "dflash")
+        manifest = session.manifest
+        self.cases = settings.cases(dflash=manifest.drafting.at_once)
         for case in self.cases:
-            resolve_method(case.method, kind)
-        self._engine: Engine = session.engine
+            resolve_method(case.method, manifest.drafter_kind)
+        self._core = session.core
         if settings.forced_acceptance is not None:
-            most = 1 + longest_draft(session.manifest.drafter_dims)
+            most = 1 + manifest.drafting.longest_draft
             if settings.forced_acceptance > most:
                 raise UsageError(
                     f"forced_acceptance {settings.forced_acceptance} is more than the {most} tokens that a round of "
                     "this engine can commit; lower it"
                 )
-            self._engine = ForcedEngine(session.engine, settings.forced_acceptance, session.unusable_tokens)
+            forced = ForcedEngine(session.engine, settings.forced_acceptance, session.unusable_tokens)
+            self._core = session.core.with_engine(forced)
 
     def describe(self) -> dict[str, str]:
         return {"threads": str(self._session.engine.threads)}
@@ -99,7 +91,7 @@ class EngineContender:
         )
         started_s = time.perf_counter()
         output, ended_s = self._session.generate(
-            list(prompt_ids), params, engine=self._engine, device_rounds="on" if case.device else "off"
+            list(prompt_ids), params, core=self._core, device_rounds="on" if case.device else "off"
         )
         metrics = output.metrics
         assert metrics.first_token_s is not None, "a finished request has emitted a token"

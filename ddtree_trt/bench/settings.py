@@ -6,14 +6,14 @@ import re
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ddtree_trt.build.backends.base import PrecisionName
+from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.errors import MAX_COUNT, MAX_THREADS, UsageError, check_range
-from ddtree_trt.runtime.params import DEVICE_ROUNDS, MAX_SEED, METHODS
+from ddtree_trt.runtime.decoding.methods import AUTO, AUTOREGRESSIVE, BASELINES, DDTREE, DFLASH, METHODS, resolve_method
+from ddtree_trt.runtime.params import DEVICE_ROUNDS, MAX_SEED
 
 Budget = int | Literal["auto"]
 
 TINY = "tiny"  # the prompts that ship with the package
-BASELINES = ("ar", "dflash")  # always measured, on the same engine and precision as everything else
 RANDOM_BACKENDS = ("onnxruntime", "torch")
 DEVICE_ROUNDS_MEASURED = (*DEVICE_ROUNDS, "both")
 _LABEL = re.compile(r"(?:(?P<peer>[^:@+]+):)?(?P<method>[^:@+]+)(?:@(?P<budget>auto|\d+))?(?P<device>\+device)?")
@@ -43,6 +43,10 @@ class Case:
         text = match["budget"]
         budget: Budget | None = None if text is None else "auto" if text == "auto" else int(text)
         return Case(match["method"], budget, match["peer"] or "", match["device"] is not None)
+
+
+# What every report compares.
+SINGLE_TOKENS, BLOCK_CHAIN, AUTO_TREE = Case(AUTOREGRESSIVE.name), Case(DFLASH.name), Case(DDTREE.name, "auto")
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,9 @@ class BenchSettings:
             check_range("temperature", temperature, 0, 100)
         if not self.temperatures or not self.prompts:
             raise UsageError("give at least one temperature and one prompt set")
-        if not self.budgets and (not self.methods or "ddtree" in self.methods):
-            raise UsageError("method ddtree needs at least one budget, or auto")
+        trees = [name for name in self.methods or (DDTREE.name,) if METHODS[name].branches]
+        if trees and not self.budgets:
+            raise UsageError(f"method {trees[0]} needs at least one budget, or auto")
         if bad := [b for b in self.budgets if b != "auto" and b < 1]:
             raise UsageError(f"budget {bad[0]} draws no tree; use 1 or more, or auto (method ar is the budget 0)")
         known_values = {
@@ -122,8 +127,8 @@ class BenchSettings:
             raise UsageError("prompt_tokens is for the random prompts of random weights; prompts have their length")
         if self.device_rounds in ("on", "both") and not any(case.device for case in self.cases(dflash=True)):
             raise UsageError(
-                f"device_rounds {self.device_rounds} is for method ddtree with a number as its budget, which is not "
-                "among what is measured"
+                f"device_rounds {self.device_rounds} is for method {DDTREE.name} with a number as its budget, which is "
+                "not among what is measured"
             )
         if self.backend == "torch" and self.peers:
             raise UsageError(
@@ -140,22 +145,23 @@ class BenchSettings:
             raise UsageError(f"acceptance cannot be forced in peer {other[0]}; only in ddtree-reference")
 
     def cases(self, *, dflash: bool) -> tuple[Case, ...]:
-        """The engine's own cases: the baselines first, then what was asked for, each once.
+        """The engine's own cases: the baselines first, then what was asked for, each once. Trees have every budget.
 
         dflash: whether the engine has a block drafter; without one that baseline does not exist.
         """
-        chosen = self.methods or (("ddtree",) if dflash else ("draft-model",))
-        methods = dict.fromkeys([*(BASELINES if dflash else ("ar",)), *chosen])
+        kind = "dflash" if dflash else "autoregressive"
+        chosen = [METHODS[name] for name in self.methods] or [resolve_method(AUTO, kind)]
         cases = []
-        for method in methods:
-            if method != "ddtree":
-                cases.append(Case(method))
+        for method in dict.fromkeys([*(m for m in BASELINES if m.serves(kind)), *chosen]):
+            if not method.branches:
+                cases.append(Case(method.name))
                 continue
             for budget in self.budgets:
-                if budget == "auto" or self.device_rounds != "on":
-                    cases.append(Case(method, budget))
-                if budget != "auto" and self.device_rounds in ("on", "both"):
-                    cases.append(Case(method, budget, device=True))
+                device = method.host_reason is None and budget != "auto" and self.device_rounds in ("on", "both")
+                if not device or self.device_rounds == "both":
+                    cases.append(Case(method.name, budget))
+                if device:
+                    cases.append(Case(method.name, budget, device=True))
         return tuple(cases)
 
 

@@ -11,29 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.dimensions import BUDGETS, POSITIONS, SLOTS
-from ddtree_trt.artifact.manifest import (
-    ENGINES,
-    DrafterDims,
-    Limits,
-    Manifest,
-    Progress,
-    no_progress,
-)
-from ddtree_trt.build.backends.base import (
-    BackendBuild,
-    BackendName,
-    BuilderOptions,
-    PrecisionName,
-    backend_build,
-    resolve_precision,
-)
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.files import ENGINES
+from ddtree_trt.artifact.limits import BUDGETS, SLOTS
+from ddtree_trt.artifact.manifest import PACKAGED, SCHEMA_VERSION, Limits, Manifest, parse_manifest
+from ddtree_trt.artifact.precisions import BackendName, PrecisionName
+from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
+from ddtree_trt.build.backends.registry import backend_build, resolve_precision
 from ddtree_trt.build.checkpoint.template import check_arguments, template_variables, thinking_note
 from ddtree_trt.build.checkpoint.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.build.presets import PRESETS, PackagedSource, Preset, Source, find_preset
 from ddtree_trt.errors import BuildError, UsageError
+from ddtree_trt.models.decoder import POSITIONS
+from ddtree_trt.models.drafters.kinds import kind_of
 from ddtree_trt.reading import shown
 
 if TYPE_CHECKING:
@@ -109,18 +101,19 @@ def compile_engine(
         loaded = open_tokenizer(directory, tokenizer, target.dims.vocab_size)
         variables = template_variables(loaded, tokenizer)
         check_arguments(loaded, variables, request.chat_template_args)
-        if drafter.is_dflash and (note := thinking_note(variables, template_args)):
+        # What drafts from the target's states was trained on its answers to prompts of one format.
+        if drafter.kind.tap_layers and (note := thinking_note(variables, template_args)):
             notice(note)
         written = backend.write(directory, target, drafter, limits, precision, progress)
         manifest = Manifest(
-            schema_version=artifact.SCHEMA_VERSION,
+            schema_version=SCHEMA_VERSION,
             product_version=__version__,
             backend=backend.name,
             precision=precision,
             name=request.name,
             target=target.identify(progress),
             drafter=drafter.identify(progress),
-            drafter_kind="dflash" if drafter.is_dflash else "autoregressive",
+            drafter_kind=drafter.kind.name,
             target_dims=target.dims,
             drafter_dims=drafter.dims,
             limits=limits,
@@ -134,7 +127,7 @@ def compile_engine(
             golden_tau=dict(preset.golden_tau) if preset else {},
         )
         text = manifest.to_json()
-        artifact.parse_manifest(text, artifact.MANIFEST)  # what is written can be read
+        parse_manifest(text, artifact.MANIFEST)  # what is written can be read
         (directory / artifact.MANIFEST).write_text(text, encoding="utf-8")
     return manifest
 
@@ -159,7 +152,7 @@ def _open(source: Source | None, directory: Path | None, option: str) -> Checkpo
         assert directory is not None  # _preset: without a preset both directories are given
         return load_checkpoint(directory)
     if isinstance(source, PackagedSource):
-        return load_checkpoint(source.directory, name=source.folder, revision=artifact.PACKAGED)
+        return load_checkpoint(source.directory, name=source.folder, revision=PACKAGED)
     from ddtree_trt.build.hub import download
 
     snapshot = download(source, option)
@@ -194,7 +187,7 @@ def resolve_limits(
         max_tree_budget=defaults.max_tree_budget if request.max_tree_budget is None else request.max_tree_budget,
         prefill_chunk=defaults.prefill_chunk,
     )
-    block = drafter.dims.block_size if isinstance(drafter.dims, DrafterDims) else 1
+    block = kind_of(drafter.dims).block_size or 1
     rows = backend.drafter_rows(block)
     if rows > limits.max_tokens_per_pass:
         raise UsageError(

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddtree_trt.artifact.manifest import MANIFEST, PROFILE, FileEntry, Progress, no_progress, sha256_file
+from ddtree_trt.artifact.files import MANIFEST, PROFILE, sha256_file
+from ddtree_trt.artifact.manifest import FileEntry
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import BuildError
 from ddtree_trt.files import temporary_sibling
 

@@ -8,15 +8,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, TransformerDims
-from ddtree_trt.build.backends.base import BackendName, PrecisionName, backend_build, resolve_precision
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.artifact.precisions import PRECISIONS, BackendName, PrecisionName
 from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
+from ddtree_trt.build.backends.registry import backend_build, resolve_precision
 from ddtree_trt.build.checkpoint.quantization import MODELOPT_CONFIG, Quantization
 from ddtree_trt.build.compile import BuildRequest, check_numbers, resolve_limits, resolve_preset
 from ddtree_trt.build.presets import PackagedSource, Source
 from ddtree_trt.device.gpus import available_bytes, find_gpus
-from ddtree_trt.device.memory import ELEMENT_BYTES, MemoryPlan, plan_engine
+from ddtree_trt.device.memory import MemoryPlan, plan_engine
 from ddtree_trt.errors import BuildError
+from ddtree_trt.models.decoder import HEAD, TransformerDims
+from ddtree_trt.models.pairs import checkpoint_shapes
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,6 @@ class _Network:
     quantization: Quantization | None
 
     def without_head(self) -> _Network:
-        from ddtree_trt.build.checkpoint.reader import HEAD
-
         return replace(self, shapes={name: shape for name, shape in self.shapes.items() if name != HEAD})
 
     def weights_bytes(self, item_bytes: int, *, as_stored: bool) -> int:
@@ -96,7 +97,7 @@ def dry_run(request: BuildRequest) -> DryRun:
     if backend.name == "onnxruntime":
         weights = weight_bytes(target.shapes, precision) + weight_bytes(drafter.shapes, precision)
     else:
-        size, plans = ELEMENT_BYTES[precision], backend.name == "tensorrt"
+        size, plans = PRECISIONS[precision].value_bytes, backend.name == "tensorrt"
         if plans:  # heads are counted as they are on the device
             target, drafter = target.without_head(), drafter.without_head()
         weights = target.weights_bytes(size, as_stored=plans) + drafter.weights_bytes(size, as_stored=False)
@@ -107,7 +108,6 @@ def dry_run(request: BuildRequest) -> DryRun:
 def _describe(source: Source | None, directory: Path | None, option: str) -> _Network:
     """The network in the directory the user named, else the preset's."""
     from ddtree_trt.build.checkpoint.config import CONFIG, read_config
-    from ddtree_trt.build.checkpoint.reader import drafter_shapes, target_shapes
 
     if directory is not None or source is None:
         assert directory is not None  # resolve_preset: without a preset both directories are given
@@ -119,6 +119,5 @@ def _describe(source: Source | None, directory: Path | None, option: str) -> _Ne
 
         directory, name = download(source, option, [CONFIG, MODELOPT_CONFIG]), source.repository
     config = read_config(directory)
-    dims = config.dims
-    shapes = drafter_shapes(dims) if isinstance(dims, DrafterDims) else target_shapes(dims, tied=config.tied)
-    return _Network(name, dims, shapes, config.quantization)
+    shapes = checkpoint_shapes(config.dims, tied=config.tied)
+    return _Network(name, config.dims, shapes, config.quantization)

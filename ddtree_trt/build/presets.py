@@ -10,6 +10,7 @@ from typing import Any
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.errors import UsageError
+from ddtree_trt.models.families import titles
 from ddtree_trt.reading import shown
 
 
@@ -80,7 +81,7 @@ def find_preset(name: str) -> Preset:
     """The preset of that name. Raises UsageError listing the known ones."""
     if name not in PRESETS:
         raise UsageError(
-            f"unknown target {shown(name)}; known are {', '.join(PRESETS)}, and any pair of a dense Qwen3 target and a "
-            "drafter made for it, by --checkpoint DIR and --drafter DIR; no other architecture is supported"
+            f"unknown target {shown(name)}; known are {', '.join(PRESETS)}, and any pair of a {titles('or')} target "
+            "and a drafter made for it, by --checkpoint DIR and --drafter DIR; no other architecture is supported"
         )
     return PRESETS[name]

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ddtree_trt.artifact.manifest import newest_engine
+from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.bench.settings import DEVICE_ROUNDS_MEASURED, RANDOM_BACKENDS, BenchSettings, Shard
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.params import METHODS
+from ddtree_trt.runtime.decoding.methods import BASELINES, METHODS
 from ddtree_trt.terminal import printing as terminal
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ def run(
     methods: Annotated[
         str | None,
         typer.Option(
-            metavar="LIST", help=f"Of {', '.join(METHODS)}; ar and dflash always. Default: what the drafter is for."
+            metavar="LIST",
+            help=f"Of {', '.join(METHODS)}; {' and '.join(m.name for m in BASELINES)} always. "
+            "Default: what the drafter is for.",
         ),
     ] = None,
     budgets: Annotated[
@@ -217,7 +219,10 @@ class _Outputs:
     """Where results go. Everything that can be refused is refused before hours of measuring."""
 
     def __init__(self, json: Path | None, markdown: Path | None, latex: Path | None, plot: Path | None) -> None:
-        self._json, self._markdown, self._latex, self._plot = json, markdown, latex, plot
+        self._json = json
+        self._markdown = markdown
+        self._latex = latex
+        self._plot = plot
 
     @property
     def stdout_taken(self) -> bool:

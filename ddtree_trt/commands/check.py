@@ -1,18 +1,18 @@
-"""`ddtree-trt check`: is an engine lossless up to its rounding, and does its drafter do what the pair's should?"""
+"""`ddtree-trt check`: whether an engine is lossless up to its rounding, and its drafter as good as the pair's."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ddtree_trt.bench.settings import CheckSettings
+from ddtree_trt.commands.options import AsJson, EngineDirectory, Threads
 from ddtree_trt.terminal import printing as terminal
 
 
 def check(
-    engine_dir: Annotated[Path, typer.Argument(metavar="ENGINE_DIR", help="An engine directory.")],
+    engine_dir: EngineDirectory,
     prompts: Annotated[
         list[str] | None,
         typer.Option(metavar="SET", help="As in ddtree-trt bench; repeatable. Default: the shipped prompts."),
@@ -24,8 +24,8 @@ def check(
     seeds: Annotated[
         int, typer.Option(metavar="N", help="Sampled requests per prompt, method and temperature; 0 skips them.")
     ] = CheckSettings.seeds,
-    threads: Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")] = CheckSettings.threads,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    threads: Threads = CheckSettings.threads,
+    json: AsJson = False,
 ) -> None:
     """Check that every method gives what the target alone would, up to rounding, and that the drafter is wired right.
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Annotated
 
-import typer
-
+from ddtree_trt.commands.options import AsJson
 from ddtree_trt.doctor import diagnose
 from ddtree_trt.terminal import printing as terminal
 
 
-def doctor(json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+def doctor(json: AsJson = False) -> None:
     """Show what this machine has and what that enables."""
     diagnosis = diagnose()
     if json:

@@ -7,15 +7,16 @@ from typing import Annotated
 
 import typer
 
-from ddtree_trt.artifact.triton_layouts import LayoutName
-from ddtree_trt.build import triton_export as triton
-from ddtree_trt.build.triton_export import ExportRequest
+from ddtree_trt.commands.options import EngineDirectory
 from ddtree_trt.errors import UsageError
 from ddtree_trt.terminal import printing as terminal
+from ddtree_trt.triton import export as triton
+from ddtree_trt.triton.export import ExportRequest
+from ddtree_trt.triton.layouts import LayoutName
 
 
 def export_triton(
-    engine_dir: Annotated[Path, typer.Argument(metavar="ENGINE_DIR", help="An engine directory.")],
+    engine_dir: EngineDirectory,
     repository: Annotated[Path, typer.Argument(metavar="REPO_DIR", help="A model repository; made if missing.")],
     model_name: Annotated[
         str | None, typer.Option(metavar="NAME", help="The model's name. Default: the engine's.")

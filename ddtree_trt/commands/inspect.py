@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Annotated
-
-import typer
-
+from ddtree_trt.commands.options import AsJson, EngineDirectory
 from ddtree_trt.inspection import inspect_engine
 from ddtree_trt.terminal import printing as terminal
 
 
 def inspect(
-    engine_dir: Annotated[Path, typer.Argument(metavar="ENGINE_DIR", help="An engine directory.")],
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    engine_dir: EngineDirectory,
+    json: AsJson = False,
 ) -> None:
     """Verify an engine and show what it holds."""
     with terminal.progress_bars() as progress:

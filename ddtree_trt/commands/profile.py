@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
-
-from ddtree_trt.artifact.manifest import Progress
+from ddtree_trt.artifact.progress import Progress
+from ddtree_trt.commands.options import AsJson, EngineDirectory, Threads
 from ddtree_trt.terminal import printing as terminal
 
 if TYPE_CHECKING:
@@ -16,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def profile(
-    engine_dir: Annotated[Path, typer.Argument(metavar="ENGINE_DIR", help="An engine directory.")],
-    threads: Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")] = 0,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    engine_dir: EngineDirectory,
+    threads: Threads = 0,
+    json: AsJson = False,
 ) -> None:
     """Measure an engine's latencies on this machine again and store them with it."""
     with terminal.progress_bars() as progress:

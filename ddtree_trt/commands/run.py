@@ -9,68 +9,35 @@ from typing import Annotated, Any
 
 import typer
 
-from ddtree_trt.artifact.manifest import newest_engine
-from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.artifact.files import newest_engine
+from ddtree_trt.commands.options import AsJson, DeviceRounds, Exact, NewestByDefault, Threads
+from ddtree_trt.commands.sampling_options import with_sampling_options
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.decoding.methods import resolve_method
 
 
+@with_sampling_options
 def run(
-    engine_dir: Annotated[
-        Path | None, typer.Argument(metavar="[ENGINE_DIR]", help="Default: the newest engine under engines/.")
-    ] = None,
+    engine_dir: NewestByDefault = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to complete.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the prompt.")] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message for the chat template.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the prompt to the model without its chat template.")] = False,
-    method: Annotated[
-        str | None, typer.Option(help="auto (default), ddtree, dflash, ar, dflash-sample or draft-model.")
-    ] = None,
-    tree_budget: Annotated[
-        str | None, typer.Option(metavar="N|auto", help="Draft nodes per round; auto chooses every round.")
-    ] = None,
-    max_tokens: Annotated[int | None, typer.Option(metavar="N", help="Most tokens to generate.")] = None,
-    temperature: Annotated[float | None, typer.Option(metavar="T", help="0 is greedy.")] = None,
-    top_k: Annotated[int | None, typer.Option(metavar="K", help="Sample among the K most probable.")] = None,
-    top_p: Annotated[float | None, typer.Option(metavar="P", help="Sample within this mass.")] = None,
-    min_p: Annotated[float | None, typer.Option(metavar="P", help="Drop tokens below this share of the best.")] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Makes sampling repeatable.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="End before this text; repeatable.")] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's own end.")] = False,
+    *,
+    sampling: dict[str, Any],
     show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw each round's tree and accepted path.")] = False,
     compare: Annotated[
         bool, typer.Option("--compare", help="Also run ar and dflash; check the outputs agree.")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json: AsJson = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Exact times of the stages: each waits for the GPU, which takes longer.")
     ] = False,
-    device_rounds: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|on|off", help="Rounds that stay on the GPU: auto where they can, on refuses other requests."
-        ),
-    ] = "auto",
-    exact: Annotated[
-        bool | None,
-        typer.Option(
-            "--exact/--no-exact",
-            help="CPU engines: the same logits for a token alone as among others. Default: int8 only.",
-        ),
-    ] = None,
-    threads: Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")] = 0,
+    device_rounds: DeviceRounds = "auto",
+    exact: Exact = None,
+    threads: Threads = 0,
 ) -> None:
     """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
-    given = {
-        "method": method,
-        "tree_budget": None if tree_budget is None else _budget(tree_budget),
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-        "stop": tuple(stop) if stop else None,
-        "ignore_eos": ignore_eos or None,
-    }
     directory = newest_engine() if engine_dir is None else engine_dir
     text = _prompt(prompt, prompt_file)
     if text is None and (json or compare or show_tree):
@@ -78,18 +45,17 @@ def run(
     if compare and show_tree:
         raise UsageError("--show-tree draws one run; give it without --compare")
 
-    from ddtree_trt.runtime.decoding.methods import resolve_method
     from ddtree_trt.runtime.llm import LLM
     from ddtree_trt.runtime.params import SamplingParams, check_device_rounds
     from ddtree_trt.runtime.text import chat_template
     from ddtree_trt.terminal import console
 
-    params = SamplingParams.from_mapping({k: v for k, v in given.items() if v is not None})
+    params = SamplingParams.from_mapping(sampling)
     rounds = check_device_rounds(device_rounds)
     if not raw:
-        chat_template.start_for(directory)  # beside the loading of the engine
+        chat_template.start_for(directory)  # at the same time as the engine is loaded
     with LLM(directory, threads=threads, profile=profile, device_rounds=rounds, exact=exact) as llm:
-        params = replace(params, method=resolve_method(params.method, llm.engine.manifest.drafter_kind))
+        params = replace(params, method=resolve_method(params.method, llm.engine.manifest.drafter_kind).name)
         if text is None:
             console.chat(llm, params, system)
             return
@@ -100,15 +66,6 @@ def run(
             console.print_output_json(llm.generate(request, params)[0])
         else:
             console.stream(llm, request, params, show_tree=show_tree)
-
-
-def _budget(text: str) -> int | str:
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError:
-        raise UsageError(f"--tree-budget must be a number or auto, not {shown(text)}") from None
 
 
 def _prompt(prompt: str | None, file: Path | None) -> str | None:

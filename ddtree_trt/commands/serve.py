@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ddtree_trt.artifact.manifest import newest_engine
+from ddtree_trt.artifact.files import newest_engine
+from ddtree_trt.commands.options import DeviceRounds, Exact, NewestByDefault, Threads
 from ddtree_trt.errors import MissingDependency, install_with
 from ddtree_trt.runtime.params import check_device_rounds
 from ddtree_trt.serve.options import ServeOptions
@@ -16,9 +16,7 @@ _D = ServeOptions
 
 
 def serve(
-    engine_dir: Annotated[
-        Path | None, typer.Argument(metavar="[ENGINE_DIR]", help="Default: the newest engine under engines/.")
-    ] = None,
+    engine_dir: NewestByDefault = None,
     host: Annotated[str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 is everywhere.")] = _D.host,
     port: Annotated[int, typer.Option(metavar="N", help="0 takes any free one and prints it.")] = _D.port,
     served_model_name: Annotated[
@@ -46,20 +44,9 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="After SIGTERM, how long requests under way may still take.")
     ] = _D.drain_timeout_s,
-    device_rounds: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|on|off", help="Rounds that stay on the GPU: auto where they can, on refuses other requests."
-        ),
-    ] = _D.device_rounds,
-    exact: Annotated[
-        bool | None,
-        typer.Option(
-            "--exact/--no-exact",
-            help="CPU engines: the same logits for a token alone as among others. Default: int8 only.",
-        ),
-    ] = _D.exact,
-    threads: Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")] = _D.threads,
+    device_rounds: DeviceRounds = _D.device_rounds,
+    exact: Exact = _D.exact,
+    threads: Threads = _D.threads,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = _D.access_log,
 ) -> None:
     """Serve an engine over HTTP with OpenAI's API."""

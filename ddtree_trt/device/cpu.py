@@ -10,6 +10,9 @@ from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
 
+# Below this many bytes of weights a pass is too short for threads to help: waking them costs more than they save.
+SINGLE_THREAD_BYTES = 64 << 20
+
 # Its words, by what they are good for. x86 names first, then Arm's.
 _FEATURES = {
     "avx2": ("avx2",),

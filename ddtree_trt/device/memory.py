@@ -1,7 +1,6 @@
 """What an engine takes in memory, computed before anything is allocated and without CUDA.
 
-`plan_engine` is what `inspect` and `build --dry-run` print. `tensorrt_buffers` is also what the TensorRT engine
-allocates by: one block, every buffer at a multiple of 256 bytes. Letters as in `artifact`.
+`inspect` and `build --dry-run` print it. Letters as in `artifact`.
 """
 
 from __future__ import annotations
@@ -12,184 +11,20 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, Manifest, TransformerDims
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.manifest import Limits, Manifest
+from ddtree_trt.artifact.precisions import PRECISIONS, BackendName
 from ddtree_trt.device.buckets import buckets
+from ddtree_trt.device.buffers import FLOAT_BYTES, NOT_COUNTED_AS_BUFFERS, tensorrt_buffers
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.kinds import kind_of
 from ddtree_trt.plugins import HEAD_DIMS
 
-ALIGNMENT = 256  # bytes: what TensorRT asks of every tensor's address
-# Of what is no weight, by precision: int8 rounds weights, and rows while they are multiplied.
-ELEMENT_BYTES: Mapping[str, int] = {"fp32": 4, "fp16": 2, "bf16": 2, "int8": 4}
-INT_BYTES = FLOAT_BYTES = 4
 # Of a layer in a captured pass: a dozen kernels' nodes and arguments, TensorRT's context. Estimated, never measured.
 CAPTURED_LAYER_BYTES = 32 << 10
 
-# Names of the TensorRT engine's buffers.
-EMBEDDING, HEAD = "embedding", "head"
-TARGET_KV, DRAFTER_KV = "target_kv", "drafter_kv"
-LOGITS, TAPS, STATES, CONTEXT = "logits", "taps", "states", "context"
-DRAFTER_EMBEDDING, DRAFTER_HEAD, DRAFT_LOGITS = "drafter_embedding", "drafter_head", "draft_logits"  # autoregressive
-RESULTS = "results"
-TARGET_CONTROL, DRAFTER_CONTROL, COMMIT_CONTROL = "target_control", "drafter_control", "commit_control"
-WORKSPACE = "workspace"
-# What a plan counts as weights, as cache or as workspace; the rest are its buffers.
-_ELSEWHERE = frozenset((EMBEDDING, HEAD, DRAFTER_EMBEDDING, DRAFTER_HEAD, TARGET_KV, DRAFTER_KV, WORKSPACE))
-
-Backend = Literal["onnxruntime", "torch", "tensorrt"]
 Place = Literal["host", "GPU", "device"]  # the last is a GPU where there is one, else the host
-_PLACES: Mapping[Backend, Place] = {"onnxruntime": "host", "torch": "device", "tensorrt": "GPU"}
-
-
-def aligned(count: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
-    return -(-count // ALIGNMENT) * ALIGNMENT
-
-
-@dataclass(frozen=True)
-class Layout:
-    """Buffers one behind the other in one block of memory."""
-
-    offsets: Mapping[str, int]  # name → byte offset
-    sizes: Mapping[str, int]  # name → bytes, as asked for
-    total_bytes: int
-
-    @staticmethod
-    def of(sizes: Mapping[str, int]) -> Layout:
-        offsets, end = {}, 0
-        for name, size in sizes.items():
-            offsets[name] = end
-            end += aligned(size)
-        return Layout(offsets, dict(sizes), end)
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """One network's key-value cache as one block [planes, stored slots, Hkv, S, D]; a plane is the keys or the values
-    of one layer."""
-
-    planes: int
-    slots: int
-    kv_heads: int
-    rows: int  # S
-    row_bytes: int  # D elements
-
-    @staticmethod
-    def of(dims: TransformerDims, limits: Limits, element_bytes: int) -> CacheShape:
-        row_bytes = dims.head_dim * element_bytes
-        return CacheShape(2 * dims.num_layers, limits.max_batch, dims.num_kv_heads, limits.cache_rows, row_bytes)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Of one slot in one plane."""
-        return self.kv_heads * self.rows * self.row_bytes
-
-    @property
-    def stored_slots(self) -> int:
-        """Slots and what it takes behind them for the next plane to begin at a multiple of `ALIGNMENT`."""
-        step = ALIGNMENT // math.gcd(ALIGNMENT, self.slot_bytes)
-        return -(-self.slots // step) * step
-
-    @property
-    def plane_bytes(self) -> int:
-        return self.stored_slots * self.slot_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        return self.planes * self.plane_bytes
-
-
-def target_rows(limits: Limits) -> int:
-    """Most rows of one target pass over all slots: T padded, or one chunk."""
-    return max(limits.max_batch * (1 + limits.max_tree_budget), limits.prefill_chunk)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """How many rows the buffers of the TensorRT engine's block drafter hold."""
-
-    waiting: int  # per slot: tapped states the drafter may be given again
-    context: int  # of one drafter pass over all slots
-    chunk: int  # most context rows of one slot in one drafter pass
-
-    @staticmethod
-    def of(drafter: DrafterDims, limits: Limits) -> Rows:
-        chunk = max(limits.prefill_chunk, drafter.block_size)
-        return Rows(
-            waiting=chunk + drafter.block_size,
-            context=max(limits.max_batch * drafter.block_size, chunk),
-            chunk=chunk,
-        )
-
-
-def tensorrt_buffers(
-    target: TransformerDims,
-    drafter: TransformerDims,
-    limits: Limits,
-    element_bytes: int,
-    *,
-    candidates: int | None = None,
-    workspace_bytes: int = 0,
-) -> dict[str, int]:
-    """Bytes of every buffer of a TensorRT engine on the device, weights inside the plans aside.
-
-    `candidates` is K of a block drafter; None takes the most there can be. Heads are in float32, tied or not; an
-    autoregressive drafter has tables of its own.
-    """
-    rows, slots = target_rows(limits), limits.max_batch
-    table = target.vocab_size * target.hidden_size
-    if isinstance(drafter, DrafterDims):
-        own, results = _block_drafter_buffers(target, drafter, limits, element_bytes, candidates)
-    else:
-        drafter_table = drafter.vocab_size * drafter.hidden_size
-        own, results = (
-            {
-                DRAFTER_EMBEDDING: drafter_table * element_bytes,
-                DRAFTER_HEAD: drafter_table * FLOAT_BYTES,
-                DRAFT_LOGITS: drafter.vocab_size * FLOAT_BYTES,
-                DRAFTER_CONTROL: _pass_control_bytes(1, limits.prefill_chunk, limits),
-            },
-            0,
-        )
-    return {
-        EMBEDDING: table * element_bytes,
-        HEAD: table * FLOAT_BYTES,
-        TARGET_KV: CacheShape.of(target, limits, element_bytes).total_bytes,
-        DRAFTER_KV: CacheShape.of(drafter, limits, element_bytes).total_bytes,
-        LOGITS: rows * target.vocab_size * FLOAT_BYTES,
-        RESULTS: max(rows * INT_BYTES, results),
-        TARGET_CONTROL: _pass_control_bytes(slots, rows, limits),
-        COMMIT_CONTROL: slots * _control_bytes(1, 1, 1, 1, limits.max_tokens_per_pass),
-        **own,
-        WORKSPACE: workspace_bytes,
-    }
-
-
-def _block_drafter_buffers(
-    target: TransformerDims, drafter: DrafterDims, limits: Limits, element_bytes: int, candidates: int | None
-) -> tuple[dict[str, int], int]:
-    """What only a block drafter has, and how many bytes its results take."""
-    rows, slots, block = Rows.of(drafter, limits), limits.max_batch, drafter.block_size
-    width = len(drafter.tap_layers) * target.hidden_size * element_bytes
-    k = candidates or min(max(limits.max_tree_budget, 1), target.vocab_size)
-    drafts = slots * (block - 1) * k
-    positions = max(slots * 2 * block, rows.chunk + block)
-    buffers = {
-        TAPS: target_rows(limits) * width,
-        STATES: slots * rows.waiting * width,
-        CONTEXT: rows.context * width,
-        DRAFTER_CONTROL: _control_bytes(slots, slots, slots * block, positions),
-    }
-    return buffers, aligned(drafts * FLOAT_BYTES) + drafts * INT_BYTES
-
-
-def _pass_control_bytes(slots: int, rows: int, limits: Limits) -> int:
-    """Of a pass over trees, with at most `rows` rows in all."""
-    return _control_bytes(slots, slots, rows, rows, rows * -(-limits.max_tokens_per_pass // 32), rows)
-
-
-def _control_bytes(*values: int) -> int:
-    """Of int32 control data, each array aligned."""
-    return sum(aligned(n * INT_BYTES) for n in values)
+_PLACES: Mapping[BackendName, Place] = {"onnxruntime": "host", "torch": "device", "tensorrt": "GPU"}
 
 
 @dataclass(frozen=True)
@@ -218,7 +53,7 @@ class MemoryPlan:
 
 
 def plan_engine(
-    backend: Backend,
+    backend: BackendName,
     precision: str,
     target: TransformerDims,
     drafter: TransformerDims,
@@ -227,9 +62,9 @@ def plan_engine(
 ) -> MemoryPlan:
     """`weights_bytes` of both networks, what they share counted once; for TensorRT without the heads, which are added
     as they are on the device, in float32."""
-    size = ELEMENT_BYTES[precision]
+    size = PRECISIONS[precision].value_bytes
     if backend == "tensorrt":
-        weights_bytes += sum(d.vocab_size * d.hidden_size for d in _with_tables(target, drafter)) * FLOAT_BYTES
+        weights_bytes += sum(math.prod(d.table) for d in _with_tables(target, drafter)) * FLOAT_BYTES
     per_row = sum(2 * d.num_layers * d.num_kv_heads * d.head_dim * size for d in (target, drafter))
     return MemoryPlan(
         place=_PLACES[backend],
@@ -243,7 +78,7 @@ def plan_engine(
 
 def _with_tables(target: TransformerDims, drafter: TransformerDims) -> tuple[TransformerDims, ...]:
     """The networks that have an embedding and a head of their own."""
-    return (target,) if isinstance(drafter, DrafterDims) else (target, drafter)
+    return (target, drafter) if kind_of(drafter).own_tables else (target,)
 
 
 # What is loaded of an engine directory, whatever its backend.
@@ -261,21 +96,21 @@ def plan_manifest(manifest: Manifest) -> MemoryPlan:
     m = manifest
     weights = sum(m.files[name].size for name in _WEIGHT_FILES if name in m.files)
     if artifact.SHARED_WEIGHTS in m.files:
-        tables = sum(d.vocab_size * d.hidden_size for d in _with_tables(m.target_dims, m.drafter_dims))
-        weights += tables * ELEMENT_BYTES[m.precision] - m.files[artifact.SHARED_WEIGHTS].size
+        tables = sum(math.prod(d.table) for d in _with_tables(m.target_dims, m.drafter_dims))
+        weights += tables * PRECISIONS[m.precision].value_bytes - m.files[artifact.SHARED_WEIGHTS].size
     return plan_engine(m.backend, m.precision, m.target_dims, m.drafter_dims, m.limits, weights)
 
 
 def _buffers_bytes(
-    backend: Backend, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
+    backend: BackendName, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
 ) -> int:
     if backend == "tensorrt":
-        buffers = tensorrt_buffers(target, drafter, limits, size)
-        return sum(buffers[name] for name in buffers.keys() - _ELSEWHERE)
+        sizes = tensorrt_buffers(target, drafter, limits, size)
+        return sum(sizes[name] for name in sizes.keys() - NOT_COUNTED_AS_BUFFERS)
     # One slot after the other on a CPU, all slots of a round in one pass on a GPU.
     slots = 1 if backend == "onnxruntime" else limits.max_batch
     rows = max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)
-    taps = len(drafter.tap_layers) * target.hidden_size if isinstance(drafter, DrafterDims) else 0
+    taps = len(kind_of(drafter).tap_layers) * target.hidden_size
     return rows * (target.vocab_size * FLOAT_BYTES + taps * size)
 
 
@@ -289,8 +124,8 @@ def attention_workspace_bytes(networks: Iterable[TransformerDims], limits: Limit
         if dims.head_dim not in HEAD_DIMS:
             continue
         tokens = limits.max_tokens_per_pass
-        if isinstance(dims, DrafterDims):  # in TensorRT its block follows the context's rows
-            tokens = max(limits.prefill_chunk, dims.block_size) + dims.block_size
+        if block := kind_of(dims).block_size:  # in TensorRT it follows the context's rows
+            tokens = max(limits.prefill_chunk, block) + block
         heads = (dims.num_heads, dims.num_kv_heads, dims.head_dim)
         tokens = min(tokens, limits.cache_rows)
         most = max(most, _native.attention_workspace_bound(limits.max_batch, tokens, *heads, limits.cache_rows))
@@ -298,7 +133,7 @@ def attention_workspace_bytes(networks: Iterable[TransformerDims], limits: Limit
 
 
 def _workspace_bytes(
-    backend: Backend, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
+    backend: BackendName, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
 ) -> int:
     """About what a pass holds: its widest arrays, and on a GPU the attention kernels' scratch and captured passes."""
     wide = _widest_bytes(backend, size, target, drafter, limits)
@@ -318,13 +153,12 @@ def _captured_bytes(target: TransformerDims, drafter: TransformerDims, limits: L
 
 
 def _widest_bytes(
-    backend: Backend, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
+    backend: BackendName, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
 ) -> int:
     """The fused projections of the target's rows, or the drafter's logits."""
     slots = 1 if backend == "onnxruntime" else limits.max_batch
     rows = max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)
-    heads = (target.num_heads + 2 * target.num_kv_heads) * target.head_dim
-    wide = rows * size * (4 * target.hidden_size + 3 * max(target.intermediate_size, heads))
-    if not isinstance(drafter, DrafterDims):
-        return wide
-    return max(wide, 2 * slots * (drafter.block_size - 1) * target.vocab_size * FLOAT_BYTES)
+    widest = max(target.intermediate_size, sum(target.qkv_widths))
+    wide = rows * size * (4 * target.hidden_size + 3 * widest)
+    block = kind_of(drafter).block_size or 1
+    return max(wide, 2 * slots * (block - 1) * target.vocab_size * FLOAT_BYTES)

@@ -2,9 +2,9 @@
 
 The build side writes nodes with these, the runtime binds them, and `cpp_plugins/` implements them; the numbers are the
 same on both sides, and `ABI` says so. `reference.py` is the NumPy truth of what the kernels compute, `library.py` finds
-and loads the native libraries.
+and loads the native libraries, `operators.py` lists the torch operators.
 
-N sequences, T new tokens, Hq/Hkv heads, D head size, S cache capacity of a slot, W = mask words, M kept rows at most.
+N sequences, T new tokens, Hq/Hkv heads, D head size, S cache capacity of a slot, W = mask words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ VERSION = "1"
 NAMESPACE = "ddtree"
 
 ATTENTION = "DDTreeAttention"
-KV_COMPACT = "DDTreeKVCompact"
+
+# What a manifest says of the plugins an engine was built with: all of it must be so where the engine runs.
+IDENTITY = {"name": ATTENTION, "version": VERSION, "namespace": NAMESPACE, "abi": str(ABI)}
 
 
 class MaskMode(IntEnum):
@@ -48,23 +50,7 @@ class AttentionOutput(IntEnum):
     PRESENT_V = 2  # at the address of past_v
 
 
-class KvCompactInput(IntEnum):
-    """Positions of DDTreeKVCompact's inputs. The cache may have any element of 2 bytes; the others are int32."""
-
-    CACHE = 0  # [planes, slots, Hkv, S, D]; a plane is the keys or the values of one layer
-    SLOT_IDS = 1  # [N]
-    PAST_LEN = 2  # [N]
-    KEEP = 3  # [N, M], strictly increasing, padded with −1
-    KEEP_COUNT = 4  # [N]
-
-
-class KvCompactOutput(IntEnum):
-    """Positions of DDTreeKVCompact's outputs."""
-
-    CACHE = 0  # at the address of the input
-
-
-# Attributes of a DDTreeAttention node. DDTreeKVCompact has none: everything it needs is in its tensors.
+# Attributes of a DDTreeAttention node.
 NUM_Q_HEADS = "num_q_heads"  # int
 NUM_KV_HEADS = "num_kv_heads"  # int, divides num_q_heads
 HEAD_DIM = "head_dim"  # int, 64 or 128
@@ -74,4 +60,5 @@ MASK_MODE = "mask_mode"  # int, a MaskMode
 ATTENTION_ATTRIBUTES = (NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, MAX_TREE, SCALE, MASK_MODE)
 
 HEAD_DIMS = (64, 128)
+LOWEST_SM = 80  # the first GPUs with bfloat16, and the oldest the kernels are compiled for
 MAX_DEVICE_BUDGET = 1024  # largest tree the device builds, root not counted

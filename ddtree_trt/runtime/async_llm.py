@@ -20,13 +20,12 @@ from typing import Any
 
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
 from ddtree_trt.runtime.callers import Home
-from ddtree_trt.runtime.engines.load import closed_on_failure, open_engine
+from ddtree_trt.runtime.core import open_core
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
-from ddtree_trt.runtime.request_maker import Request, RequestMaker
-from ddtree_trt.runtime.scheduler import Scheduler
+from ddtree_trt.runtime.request_maker import Request
 from ddtree_trt.runtime.submission import Submission
-from ddtree_trt.runtime.text.codec import Prompt, TextCodec
+from ddtree_trt.runtime.text.codec import Prompt
 
 _log = logging.getLogger(__name__)
 
@@ -50,8 +49,8 @@ class AsyncLLM:
         threads: CPU threads of the engine; 0 chooses.
         device_rounds, exact: as for LLM.
         max_waiting: sequences that may wait for a slot before `QueueFull` is raised; None is unlimited.
-        on_finished: told of every request that ended, in whatever way, on the worker thread; it must be quick. What it
-            raises is logged and changes nothing.
+        on_finished: called with every request that ended, in whatever way, on the worker thread; it must be quick.
+            What it raises is logged and changes nothing.
 
     Raises ArtifactError when the directory cannot be used. For the process that loaded it: calls in one that was forked
     from it are UsageErrors.
@@ -67,13 +66,9 @@ class AsyncLLM:
         max_waiting: int | None = None,
         on_finished: Callable[[Request], None] | None = None,
     ) -> None:
-        directory = Path(engine_dir)
         self._home = Home("AsyncLLM")
-        self.engine = open_engine(directory, threads=threads, warm=True, exact=exact)
-        with closed_on_failure(self.engine):
-            self.codec = TextCodec(directory, self.engine.manifest.chat_template_args)
-            self._maker = RequestMaker(directory, self.engine, self.codec, device_rounds=device_rounds)
-            self._scheduler = Scheduler(self.engine)  # the worker's alone
+        self.core = open_core(Path(engine_dir), threads=threads, exact=exact, device_rounds=device_rounds)
+        self.engine, self.codec = self.core.engine, self.core.codec
         self.max_waiting = max_waiting
         self._on_finished = on_finished
         # Guarded by the condition; the worker waits on it.
@@ -94,12 +89,12 @@ class AsyncLLM:
     @property
     def slots(self) -> int:
         """Sequences that can run at a time."""
-        return self._scheduler.slots
+        return self.core.scheduler.slots
 
     @property
     def running(self) -> int:
         """Sequences that hold a slot."""
-        return self._scheduler.slots - self._scheduler.free_slots
+        return self.core.scheduler.slots - self.core.scheduler.free_slots
 
     @property
     def waiting(self) -> int:
@@ -145,17 +140,18 @@ class AsyncLLM:
         """
         self._home.check()
         params = sampling_params or SamplingParams()
-        request = self._maker.make(prompt, params, request_id)
-        active = _Active(request, Submission(request.request_id, lambda: self._command(lambda: self._cancel(active))))
+        request = self.core.maker.make(prompt, params, request_id)
+        submission = Submission(request.request_id, lambda: self._command(lambda: self.core.cancel(request)))
+        active = _Active(request, submission)
         with self._wake:
             self._check_room(params.n)
             if request.request_id in self._active:
                 raise UsageError(f"request id {request.request_id!r} is already in use; choose another")
             self._active[request.request_id] = active
             self._admitted += params.n
-            self._commands.append(lambda: self._add(request))
+            self._commands.append(lambda: self.core.add(request))
             self._wake.notify()
-        return active.submission
+        return submission
 
     async def abort(self, request_id: str) -> None:
         """Cancel a request by its id: it finishes with reason "abort". An unknown or finished one is left alone."""
@@ -163,7 +159,16 @@ class AsyncLLM:
         with self._wake:
             active = self._active.get(request_id)
         if active is not None:
-            self._command(lambda: self._cancel(active))
+            self._command(lambda: self.core.cancel(active.request))
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix: requests submitted from now on compute their whole prompts. Those under way go on
+        undisturbed. Raises EngineError after shutdown or failure."""
+        self._home.check()
+        with self._wake:
+            self._check_alive()
+            self._commands.append(self.core.scheduler.reset_prefix_cache)
+            self._wake.notify()
 
     async def drain(self) -> None:
         """Wait until no request is running or waiting."""
@@ -186,14 +191,17 @@ class AsyncLLM:
             self._closed = True
             self.engine.close()
 
-    def _check_room(self, sequences: int) -> None:
+    def _check_alive(self) -> None:
         if self._failure is not None:
             raise self._failure
         if self._closing:
             raise EngineError("the engine has been shut down")
+
+    def _check_room(self, sequences: int) -> None:
+        self._check_alive()
         if self.max_waiting is None:
             return
-        room = self._scheduler.slots + self.max_waiting
+        room = self.core.scheduler.slots + self.max_waiting
         if sequences > room:
             raise UsageError(f"n {sequences} is more than the {room} sequences that may run or wait here; lower it")
         if self._admitted + sequences > room:
@@ -218,28 +226,18 @@ class AsyncLLM:
     def _turn(self) -> bool:
         """Obey the commands and do one step; False when the worker is to end."""
         with self._wake:
-            self._wake.wait_for(lambda: self._commands or self._scheduler.busy or self._closing)
+            self._wake.wait_for(lambda: self._commands or self.core.scheduler.busy or self._closing)
             commands, self._commands = self._commands, deque()
             closing, active = self._closing, list(self._active.values())
         for command in commands:
             command()
         if closing:
             for a in active:
-                self._cancel(a)
+                self.core.cancel(a.request)
         else:
-            self._scheduler.step()
+            self.core.scheduler.step()
         self._deliver()
         return not closing
-
-    def _add(self, request: Request) -> None:
-        for sequence in request.sequences:
-            if not sequence.finished:
-                self._scheduler.add(sequence)
-
-    def _cancel(self, active: _Active) -> None:
-        for sequence in active.request.sequences:
-            if not sequence.finished:
-                self._scheduler.cancel(sequence)
 
     def _deliver(self) -> None:
         """Hand every request what is new, after its slots have been given back."""
@@ -249,17 +247,17 @@ class AsyncLLM:
             request = active.request
             error = next((s.error for s in request.sequences if s.error is not None), None)
             if error is not None:
-                self._cancel(active)  # what is left of a request that failed in part
+                self.core.cancel(request)  # what is left of a request that failed in part
             part = request.take()
             self._account(active)
             if request.finished:
-                self._tell_finished(request)
+                self._report_finished(request)
             if error is not None:
                 self._hand_over(active, error)
             elif part is not None:
                 self._hand_over(active, part)
 
-    def _tell_finished(self, request: Request) -> None:
+    def _report_finished(self, request: Request) -> None:
         if self._on_finished is None:
             return
         try:
@@ -281,7 +279,7 @@ class AsyncLLM:
         try:
             submission._loop.call_soon_threadsafe(submission._put, item)
         except RuntimeError:  # the caller's event loop has been closed: nobody is left to read
-            self._command(lambda: self._cancel(active))
+            self._command(lambda: self.core.cancel(active.request))
 
     def _fail(self, error: BaseException) -> None:
         failure = EngineError(f"the engine stopped ({type(error).__name__}: {error}); restart the process")

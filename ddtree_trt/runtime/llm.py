@@ -9,13 +9,12 @@ from typing import Any
 
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.callers import Callers
+from ddtree_trt.runtime.core import open_core
 from ddtree_trt.runtime.decoding.loop import Watcher
-from ddtree_trt.runtime.engines.load import closed_on_failure, open_engine
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
-from ddtree_trt.runtime.request_maker import Request, RequestMaker
-from ddtree_trt.runtime.scheduler import Scheduler
-from ddtree_trt.runtime.text.codec import Prompt, TextCodec, as_prompts
+from ddtree_trt.runtime.request_maker import Request
+from ddtree_trt.runtime.text.codec import Prompt, as_prompts
 
 
 class LLM:
@@ -50,11 +49,8 @@ class LLM:
         exact: bool | None = None,
     ) -> None:
         directory = Path(engine_dir)
-        self.engine = open_engine(directory, threads=threads, warm=True, exact=exact)
-        with closed_on_failure(self.engine):
-            self.codec = TextCodec(directory, self.engine.manifest.chat_template_args)
-            self._maker = RequestMaker(directory, self.engine, self.codec, device_rounds=device_rounds)
-            self._scheduler = Scheduler(self.engine, profile=profile)
+        self.core = open_core(directory, threads=threads, exact=exact, device_rounds=device_rounds, profile=profile)
+        self.engine, self.codec = self.core.engine, self.core.codec
         self._callers = Callers()
 
     @property
@@ -81,12 +77,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[Request]:
         requests = self._make(prompts, params)
-        try:
-            self._add(requests)
-            while not all(r.finished for r in requests):
-                self._scheduler.step()
-        finally:
-            self._cancel(requests)
+        self.core.run(requests)
         return requests
 
     def stream(
@@ -100,31 +91,25 @@ class LLM:
         read side by side. Closing the iterator cancels the request. `on_round` sees every verified tree. Raises as
         `generate` does, at once."""
         params = sampling_params or SamplingParams()
-        request = self._callers.call(lambda: self._maker.make(prompt, params, on_round=on_round))
-        return Stream(request, self._callers, self._part, self._cancel)
+        request = self._callers.call(lambda: self.core.maker.make(prompt, params, on_round=on_round))
+        return Stream(request, self._callers, self._part, self.core.cancel)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix: requests from now on compute their whole prompts. Streams that are open go on
+        undisturbed."""
+        self._callers.call(self.core.scheduler.reset_prefix_cache)
 
     def _part(self, request: Request, begins: bool) -> RequestOutput | None:
         """The next part of a stream, or None at its end."""
         if begins:
-            self._add([request])
+            self.core.add(request)
         request.raise_error()  # another stream's step may have ended this one
         while not request.finished:
-            self._scheduler.step()
+            self.core.scheduler.step()
             request.raise_error()
             if (part := request.take()) is not None:
                 return part
         return request.take()
-
-    def _add(self, requests: list[Request]) -> None:
-        for request in requests:
-            for sequence in request.sequences:
-                self._scheduler.add(sequence)
-
-    def _cancel(self, requests: list[Request]) -> None:
-        for request in requests:
-            for sequence in request.sequences:
-                if not sequence.finished:
-                    self._scheduler.cancel(sequence)
 
     def _make(
         self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
@@ -136,7 +121,7 @@ class LLM:
             each = list(params) if isinstance(params, Sequence) else [params] * len(items)
             if len(each) != len(items):
                 raise UsageError(f"{len(items)} prompts but {len(each)} sampling params; give one, or one per prompt")
-        return [self._maker.make(prompt, p) for prompt, p in zip(items, each, strict=True)]
+        return [self.core.maker.make(prompt, p) for prompt, p in zip(items, each, strict=True)]
 
     def close(self) -> None:
         """Release the engine. Open streams end with an error; a second call does nothing."""
@@ -157,7 +142,7 @@ class Stream(Iterator[RequestOutput]):
         request: Request,
         callers: Callers,
         part: Callable[[Request, bool], RequestOutput | None],
-        cancel: Callable[[list[Request]], None],
+        cancel: Callable[[Request], None],
     ) -> None:
         self._request, self._callers, self._part, self._cancel = request, callers, part, cancel
         self._token = object()  # what the callers know it by: a reference to the stream itself would keep it alive
@@ -185,7 +170,7 @@ class Stream(Iterator[RequestOutput]):
         if not self._ended:
             self._ended = True
             if self._begun:
-                self._callers.end(self._token, partial(self._cancel, [self._request]))
+                self._callers.end(self._token, partial(self._cancel, self._request))
 
     def __enter__(self) -> Stream:
         return self

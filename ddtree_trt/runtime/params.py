@@ -1,18 +1,20 @@
-"""SamplingParams: what a caller may ask of one request, validated where it is made."""
+"""SamplingParams, the table of what a caller may ask of one request: each field is a row with everything about it.
+
+Every way in is made of this table (`PARAMETERS`): the fields of HTTP bodies, Triton's input tensors, the options of the
+command line, and the table in `docs/generation.md`. Rounds on the device read it too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any, Literal, cast, get_args
 
 from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
+from ddtree_trt.runtime.values import Biases, Choice, Flag, Integer, Kind, NodeCount, Number, Texts, TokenIds
 
-Method = Literal["ddtree", "dflash", "ar", "dflash-sample", "draft-model"]
-METHODS: tuple[str, ...] = get_args(Method)
 DEFAULT_MAX_TOKENS = 256
 MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
@@ -20,6 +22,55 @@ MAX_SEED = 2**64 - 1
 # Whether rounds stay on the device. auto: where the engine has a GPU, for requests they can serve; on: refuse others.
 DeviceRoundsMode = Literal["auto", "on", "off"]
 DEVICE_ROUNDS: tuple[str, ...] = get_args(DeviceRoundsMode)
+
+Endpoint = Literal["chat", "completions"]
+BOTH: Mapping[Endpoint, str] = {"chat": "", "completions": ""}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A row of the table.
+
+    Attributes:
+        default: what the field has unless given; a field whose default is None may be None.
+        kind: which values it takes.
+        help: what it does, in a sentence, for the command line and the documentation.
+        more: further sentences, for the documentation.
+        device: whether rounds on the device honour it, or it has no part in a round: always, only in greedy requests
+            (on whose choices it has no effect), or never. Where they do not, any value but the default sends the
+            request to rounds on the host.
+        http: the endpoints that take it, with the name of its field there; "" is its own name.
+        tensors: input tensors of Triton's `trtllm` layout that set it. Both layouts take every parameter under its own
+            name in `sampling_parameters`.
+        metavar: what stands for its value in the help of the command line's option; None: there is no option.
+        name: of the field.
+    """
+
+    default: Any
+    kind: Kind
+    help: str
+    more: str = ""
+    device: Literal["always", "greedy", "never"] = "never"
+    http: Mapping[Endpoint, str] = dataclasses.field(default_factory=lambda: BOTH)
+    tensors: tuple[str, ...] = ()
+    metavar: str | None = None
+    name: str = ""
+
+    def http_name(self, endpoint: Endpoint) -> str | None:
+        """The name of its field in an endpoint's body; None where the endpoint does not take it."""
+        name = self.http.get(endpoint)
+        return None if name is None else name or self.name
+
+    @property
+    def option(self) -> str:
+        """The command line's option, where there is one."""
+        return f"--{self.name.replace('_', '-')}"
+
+    def field(self) -> Any:
+        """A dataclass field that has this row."""
+        if isinstance(self.default, dict):
+            return dataclasses.field(default_factory=dict, metadata={"row": self})
+        return dataclasses.field(default=self.default, metadata={"row": self})
 
 
 @dataclass(frozen=True)
@@ -30,78 +81,152 @@ class SamplingParams:
     `top_p` and `min_p`, in this order. Every value is checked on construction; UsageError names the one at fault.
     """
 
-    n: int = 1  # completions of one prompt
-    max_tokens: int | None = None  # None: DEFAULT_MAX_TOKENS, or as many as fit; more than fit is refused
-    min_tokens: int = 0  # no stop token and no stop string before this many
-    temperature: float = 0.0  # 0 is greedy
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    min_p: float = 0.0  # relative to the most probable token
-    seed: int | None = None  # None: fresh randomness; requests are independent either way
-    stop: tuple[str, ...] = ()  # strings; the text before the first one is kept
-    stop_token_ids: tuple[int, ...] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    logprobs: int | None = None  # the target's own, with this many alternatives
-    prompt_logprobs: int | None = None
-    repetition_penalty: float = 1.0  # over prompt and output; > 1 discourages
-    presence_penalty: float = 0.0  # over the output
-    frequency_penalty: float = 0.0  # over the output
-    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
-    echo: bool = False  # put the prompt's text in front of the output's; token ids and logprobs stay the output's
-    skip_special_tokens: bool = True
-    method: str = "auto"  # ddtree, or draft-model where the drafter is autoregressive
-    tree_budget: int | Literal["auto"] = "auto"  # draft nodes per round at most; a chain's length for chain methods
+    n: int = Parameter(
+        1, Integer(1, 64), "Completions of one prompt.", device="always", tensors=("num_return_sequences",)
+    ).field()
+    max_tokens: int | None = Parameter(
+        None,
+        Integer(1),
+        "Most tokens to generate.",
+        "More than the prompt leaves of the engine's `max_seq_len` is refused. Unless given: "
+        f"{DEFAULT_MAX_TOKENS}, or as many as fit.",
+        device="always",
+        tensors=("max_tokens",),
+        metavar="N",
+    ).field()
+    min_tokens: int = Parameter(
+        0,
+        Integer(0),
+        "Bans stop tokens and ignores stop strings until reached.",
+        tensors=("min_tokens", "min_length"),
+    ).field()
+    temperature: float = Parameter(
+        0.0,
+        Number(0, 100),
+        "0 is greedy.",
+        device="always",
+        tensors=("temperature",),
+        metavar="T",
+    ).field()
+    top_k: int = Parameter(
+        0,
+        Integer(0),
+        "Sample among the K most probable.",
+        "0 is all of them.",
+        device="greedy",
+        tensors=("top_k",),
+        metavar="K",
+    ).field()
+    top_p: float = Parameter(
+        1.0,
+        Number(0, 1),
+        "Sample within this mass.",
+        "0 is refused: `temperature` makes a request greedy.",
+        device="greedy",
+        tensors=("top_p",),
+        metavar="P",
+    ).field()
+    min_p: float = Parameter(
+        0.0, Number(0, 1), "Drop tokens below this share of the best.", device="greedy", metavar="P"
+    ).field()
+    seed: int | None = Parameter(
+        None,
+        Integer(0, MAX_SEED),
+        "Makes sampling repeatable.",
+        "Requests are independent of each other either way.",
+        device="always",
+        tensors=("seed",),
+        metavar="N",
+    ).field()
+    stop: tuple[str, ...] = Parameter(
+        (), Texts(), "End before this text.", device="always", tensors=("stop_words",), metavar="TEXT"
+    ).field()
+    stop_token_ids: tuple[int, ...] = Parameter(
+        (), TokenIds(), "Token ids that end the output.", device="always"
+    ).field()
+    include_stop_str_in_output: bool = Parameter(
+        False, Flag(), "Keep the stop string in the text.", device="always"
+    ).field()
+    ignore_eos: bool = Parameter(False, Flag(), "Go on past the model's own end.", device="always", metavar="").field()
+    logprobs: int | None = Parameter(
+        None,
+        Integer(0, MAX_LOGPROBS),
+        "Log-probabilities of the output's tokens, with this many alternatives.",
+        "The target's own, before penalties and temperature.",
+        http={"chat": "top_logprobs", "completions": "logprobs"},
+    ).field()
+    prompt_logprobs: int | None = Parameter(
+        None,
+        Integer(0, MAX_LOGPROBS),
+        "Log-probabilities of the prompt's tokens, with this many alternatives.",
+        device="always",
+        http={},
+    ).field()
+    repetition_penalty: float = Parameter(
+        # Logits are divided by it: a smaller one makes infinities of them in float32, and means nothing long before.
+        1.0,
+        Number(0.01, 100),
+        "Over prompt and output; above 1 discourages what they hold.",
+        tensors=("repetition_penalty",),
+    ).field()
+    presence_penalty: float = Parameter(
+        0.0,
+        Number(-2, 2),
+        "Over the output: taken from the logit of every token in it.",
+        tensors=("presence_penalty",),
+    ).field()
+    frequency_penalty: float = Parameter(
+        0.0,
+        Number(-2, 2),
+        "Over the output: taken from a token's logit for each time it occurs.",
+        tensors=("frequency_penalty",),
+    ).field()
+    logit_bias: Mapping[int, float] = Parameter({}, Biases(-100, 100), "Token id → number added to its logit.").field()
+    echo: bool = Parameter(
+        False,
+        Flag(),
+        "Put the prompt's text in front of the output's.",
+        "Token ids and log-probabilities stay the output's.",
+        device="always",
+        http={"completions": "echo"},
+    ).field()
+    skip_special_tokens: bool = Parameter(
+        True, Flag(), "Leave special tokens out of the text.", device="always"
+    ).field()
+    method: str = Parameter(
+        AUTO,
+        Choice(AUTO, tuple(METHODS)),
+        "How drafts are made.",
+        "`auto` is `ddtree`, or `draft-model` where the drafter is autoregressive.",
+        device="always",
+        metavar="",
+    ).field()
+    tree_budget: int | Literal["auto"] = Parameter(
+        "auto",
+        NodeCount(),
+        "Draft nodes per round; auto chooses every round.",
+        "It is a chain's length for the chain methods. `auto` chooses for `ddtree` and `draft-model` what makes most "
+        "tokens per second, single tokens where drafting does not pay; it is the whole block for `dflash` and "
+        "`dflash-sample`.",
+        device="always",
+        tensors=("num_draft_tokens",),
+        metavar="N|auto",
+    ).field()
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids"):
-            object.__setattr__(self, name, _as_tuple(name, getattr(self, name)))
-        for name, lowest, highest in _INTEGERS:
-            if not (getattr(self, name) is None and name in _OPTIONAL):
-                object.__setattr__(self, name, _integer(name, getattr(self, name), lowest, highest))
-        for name, low, high in _REALS:
-            object.__setattr__(self, name, _real(name, getattr(self, name), low, high))
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise UsageError(f"{name} must be true or false, not {shown(getattr(self, name))}")
+        for name, row in PARAMETERS.items():
+            value = getattr(self, name)
+            if value is not None or row.default is not None:
+                object.__setattr__(self, name, row.kind.check(name, value))
         if self.top_p == 0:
             raise UsageError("top_p must be above 0 and at most 1; for greedy decoding set temperature=0")
         if 0 < self.temperature < _COLDEST:
             raise UsageError(f"temperature must be 0, for greedy decoding, or from {_COLDEST} to 100")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise UsageError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
-        if not isinstance(self.method, str) or self.method not in ("auto", *METHODS):
-            raise UsageError(f"method must be auto or one of {', '.join(METHODS)}, not {shown(self.method)}")
-        self._check_budget()
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise UsageError(f"stop must hold strings that are not empty, not {shown(self.stop)}")
-        for text in self.stop:
-            check_text("stop", text)
-        self._check_token_ids()
-
-    def _check_budget(self) -> None:
-        budget = self.tree_budget
-        if not (isinstance(budget, str) and budget == "auto"):
-            if (number := as_integer(budget)) is None or number < 0:
-                raise UsageError(f'tree_budget must be "auto" or an integer at least 0, not {shown(budget)}')
-            object.__setattr__(self, "tree_budget", number)
-        if self.method == "ar" and self.tree_budget not in ("auto", 0):
-            raise UsageError(f"method 'ar' drafts nothing: tree_budget {shown(budget)} cannot be honoured")
-
-    def _check_token_ids(self) -> None:
-        tokens = tuple(as_integer(t) for t in self.stop_token_ids)
-        if any(t is None or t < 0 for t in tokens):
-            raise UsageError(f"stop_token_ids must hold token ids, not {shown(self.stop_token_ids)}")
-        object.__setattr__(self, "stop_token_ids", tokens)
-        if not isinstance(self.logit_bias, Mapping):
-            raise UsageError(f"logit_bias must map token ids to biases, not {shown(self.logit_bias)}")
-        biases: dict[int, float] = {}  # its own: the caller's may change
-        for key, bias in self.logit_bias.items():
-            token = as_integer(key)
-            if token is None or token < 0:
-                raise UsageError(f"logit_bias: {shown(key)} is not a token id")
-            biases[token] = _real(f"logit_bias[{shown(token)}]", bias, -100, 100)
-        object.__setattr__(self, "logit_bias", biases)
+        if self.method != AUTO and not METHODS[self.method].drafts and self.tree_budget not in ("auto", 0):
+            budget = shown(self.tree_budget)
+            raise UsageError(f"method {self.method!r} drafts nothing: tree_budget {budget} cannot be honoured")
 
     @property
     def wanted_tokens(self) -> int:
@@ -122,92 +247,12 @@ class SamplingParams:
         return cls(**values)
 
 
-_MOST = 2**31 - 1  # of counts: more than any engine holds, and what device kernels count in
-_INTEGERS: tuple[tuple[str, int, int], ...] = (
-    ("n", 1, 64),
-    ("max_tokens", 1, _MOST),
-    ("min_tokens", 0, _MOST),
-    ("top_k", 0, _MOST),
-    ("seed", 0, MAX_SEED),
-    ("logprobs", 0, MAX_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
-)
 _COLDEST = 1e-30  # logits are divided by it; those of one below are infinite, in the float32 of a device or everywhere
-_REALS: tuple[tuple[str, float, float], ...] = (
-    ("temperature", 0, 100),
-    ("top_p", 0, 1),
-    ("min_p", 0, 1),
-    # Logits are divided by it: a smaller one makes infinities of them in float32, and means nothing long before.
-    ("repetition_penalty", 0.01, 100),
-    ("presence_penalty", -2, 2),
-    ("frequency_penalty", -2, 2),
-)
-_FLAGS = ("include_stop_str_in_output", "ignore_eos", "echo", "skip_special_tokens")
-_OPTIONAL = {"max_tokens", "seed", "logprobs", "prompt_logprobs"}
 
-
-def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
-    """One value or several, or None for none of them, as a tuple."""
-    if value is None:
-        return ()
-    if isinstance(value, str | Integral):
-        return (value,)
-    if isinstance(value, Mapping | bytes | bytearray) or not isinstance(value, Iterable):
-        raise UsageError(f"{name} must be one value or a list of them, not {shown(value)}")
-    try:
-        return tuple(value)
-    except TypeError:  # a NumPy array of no dimensions says that it can be iterated over
-        raise UsageError(f"{name} must be one value or a list of them, not {shown(value)}") from None
-
-
-def as_integer(value: Any) -> int | None:
-    """An integer of any library as Python's; None for everything else, booleans included."""
-    return int(value) if not isinstance(value, bool) and isinstance(value, Integral) else None
-
-
-def _integer(name: str, value: Any, low: int, high: int) -> int:
-    number = as_integer(value)
-    if number is None:
-        bounds = f"at least {low}" if high == _MOST else f"from {low} to {high}"
-        raise UsageError(f"{name} must be an integer {bounds}, not {shown(value)}")
-    _check_range(name, number, low, high)
-    return number
-
-
-def _real(name: str, value: Any, low: float, high: float) -> float:
-    """A finite number of any library: integers as they are, all others as Python's float."""
-    integer = as_integer(value)
-    number = _as_float(value) if integer is None else integer
-    if number is None:
-        raise UsageError(f"{name} must be a number from {low} to {high}, not {shown(value)}")
-    _check_range(name, number, low, high)
-    return number
-
-
-def _as_float(value: Any) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:  # a fraction
-        return None
-    return number if math.isfinite(number) else None
-
-
-def _check_range(name: str, number: float, low: float, high: float) -> None:
-    if high == _MOST and not low <= number <= high:
-        bounds = f"at least {low}" if number < low else f"at most {high}"
-        raise UsageError(f"{name} must be {bounds}, not {shown(number)}")
-    if not low <= number <= high:
-        raise UsageError(f"{name} must be from {low} to {high}, not {shown(number)}")
-
-
-def check_text(name: str, text: str) -> None:
-    """Raise UsageError, naming `name`, where a text holds halves of surrogate pairs, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"{name} is not valid Unicode: character {error.start} is half of a surrogate pair") from error
+PARAMETERS: Mapping[str, Parameter] = {
+    field.name: dataclasses.replace(field.metadata["row"], name=field.name)
+    for field in dataclasses.fields(SamplingParams)
+}
 
 
 def check_device_rounds(mode: str) -> DeviceRoundsMode:

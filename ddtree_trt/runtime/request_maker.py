@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.decoding.budget import AutoBudgets, Budget, FixedBudget
-from ddtree_trt.runtime.decoding.latency import load_or_measure
 from ddtree_trt.runtime.decoding.loop import Watcher
-from ddtree_trt.runtime.decoding.methods import default_budget, longest_draft, resolve_method
-from ddtree_trt.runtime.decoding.routing import check_mode, why_host
+from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
+from ddtree_trt.runtime.decoding.routing import Route, choose_route
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput, Usage
-from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams, check_device_rounds
+from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.sequence import Sequence
-from ddtree_trt.runtime.stats import RequestMetrics, merge
+from ddtree_trt.runtime.stats import merge
 from ddtree_trt.runtime.text.codec import Prompt, TextCodec, TextStream
 
 
@@ -68,13 +66,12 @@ class RequestMaker:
     """Checks a call against the engine and makes its sequences."""
 
     def __init__(
-        self, directory: Path, engine: Engine, codec: TextCodec, *, device_rounds: DeviceRoundsMode = "auto"
+        self, engine: Engine, codec: TextCodec, budgets: AutoBudgets, *, device_rounds: DeviceRoundsMode = "auto"
     ) -> None:
-        """Raises UsageError where `device_rounds` is no mode, or one that this engine does not have."""
-        check_mode(check_device_rounds(device_rounds), engine)
+        """`budgets`: what automatic budgets of all requests share."""
+        self.device_rounds = device_rounds
         self._codec, self._engine, self._manifest = codec, engine, engine.manifest
-        self._device_rounds = device_rounds
-        self._auto = _auto_budgets(directory, engine)
+        self._budgets = budgets
         self._count = 0
 
     def make(
@@ -94,15 +91,16 @@ class RequestMaker:
                 "SamplingParams.from_mapping"
             )
         ids = self._codec.encode(prompt)
-        params = replace(params, method=resolve_method(params.method, self._manifest.drafter_kind))
+        params = replace(params, method=resolve_method(params.method, self._manifest.drafter_kind).name)
         self._check(ids, params)
-        why = why_host(device_rounds or self._device_rounds, self._engine, params, watched=on_round is not None)
+        mode = device_rounds or self.device_rounds
+        route = choose_route(mode, self._engine, params, watched=on_round is not None)
         self._count += 1
         text = prompt if isinstance(prompt, str) else None
         echo = ""
         if params.echo:
             echo = text or self._codec.decode(ids, skip_special_tokens=params.skip_special_tokens)
-        sequences = [self._sequence(i, ids, params, echo, why) for i in range(params.n)]
+        sequences = [self._sequence(i, ids, params, echo, route) for i in range(params.n)]
         for sequence in sequences:
             sequence.on_round = on_round
         return Request(request_id or f"req-{self._count}", text, ids, params, sequences)
@@ -140,7 +138,7 @@ class RequestMaker:
                 "lower it or rebuild with a larger --max-tree-budget"
             )
 
-    def _sequence(self, index: int, ids: list[int], params: SamplingParams, echo: str, why: str | None) -> Sequence:
+    def _sequence(self, index: int, ids: list[int], params: SamplingParams, echo: str, route: Route) -> Sequence:
         stream = TextStream(
             self._codec,
             params.stop,
@@ -156,7 +154,7 @@ class RequestMaker:
             sampler=Sampler(params, self._manifest.target_dims.vocab_size, ids, self._ends(params), index),
             stream=stream,
             budget=self._budget(params),
-            metrics=RequestMetrics(on_device=why is None, why_host=why),
+            route=route,
             echo=echo,
         )
 
@@ -170,17 +168,10 @@ class RequestMaker:
     def _budget(self, params: SamplingParams) -> Budget:
         if params.tree_budget != "auto":
             return FixedBudget(params.tree_budget)
-        fixed = default_budget(params.method, self._manifest.drafter_dims)
+        method = METHODS[params.method]
+        fixed = method.default_budget(self._manifest.drafting)
         if fixed is not None:
             return FixedBudget(fixed)
-        # What was drafted has a part in what a chain's rounds draw: with a seed they must not depend on other requests.
-        repeatable = params.method == "draft-model" and params.stochastic and params.seed is not None
-        return self._auto.for_sequence(alone=repeatable)
-
-
-def _auto_budgets(directory: Path, engine: Engine) -> AutoBudgets:
-    """What automatic budgets need. Measures the machine if the engine has not yet."""
-    manifest, profile = engine.manifest, load_or_measure(directory, engine)
-    most, chains = manifest.limits.max_tree_budget, manifest.drafter_kind != "dflash"
-    depth = min(most, longest_draft(manifest.drafter_dims))
-    return AutoBudgets(profile, depth if chains else most, depth, buckets=engine.buckets, chains=chains)
+        # Where what was drafted has a part in what is drawn, a seed must not let it depend on other requests.
+        repeatable = method.draws and params.stochastic and params.seed is not None
+        return self._budgets.for_sequence(alone=repeatable)

@@ -26,6 +26,7 @@ class _Slot:
     tokens: list[int] = field(default_factory=list)  # what the cache holds, once free
     user: Sequence | None = None
     last_used: int = 0
+    kept: bool = True  # whether the cache may serve a later prompt once the user has finished
 
 
 class Scheduler:
@@ -38,7 +39,7 @@ class Scheduler:
         self.prefilling: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self._slots = [_Slot() for _ in range(engine.manifest.limits.max_batch)]
-        self._clock = StageClock(engine.settle if profile else None)
+        self.clock = StageClock(engine.settle if profile else None)
         self._steps = 0
 
     @property
@@ -61,6 +62,16 @@ class Scheduler:
         sequence.abort()
         self._sweep()
 
+    def reset_prefix_cache(self) -> None:
+        """Forget every cache: no sequence that is admitted from now on starts behind tokens of one admitted before.
+        Those under way go on undisturbed; what they hold is forgotten when they end."""
+        for index, slot in enumerate(self._slots):
+            if slot.user is None:
+                self.engine.truncate(index, 0)
+                self._slots[index] = _Slot()
+            else:
+                slot.kept = False
+
     def step(self) -> list[Sequence]:
         """Do one step; returns the sequences that moved on. An engine failure ends those it was working on."""
         self._steps += 1
@@ -70,7 +81,7 @@ class Scheduler:
             moved += self._guard([self.prefilling[0]], self._prefill_chunk)
         for on_device in (True, False):
             # The prefill may have ended one.
-            running = [s for s in self.running if s.on_device is on_device and not s.finished]
+            running = [s for s in self.running if s.route.on_device is on_device and not s.finished]
             if running:
                 moved += self._guard(running, self._round)
         self._sweep()
@@ -89,7 +100,7 @@ class Scheduler:
             if not isinstance(error, Exception):
                 self._sweep()
                 raise
-        seconds = self._clock.take()
+        seconds = self.clock.take()
         for s in sequences:
             for stage, spent in seconds.items():
                 s.metrics.stage_s[stage] += spent
@@ -99,9 +110,8 @@ class Scheduler:
         while self.waiting and self.free_slots:
             sequence = self.waiting.popleft()
             index, cached = self._best_slot(sequence)
-            slot = self._slots[index]
             self.engine.truncate(index, cached)
-            slot.user, slot.tokens, slot.last_used = sequence, [], self._steps
+            self._slots[index] = _Slot(user=sequence, last_used=self._steps)
             sequence.slot = index
             sequence.metrics.cached_tokens = cached
             if sequence.params.prompt_logprobs is not None:
@@ -135,7 +145,7 @@ class Scheduler:
         chunk = s.prompt[start : start + self.engine.manifest.limits.prefill_chunk]
         last = start + len(chunk) == len(s.prompt)
         rows: LogitRows = "all" if s.params.prompt_logprobs is not None else "last" if last else "none"
-        with self._clock("prefill"):
+        with self.clock("prefill"):
             verdict = self.engine.prefill(s.slot, np.array(chunk, np.int64), rows=rows, taps=s.drafts)
             if s.params.prompt_logprobs is not None:
                 following = s.prompt[start + 1 : start + 1 + len(chunk)]
@@ -148,7 +158,7 @@ class Scheduler:
                 s.append(s.sampler.pick(int(verdict.choices[-1]), logits), logits)
 
     def _round(self, sequences: list[Sequence]) -> None:
-        decode_round(self.engine, sequences, self._clock)
+        decode_round(self.engine, sequences, self.clock)
 
     def _sweep(self) -> None:
         """Take finished sequences out of every queue and free their slots, which keep what they hold."""
@@ -158,8 +168,8 @@ class Scheduler:
         for index, slot in enumerate(self._slots):
             if slot.user is not None and slot.user.finished:
                 # A stop string may have taken back tokens that are in the cache: what is not listed is not found.
-                slot.tokens = (slot.user.prompt + slot.user.output)[: self.engine.length(index)]
-                slot.user, slot.last_used = None, self._steps
+                said = slot.user.prompt + slot.user.output if slot.kept else []
+                self._slots[index] = _Slot(said[: self.engine.length(index)], last_used=self._steps)
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:

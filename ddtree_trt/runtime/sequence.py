@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddtree_trt.runtime.decoding.budget import Budget
+from ddtree_trt.runtime.decoding.methods import METHODS, Method
+from ddtree_trt.runtime.decoding.routing import Route
 from ddtree_trt.runtime.decoding.sampling import Row, Sampler, TokenLogprob, logprob
 from ddtree_trt.runtime.outputs import CompletionOutput
 from ddtree_trt.runtime.params import SamplingParams
@@ -27,6 +29,7 @@ class Sequence:
     sampler: Sampler
     stream: TextStream
     budget: Budget
+    route: Route  # chosen once for the whole request; the metrics copy it
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     slot: int | None = None
     output: list[int] = field(default_factory=list)
@@ -36,8 +39,9 @@ class Sequence:
     stop_reason: int | str | None = None
     error: Exception | None = None
     bonus_token: int = -1  # the latest token chosen, not yet in the cache
-    on_round: Callable[[Any], None] | None = None  # called with a decode.Round after each round
+    on_round: Callable[[Any], None] | None = None  # called with a loop.Round after each round
     echo: str = ""  # put in front of the text
+    method: Method = field(init=False)  # what params.method names
     max_tokens: int = field(init=False)  # of output: what was asked for, as far as it fits
     _shown_tokens: int = 0
     _shown_chars: int = 0
@@ -45,13 +49,10 @@ class Sequence:
     _shown_any: bool = False
 
     def __post_init__(self) -> None:
+        self.method = METHODS[self.params.method]
         self.metrics.prompt_tokens = len(self.prompt)
+        self.metrics.on_device, self.metrics.why_host = self.route.on_device, self.route.host_reason
         self.max_tokens = min(self.params.wanted_tokens, self.capacity - len(self.prompt))
-
-    @property
-    def on_device(self) -> bool:
-        """Whether its rounds stay on the device."""
-        return self.metrics.on_device
 
     @property
     def finished(self) -> bool:
@@ -60,7 +61,7 @@ class Sequence:
     @property
     def drafts(self) -> bool:
         """Whether this sequence will ever ask the drafter for anything."""
-        return self.params.method != "ar" and self.params.tree_budget != 0
+        return self.method.drafts and self.params.tree_budget != 0
 
     @property
     def left(self) -> int:

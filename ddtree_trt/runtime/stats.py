@@ -1,4 +1,4 @@
-"""Counting and timing: stage times, acceptance, and what they say about a request."""
+"""Stage times, and the figures of one request."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class StageClock:
     """Seconds spent in each stage since the last `take`. Stages follow one another, none within another."""
 
     def __init__(self, settle: Callable[[], None] | None = None) -> None:
-        """`settle` is the engine's, for exact times: its stages then wait for what they started. Without it, what one
-        leaves on a device counts for the next that waits."""
+        """`settle`: waits until the engine's device is idle; called at the end of each of the engine's stages, it makes
+        their times exact. Without it, work that a stage leaves on the device counts for the next stage that waits."""
         self._settle = settle
         self.seconds = dict.fromkeys(STAGES, 0.0)
         self._stage, self._start = "", 0.0
@@ -37,6 +37,7 @@ class StageClock:
             self.seconds[self._stage] += time.perf_counter() - self._start
 
     def take(self) -> dict[str, float]:
+        """The seconds of each stage since the last call."""
         taken, self.seconds = self.seconds, dict.fromkeys(STAGES, 0.0)
         return taken
 
@@ -56,7 +57,7 @@ class RequestMetrics:
     budgets: list[int] = field(default_factory=list)  # draft nodes verified per round
     stage_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     on_device: bool = False  # whether rounds stay on the device
-    why_host: str | None = None  # why they do not
+    why_host: str | None = None  # the reason where they do not
 
     def add_round(self, tokens: int, nodes: int) -> None:
         """Count a round that committed `tokens` and verified `nodes` draft nodes."""
@@ -102,6 +103,11 @@ class RequestMetrics:
     @property
     def time_to_first_token_s(self) -> float | None:
         return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+
+    @property
+    def latency_s(self) -> float | None:
+        """From the request's arrival to its last token."""
+        return None if self.last_token_s is None else self.last_token_s - self.arrival_s
 
     @property
     def time_per_output_token_s(self) -> float | None:

@@ -1,4 +1,4 @@
-"""The application: routes, errors, and the engine's life."""
+"""The ASGI application: routes, errors, and the engine that lives as long as it does."""
 
 from __future__ import annotations
 
@@ -87,6 +87,6 @@ def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions) -> Gate:
 
 
 def _takes(model: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI's description of a body that the endpoint reads by itself."""
+    """OpenAPI's description of a body, which FastAPI does not know because the endpoint parses it."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

@@ -2,7 +2,7 @@
 
 JSON makes large things of small ones: a few megabytes are a million objects, which take a second to make and longer to
 complain about. So what the text will become is counted before it is parsed, and checking ends at the first thing that
-is wrong. A large body is read beside the event loop.
+is wrong. A large body is read in another thread than the event loop's.
 """
 
 from __future__ import annotations
@@ -60,8 +60,10 @@ def parse(body: bytes, model: type[Model]) -> Model:
 
 
 def _check_structure(body: bytes) -> None:
-    """Refuse a body that would become too many objects. Texts are told from the rest by their quotes; a body in which
-    that goes wrong is no JSON from there on, and what was counted before is right."""
+    """Raise ApiError for a body that would become too many objects.
+
+    Quotes separate texts from the rest. In a body that is no JSON the counts are right up to its first error.
+    """
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     _check_count("texts and keys", bare.count(b'"') // 2, MAX_STRINGS)
     outside = b"".join(bare.split(b'"')[::2])

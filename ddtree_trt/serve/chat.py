@@ -34,19 +34,16 @@ from ddtree_trt.serve.tokens import TokenTexts, json_logprob
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
     service.check_model(body.model)
     with_usage = check_stream_options(body)
-    limit, max_tokens = _limit(body)
-    if body.top_logprobs is not None and not body.logprobs:
+    given = body.sampling()
+    names = {"logprobs": "top_logprobs", "max_tokens": _limit(body, given)}
+    if "logprobs" in given and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+    if body.logprobs:
+        given.setdefault("logprobs", 0)
     # "developer" is OpenAI's newer name of the role that chat templates call "system".
     messages = [{"role": "system" if m.role == "developer" else m.role, "content": m.content} for m in body.messages]
     ids = await service.encode_chat(messages, "messages")
-    params = service.params(
-        body,
-        service.max_seq_len - len(ids),
-        max_tokens,
-        {"max_tokens": limit, "logprobs": "top_logprobs"},
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-    )
+    params = service.params(given, service.max_seq_len - len(ids), names)
     request_id = new_id("chatcmpl")
     submission = service.submit(request, ids, params, request_id, "messages")
     head: dict[str, Any] = {"id": request_id, "created": int(time.time()), "model": service.model_name}
@@ -63,14 +60,16 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     return json_response(completion)
 
 
-def _limit(body: ChatRequest) -> tuple[str, int | None]:
-    """The token limit with the name it came under."""
-    if body.max_completion_tokens is None:
-        return "max_tokens", body.max_tokens
-    if body.max_tokens not in (None, body.max_completion_tokens):
-        both = f"max_tokens {shown(body.max_tokens)} and max_completion_tokens {shown(body.max_completion_tokens)}"
+def _limit(body: ChatRequest, given: dict[str, Any]) -> str:
+    """Put the token limit among what was given; returns the name it came under."""
+    newer, older = body.max_completion_tokens, given.get("max_tokens")
+    if newer is None:
+        return "max_tokens"
+    if older not in (None, newer):
+        both = f"max_tokens {shown(older)} and max_completion_tokens {shown(newer)}"
         raise ApiError(400, f"{both} differ; give one", param="max_tokens", code="invalid_value")
-    return "max_completion_tokens", body.max_completion_tokens
+    given["max_tokens"] = newer
+    return "max_completion_tokens"
 
 
 def _choice(texts: TokenTexts, output: CompletionOutput) -> ChatChoice:
@@ -86,7 +85,8 @@ class _Chunks:
     """Parts of a stream as chunks; each choice's first chunk names the role."""
 
     def __init__(self, texts: TokenTexts, head: dict[str, Any]) -> None:
-        self._texts, self._head = texts, head
+        self._texts = texts
+        self._head = head
         self._begun: set[int] = set()
 
     def __call__(self, place: int, part: RequestOutput, output: CompletionOutput) -> list[Answer]:

@@ -25,18 +25,20 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
     service.check_model(body.model)
     with_usage = check_stream_options(body)
-    _check_total(service, len(body.prompt) * max(body.n or 1, 1))
+    given = body.sampling()
+    _check_total(service, len(body.prompt) * max(given.get("n", 1), 1))
     prompts = [await service.encode(p, "prompt") for p in body.prompt]
-    others = {"echo": bool(body.echo), "logprobs": body.logprobs}
-    others |= {"prompt_logprobs": body.logprobs if body.echo else None}
-    params = cache(lambda room: service.params(body, room, _max_tokens(body, room), {}, **others))
+    echo = given.get("echo", False)
+    if echo:
+        given["prompt_logprobs"] = given.get("logprobs")
+    params = cache(lambda room: service.params({"max_tokens": min(DEFAULT_MAX_TOKENS, room), **given}, room, {}))
     calls = [(ids, params(service.max_seq_len - len(ids))) for ids in prompts]
     request_id = new_id("cmpl")
     # No await between the first and the last: the queue takes all of them or, on QueueFull, none for long.
     submissions = [service.submit(request, ids, p, f"{request_id}-{i}", "prompt") for i, (ids, p) in enumerate(calls)]
     head: dict[str, Any] = {"id": request_id, "created": int(time.time()), "model": service.model_name}
     n, skip = calls[0][1].n, calls[0][1].skip_special_tokens
-    choices = _Choices(service.texts, n, echo=bool(body.echo), skip_special_tokens=skip)
+    choices = _Choices(service.texts, n, echo=echo, skip_special_tokens=skip)
     if body.stream:
 
         def chunks(place: int, part: RequestOutput, output: CompletionOutput) -> list[Answer]:
@@ -58,10 +60,6 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     return json_response(completion)
 
 
-def _max_tokens(body: CompletionRequest, room: int) -> int:
-    return min(DEFAULT_MAX_TOKENS, room) if body.max_tokens is None else body.max_tokens
-
-
 def _check_total(service: Service, sequences: int) -> None:
     llm = service.llm
     if llm.max_waiting is not None and sequences > llm.slots + llm.max_waiting:
@@ -75,7 +73,10 @@ class _Choices:
     """Outputs as choices, numbered prompt by prompt; keeps each choice's place in its text from part to part."""
 
     def __init__(self, texts: TokenTexts, n: int, *, echo: bool, skip_special_tokens: bool) -> None:
-        self._texts, self._n, self._echo, self._skip = texts, n, echo, skip_special_tokens
+        self._texts = texts
+        self._n = n
+        self._echo = echo
+        self._skip = skip_special_tokens
         self._offsets: dict[int, TextOffsets] = {}
 
     def choice(self, place: int, part: RequestOutput, output: CompletionOutput) -> CompletionChoice:

@@ -45,7 +45,11 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.kind, self.param, self.code = status, message, kind, param, code
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
@@ -84,7 +88,7 @@ def timed_out(seconds: float) -> ApiError:
 
 
 def as_api_error(error: Exception, retry_after_s: int = 1) -> ApiError:
-    """The answer to whatever ended a request. What nobody foresaw is logged and answered 500 without its details."""
+    """The answer to the exception that ended a request; an unexpected one is logged, and answered without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):

@@ -1,5 +1,4 @@
-"""The gate in front of the API: who may come in, how much may be sent, how long an answer may take, and what happens
-when the client goes away.
+"""The gate in front of the API: keys, limits on sizes, numbers and times, and clients that go away.
 
 An ASGI middleware rather than a framework's hooks, because it must see the connection while the answer is being made:
 a client that disconnects ends its request at once, streaming or not.
@@ -19,8 +18,8 @@ from ddtree_trt.serve.errors import CLOSE, ApiError, error_event, overloaded, sh
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.options import ServeOptions
 
-OPEN = ("/health", "/metrics")  # to whoever watches the server, and whatever else is going on
-_LAST_WORD_S = 1.0  # for telling a client that its request was ended; a stalled one does not hear it
+OPEN = ("/health", "/metrics")  # always answered, without a key: for whoever watches the server
+_LAST_WORD_S = 1.0  # to send the error that ended a request; a client that reads nothing does not get it
 _LINGER_BYTES = 32 << 20  # of a refused body still read, so that a client that is sending it sees the answer
 
 
@@ -28,7 +27,9 @@ class Gate:
     """Counts and bounds the requests under way."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
-        self._app, self._options, self._metrics = app, options, metrics
+        self._app = app
+        self._options = options
+        self._metrics = metrics
         self._key = None if options.api_key is None else f"Bearer {options.api_key}".encode()
         self._exchanges: set[_Exchange] = set()
         self._idle = asyncio.Event()
@@ -42,7 +43,7 @@ class Gate:
         refusal = self._refusal(scope)
         answer = _Answer(send, self._metrics)
         if refusal is not None:
-            if b"expect" not in dict(scope["headers"]):  # who asks before sending has sent nothing
+            if b"expect" not in dict(scope["headers"]):  # with it, the client waits for permission and has sent nothing
                 await _discard_body(receive)
             await refusal.response()(scope, receive, answer.send)
             return
@@ -57,6 +58,7 @@ class Gate:
                 self._idle.set()
 
     def _refusal(self, scope: Scope) -> ApiError | None:
+        """Why a request is not let in; None when it is."""
         headers = dict(scope["headers"])
         if self._key is not None and not hmac.compare_digest(headers.get(b"authorization", b""), self._key):
             message = "missing or wrong API key; send it as: Authorization: Bearer KEY"
@@ -78,16 +80,17 @@ class Gate:
         await self._idle.wait()
 
     def end_all(self) -> None:
-        """End what is under way, telling each client."""
+        """End the requests under way, each with an error for its client."""
         for exchange in list(self._exchanges):
             exchange.end(shutting_down())
 
 
 class _Answer:
-    """Watches what has been sent."""
+    """Passes an answer on, and keeps how far it has come."""
 
     def __init__(self, send: Send, metrics: Metrics) -> None:
-        self._send, self._metrics = send, metrics
+        self._send = send
+        self._metrics = metrics
         self.started = self.complete = self.streams = False
 
     async def send(self, message: Message) -> None:
@@ -102,22 +105,27 @@ class _Answer:
 
 
 class _Exchange:
-    """One request with its answer. It ends when the answer is complete, the client is gone, or it is told to end;
-    whatever the endpoint hung on `scope["state"]["cleanup"]` is closed then."""
+    """One request with its answer. It ends when the answer is complete, the client is gone, or `end` is called; then
+    what the endpoint put into the exit stack `scope["state"]["cleanup"]` is closed."""
 
     def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, answer: _Answer, options: ServeOptions) -> None:
-        self._app, self._scope, self._receive, self._answer = app, scope, receive, answer
+        self._app = app
+        self._scope = scope
+        self._receive = receive
+        self._answer = answer
         self._options = options
         loop = asyncio.get_running_loop()
         self._body: asyncio.Future[bytes] = loop.create_future()
-        self._told: asyncio.Future[ApiError] = loop.create_future()
+        self._ended: asyncio.Future[ApiError] = loop.create_future()
         self._replayed = False
 
     def end(self, reason: ApiError) -> None:
-        if not self._told.done():
-            self._told.set_result(reason)
+        """End the exchange, with this error for the client. Only the first reason counts."""
+        if not self._ended.done():
+            self._ended.set_result(reason)
 
     async def run(self) -> None:
+        """Answer the request. Raises what the application raised, unless the answer was complete."""
         limit = self._options.request_timeout_s
         timer = asyncio.get_running_loop().call_later(limit, self.end, timed_out(limit)) if limit else None
         with ExitStack() as cleanup:
@@ -126,7 +134,7 @@ class _Exchange:
             scope = {**self._scope, "state": {**self._scope.get("state", {}), "cleanup": cleanup}}
             work = asyncio.ensure_future(self._app(scope, self._replay, self._answer.send))
             client = asyncio.ensure_future(self._read())
-            ends: set[asyncio.Future[Any]] = {work, client, self._told}
+            ends: set[asyncio.Future[Any]] = {work, client, self._ended}
             try:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -134,10 +142,10 @@ class _Exchange:
                     task.cancel()
                 await asyncio.wait({work, client})
         error = next((t.exception() for t in (work, client) if not t.cancelled() and t.exception()), None)
-        if self._told.done():
-            await self._tell(self._told.result())
+        if self._ended.done():
+            await self._send_reason(self._ended.result())
         elif error is not None and not self._answer.complete:
-            raise error  # the server closes the connection; an answer that is complete has told the client already
+            raise error  # the server then closes the connection, which a complete answer does not need
 
     async def _read(self) -> None:
         """Collect the body, then wait until the client is gone."""
@@ -156,19 +164,19 @@ class _Exchange:
                 self._body.set_result(bytes(body))
 
     async def _replay(self) -> Message:
-        """The whole body at once; then nothing, since watching the connection is the gate's."""
+        """The whole body as one message. A second call never returns: the gate watches the connection."""
         if self._replayed:
             await asyncio.get_running_loop().create_future()
         self._replayed = True
         return {"type": "http.request", "body": await self._body, "more_body": False}
 
-    async def _tell(self, reason: ApiError) -> None:
-        """Say why the answer ends here: as the answer itself, or as a stream's last event. A client that does not
-        read hears nothing: its connection is closed for the answer being incomplete."""
+    async def _send_reason(self, reason: ApiError) -> None:
+        """Send the error, as the answer or as a stream's last event. It is dropped where the client does not read; the
+        server closes the connection of an incomplete answer."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._say(reason), _LAST_WORD_S)
+            await asyncio.wait_for(self._send_error(reason), _LAST_WORD_S)
 
-    async def _say(self, reason: ApiError) -> None:
+    async def _send_error(self, reason: ApiError) -> None:
         if not self._answer.started:
             await reason.response()(self._scope, self._receive, self._answer.send)
         elif self._answer.streams and not self._answer.complete:

@@ -6,83 +6,73 @@ Counted where requests end, on the engine's worker thread, so that cancelled and
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
 
-from ddtree_trt.artifact.manifest import DrafterDims, Manifest
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.runtime import figures
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.request_maker import Request
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _SECONDS_PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
-_LONGEST_CHAIN = 16  # acceptance-length buckets where the drafter has no block size
+_LONGEST_CHAIN = 16  # tokens of a round where the drafter has no block size
 _RETRY_MEMORY = 0.9  # weight of the past in the mean duration behind Retry-After
 
 
 class Metrics:
-    """The server's registry. `finished` is called on the worker thread, everything else on the event loop."""
+    """The server's registry: the table of figures, and what the server counts itself.
+
+    `finished` is called on the worker thread, everything else on the event loop.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        dims = manifest.drafter_dims
-        longest = dims.block_size if isinstance(dims, DrafterDims) else _LONGEST_CHAIN
-
-        def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"ddtree_{name}", text, labels, registry=self.registry)
-
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"ddtree_{name}", text, buckets=buckets, registry=self.registry)
-
-        self._finished = counter("requests_finished", "Sequences that ended, by reason.", "finish_reason")
-        self._refused = counter("requests_refused", "HTTP requests answered with an error, by status.", "status")
-        self._prompt = counter("prompt_tokens", "Prompt tokens of ended requests.")
-        self._cached = counter("prompt_tokens_cached", "Of these, found in a slot's cache.")
-        self._output = counter("generation_tokens", "Tokens generated.")
-        self._rounds = counter("rounds", "Decode rounds.")
-        self._device_rounds = counter("rounds_on_device", "Of these, without the host.")
-        self._drafted = counter("draft_tokens", "Draft tokens verified.")
-        self._accepted = counter("draft_tokens_accepted", "Draft tokens that became output.")
-        self._ttft = histogram("time_to_first_token_seconds", "From submission to the first token.", _SECONDS)
-        self._tpot = histogram("time_per_output_token_seconds", "Mean, after the first token.", _SECONDS_PER_TOKEN)
-        self._e2e = histogram("e2e_request_latency_seconds", "From submission to the last token.", _SECONDS)
-        buckets = tuple(float(n) for n in range(1, longest + 1))
-        self._acceptance = histogram("acceptance_length", "Tokens committed per round.", buckets)
+        longest = manifest.drafting.block_size or _LONGEST_CHAIN
+        buckets: dict[figures.Unit, Sequence[float]] = {
+            "seconds": _SECONDS,
+            "seconds per token": _SECONDS_PER_TOKEN,
+            "tokens": range(1, longest + 1),
+        }
+        self._finished = self._counter("requests_finished", "Sequences that ended, by reason.", "finish_reason")
+        self._refused = self._counter("requests_refused", "HTTP requests answered with an error, by status.", "status")
+        self._counters = [(row, self._counter(row.name, row.http)) for row in figures.COUNTERS if row.http]
+        self._histograms = [
+            (row, Histogram(row.published, row.http, buckets=buckets[row.unit], registry=self.registry))
+            for row in figures.HISTOGRAMS
+            if row.http
+        ]
         self._mean_s = 0.0
 
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"ddtree_{name}", text, labels, registry=self.registry)
+
     def watch(self, llm: AsyncLLM) -> None:
-        """Show what the engine is doing at the moment of a scrape."""
-        for name, text, read in (
-            ("requests_running", "Sequences that hold a slot.", lambda: llm.running),
-            ("requests_waiting", "Sequences that wait for a slot.", lambda: llm.waiting),
-            ("slots", "Sequences that can run at a time.", lambda: llm.slots),
-        ):
-            Gauge(f"ddtree_{name}", text, registry=self.registry).set_function(read)
+        """Publish the gauges of an engine, read at each scrape."""
+        for row in figures.GAUGES:
+            if row.http:
+                Gauge(row.published, row.http, registry=self.registry).set_function(partial(row.read, llm))
 
     def finished(self, request: Request) -> None:
         """Count a request that ended, in whatever way."""
-        self._prompt.inc(len(request.prompt_ids))
-        for s in request.sequences:
-            m = s.metrics
-            self._finished.labels("error" if s.error is not None else s.finish_reason).inc()
-            self._cached.inc(m.cached_tokens)
-            self._output.inc(m.output_tokens)
-            self._rounds.inc(m.rounds)
-            self._device_rounds.inc(m.rounds if m.on_device else 0)
-            self._drafted.inc(m.drafted_tokens)
-            self._accepted.inc(m.accepted_tokens)
-            for length in m.acceptance_lengths:
-                self._acceptance.observe(length)
-            if m.time_to_first_token_s is not None and m.last_token_s is not None:
-                total = m.last_token_s - m.arrival_s
-                self._ttft.observe(m.time_to_first_token_s)
-                self._e2e.observe(total)
+        for place, sequence in enumerate(request.sequences):
+            metrics = sequence.metrics
+            self._finished.labels("error" if sequence.error is not None else sequence.finish_reason).inc()
+            for row, counter in self._counters:
+                if place == 0 or not row.of_prompt:
+                    counter.inc(row.read(metrics))
+            for histogram_row, histogram in self._histograms:
+                for value in histogram_row.read(metrics):
+                    histogram.observe(value)
+            if (total := metrics.latency_s) is not None:
                 self._mean_s = total if not self._mean_s else _RETRY_MEMORY * self._mean_s + (1 - _RETRY_MEMORY) * total
-            if m.time_per_output_token_s is not None:
-                self._tpot.observe(m.time_per_output_token_s)
 
     def refused(self, status: int) -> None:
+        """Count a request that was answered with an error."""
         self._refused.labels(str(status)).inc()
 
     @property

@@ -1,4 +1,4 @@
-"""What the server can be told. Imports nothing heavy: the command line reads its defaults here."""
+"""Options of the server, with their defaults and ranges. Light to import: the command line reads the defaults."""
 
 from __future__ import annotations
 

@@ -1,21 +1,32 @@
-"""What clients may send. Everything a model here does not name is refused by name, never dropped.
+"""The bodies that clients may send. A name that a model here does not have is refused, never dropped.
 
-Types are checked strictly ("5" is not 5); ranges are checked by `SamplingParams`, their only home. `null` means "not
-given" everywhere.
+Their sampling parameters are rows of the table in `runtime/params.py`. Types are checked strictly ("5" is not 5);
+ranges are checked by `SamplingParams`, their only home. `null` means "not given" everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
 from ddtree_trt.errors import UsageError, shown
-from ddtree_trt.runtime.params import check_text
+from ddtree_trt.runtime.params import PARAMETERS, Endpoint
+from ddtree_trt.runtime.values import (
+    Biases,
+    Choice,
+    Flag,
+    Integer,
+    Kind,
+    NodeCount,
+    Number,
+    Texts,
+    TokenIds,
+    check_text,
+)
 
-# Every stop string is compared with the text at every token of every request.
 MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 16, 256, 64
 MAX_BIASES, MAX_METADATA, MAX_PROMPTS = 300, 16, 2048
 
@@ -148,42 +159,14 @@ class StreamOptions(_Strict):
 
 
 class _GenerationRequest(_Strict):
-    """What both endpoints take."""
+    """What both endpoints take beside sampling parameters."""
 
     unsupported = UNSUPPORTED
+    endpoint: ClassVar[Endpoint]
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-
-    max_tokens: int | None = None
-    n: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_token_keys)] = None
-    seed: int | None = None
-    stop: Annotated[
-        list[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS), BeforeValidator(_text)]] | None,
-        Field(max_length=MAX_STOPS, fail_fast=True),
-        BeforeValidator(_one_or_more),
-    ] = None
-
-    # Beyond OpenAI's API, under vLLM's names.
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = None
-    ignore_eos: bool | None = None
-    stop_token_ids: Annotated[
-        list[int] | None, Field(max_length=MAX_STOP_TOKENS, fail_fast=True), BeforeValidator(_one_or_more)
-    ] = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    # Ours.
-    method: str | None = None
-    tree_budget: Annotated[Any, BeforeValidator(_budget)] = None
 
     # A client's own bookkeeping; it changes no answer and is ignored.
     user: str | None = None
@@ -191,6 +174,40 @@ class _GenerationRequest(_Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """The sampling parameters that were given, under the names of `SamplingParams`."""
+        fields = {name: row.http_name(self.endpoint) for name, row in PARAMETERS.items()}
+        given = {name: getattr(self, field) for name, field in fields.items() if field is not None}
+        return {name: value for name, value in given.items() if value is not None}
+
+
+# What bodies hold for each kind of sampling parameter. Lists are bounded here: every stop string is compared with the
+# text at every token of every request.
+_TYPES: dict[type[Kind], Any] = {
+    Integer: int | None,
+    Number: float | None,
+    Flag: bool | None,
+    Choice: str | None,
+    NodeCount: Annotated[Any, BeforeValidator(_budget)],
+    Biases: Annotated[dict[int, float] | None, BeforeValidator(_token_keys)],
+    Texts: Annotated[
+        list[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS), BeforeValidator(_text)]] | None,
+        Field(max_length=MAX_STOPS, fail_fast=True),
+        BeforeValidator(_one_or_more),
+    ],
+    TokenIds: Annotated[
+        list[int] | None, Field(max_length=MAX_STOP_TOKENS, fail_fast=True), BeforeValidator(_one_or_more)
+    ],
+}
+_Body = TypeVar("_Body", bound=_GenerationRequest)
+
+
+def _with_sampling(body: type[_Body]) -> type[_Body]:
+    """The model with a field for each sampling parameter that its endpoint takes."""
+    named = [(row.http_name(body.endpoint), _TYPES[type(row.kind)]) for row in PARAMETERS.values()]
+    fields: dict[str, Any] = {name: (kind, None) for name, kind in named if name is not None}
+    return create_model(body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields)
 
 
 class Message(_Strict):
@@ -203,19 +220,20 @@ class Message(_Strict):
     content: Annotated[str, BeforeValidator(_content)]
 
 
+@_with_sampling
 class ChatRequest(_GenerationRequest):
     """POST /v1/chat/completions."""
 
+    endpoint = "chat"
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
     response_format: Annotated[dict[str, Any] | None, BeforeValidator(_plain_text_only)] = None
 
 
+@_with_sampling
 class CompletionRequest(_GenerationRequest):
     """POST /v1/completions."""
 
+    endpoint = "completions"
     prompt: Annotated[list[str | list[int]], Field(min_length=1, fail_fast=True), BeforeValidator(_prompts)]
-    echo: bool | None = None
-    logprobs: int | None = None

@@ -1,4 +1,4 @@
-"""What the server answers: OpenAI's shapes, with this server's figures in a `metrics` field of their own."""
+"""Bodies of the server's answers: OpenAI's shapes, with this server's figures in a `metrics` field of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The server process: its socket, its signals, its end."""
+"""The server process: socket, signals, drain and exit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddtree_trt.serve.options import ServeOptions
 
 _BACKLOG = 2048
 _SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: it would grow to megabytes for a reader that is slow
-_LAST_WORDS_S = 3.0  # for answers to be sent after everything was told to end
+_LAST_WORDS_S = 3.0  # for errors to be sent after every request was ended
 _FLUSH_S = 5  # for connections to take what was written
 
 
@@ -42,7 +42,7 @@ def serve_engine(engine_dir: Path, options: ServeOptions) -> None:
 def make_server(engine_dir: Path, options: ServeOptions, listener: socket.socket) -> Server:
     """Load the engine and put a server in front of it. Raises ArtifactError when the directory cannot be used."""
     metrics = Metrics(load_manifest(engine_dir))
-    chat_template.start_for(engine_dir)  # beside the loading of the engine
+    chat_template.start_for(engine_dir)  # at the same time as the engine is loaded
     llm = AsyncLLM(
         engine_dir,
         threads=options.threads,
@@ -97,7 +97,9 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, llm: AsyncLLM, gate: Gate, drain_timeout_s: float, ready: str) -> None:
         super().__init__(config)
         self.llm = llm
-        self._gate, self._drain_timeout_s, self._ready = gate, drain_timeout_s, ready
+        self._gate = gate
+        self._drain_timeout_s = drain_timeout_s
+        self._ready = ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._hurry = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
@@ -112,8 +114,8 @@ class Server(uvicorn.Server):
         self.drain()
 
     def drain(self) -> None:
-        """Begin to end, or hurry if that has begun. From any thread, and between any two bytecodes of this one:
-        nothing is done here but to wake the loop."""
+        """Begin to drain, or end at once if that has begun. Any thread may call it, a signal handler too, so it only
+        wakes the loop."""
         if self._loop is None:
             self.should_exit = True
         elif not self._loop.is_closed():
@@ -134,6 +136,7 @@ class Server(uvicorn.Server):
 
 
 async def _first_of(*waits: Any, timeout: float) -> None:
+    """Wait for the first of several, at most `timeout` seconds, and cancel the others."""
     tasks = [asyncio.ensure_future(w) for w in waits]
     await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:

@@ -1,4 +1,4 @@
-"""What both endpoints share: from a request's fields to a running submission, and from outputs to figures."""
+"""What both endpoints share: encoding prompts, making parameters, submitting requests, and the figures of answers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -24,12 +24,6 @@ from ddtree_trt.serve.protocol import ChatRequest, CompletionRequest
 from ddtree_trt.serve.responses import AcceptanceMetrics, PromptTokensDetails, UsageInfo
 from ddtree_trt.serve.tokens import TokenTexts
 
-# Fields that are `SamplingParams`' own, under the same name. `logprobs` and the token limits differ by endpoint.
-_SAMPLING = (
-    *("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "stop"),
-    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
-    *("include_stop_str_in_output", "skip_special_tokens", "method", "tree_budget"),
-)
 # A text cannot have fewer tokens than its length over the longest token's. The factor allows for normalisation, which
 # may turn several characters into one.
 _NORMALISATION = 4
@@ -39,7 +33,8 @@ class Service:
     """One engine under one name."""
 
     def __init__(self, llm: AsyncLLM, metrics: Metrics, model_name: str | None) -> None:
-        self.llm, self.metrics = llm, metrics
+        self.llm = llm
+        self.metrics = metrics
         self.model_name = model_name or llm.engine.manifest.name
         self.created = int(time.time())
         self.texts = TokenTexts(llm.codec)
@@ -65,7 +60,7 @@ class Service:
         """Token ids of a prompt. Raises ApiError, which names `param`, where it cannot be used."""
         if isinstance(prompt, str) and len(prompt) > self._max_characters:
             raise self.too_long(f"{len(prompt)} characters", param)
-        ids = await self._beside(self._encoder, self.llm.codec.encode, prompt, param)
+        ids = await self._in_thread(self._encoder, self.llm.codec.encode, prompt, param)
         if len(ids) >= self.max_seq_len:
             raise self.too_long(f"{len(ids)} tokens", param)
         if not ids:
@@ -80,10 +75,11 @@ class Service:
             raise self.too_long(f"{len(messages)} messages", param)
         if characters > self._max_characters:
             raise self.too_long(f"{characters} characters", param)
-        return await self.encode(await self._beside(self._renderer, self.llm.codec.render, messages, param), param)
+        return await self.encode(await self._in_thread(self._renderer, self.llm.codec.render, messages, param), param)
 
-    async def _beside(self, thread: Executor, work: Callable[[Any], Any], argument: Any, param: str) -> Any:
-        """Do work on a prompt beside the event loop. Raises ApiError in place of UsageError."""
+    async def _in_thread(self, thread: Executor, work: Callable[[Any], Any], argument: Any, param: str) -> Any:
+        """The result of work on a prompt, done in another thread than the event loop's. Raises ApiError in place of
+        UsageError."""
         try:
             return await asyncio.get_running_loop().run_in_executor(thread, work, argument)
         except UsageError as error:
@@ -96,30 +92,23 @@ class Service:
         )
         return ApiError(400, message, param=param, code="context_length_exceeded")
 
-    def params(
-        self,
-        body: ChatRequest | CompletionRequest,
-        room: int,
-        max_tokens: int | None,
-        renamed: dict[str, str],
-        **others: Any,
-    ) -> SamplingParams:
-        """SamplingParams of a request whose completion has `room` tokens. `renamed` maps SamplingParams' names to those
-        the client knows."""
-        limit = renamed.get("max_tokens", "max_tokens")
-        given = {name: value for name in _SAMPLING if (value := getattr(body, name)) is not None}
-        if max_tokens is not None and max_tokens > room:
+    def params(self, given: Mapping[str, Any], room: int, names: Mapping[str, str]) -> SamplingParams:
+        """SamplingParams of what a client gave, for a completion that has `room` tokens.
+
+        `names` are those that the client knows, by those of SamplingParams, where they differ. Raises ApiError.
+        """
+        max_tokens = given.get("max_tokens", room)
+        if max_tokens > room:
+            limit = names.get("max_tokens", "max_tokens")
             message = (
                 f"{limit} {shown(max_tokens)} does not fit: the prompt leaves {room} of this model's "
                 f"{self.max_seq_len} tokens; shorten the prompt or lower it"
             )
             raise ApiError(400, message, param=limit, code="context_length_exceeded")
         try:
-            return SamplingParams.from_mapping(
-                {**given, **others, "max_tokens": room if max_tokens is None else max_tokens}
-            )
+            return SamplingParams.from_mapping({**given, "max_tokens": max_tokens})
         except UsageError as error:
-            raise _named(error, renamed, None) from error
+            raise _named(error, names, None) from error
 
     def submit(
         self, request: Request, ids: list[int], params: SamplingParams, request_id: str, prompt_param: str
@@ -157,13 +146,13 @@ def finish_reason(reason: str | None) -> Any:
     return reason
 
 
-def _named(error: UsageError, renamed: dict[str, str], other: str | None) -> ApiError:
-    """Our texts begin with the parameter at fault; where one does not, it is `other`."""
+def _named(error: UsageError, names: Mapping[str, str], other: str | None) -> ApiError:
+    """The error with the parameter at fault, which is the first word of our texts; where that is none, `other`."""
     text = str(error)
     match = re.match(r"\w+", text)
     name = match.group() if match else ""
     if name in SamplingParams.__dataclass_fields__:
-        param = renamed.get(name, name)
+        param = names.get(name, name)
         return ApiError(400, param + text[len(name) :], kind=INVALID, param=param, code="invalid_value")
     return ApiError(400, text, kind=INVALID, param=other, code="invalid_value")
 

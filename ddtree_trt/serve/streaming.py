@@ -1,4 +1,4 @@
-"""Server-sent events, the same way for both endpoints."""
+"""Server-sent events of both endpoints."""
 
 from __future__ import annotations
 
@@ -47,5 +47,5 @@ async def _events(
             last.usage = service.usage(list(latest.values()))
             yield event(last.to_json())
         yield DONE
-    except Exception as error:  # the status has been sent: an event has to say it
+    except Exception as error:  # the status has been sent, so the error is an event
         yield error_event(as_api_error(error))

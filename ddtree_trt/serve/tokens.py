@@ -17,7 +17,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class TokenTexts:
-    """What each token of a vocabulary stands for."""
+    """Text and bytes of each token of a vocabulary."""
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
@@ -30,7 +30,7 @@ class TokenTexts:
 
     def _of(self, token: int) -> tuple[str, bytes | None]:
         """The token's text and its bytes; the text of bytes that are not whole characters is spelled as OpenAI does,
-        "bytes:\\xe2\\x80". Bytes are None where the tokenizer does not tell them."""
+        "bytes:\\xe2\\x80". Bytes are None where the tokenizer does not give them."""
         raw = self._bytes(token)
         if raw is None:
             return self._codec.decode([token], skip_special_tokens=False), None
@@ -55,7 +55,8 @@ class TextOffsets:
     """Where each token of one completion begins in its text, in characters."""
 
     def __init__(self, texts: TokenTexts, *, skip_special_tokens: bool) -> None:
-        self._texts, self._skip = texts, skip_special_tokens
+        self._texts = texts
+        self._skip = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from ddtree_trt.errors import DDTreeError
+from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, BASELINES
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
@@ -17,6 +18,7 @@ from ddtree_trt.runtime.stats import DEVICE_ROUND, ROUND_STAGES, RequestMetrics
 from ddtree_trt.runtime.text.codec import Prompt
 from ddtree_trt.terminal.tree_view import TreeView
 
+AR = AUTOREGRESSIVE.name
 REPETITIONS = 5  # of every method in a comparison, interleaved
 
 
@@ -84,9 +86,8 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool) 
     if params.stochastic and params.seed is None:
         # With one seed every method that samples from the target draws the same tokens.
         params = dataclasses.replace(params, seed=secrets.randbits(32))
-    methods = list(dict.fromkeys(["ar", "dflash", params.method]))
-    if llm.engine.manifest.drafter_kind != "dflash":
-        methods.remove("dflash")
+    baselines = [m.name for m in BASELINES if m.serves(llm.engine.manifest.drafter_kind)]
+    methods = list(dict.fromkeys([*baselines, params.method]))
     runs: dict[str, list[RequestOutput]] = {m: [] for m in methods}
     for repetition in range(1 + REPETITIONS):
         for method in methods:
@@ -98,7 +99,7 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool) 
     outputs = {m: r[0] for m, r in runs.items()}
     speeds = {m: median(o.metrics.decode_tokens_per_s or 0.0 for o in r) for m, r in runs.items()}
     final = outputs[params.method]
-    differing = [m for m in methods if _tokens(outputs[m]) != _tokens(outputs["ar"])]
+    differing = [m for m in methods if _tokens(outputs[m]) != _tokens(outputs[AR])]
     if as_json:
         rows = {m: {"tokens_per_s": speeds[m], **_plain(outputs[m])} for m in methods}
         print(json.dumps({"identical": not differing, "methods": rows}, ensure_ascii=False, indent=1))
@@ -134,7 +135,7 @@ def _print_table(outputs: dict[str, RequestOutput], speeds: dict[str, float]) ->
     for method, output in outputs.items():
         m = output.metrics
         stages = [f"{1000 * m.stage_s[s] / max(m.rounds, 1):.2f}" for s in shown]
-        gain = speeds[method] / speeds["ar"] if speeds["ar"] else 0.0
+        gain = speeds[method] / speeds[AR] if speeds[AR] else 0.0
         cells = [f"{speeds[method]:.0f}", f"{gain:.2f}×", str(m.rounds), f"{m.mean_acceptance_length:.2f}"]
         table.add_row(method, str(m.output_tokens), *cells, f"{m.mean_budget:.1f}", *stages)
     width = None if sys.stdout.isatty() else 140
@@ -143,13 +144,13 @@ def _print_table(outputs: dict[str, RequestOutput], speeds: dict[str, float]) ->
 
 def _explain(llm: LLM, prompt: Prompt, params: SamplingParams, outputs: dict[str, RequestOutput], method: str) -> str:
     """Where two outputs part, and how close the target's two best tokens were there."""
-    pairs = zip(_tokens(outputs["ar"]), _tokens(outputs[method]), strict=True)
+    pairs = zip(_tokens(outputs[AR]), _tokens(outputs[method]), strict=True)
     index, (ours, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    again = llm.generate(prompt, dataclasses.replace(params, method="ar", tree_budget="auto", logprobs=2))[0]
+    again = llm.generate(prompt, dataclasses.replace(params, method=AR, tree_budget="auto", logprobs=2))[0]
     top = (again.outputs[index].logprobs or [])[at : at + 1]
     gap = f"; the target's two best are {top[0].top[0][1] - top[0].top[1][1]:.2e} apart there" if top else ""
-    return f"{method} differs from ar at token {at}{gap}"
+    return f"{method} differs from {AR} at token {at}{gap}"
 
 
 def chat(llm: LLM, params: SamplingParams, system: str | None) -> None:

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddtree_trt.artifact.manifest import Manifest, Progress, no_progress
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device.memory import MemoryPlan
 from ddtree_trt.doctor import Diagnosis
 from ddtree_trt.inspection import EngineReport

@@ -1,5 +1,9 @@
-"""What stands behind the exported Triton model, `triton_repo/model/1/model.py`: its settings, reading requests, running
-them on an engine, answering, and figures.
+"""The Triton model: its export, and the code behind `triton_repo/model/1/model.py`, which reads requests, runs them on
+an engine, answers, and counts.
 
 Nothing here imports Triton: the server's modules exist only inside the server, so the model hands in what is needed.
 """
+
+from __future__ import annotations
+
+from ddtree_trt.triton.layouts import ENGINE_FOLDER as ENGINE_FOLDER  # where exported models import it from

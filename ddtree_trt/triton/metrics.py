@@ -1,4 +1,4 @@
-"""Figures for the server's metrics port.
+"""Metrics of one model instance on the server's metrics port.
 
 The Python backend's metric objects must not be used from two threads at once: that ends the server. So requests only
 add to plain numbers, and one lock guards the flush that hands them on. It also keeps the exchange with the server
@@ -12,27 +12,25 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+from ddtree_trt.runtime import figures
+
 # A request ends in one of these ways.
 OUTCOMES = ("stop", "length", "cancelled", "timeout", "refused", "overloaded", "failed", "shutdown")
 
-# Names that the HTTP server's metrics also have mean the same there.
+# The table's rows that the model publishes, and what it counts itself: name → help text.
 REQUESTS = "ddtree_requests_total"
+RESPONSES = "ddtree_responses_total"
+FORWARD_SECONDS = "ddtree_forward_seconds_total"
+FORWARD_CPU_SECONDS = "ddtree_forward_cpu_seconds_total"
+OF_REQUESTS = {row.published: row for row in figures.COUNTERS if row.triton}
+OF_ENGINE = {row.published: row for row in figures.GAUGES if row.triton}
 COUNTERS = {
-    "ddtree_prompt_tokens_total": "Prompt tokens of started requests",
-    "ddtree_generation_tokens_total": "Generated tokens",
-    "ddtree_rounds_total": "Decoding rounds, counted per sequence",
-    "ddtree_draft_tokens_total": "Draft tokens verified; over the rounds: the tree budget in use",
-    "ddtree_draft_tokens_accepted_total": "Draft tokens accepted; over the rounds: accepted per round",
-    "ddtree_responses_total": "Responses sent, parts of streams included",
-    "ddtree_forward_seconds_total": "Seconds spent making and sending responses, waits for the server included",
-    "ddtree_forward_cpu_seconds_total": "Processor seconds of the same",
+    **{row.published: row.triton for row in figures.COUNTERS if row.triton},
+    RESPONSES: "Responses sent, parts of streams included",
+    FORWARD_SECONDS: "Seconds spent making and sending responses, waits for the server included",
+    FORWARD_CPU_SECONDS: "Processor seconds of the same",
 }
-GAUGES = {
-    "ddtree_slots": "Sequences that can run at a time",
-    "ddtree_requests_running": "Sequences that hold a slot",
-    "ddtree_requests_waiting": "Sequences that wait for a slot",
-    "ddtree_engine_failed": "1 when the engine stopped for good and the model must be reloaded",
-}
+GAUGES = {row.published: row.triton for row in figures.GAUGES if row.triton}
 
 
 class Metrics:
@@ -47,7 +45,8 @@ class Metrics:
         self._families: list[Any] = []  # a family must outlive its metrics
         self._metrics: dict[str, Any] = {}
         self._pending: Counter[str] = Counter()
-        self._adding, self._flushing = threading.Lock(), threading.Lock()
+        self._adding = threading.Lock()
+        self._flushing = threading.Lock()
         for name, text in COUNTERS.items():
             self._make(family, name, text, family.COUNTER, {name: dict(labels)})
         for name, text in GAUGES.items():

@@ -1,12 +1,10 @@
-"""From the tensors of an inference request to a prompt and `SamplingParams`.
+"""Reading an inference request: tensors and parameters to a prompt and `SamplingParams`.
 
-Every input the configurations declare is either honoured or refused here with a sentence; nothing is dropped. An
-unsupported input is accepted only with a value that asks for nothing, since many clients always send the whole list.
+Every input that the table in `inputs` has is honoured or refused here with a sentence; nothing is dropped.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,67 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.errors import UsageError, shown
-from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.params import PARAMETERS, SamplingParams
+from ddtree_trt.runtime.values import Choice, Texts
+from ddtree_trt.triton.inputs import FIELDS, OTHERS, REFUSED
 from ddtree_trt.triton.settings import Layout
 
 Inputs = Mapping[str, NDArray[Any]]
 
-# Input → field of SamplingParams. Two names for one field may not be given together.
-FIELDS = {
-    "max_tokens": "max_tokens",
-    "min_tokens": "min_tokens",
-    "min_length": "min_tokens",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "seed": "seed",
-    "stop_words": "stop",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "num_return_sequences": "n",
-    "num_draft_tokens": "tree_budget",
-}
-# Inputs that `parse` reads by name. pad_id is read and has no effect: nothing is padded here.
-OTHERS = {
-    *("text_input", "stream", "exclude_input_in_output", "sampling_parameters", "end_id", "pad_id"),
-    *("return_log_probs", "return_logprobs", "return_cumulative_logprob", "return_finish_reason"),
-    *("return_num_input_tokens", "return_num_output_tokens", "return_perf_metrics"),
-}
 _LONGEST_US = 10**15  # thirty years
-_TEXT_ONLY = "the model reads text only"
-_NO_LORA = "LoRA adapters are not supported; build an engine from the merged checkpoint"
-_NO_GUIDE = "guided decoding is not supported"
-_NO_TUNING = "prompt tuning is not supported"
-_NO_BEAMS = "beam search is not supported; a tree of drafts is verified for one sequence at a time"
-_NO_LOGITS = "logits stay in the engine; ask for log-probabilities with return_log_probs"
-_NO_BIAS = "biased words are not supported; bias single tokens with logit_bias in sampling_parameters"
-# Unsupported input → why, and the values that ask for nothing.
-REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "bad_words": ("banned words are not supported; ban single tokens with logit_bias in sampling_parameters", ("",)),
-    "beam_width": (_NO_BEAMS, (1,)),
-    "length_penalty": (_NO_BEAMS, (0.0, 1.0)),
-    "return_context_logits": (_NO_LOGITS, (False,)),
-    "return_generation_logits": (_NO_LOGITS, (False,)),
-    "use_draft_logits": ("the drafter runs inside the engine and takes no logits from outside", (False,)),
-    "decoder_text_input": ("the model has a decoder only; put the whole prompt into text_input", ()),
-    "image_input": (_TEXT_ONLY, ()),
-    "image_bytes_input": (_TEXT_ONLY, ()),
-    "image_url_input": (_TEXT_ONLY, ()),
-    "video_bytes_input": (_TEXT_ONLY, ()),
-    "image": (_TEXT_ONLY, ()),
-    "embedding_request": ("the model generates text, it makes no embeddings", ()),
-    "prompt_embedding_table": (_NO_TUNING, ()),
-    "prompt_vocab_size": (_NO_TUNING, ()),
-    "prompt_table_extra_id": (_NO_TUNING, ()),
-    "embedding_bias_words": (_NO_BIAS, ("",)),
-    "embedding_bias_weights": (_NO_BIAS, ()),
-    "lora_task_id": (_NO_LORA, ()),
-    "lora_weights": (_NO_LORA, ()),
-    "lora_config": (_NO_LORA, ()),
-    "guided_decoding_guide_type": (_NO_GUIDE, ("",)),
-    "guided_decoding_guide": (_NO_GUIDE, ("",)),
-}
 # Request parameters that are the server's or the client's own, not the model's.
 _RESERVED = {"id", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
 # vLLM parameters without a counterpart here → the value that changes nothing.
@@ -88,6 +33,8 @@ _NEUTRAL = {
     "detokenize": True,
     "spaces_between_special_tokens": True,
 }
+# Parameters whose values are no text: those of a text are read from it.
+_FROM_TEXT = {name for name, row in PARAMETERS.items() if not isinstance(row.kind, Texts | Choice)}
 
 
 @dataclass(frozen=True)
@@ -155,8 +102,8 @@ def _sampling_params(inputs: Inputs, parameters: Mapping[str, Any], wants_log_pr
     sources: list[tuple[str, Any, str]] = []  # field, value, where it was given
     for name, field in FIELDS.items():
         if name in inputs:
-            value = _words(inputs, name) if name == "stop_words" else _scalar(inputs, name, None)
-            sources.append((field, value, name))
+            several = isinstance(PARAMETERS[field].kind, Texts)
+            sources.append((field, _words(inputs, name) if several else _scalar(inputs, name, None), name))
     if "end_id" in inputs:
         sources += [("stop_token_ids", [_scalar(inputs, "end_id", None)], "end_id"), ("ignore_eos", True, "end_id")]
     for where, mapping in (("sampling_parameters", _json(inputs)), ("the request's parameters", parameters)):
@@ -173,10 +120,9 @@ def _sampling_params(inputs: Inputs, parameters: Mapping[str, Any], wants_log_pr
 
 def _normalised(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Sampling parameters as `SamplingParams` wants them: vLLM's clients send numbers as text, JSON has text keys."""
-    numbers = {f.name for f in dataclasses.fields(SamplingParams)} - {"stop", "method"}
     result = {}
     for name, value in mapping.items():
-        if isinstance(value, str) and (name in numbers or name in _NEUTRAL):
+        if isinstance(value, str) and (name in _FROM_TEXT or name in _NEUTRAL):
             value = _number(value)
         if (name in _NEUTRAL and value == _NEUTRAL[name]) or value is None:
             continue

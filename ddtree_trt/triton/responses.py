@@ -1,4 +1,4 @@
-"""From what the runtime yields to the output tensors of one response. n is the number of sequences of the request."""
+"""Output tensors of one response, made of what the runtime yields. n is the number of sequences of the request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ class Responder:
     """
 
     def __init__(self, call: Call, layout: Layout) -> None:
-        self._call, self._layout = call, layout
+        self._call = call
+        self._layout = layout
         self._cumulative = [0.0] * call.params.n
         self._log_probs_wanted = call.params.logprobs is not None and not call.outputs.isdisjoint(
             (layout.cum_log_probs, layout.log_probs)
@@ -34,7 +35,7 @@ class Responder:
         """The wanted output tensors of a part, or of the whole when nothing is streamed.
 
         text_output and finish_reason are object [n]; other per-sequence tensors are [1, n] or [n], and scalars [1, 1]
-        or [1], by layout. Sequences the part says nothing of have an empty text.
+        or [1], by layout. Sequences that the part has nothing of have an empty text.
         """
         call, layout = self._call, self._layout
         outputs: list[CompletionOutput | None] = [None] * call.params.n

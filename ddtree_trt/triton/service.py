@@ -1,6 +1,6 @@
 """The engine behind one model instance: requests in, responses out, many at a time.
 
-Three threads beside the server's: the engine's worker, an event loop on which every request is a task that forwards
+Three threads besides the server's: the engine's worker, an event loop on which every request is a task that forwards
 parts as they come, and a watcher that looks for cancelled and overdue requests and flushes the metrics. The watcher
 sleeps while nothing is under way.
 """
@@ -21,7 +21,7 @@ from typing import Literal, Protocol
 from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull
 from ddtree_trt.runtime.outputs import RequestOutput
-from ddtree_trt.triton.metrics import Metrics
+from ddtree_trt.triton.metrics import FORWARD_CPU_SECONDS, FORWARD_SECONDS, OF_ENGINE, OF_REQUESTS, RESPONSES, Metrics
 from ddtree_trt.triton.requests import Call
 from ddtree_trt.triton.responses import Arrays, Responder
 from ddtree_trt.triton.settings import Settings
@@ -53,19 +53,12 @@ class _Job:
     deadline: float | None  # time.monotonic()
     future: Future[None] | None = None
     task: asyncio.Task[None] | None = None  # set by the task itself, on the loop
-    ended_by: str | None = None  # the outcome another thread has decided on
+    ended_by: str | None = None  # the outcome, where another thread ends the request
     seen: Counter[str] = field(default_factory=Counter)  # what the metrics have of this request
 
     def progress(self, part: RequestOutput) -> Counter[str]:
         """The counters' growth since the last call."""
-        m = part.metrics
-        now = Counter(
-            ddtree_prompt_tokens_total=m.prompt_tokens,
-            ddtree_generation_tokens_total=m.output_tokens,
-            ddtree_rounds_total=m.rounds,
-            ddtree_draft_tokens_total=m.drafted_tokens,
-            ddtree_draft_tokens_accepted_total=m.accepted_tokens,
-        )
+        now = Counter({name: row.read(part.metrics) for name, row in OF_REQUESTS.items()})
         grown, self.seen = now - self.seen, now
         return grown
 
@@ -87,10 +80,12 @@ class Service:
 
     def __init__(self, engine_dir: Path, settings: Settings, metrics: Metrics) -> None:
         self._llm = AsyncLLM(engine_dir, threads=settings.threads, max_waiting=settings.max_queue)
-        self._layout, self._metrics = settings.layout, metrics
+        self._layout = settings.layout
+        self._metrics = metrics
         self._jobs: set[_Job] = set()
         self._lock = threading.Lock()  # guards _jobs and the start of a job against closing
-        self._busy, self._closing = threading.Event(), threading.Event()
+        self._busy = threading.Event()
+        self._closing = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._forwarder = threading.Thread(target=self._loop.run_forever, name="ddtree-forward", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="ddtree-watch", daemon=True)
@@ -171,25 +166,25 @@ class Service:
                 grown = job.progress(part)
                 if job.call.stream or part.finished:
                     job.reply.send(job.responder.arrays(whole), final=part.finished)
-                    grown["ddtree_responses_total"] = 1
+                    grown[RESPONSES] = 1
                 spent = {
-                    "ddtree_forward_seconds_total": time.perf_counter() - started,
-                    "ddtree_forward_cpu_seconds_total": time.thread_time() - cpu,
+                    FORWARD_SECONDS: time.perf_counter() - started,
+                    FORWARD_CPU_SECONDS: time.thread_time() - cpu,
                 }
                 self._metrics.add(**grown, **spent)
         assert whole is not None, "a request's last part always arrives"
         return "length" if any(o.finish_reason == "length" for o in whole.outputs) else "stop"
 
-    def _finish(self, reply: Reply, outcome: str, told: Exception | str = "") -> None:
-        """Count a request that ended, and tell the client unless the last response has."""
+    def _finish(self, reply: Reply, outcome: str, cause: Exception | str = "") -> None:
+        """Count a request that ended, and send its error where it did not end with a response."""
         self._metrics.add(**{outcome: 1})
         if outcome in ("stop", "length"):
             return
         try:
-            code, message = _last_words(outcome, told)
+            code, message = _last_words(outcome, cause)
             # A text that is not valid Unicode would not leave, and the server would wait for this answer to the end.
             reply.fail(code, message.encode("utf-8", "backslashreplace")[:_MESSAGE_BYTES].decode("utf-8", "ignore"))
-        except Exception:  # the server would not take it; there is no one else to tell
+        except Exception:  # the server did not take it, and there is no other way to the client
             _log.exception("a client could not be told that its request ended: %s", outcome)
 
     # On any thread.
@@ -213,7 +208,7 @@ class Service:
             self._closing.wait(WATCH_S)
 
     def _look(self) -> None:
-        """End what is cancelled or overdue, hand on the metrics, and ask to be called again while there is work."""
+        """End what is cancelled or overdue, flush the metrics, and ask to be called again while there is work."""
         with self._lock:
             jobs = list(self._jobs)
         for job in jobs:
@@ -229,26 +224,19 @@ class Service:
         return "cancelled" if job.reply.cancelled() else None
 
     def _flush(self) -> None:
-        llm = self._llm
-        gauges = {
-            "ddtree_slots": llm.slots,
-            "ddtree_requests_running": llm.running,
-            "ddtree_requests_waiting": llm.waiting,
-            "ddtree_engine_failed": int(llm.failure is not None),
-        }
-        self._metrics.flush(gauges)
+        self._metrics.flush({name: row.read(self._llm) for name, row in OF_ENGINE.items()})
 
 
-def _last_words(outcome: str, told: Exception | str) -> tuple[Code, str]:
-    """What a client is told of a request that did not finish: a sentence, with no traceback and no path of ours."""
+def _last_words(outcome: str, cause: Exception | str) -> tuple[Code, str]:
+    """Code and sentence for the client of a request that did not finish, without traceback or path of ours."""
     if outcome == "cancelled":
         return "CANCELLED", "the request was cancelled"
     if outcome == "shutdown":
         return "UNAVAILABLE", "the model is being unloaded"
     if outcome == "refused":
-        return "INVALID_ARG", str(told)
+        return "INVALID_ARG", str(cause)
     if outcome in ("overloaded", "timeout"):
-        return "UNAVAILABLE", str(told)
-    if isinstance(told, DDTreeError):
-        return "INTERNAL", str(told)
-    return "INTERNAL", f"unexpected {type(told).__name__}; the server's log says more"
+        return "UNAVAILABLE", str(cause)
+    if isinstance(cause, DDTreeError):
+        return "INTERNAL", str(cause)
+    return "INTERNAL", f"unexpected {type(cause).__name__}; the server's log says more"

@@ -1,4 +1,4 @@
-"""What the exported `config.pbtxt` tells the model, and the two conventions it may follow."""
+"""Settings of the exported model, read from its `config.pbtxt`, and the two layouts it may have."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact.triton_layouts import LAYOUT_NAMES
 from ddtree_trt.errors import ArtifactError
+from ddtree_trt.triton.layouts import LAYOUT_NAMES
 
 _MINE = ("ddtree_trt_version", "layout", "max_queue", "threads")
 

@@ -61,7 +61,7 @@ def test_the_targets_logits_are_left_alone() -> None:
     inner = ScriptedEngine(MarkovTarget(), Useless(6))
     inner.prefill(0, np.array([1], np.int64), rows="none", taps=True)
     tree = compile_tree(2, DraftTree(TOKENS, DEPTHS, PARENTS, np.zeros(5)))
-    expected = inner.verify([VerifyRequest(0, tree)])[0].logits.copy()
+    expected = np.array(inner.verify([VerifyRequest(0, tree)])[0].logits)
     (verdict,) = ForcedEngine(inner, 3).verify([VerifyRequest(0, tree)])
     np.testing.assert_array_equal(verdict.logits, expected)
 

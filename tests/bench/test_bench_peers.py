@@ -19,7 +19,8 @@ from checkpoints import make_pair
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.bench.contender import Request
-from ddtree_trt.bench.peers import HELP, PeerContext, check_peer, open_peer
+from ddtree_trt.bench.peers.base import PeerContext
+from ddtree_trt.bench.peers.registry import HELP, check_peer, open_peer
 from ddtree_trt.bench.reference import commit_of, forced_acceptance, import_published
 from ddtree_trt.bench.runner import run_bench
 from ddtree_trt.bench.settings import BenchSettings, Case
@@ -246,7 +247,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         _Handler.asked.append(body)
-        parts = [{"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in ("one ", "two")]
+        parts: list[dict[str, Any]] = [
+            {"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in ("one ", "two")
+        ]
         if _Handler.usage:
             parts.append({"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 7, "total_tokens": 9}})
         base = {"id": "x", "object": "text_completion", "created": 0, "model": "box-model"}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ddtree_trt.bench.datasets import PAPER_SETS, load_turns, title
+from ddtree_trt.bench.paper_datasets import PAPER_SETS, load_turns, title
 from ddtree_trt.bench.prompts import digest, load_prompts, select
 from ddtree_trt.bench.settings import Shard
 from ddtree_trt.errors import MissingDependency, UsageError
@@ -38,7 +39,7 @@ ROWS: dict[str, tuple[dict[str, object], list[str]]] = {
 }
 
 
-def write(path: Path, rows: list[object]) -> Path:
+def write(path: Path, rows: Sequence[object]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -15,7 +15,9 @@ from scipy import stats
 from scripted import make_manifest
 
 from ddtree_trt import check
-from ddtree_trt.artifact.manifest import MANIFEST, Limits, load_manifest
+from ddtree_trt.artifact.files import MANIFEST
+from ddtree_trt.artifact.manifest import Limits, load_manifest
+from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.bench.uniformity import BINS, FALSE_ALARM, chi_square_tail, place_in_distribution, uniformity
@@ -131,7 +133,7 @@ def test_an_output_that_ends_early_is_a_difference_without_excuse(tiny_engine: P
 
 
 def test_coarser_precisions_allow_more() -> None:
-    allowed = check.RELATIVE_ROUNDING
+    allowed = {name: precision.relative_rounding for name, precision in PRECISIONS.items()}
     assert allowed["fp32"] < allowed["fp16"] < allowed["bf16"] < 0.1
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-import update_benchmarks as tool  # noqa: E402
+from tools import update_benchmarks as tool
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_every_section_has_its_place() -> None:

@@ -11,19 +11,10 @@ from typing import Any
 import pytest
 from engine_files import DIMS, FILES, make_engine, make_manifest
 
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import (
-    MANIFEST,
-    PROFILE,
-    CheckpointIdentity,
-    FileEntry,
-    Limits,
-    load_manifest,
-    newest_engine,
-    parse_manifest,
-    rebuild_command,
-    verify_files,
-)
+from ddtree_trt.artifact.files import MANIFEST, PROFILE, newest_engine
+from ddtree_trt.artifact.manifest import LOCAL, CheckpointIdentity, FileEntry, Limits, load_manifest, parse_manifest
+from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.errors import ArtifactError
 
 # The manifest
@@ -57,7 +48,7 @@ def test_dflash_of_an_autoregressive_engine() -> None:
     ("place", "value", "message"),
     [
         (("schema_version",), 99, "schema version 99, this ddtree-trt reads version 1; rebuild with"),
-        (("backend",), "abacus", "m: backend must be 'onnxruntime' or 'tensorrt' or 'torch', found 'abacus'"),
+        (("backend",), "abacus", "m: backend must be 'onnxruntime' or 'torch' or 'tensorrt', found 'abacus'"),
         (("name",), 5, "m: name must be a name of letters, digits, '.', '_' and '-', found 5"),
         (("build_seconds",), True, "m: build_seconds must be a number from 0 to 1e+09, found true"),
         (("limits", "max_batch"), "8", "m: limits.max_batch must be an integer from 1 to 1024, found '8'"),
@@ -110,7 +101,7 @@ def test_rebuild_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         rebuild_command(Path("engines/pair"), make_manifest())
         == "ddtree-trt build --target pair --chat-template-arg enable_thinking=false --force"
     )
-    local = CheckpointIdentity("mine", artifact.LOCAL, "0" * 64)
+    local = CheckpointIdentity("mine", LOCAL, "0" * 64)
     manifest = make_manifest(target=local, drafter=local, limits=Limits(max_seq_len=99), chat_template_args={})
     command = rebuild_command(Path("elsewhere"), manifest)
     assert command == (

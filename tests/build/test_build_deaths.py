@@ -11,11 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from ddtree_trt.artifact.manifest import (
-    MANIFEST,
-    load_manifest,
-    verify_files,
-)
+from ddtree_trt.artifact.files import MANIFEST
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.verify import verify_files
 
 # Death at random moments
 

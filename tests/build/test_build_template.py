@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from checkpoints import edit_json, make_drafter, make_pair, make_target, make_tokenizer
 
-from ddtree_trt.artifact.manifest import load_manifest, rebuild_command
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.build.checkpoint.template import MAX_ARGUMENT_NESTING, MAX_TEMPLATE, parse_arguments, template_variables
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.cli import app

@@ -10,17 +10,20 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_pair, make_target
+from families import OTHERS
 from safetensors.torch import load_file
 
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import Manifest, load_manifest, verify_files
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.number_bytes import encode
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.artifact.weight_layout import stored_weights
-from ddtree_trt.build.backends.base import resolve_precision
-from ddtree_trt.build.backends.storage import encode
+from ddtree_trt.build.backends.registry import resolve_precision
 from ddtree_trt.build.backends.torch import backend as torch_build
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import ArtifactError, BuildError
+from ddtree_trt.models.families import FAMILIES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,11 +35,16 @@ def build(pair: tuple[Path, Path], engine: Path, **options: Any) -> Manifest:
     return compile_engine(request)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash-untied", "autoregressive"])
+@pytest.mark.parametrize("kind", ["dflash", "dflash-untied", "autoregressive", *OTHERS])
 @pytest.mark.parametrize("precision", DTYPES)
-def test_weights_are_the_checkpoints(tmp_path: Path, kind: str, precision: Any) -> None:
+def test_weights_are_the_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, precision: Any
+) -> None:
     """Every tensor of both checkpoints, once, in the engine's precision, joined where the layout joins."""
-    if kind == "autoregressive":
+    if kind in OTHERS:
+        monkeypatch.setitem(FAMILIES, kind, OTHERS[kind])
+        pair = make_pair(tmp_path, family=OTHERS[kind])
+    elif kind == "autoregressive":
         pair = make_target(tmp_path / "t"), make_target(tmp_path / "d", tied=False, num_layers=1, tokenizer=False)
     else:
         pair = make_pair(tmp_path, tied=kind == "dflash")
@@ -61,9 +69,9 @@ def test_weights_are_the_checkpoints(tmp_path: Path, kind: str, precision: Any) 
 
 
 def test_bf16_rounds_to_the_nearest_even() -> None:
-    values = np.frombuffer(np.arange(0x3F7F0000, 0x3F820000, 0x37, np.uint32).tobytes(), np.float32)
+    values = np.frombuffer(np.arange(0x3F7F0000, 0x3F820000, 0x37, dtype=np.uint32).tobytes(), np.float32)
     values = np.concatenate([values, -values, [0.0, -0.0, 1e-40, 3e38]]).astype(np.float32)
-    found = torch.from_numpy(encode(values, "bf16", "x").view(np.int16))
+    found = torch.from_numpy(encode(values, "bfloat16", "x").view(np.int16))
     assert torch.equal(found, torch.tensor(values).bfloat16().view(torch.int16))
 
 
@@ -90,7 +98,7 @@ def test_auto_is_bf16_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.M
 def test_large_tensors_are_converted_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = make_pair(tmp_path)
     whole = build(pair, tmp_path / "whole", precision="bf16")
-    monkeypatch.setattr("ddtree_trt.build.backends.storage._BLOCK", 100)
+    monkeypatch.setattr("ddtree_trt.artifact.number_bytes._BLOCK", 100)
     assert build(pair, tmp_path / "blocks", precision="bf16").files == whole.files
 
 

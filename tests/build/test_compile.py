@@ -15,13 +15,16 @@ import torch
 from checkpoints import STOP_TOKEN, TARGET_DIMS, make_drafter, make_pair, make_target, make_tokenizer, random_weights
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, Manifest, load_manifest, verify_files
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, load_checkpoint, target_shapes
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.manifest import LOCAL, SCHEMA_VERSION, Limits, Manifest, load_manifest
+from ddtree_trt.artifact.verify import verify_files
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.graph.weights import ALIGNMENT, WeightFile
 from ddtree_trt.build.presets import PRESETS
 from ddtree_trt.errors import BuildError
+from ddtree_trt.models.decoder import EMBEDDING, language_model_shapes
+from ddtree_trt.models.drafters.dflash import DrafterDims
 
 
 def build(pair: tuple[Path, Path], engine: Path, **options: Any) -> Manifest:
@@ -47,10 +50,10 @@ def test_manifest_of_a_pair(tmp_path: Path) -> None:
     manifest = compile_engine(request, lambda *call: calls.append(call))
     assert manifest == load_manifest(engine)
     assert (manifest.name, manifest.backend, manifest.precision) == ("mine", "onnxruntime", "fp32")
-    assert (manifest.product_version, manifest.schema_version) == (__version__, artifact.SCHEMA_VERSION)
+    assert (manifest.product_version, manifest.schema_version) == (__version__, SCHEMA_VERSION)
     assert manifest.target == load_checkpoint(pair[0]).identity
     assert manifest.drafter == load_checkpoint(pair[1]).identity
-    assert (manifest.target.name, manifest.target.revision) == ("target", artifact.LOCAL)
+    assert (manifest.target.name, manifest.target.revision) == ("target", LOCAL)
     assert manifest.target_dims == TARGET_DIMS and isinstance(manifest.dflash, DrafterDims)
     assert manifest.limits == Limits(max_seq_len=TARGET_DIMS.max_positions, max_batch=2)  # cut to the positions
     assert manifest.stop_token_ids == (STOP_TOKEN,)
@@ -89,7 +92,9 @@ def test_weights_are_stored_once_and_exactly(tmp_path: Path, tied: bool, dtype: 
     stored = np.frombuffer(data[offset : offset + length], np.float32).reshape(TARGET_DIMS.vocab_size, -1)
     np.testing.assert_array_equal(stored, load_checkpoint(pair[0]).tensor(EMBEDDING))
     if dtype == "fp32":
-        np.testing.assert_array_equal(stored, random_weights(target_shapes(TARGET_DIMS, tied=tied), seed=0)[EMBEDDING])
+        np.testing.assert_array_equal(
+            stored, random_weights(language_model_shapes(TARGET_DIMS, tied=tied), seed=0)[EMBEDDING]
+        )
     for graph in (artifact.TARGET_GRAPH, artifact.DRAFTER_GRAPH):
         ort.InferenceSession(tmp_path / "engine" / graph, providers=["CPUExecutionProvider"])
 
@@ -181,7 +186,11 @@ def test_weight_file(tmp_path: Path) -> None:
     made = []
 
     def make(name: str, array: np.ndarray) -> Any:
-        return lambda: made.append(name) or array
+        def read() -> np.ndarray:
+            made.append(name)
+            return array
+
+        return read
 
     arrays = {
         "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -209,7 +218,7 @@ def test_weights_in_half_precision(tmp_path: Path) -> None:
     with WeightFile(tmp_path / "weights.bin") as sink:
         tensors = {dtype: sink.add(dtype, lambda: array, dtype) for dtype in ("bfloat16", "float16")}
         with pytest.raises(BuildError, match=r"big has weights up to 70000, which fp16 cannot hold; use .* bf16"):
-            sink.add("big", lambda: np.float32([7e4]), "float16")
+            sink.add("big", lambda: np.array([7e4], np.float32), "float16")
     for dtype, tensor in tensors.items():
         got = onnx.numpy_helper.to_array(tensor, base_dir=str(tmp_path)).astype(np.float32)
         expected = torch.tensor(array).to(getattr(torch, dtype)).float().numpy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,13 +16,15 @@ from build_faults import OldEngine, assert_refused, build_args
 from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_target, random_weights, write_safetensors
 from command_line import Cli
 
-from ddtree_trt.artifact.manifest import MANIFEST, load_manifest, verify_files
+from ddtree_trt.artifact.files import MANIFEST
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build import compile as compiler
 from ddtree_trt.build.backends.onnxruntime.backend import OnnxRuntimeBuild
-from ddtree_trt.build.checkpoint.reader import target_shapes
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.errors import UsageError
+from ddtree_trt.models.decoder import language_model_shapes
 
 # Damaged engines
 
@@ -64,7 +67,7 @@ def break_tokenizer(target: Path, drafter: Path) -> None:
 
 
 def break_values(target: Path, drafter: Path) -> None:
-    weights = random_weights(target_shapes(TARGET_DIMS, tied=True), seed=0)
+    weights = random_weights(language_model_shapes(TARGET_DIMS, tied=True), seed=0)
     weights["model.layers.2.mlp.down_proj.weight"][3, 1] = np.nan
     write_safetensors(target / "model.safetensors", weights, "fp16")
 
@@ -243,8 +246,8 @@ def test_a_real_write_error(pair: tuple[Path, Path], old: OldEngine) -> None:
 def test_too_little_space_is_seen_before_any_work(
     cli: Cli, pair: tuple[Path, Path], old: OldEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usage = compiler.shutil.disk_usage(old.path)
-    monkeypatch.setattr(compiler.shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    usage = shutil.disk_usage(old.path)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: usage._replace(free=1000))
     monkeypatch.setattr(OnnxRuntimeBuild, "write", lambda *args: pytest.fail("work was done"))
     assert_refused(cli(*build_args(pair, old.path, "--force")), 1, "MB free", "--output DIR on another disk")
     old.assert_untouched()

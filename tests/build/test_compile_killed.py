@@ -14,7 +14,7 @@ from build_faults import OldEngine, assert_refused, build_args, fingerprint
 from checkpoints import make_pair
 from command_line import Cli
 
-from ddtree_trt.artifact.manifest import MANIFEST
+from ddtree_trt.artifact.files import MANIFEST
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 
 # Interruptions

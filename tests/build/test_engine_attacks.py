@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +14,15 @@ import pytest
 from checkpoints import edit_json
 
 from ddtree_trt import LLM, AsyncLLM
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import (
-    DRAFTER_GRAPH,
-    MANIFEST,
-    TARGET_GRAPH,
-    WEIGHTS,
-    always_causal,
-    installed_versions,
-    load_manifest,
-    rebuild_command,
-)
+from ddtree_trt.artifact.files import DRAFTER_GRAPH, MANIFEST, TARGET_GRAPH, WEIGHTS
+from ddtree_trt.artifact.manifest import _body_digest, load_manifest
+from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.toolchain import always_causal, installed_versions
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.directory import describe_files
 from ddtree_trt.errors import ArtifactError, DDTreeError
 from ddtree_trt.inspection import inspect_engine
+from ddtree_trt.runtime import core
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.text.codec import TextCodec
@@ -63,7 +56,7 @@ def sign(engine: Path, **changes: Any) -> None:
         for record in records:
             holder = holder[record]
         holder[name] = value
-    (engine / MANIFEST).write_text(json.dumps({**body, "digest": artifact._body_digest(body)}))
+    (engine / MANIFEST).write_text(json.dumps({**body, "digest": _body_digest(body)}))
 
 
 # Manifests whose digest is right
@@ -177,7 +170,7 @@ def test_what_cannot_be_made_closes_its_engine(
         closed.append(self)
         close(self)
 
-    monkeypatch.setattr(sys.modules[made.__module__], part, refuse)
+    monkeypatch.setattr(core, part, refuse)
     monkeypatch.setattr(OrtEngine, "close", record)
     with pytest.raises(ValueError, match="refused"):
         made(engine)

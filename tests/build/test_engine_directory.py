@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree_trt.artifact.manifest import (
-    MANIFEST,
-)
+from ddtree_trt.artifact.files import MANIFEST
 from ddtree_trt.build import directory as writer
 from ddtree_trt.build.directory import atomic_directory, prepare_destination
 from ddtree_trt.errors import BuildError

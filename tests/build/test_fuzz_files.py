@@ -17,14 +17,13 @@ import pytest
 from checkpoints import make_drafter, make_target
 from fuzzing import linked_copy, mutate_json, mutate_weights, replace
 
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import DRAFTER_GRAPH, MANIFEST, TARGET_GRAPH, WEIGHTS, load_manifest
+from ddtree_trt.artifact.files import DRAFTER_GRAPH, MANIFEST, TARGET_GRAPH, WEIGHTS
+from ddtree_trt.artifact.manifest import _body_digest, load_manifest
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.inspection import inspect_engine
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
-from ddtree_trt.runtime.engines.base import DraftRequest
+from ddtree_trt.runtime.engines.base import DraftRequest, Draw, DrawnFrom
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.text.codec import TextCodec
 from ddtree_trt.terminal import printing as terminal
@@ -81,7 +80,8 @@ def says(directory: Path) -> list[list[int]]:
         prompt = PROMPT[: min(limits.prefill_chunk, limits.max_seq_len - 1)]
         verdict = engine.prefill(slot, prompt, rows="all", taps=True)
         choices = verdict.choices.tolist()
-        ask = DraftRequest(slot, bonus_token=7, top_k=2, length=3, draw=lambda p, ids: DrawnFrom(int(ids[0]), ids, p))
+        draw: Draw = lambda p, ids, position: DrawnFrom(int(ids[0]), ids, p.astype(np.float64))  # noqa: E731
+        ask = DraftRequest(slot, bonus_token=7, top_k=2, length=3, draw=draw)
         return [choices, engine.draft([ask])[0].token_ids[:, 0].tolist()]
     finally:
         engine.close()
@@ -126,7 +126,7 @@ def one_manifest(whole: Whole, folder: Path, rng: random.Random) -> bool:
     try:
         body = json.loads(text)
         body.pop("digest", None)
-        text = json.dumps({**body, "digest": artifact._body_digest(body)}).encode()
+        text = json.dumps({**body, "digest": _body_digest(body)}).encode()
     except (ValueError, RecursionError, AttributeError, TypeError):
         pass  # nothing a digest could be right for
     replace(engine / MANIFEST, text)

@@ -12,9 +12,9 @@ import typer
 from bench_results import make_result, make_sample
 from typer.testing import CliRunner
 
-from ddtree_trt.bench.datasets import PAPER_SETS
 from ddtree_trt.bench.pairs.random_pair import SHAPES
-from ddtree_trt.bench.peers import HELP
+from ddtree_trt.bench.paper_datasets import PAPER_SETS
+from ddtree_trt.bench.peers.registry import HELP
 from ddtree_trt.bench.result import read_result, to_json
 from ddtree_trt.bench.settings import Shard
 from ddtree_trt.cli import Commands

@@ -15,7 +15,8 @@ import pytest
 from pacing import WAIT_S
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact.manifest import load_manifest, verify_files
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.verify import verify_files
 
 # What the console script does, but that it says when the program's own handler is in place: what comes before is the
 # interpreter's own start. What runs in the background begins with SIGINT ignored, hence the first handler.

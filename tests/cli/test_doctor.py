@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddtree_trt import doctor
+from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.doctor import Check, diagnose
 
 
@@ -61,12 +62,12 @@ def test_what_was_found_of_flash_attention(
 
 
 def pretend_flash_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = doctor.installed_versions
+    versions = installed_versions
 
-    def installed_versions(*names: str) -> dict[str, str]:
+    def pretended(*names: str) -> dict[str, str]:
         return {"flash-attn": "2.8.3"} if names == ("flash-attn",) else versions(*names)
 
-    monkeypatch.setattr(doctor, "installed_versions", installed_versions)
+    monkeypatch.setattr(doctor, "installed_versions", pretended)
 
 
 def test_nothing_of_the_working_directory_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

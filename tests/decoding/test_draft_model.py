@@ -16,7 +16,7 @@ from truth import FALSE_ALARM, chi_square, distribution
 
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime import request_maker as requests
+from ddtree_trt.runtime import core
 from ddtree_trt.runtime.decoding.costs import CostModel
 from ddtree_trt.runtime.decoding.latency import LatencyProfile
 from ddtree_trt.runtime.decoding.sampling import Sampler
@@ -146,7 +146,8 @@ def test_chat_turns_start_from_the_slot(smaller: LLM) -> None:
 
 
 def test_first_tokens_are_distributed_as_the_targets(smaller: LLM) -> None:
-    engine, options = smaller.engine, {"temperature": 1.0, "top_k": 3}
+    engine = smaller.engine
+    options: dict[str, Any] = {"temperature": 1.0, "top_k": 3}
     plain = SamplingParams(**options)
 
     def joint(output: tuple[int, ...]) -> dict[tuple[int, ...], float]:
@@ -181,7 +182,7 @@ def automatic(
     engine: Path, monkeypatch: pytest.MonkeyPatch, profile: LatencyProfile, count: int
 ) -> list[RequestOutput]:
     """One request after the other with chosen lengths, at given costs."""
-    monkeypatch.setattr(requests, "load_or_measure", lambda *_: profile)
+    monkeypatch.setattr(core, "load_or_measure", lambda *_: profile)
     with LLM(engine) as llm:
         params = SamplingParams(max_tokens=49, ignore_eos=True)
         return [llm.generate(prompt, params)[0] for prompt in prompts(count)]
@@ -206,7 +207,7 @@ def test_a_useless_drafter_falls_back_to_single_tokens(unlike: Path, monkeypatch
 
 
 def test_a_seed_repeats_chosen_lengths_whatever_went_between(unlike: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "load_or_measure", lambda *_: CHAINS["small"])
+    monkeypatch.setattr(core, "load_or_measure", lambda *_: CHAINS["small"])
     params = SamplingParams(temperature=1, top_k=3, seed=5, max_tokens=60, ignore_eos=True)
     with LLM(unlike) as llm:
         (first,) = llm.generate(PROMPT, params)

@@ -20,8 +20,8 @@ import pytest
 from engine_builds import PACKAGED
 
 from ddtree_trt import _native
+from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.check import RELATIVE_ROUNDING
 from ddtree_trt.runtime.decoding.noise import Noise
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.llm import LLM
@@ -31,13 +31,13 @@ SLOTS = 4
 ALLOWED = {"fp32": 0.005, "int8": 0.01}  # share of requests that may differ, all of them by ties
 # An int8 engine is exact: a row of a tree differs from that of `ar` by the order of attention's sums alone, mostly by
 # 3e-7 of the largest logit. Where that moves an activation over a border of its 8 bits, it is up to 2^-7.9 (measured).
-ROUNDING = {"fp32": RELATIVE_ROUNDING["fp32"], "int8": 2.0**-7}
+ROUNDING = {"fp32": PRECISIONS["fp32"].relative_rounding, "int8": 2.0**-7}
 
 
 @pytest.fixture(scope="module", params=["fp32", "int8"])
 def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("seeds") / request.param
-    limits = {"max_seq_len": 512, "max_batch": SLOTS, "max_tree_budget": 64}
+    limits: dict[str, Any] = {"max_seq_len": 512, "max_batch": SLOTS, "max_tree_budget": 64}
     compile_engine(BuildRequest(target="tiny", output=path, precision=request.param, **limits))
     return path
 
@@ -127,9 +127,7 @@ def _verdict(margin: float, rounding: float) -> bool | None:
 def last_row(llm: LLM, tokens: list[int]) -> np.ndarray:
     """float32 [V]: what follows the tokens."""
     engine, chunk = llm.engine, llm.engine.manifest.limits.prefill_chunk
-    for slot in llm._scheduler._slots:
-        slot.tokens = []
-    engine.truncate(0, 0)
+    llm.reset_prefix_cache()
     for start in range(0, len(tokens), chunk):
         verdict = engine.prefill(0, np.array(tokens[start : start + chunk]), rows="last", taps=False)
     row = np.array(verdict.logits[-1])

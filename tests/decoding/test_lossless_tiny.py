@@ -10,6 +10,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +157,14 @@ class Remembering:
         tokens = self._tokens[slot]
         return self._ask(("prefill", tuple(tokens)), lambda: self._bring(tokens))
 
+    def warm_up(self) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return [self._ask(self._draft_key(r), lambda r=r: self._draft(r)) for r in requests]
+        return [self._ask(self._draft_key(r), partial(self._draft, r)) for r in requests]
 
     def _draft_key(self, request: DraftRequest) -> Any:
         return "draft", tuple(self._tokens[request.slot]), request.bonus_token, request.top_k
@@ -171,7 +178,7 @@ class Remembering:
         for r in requests:
             self._trees[r.slot] = r
             key = "verify", tuple(self._tokens[r.slot]), r.tree.token_ids.tobytes(), r.tree.parents.tobytes()
-            verdicts.append(self._ask(key, lambda r=r: self._verify(r)))
+            verdicts.append(self._ask(key, partial(self._verify, r)))
         return verdicts
 
     def _verify(self, request: VerifyRequest) -> Verdict:
@@ -199,7 +206,7 @@ class Remembering:
 
 
 def copied(verdict: Verdict) -> Verdict:
-    return Verdict(verdict.choices.copy(), verdict.logits.copy())
+    return Verdict(verdict.choices.copy(), np.array(verdict.logits))
 
 
 def uncertain(llm: LLM, prompts: list[Any]) -> list[int]:

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from ddtree_trt.artifact.manifest import PROFILE
-from ddtree_trt.build.triton_export import ExportRequest, export_triton
+from ddtree_trt.artifact.files import PROFILE
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.runtime.decoding import latency as profiles
 from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile
 from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.triton.export import ExportRequest, export_triton
 
 
 def a_profile() -> dict[str, Any]:
@@ -42,17 +42,17 @@ def damaged(path: str, value: Any) -> str:
     return json.dumps(data)
 
 
-NUMBERS = ["x", None, True, -1, -0.5, float("nan"), float("inf"), 10**400, 3601.0, [], {}]
+NUMBERS: list[Any] = ["x", None, True, -1, -0.5, float("nan"), float("inf"), 10**400, 3601.0, [], {}]
 DAMAGED = [
     *(damaged("contexts.0.draft_s", value) for value in NUMBERS),
     *(damaged("contexts.0.verify_s.1", value) for value in [*NUMBERS, 0]),
     *(damaged("contexts.0.tree_tokens.1", value) for value in [*NUMBERS[:-3], 0, 1, 2.5, 10**10]),
     *(damaged("contexts.1.context", value) for value in ["x", None, 0, -1, 1.5, 64, 10**400]),
-    *(damaged("contexts", value) for value in ["x", None, 5, [], {}, [5], [None], [[]]]),
+    *(damaged("contexts", value) for value in list[Any](("x", None, 5, [], {}, [5], [None], [[]]))),
     *(damaged("contexts.0", value) for value in ["x", {}, {"context": 1}]),
-    *(damaged("fingerprint", value) for value in [None, 5, []]),
+    *(damaged("fingerprint", value) for value in list[Any]((None, 5, []))),
     *(damaged("machine", value) for value in [None, 5]),
-    *(damaged("version", value) for value in [0, 99, None, "1", [], {}]),
+    *(damaged("version", value) for value in list[Any]((0, 99, None, "1", [], {}))),
     *(damaged(path, []) for path in ("contexts.0.tree_tokens", "contexts.0.verify_s")),
     *(damaged("contexts.0.tree_tokens", value) for value in [[2, 3, 4], [1, 3, 2], [1, 2]]),
     damaged("extra", 1),
@@ -234,7 +234,7 @@ def test_an_export_names_the_file_it_cannot_read(
     engine: tuple[Path, list[object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     directory, _ = engine
-    monkeypatch.setattr("ddtree_trt.build.triton_export.verify_files", lambda *_: None)
+    monkeypatch.setattr("ddtree_trt.triton.export.verify_files", lambda *_: None)
     refuse_to_open(monkeypatch, "weights.bin")
     with pytest.raises(ArtifactError, match=r"tiny/weights.bin cannot be read \(Permission denied\)"):
         export_triton(ExportRequest(directory, tmp_path / "models", model_name="m"))

@@ -35,8 +35,8 @@ def trees(draw: st.DrawFn, max_nodes: int = 12, vocab: int = 4) -> DraftTree:
         tokens.append(token)
         parents.append(parent)
         depths.append(depths[parent] + 1)
-    arrays = [np.array(part, np.int32) for part in (tokens, depths[1:], parents)]
-    return DraftTree(*arrays, log_weights=-np.arange(len(tokens), dtype=np.float64))
+    ids, below, above = (np.array(part, np.int32) for part in (tokens, depths[1:], parents))
+    return DraftTree(ids, below, above, log_weights=-np.arange(len(tokens), dtype=np.float64))
 
 
 def follow(tree: DraftTree, choices: list[int]) -> list[int]:
@@ -70,8 +70,9 @@ def test_build_tree_keeps_its_contract() -> None:
 @pytest.mark.parametrize("ids", [np.int32, np.int64])
 def test_build_tree_takes_any_layout(dtype: type, ids: type) -> None:
     expected = build_tree(LOG_PROBS, TOKEN_IDS, 9)
-    columns = np.asfortranarray(LOG_PROBS.astype(dtype)), np.asfortranarray(np.array(TOKEN_IDS, ids))
-    found = build_tree(*columns, 9)
+    log_probs: np.ndarray = np.asfortranarray(LOG_PROBS.astype(dtype))
+    token_ids: np.ndarray = np.asfortranarray(np.array(TOKEN_IDS).astype(ids))
+    found = build_tree(log_probs, token_ids, 9)
     assert found.token_ids.tolist() == expected.token_ids.tolist()
     assert found.parents.tolist() == expected.parents.tolist()
 

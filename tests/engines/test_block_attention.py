@@ -10,10 +10,10 @@ import pytest
 from checkpoints import make_pair, make_target
 from engine_builds import CAUSAL, INSTALLED, PACKAGED, build_engine
 
-from ddtree_trt.artifact.manifest import always_causal, load_manifest
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.toolchain import always_causal
 from ddtree_trt.errors import ArtifactError, EngineError
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.llm import LLM

@@ -53,7 +53,7 @@ def start(engine: OrtEngine) -> None:
 def step(engine: OrtEngine, tokens: np.ndarray, kept: int) -> np.ndarray:
     """Verify a chain and commit its first `kept` tokens; the logits [T, V]."""
     (verdict,) = engine.verify([VerifyRequest(0, token_chain(tokens))])
-    logits = verdict.logits.copy()
+    logits = np.array(verdict.logits)
     assert verdict.choices.tolist() == logits.argmax(-1).tolist()
     engine.commit(0, np.arange(kept, dtype=np.int32), taps=False)
     return logits
@@ -78,7 +78,7 @@ def differences(engine: OrtEngine) -> list[float]:
     for chunk in (1, 2, 7, 64, STEPS):  # as after a reused prefix, or at a prompt's end
         start(engine)
         rows = [
-            engine.prefill(0, tokens[i : i + chunk], rows="all", taps=False).logits.copy()
+            np.array(engine.prefill(0, tokens[i : i + chunk], rows="all", taps=False).logits)
             for i in range(0, STEPS, chunk)
         ]
         found.append(float(np.abs(np.concatenate(rows) - alone).max()))
@@ -106,9 +106,10 @@ def test_the_idle_row_leaves_no_trace(engine: OrtEngine) -> None:
     assert engine.length(0) == 41 and engine.length(1) == 3
     assert all((buffer[1] == old).all() for buffer, old in zip(engine._target.cache.buffers, before, strict=True))
     verdict = engine.prefill(1, tokens[:1], rows="last", taps=True)
-    assert verdict.logits.shape == (1, engine.manifest.target_dims.vocab_size) and verdict.choices.shape == (1,)
+    assert np.shape(verdict.logits) == (1, engine.manifest.target_dims.vocab_size) and verdict.choices.shape == (1,)
     assert engine.draftable_length(1) == 4
-    token_ids, taps = engine._passed[1]
+    passed = engine._passed[1]
+    token_ids, taps = passed.token_ids, passed.taps
     assert len(token_ids) == 1 and taps is not None and len(taps) == 1
 
 

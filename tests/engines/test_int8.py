@@ -12,16 +12,19 @@ import onnxruntime as ort
 import pytest
 import torch
 from checkpoints import make_pair, make_target
+from dflash_truth import DFlash, refuse_to_draw
 from engine_builds import build_engine
+from families import OTHERS, offered
 from hypothesis import given
 from hypothesis import strategies as st
 from numerics import Follower, Truth, path_to, random_tree
 from numpy.typing import NDArray
 from onnx import TensorProto
-from plain_dflash import DFlash, refuse_to_draw
 from quantized import quantize
 
-from ddtree_trt.artifact.manifest import TARGET_GRAPH, load_manifest, rebuild_command
+from ddtree_trt.artifact.files import TARGET_GRAPH
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
@@ -173,10 +176,15 @@ def follow(engine: OrtEngine, truth: Truth) -> None:
 
 
 @pytest.mark.usefixtures("processor")
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_target_is_transformers_quantised(tied: bool, errors: Errors, tmp_path: Path) -> None:
-    target, drafter = make_pair(tmp_path / "pair", tied=tied)
-    engine = build_engine(target, drafter, tmp_path / "engine", precision="int8", max_batch=2)
+@pytest.mark.parametrize(
+    "shape",
+    [{"tied": True}, {"tied": False}, *({"family": f} for f in OTHERS.values())],
+    ids=["tied", "untied", *OTHERS],
+)
+def test_a_target_is_transformers_quantised(shape: dict[str, Any], errors: Errors, tmp_path: Path) -> None:
+    target, drafter = make_pair(tmp_path / "pair", **shape)
+    with offered(*OTHERS.values()):
+        engine = build_engine(target, drafter, tmp_path / "engine", precision="int8", max_batch=2)
     follow(engine, RoundedTruth(target, engine.manifest.dflash.tap_layers))
     engine.close()
     engine.close()  # again is no error
@@ -216,7 +224,7 @@ def test_every_method_is_lossless(tmp_path: Path) -> None:
     report = check_engine(CheckSettings(str(directory), limit=6, max_tokens=60, threads=1))
     assert report.precision == "int8"
     assert len(report.greedy) > 5 and len(report.distribution) > 3 and len(report.tau) > 1
-    assert [f for f in (*report.greedy, *report.distribution, *report.tau) if not f.passed] == []
+    assert [f for part in (report.greedy, report.distribution, report.tau) for f in part if not f.passed] == []
 
 
 def test_the_manifest_says_so(tmp_path: Path) -> None:

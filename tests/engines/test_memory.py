@@ -18,9 +18,9 @@ from quantized import ALGORITHMS, GROUP, quantize
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, TransformerDims
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.artifact.precisions import BackendName
 from ddtree_trt.build import dryrun
-from ddtree_trt.build.backends.base import BackendName
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
@@ -28,12 +28,15 @@ from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.cli import app
-from ddtree_trt.device import memory
+from ddtree_trt.device import buffers as places
+from ddtree_trt.device.buffers import ALIGNMENT, CacheShape, Layout, Rows, tensorrt_buffers
 from ddtree_trt.device.gpus import Gpu, find_gpus
-from ddtree_trt.device.memory import ALIGNMENT, CacheShape, Layout, MemoryPlan, Rows, plan_engine, tensorrt_buffers
+from ddtree_trt.device.memory import MemoryPlan, plan_engine
 from ddtree_trt.doctor import diagnose
 from ddtree_trt.errors import BuildError
 from ddtree_trt.inspection import inspect_engine
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
 
 # The shapes in the config.json files of Qwen/Qwen3-8B and of its drafter at z-lab.
 TARGET = TransformerDims(151936, 4096, 36, 32, 8, 128, 12288, 1e-6, 1e6, 40960)
@@ -90,29 +93,29 @@ def test_the_plan_is_the_sum_of_the_buffers() -> None:
     """`inspect` and the engine count the same things: what is not cache or table is the plan's buffers."""
     buffers = tensorrt_buffers(TARGET, DRAFTER, LIMITS, 2)
     plan = plan_engine("tensorrt", "bf16", TARGET, DRAFTER, LIMITS, 0)
-    assert 2 * buffers[memory.EMBEDDING] == buffers[memory.HEAD] == 151936 * 4096 * 4  # logits are sums in float32
-    caches = buffers[memory.TARGET_KV] + buffers[memory.DRAFTER_KV]
+    assert 2 * buffers[places.EMBEDDING] == buffers[places.HEAD] == 151936 * 4096 * 4  # logits are sums in float32
+    caches = buffers[places.TARGET_KV] + buffers[places.DRAFTER_KV]
     assert caches == plan.kv_bytes_all_slots  # nothing behind these planes
-    tables = buffers[memory.EMBEDDING] + buffers[memory.HEAD]
-    assert plan.weights_bytes == buffers[memory.HEAD]
+    tables = buffers[places.EMBEDDING] + buffers[places.HEAD]
+    assert plan.weights_bytes == buffers[places.HEAD]
     assert sum(buffers.values()) == tables + caches + plan.buffers_bytes
-    rows = Rows.of(DRAFTER, LIMITS)
+    rows = Rows.of(DRAFTER.block_size, LIMITS)
     assert (rows.waiting, rows.context, rows.chunk) == (256 + 16, 256, 256)
-    assert buffers[memory.LOGITS] == 4 * 257 * 151936 * 4
+    assert buffers[places.LOGITS] == 4 * 257 * 151936 * 4
 
 
 def test_the_plan_of_an_autoregressive_drafter_is_the_sum_too() -> None:
     drafter = TransformerDims(151936, 1024, 28, 16, 8, 128, 3072, 1e-6, 1e6, 40960)
     buffers = tensorrt_buffers(TARGET, drafter, LIMITS, 2)
     plan = plan_engine("tensorrt", "bf16", TARGET, drafter, LIMITS, 0)
-    tables = [memory.EMBEDDING, memory.DRAFTER_EMBEDDING, memory.HEAD, memory.DRAFTER_HEAD]
+    tables = [places.EMBEDDING, places.DRAFTER_EMBEDDING, places.HEAD, places.DRAFTER_HEAD]
     assert sum(buffers[name] for name in tables) == 151936 * (4096 + 1024) * (2 + 4)
     assert plan.weights_bytes == 151936 * (4096 + 1024) * 4
-    caches = buffers[memory.TARGET_KV] + buffers[memory.DRAFTER_KV]
+    caches = buffers[places.TARGET_KV] + buffers[places.DRAFTER_KV]
     assert caches == plan.kv_bytes_all_slots
     assert sum(buffers.values()) == sum(buffers[name] for name in tables) + caches + plan.buffers_bytes
-    assert buffers[memory.DRAFT_LOGITS] == 151936 * 4
-    assert not {memory.TAPS, memory.STATES, memory.CONTEXT} & set(buffers)
+    assert buffers[places.DRAFT_LOGITS] == 151936 * 4
+    assert not {places.TAPS, places.STATES, places.CONTEXT} & set(buffers)
 
 
 def test_a_cpu_passes_one_slot_at_a_time() -> None:
@@ -127,7 +130,7 @@ def test_a_cpu_passes_one_slot_at_a_time() -> None:
 
 def run(*args: object) -> subprocess.CompletedProcess[str]:
     result = CliRunner().invoke(app, [str(a) for a in args])
-    return subprocess.CompletedProcess(args, result.exit_code, result.stdout, result.stderr)
+    return subprocess.CompletedProcess([str(a) for a in args], result.exit_code, result.stdout, result.stderr)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

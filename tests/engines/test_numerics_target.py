@@ -1,4 +1,4 @@
-"""The target engine against transformers' Qwen3 in float32: prefill, branching trees, compaction, reuse."""
+"""The target engine against transformers in float32: prefill, branching trees, compaction, reuse."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from checkpoints import make_pair
 from engine_builds import PACKAGED, build_engine, build_torch_engine
+from families import OTHERS, offered
 from numerics import Follower, Truth, path_to, random_tree
 
 from ddtree_trt.artifact.manifest import Limits
@@ -23,6 +24,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "large-heads": {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1},
     "small-heads": {"head_dim": 16, "hidden_size": 128, "num_heads": 3, "num_kv_heads": 1},
     "rotary": {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "dtype": "bf16"},
+    **{name: {"family": family} for name, family in OTHERS.items()},
 }
 
 
@@ -41,7 +43,8 @@ def followers(request: pytest.FixtureRequest, build: Any, tmp_path_factory: pyte
     target, drafter = PACKAGED / "target", PACKAGED / "drafter"
     if request.param != "tiny":
         target, drafter = make_pair(path, max_positions=2 * CHUNK, **SHAPES[request.param])
-    engine = build(target, drafter, path / "engine", max_batch=2)
+    with offered(*OTHERS.values()):
+        engine = build(target, drafter, path / "engine", max_batch=2)
     truth = Truth(target, engine.manifest.dflash.tap_layers)
     return [Follower(engine, slot, truth) for slot in range(2)]
 

@@ -75,7 +75,8 @@ def test_lazy_rows_fetch_what_is_read() -> None:
     np.testing.assert_array_equal(np.asarray(rows), whole)
     assert fetched[2:] == [(0, 4)]
     assert np.array(rows, np.float64).dtype == np.float64
-    assert [r.tolist() for r in rows] == whole.tolist()
+    iterable: Any = rows  # by its length and its rows, as any sequence of old
+    assert [r.tolist() for r in iterable] == whole.tolist()
     for index in (4, -5):
         with pytest.raises(IndexError, match="of 4"):
             rows[index]
@@ -84,5 +85,5 @@ def test_lazy_rows_fetch_what_is_read() -> None:
 
 
 def test_no_rows_fetch_nothing() -> None:
-    rows = LazyRows(0, 3, lambda *_: pytest.fail("there is nothing to fetch"))
+    rows: Any = LazyRows(0, 3, lambda *_: pytest.fail("there is nothing to fetch"))
     assert np.asarray(rows).shape == (0, 3) and list(rows) == []

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import Manifest, load_manifest, verify_files
+from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt.machine import Machine, examine
 from ddtree_trt.build.compile import BuildRequest, compile_engine

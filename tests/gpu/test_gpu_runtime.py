@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +15,14 @@ from fake_trt_engine import BLOCK
 from numerics import path_to, random_tree
 from quantized import ALGORITHMS, quantize
 
-from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, Machine, examine
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.check import RELATIVE_ROUNDING, check_engine
-from ddtree_trt.device.cuda import call, cuda_bindings
+from ddtree_trt.check import check_engine
+from ddtree_trt.device.cuda_calls import call, cuda_bindings
 from ddtree_trt.errors import ArtifactError, DDTreeError
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
@@ -69,7 +71,7 @@ def other(tiny_engine: Path) -> Iterator[OrtEngine]:
 def assert_near(found: np.ndarray, expected: np.ndarray, precision: str) -> None:
     """As far apart as the precision rounds, for the largest value of each row."""
     largest = np.abs(expected).max(axis=-1, keepdims=True)
-    assert (np.abs(found - expected) <= RELATIVE_ROUNDING[precision] * largest).all()
+    assert (np.abs(found - expected) <= PRECISIONS[precision].relative_rounding * largest).all()
 
 
 def test_it_says_what_the_onnxruntime_engine_says(engine: TrtEngine, other: OrtEngine) -> None:
@@ -79,16 +81,16 @@ def test_it_says_what_the_onnxruntime_engine_says(engine: TrtEngine, other: OrtE
         ids = rng.integers(5, 2048, size)
         for start in range(0, size, 256):
             said = [e.prefill(slot, ids[start : start + 256], rows="all", taps=True) for e in (engine, other)]
-            assert_near(np.asarray(said[0].logits), said[1].logits, precision)
+            assert_near(np.asarray(said[0].logits), np.asarray(said[1].logits), precision)
     for sizes in ((1, 33, 200), (60, 2, 5), (7, 7, 7)):
         requests = [DraftRequest(slot, 9, 8, 7, lambda *_: pytest.fail("draws nothing")) for slot in range(3)]
         for found, expected in zip(engine.draft(requests), other.draft(requests), strict=True):
             assert np.abs(found.log_probs - expected.log_probs).max() < 1
         trees = [random_tree(rng, size, 2048) for size in sizes]
         asked = [VerifyRequest(slot, tree) for slot, tree in enumerate(trees)]
-        for found, expected in zip(engine.verify(asked), other.verify(asked), strict=True):
-            assert_near(np.asarray(found.logits), expected.logits, precision)
-            np.testing.assert_array_equal(found.choices, np.asarray(found.logits).argmax(-1))
+        for ours, theirs in zip(engine.verify(asked), other.verify(asked), strict=True):
+            assert_near(np.asarray(ours.logits), np.asarray(theirs.logits), precision)
+            np.testing.assert_array_equal(ours.choices, np.asarray(ours.logits).argmax(-1))
         for slot, tree in enumerate(trees):
             for e in (engine, other):
                 e.commit(slot, path_to(tree, len(tree) - 1)[:BLOCK], taps=True)
@@ -141,7 +143,7 @@ def test_an_autoregressive_drafter(machine: Machine, tmp_path: Path) -> None:
         BuildRequest(target="x", backend="tensorrt", checkpoint=target, drafter=target, output=tmp_path / "e")
     )
     with LLM(tmp_path / "e") as llm:
-        options = {"max_tokens": 48, "ignore_eos": True}
+        options: dict[str, Any] = {"max_tokens": 48, "ignore_eos": True}
         drafted, plain = (llm.generate(PROMPTS, SamplingParams(method=m, **options)) for m in ("draft-model", "ar"))
     assert sum(d.outputs[0].token_ids == p.outputs[0].token_ids for d, p in zip(drafted, plain, strict=True)) >= 2
     assert sum(output.metrics.mean_acceptance_length for output in drafted) > 3 * len(PROMPTS)

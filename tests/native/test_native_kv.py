@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,14 +43,14 @@ def check(buffers: list[np.ndarray], start: int, keep: list[int]) -> None:
 
 
 @pytest.mark.parametrize("window", range(9))
-def test_every_kept_set_of_a_window(window):
+def test_every_kept_set_of_a_window(window: int) -> None:
     for size in range(window + 1):
         for keep in itertools.combinations(range(window), size):
             check(new_buffers(2, 2, 3, np.float32, window), start=5, keep=list(keep))
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8])
-def test_random_kept_sets(dtype):
+def test_random_kept_sets(dtype: type) -> None:
     rng = np.random.default_rng(0)
     for seed in range(100):
         start = int(rng.integers(0, ROWS))
@@ -58,7 +59,7 @@ def test_random_kept_sets(dtype):
         check(new_buffers(3, 4, 5, dtype, seed), start, keep)
 
 
-def test_gaps_between_heads_are_left_alone():
+def test_gaps_between_heads_are_left_alone() -> None:
     whole = np.arange(2 * 32 * 4, dtype=np.int32).reshape(2, 32, 4)
     buffer = whole[:, :ROWS]  # eight rows after each head belong to someone else
     expected = whole.copy()
@@ -68,7 +69,7 @@ def test_gaps_between_heads_are_left_alone():
 
 
 BUFFER = np.zeros((2, ROWS, 4), np.float32)
-GOOD = {
+GOOD: dict[str, Any] = {
     "bases": np.array([BUFFER.ctypes.data], np.uint64),
     "heads": 2,
     "head_stride_bytes": BUFFER.strides[0],
@@ -100,12 +101,12 @@ GOOD = {
         ({"bases": np.array([1], np.int64)}, TypeError, "bases must have dtype uint64"),
     ],
 )
-def test_compact_rows_refuses(change, error, text):
+def test_compact_rows_refuses(change: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         _native.compact_rows(**{**GOOD, **change})
     assert not BUFFER.any()
 
 
-def test_nothing_kept_and_no_buffer_are_fine():
+def test_nothing_kept_and_no_buffer_are_fine() -> None:
     _native.compact_rows(**{**GOOD, "keep": np.array([], np.int32)})
     _native.compact_rows(**{**GOOD, "bases": np.array([], np.uint64)})

@@ -19,8 +19,11 @@ BUDGETS = st.one_of(st.integers(0, 40), st.just(10_000))
 BRANCHING = np.array([-1, 0, 1, 1, 2, 0], np.int32)
 
 
+Rows = tuple[np.ndarray, np.ndarray]
+
+
 @st.composite
-def draft_rows(draw: st.DrawFn, values: st.SearchStrategy[float]) -> tuple[np.ndarray, np.ndarray]:
+def draft_rows(draw: st.DrawFn, values: st.SearchStrategy[float]) -> Rows:
     """log_probs [L, K] with falling rows and distinct token_ids [L, K]."""
     length, width = draw(st.integers(0, 4)), draw(st.integers(0, 6))
     rows = [sorted(draw(st.lists(values, min_size=width, max_size=width)), reverse=True) for _ in range(length)]
@@ -92,45 +95,45 @@ def native_prefixes(log_probs: np.ndarray, token_ids: np.ndarray, budget: int) -
 
 
 @given(rows=st.one_of(TIED, UNTIED), budget=BUDGETS)
-def test_tree_is_the_first_of_all_prefixes_sorted(rows, budget):
+def test_tree_is_the_first_of_all_prefixes_sorted(rows: Rows, budget: int) -> None:
     assert native_prefixes(*rows, budget) == all_prefixes(rows[0])[:budget]
 
 
 @given(rows=st.one_of(TIED, UNTIED), budget=BUDGETS)
-def test_tree_is_algorithm_1(rows, budget):
+def test_tree_is_algorithm_1(rows: Rows, budget: int) -> None:
     assert native_prefixes(*rows, budget) == algorithm_1(rows[0], budget)
 
 
 @given(rows=st.one_of(TIED, UNTIED), budget=BUDGETS)
-def test_tree_is_prefix_closed(rows, budget):
+def test_tree_is_prefix_closed(rows: Rows, budget: int) -> None:
     kept = {ranks for _, ranks in native_prefixes(*rows, budget)}
     assert len(kept) == min(budget, len(all_prefixes(rows[0])))
     assert all(len(ranks) == 1 or ranks[:-1] in kept for ranks in kept)
 
 
 @given(rows=TIED, small=st.integers(0, 40), large=st.integers(0, 40))
-def test_smaller_budget_is_the_beginning_of_a_larger_one(rows, small, large):
+def test_smaller_budget_is_the_beginning_of_a_larger_one(rows: Rows, small: int, large: int) -> None:
     small, large = sorted((small, large))
     larger = native_prefixes(*rows, large)
     assert native_prefixes(*rows, small) == larger[:small]
 
 
 @pytest.mark.parametrize(("length", "width", "budget"), [(15, 64, 64), (15, 1024, 1024), (3, 500, 2000), (1, 5, 9)])
-def test_tree_of_production_size_is_algorithm_1(length, width, budget):
+def test_tree_of_production_size_is_algorithm_1(length: int, width: int, budget: int) -> None:
     logits = -np.sort(-np.random.default_rng(budget).normal(0, 3, (length, width)), axis=1)
     log_probs = (logits - np.log(np.exp(logits).sum(1, keepdims=True))).astype(np.float32)
     token_ids = np.tile(np.arange(width, dtype=np.int32), (length, 1))
     assert native_prefixes(log_probs, token_ids, budget) == algorithm_1(log_probs, budget)
 
 
-def test_impossible_candidates_never_enter():
+def test_impossible_candidates_never_enter() -> None:
     log_probs = np.array([[-0.1, -np.inf], [-np.inf, -np.inf]], np.float32)
     token_ids = np.array([[7, 8], [9, 10]], np.int32)
     tokens, depths, parents, _ = _native.build_tree(log_probs, token_ids, 100)
     assert (tokens.tolist(), depths.tolist(), parents.tolist()) == ([7], [1], [-1, 0])
 
 
-def test_results_outlive_later_calls():
+def test_results_outlive_later_calls() -> None:
     log_probs = np.array([[-0.5, -1.0]], np.float32)
     first = _native.build_tree(log_probs, np.array([[1, 2]], np.int32), 2)
     _native.build_tree(log_probs - 1, np.array([[3, 4]], np.int32), 2)
@@ -160,7 +163,9 @@ TOKENS = np.array([[1, 2, 3], [4, 5, 6]], np.int32)
         ([[-0.5]], TOKENS, 4, TypeError, "incompatible function arguments"),
     ],
 )
-def test_build_tree_refuses(log_probs, token_ids, budget, error, text):
+def test_build_tree_refuses(
+    log_probs: np.ndarray, token_ids: np.ndarray, budget: int, error: type[Exception], text: str
+) -> None:
     with pytest.raises(error, match=text):
         _native.build_tree(log_probs, token_ids, budget)
 
@@ -184,7 +189,7 @@ def ancestors(parents: np.ndarray) -> np.ndarray:
 
 
 @given(parents=trees(), past=st.integers(0, 9), padding=st.integers(0, 5))
-def test_attention_bias(parents, past, padding):
+def test_attention_bias(parents: np.ndarray, past: int, padding: int) -> None:
     tree_tokens = len(parents)
     out = np.full((tree_tokens, past + tree_tokens + padding), np.nan, np.float32)
     _native.attention_bias(parents, past, out)
@@ -195,7 +200,7 @@ def test_attention_bias(parents, past, padding):
 
 
 @given(parents=trees(largest=100))
-def test_packed_mask(parents):
+def test_packed_mask(parents: np.ndarray) -> None:
     mask = _native.packed_mask(parents)
     tree_tokens = len(parents)
     assert mask.dtype == np.int32
@@ -207,7 +212,7 @@ def test_packed_mask(parents):
 
 
 @pytest.mark.parametrize("past", [0, 3])
-def test_attention_bias_of_a_branching_tree(past):
+def test_attention_bias_of_a_branching_tree(past: int) -> None:
     out = np.empty((6, past + 6), np.float32)
     _native.attention_bias(BRANCHING, past, out)
     seen = [np.flatnonzero(row[past:] == 0).tolist() for row in out]
@@ -226,17 +231,17 @@ def walk_plainly(parents: np.ndarray, token_ids: np.ndarray, choices: np.ndarray
 
 
 @given(parents=trees(largest=12), data=st.data(), dtype=st.sampled_from([np.int64, np.int32]))
-def test_walk(parents, data, dtype):
+def test_walk(parents: np.ndarray, data: st.DataObject, dtype: type) -> None:
     # Few tokens, so that paths are long and siblings may share a token.
     count = len(parents)
     token_ids = np.array(data.draw(st.lists(st.integers(0, 2), min_size=count - 1, max_size=count - 1)), np.int32)
-    choices = np.array(data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)), dtype)
+    choices: np.ndarray = np.array(data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)), dtype)
     path = _native.walk(parents, token_ids, choices)
     assert path.dtype == np.int32
     assert path.tolist() == walk_plainly(parents, token_ids, choices)
 
 
-def test_walk_compares_whole_int64_tokens():
+def test_walk_compares_whole_int64_tokens() -> None:
     parents = np.array([-1, 0], np.int32)
     assert _native.walk(parents, np.array([5], np.int32), np.array([5 + 2**32, 0])).tolist() == [0]
     assert _native.walk(parents, np.array([5], np.int32), np.array([5, 0])).tolist() == [0, 1]
@@ -252,7 +257,7 @@ def test_walk_compares_whole_int64_tokens():
         ([-1, 2, 0], r"parents\[1\] is 2"),
     ],
 )
-def test_parents_must_be_topological(parents, text):
+def test_parents_must_be_topological(parents: list[int], text: str) -> None:
     array = np.array(parents, np.int32)
     count = len(parents)
     for call in (
@@ -281,7 +286,7 @@ def frozen(array: np.ndarray) -> np.ndarray:
         (0, frozen(np.empty((6, 6), np.float32)), TypeError),
     ],
 )
-def test_attention_bias_refuses(past, out, error):
+def test_attention_bias_refuses(past: int, out: np.ndarray, error: type[Exception]) -> None:
     with pytest.raises(error):
         _native.attention_bias(BRANCHING, past, out)
 
@@ -295,6 +300,6 @@ def test_attention_bias_refuses(past, out, error):
         (np.zeros(5, np.int32), np.zeros(6, np.float32), TypeError),
     ],
 )
-def test_walk_refuses(token_ids, choices, error):
+def test_walk_refuses(token_ids: np.ndarray, choices: np.ndarray, error: type[Exception]) -> None:
     with pytest.raises(error):
         _native.walk(BRANCHING, token_ids, choices)

@@ -7,15 +7,18 @@ threads between barriers. Machine code, memory ordering and speed are for cpp_pl
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from plugin_libraries import Guarded, address, aligned, emulated_kernels
 
 from ddtree_trt import _native
-from ddtree_trt.artifact.manifest import Limits, TransformerDims
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.device import memory
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import MaskMode, reference
 
 POISON = 0x7FFF  # NaN in bf16 and fp16 alike
@@ -47,12 +50,25 @@ def star(_: np.random.Generator, tokens: int) -> np.ndarray:
     return np.array([-1] + [0] * (tokens - 1), np.int32)
 
 
+Tree = Callable[[np.random.Generator, int], np.ndarray]
+Place = Callable[[np.ndarray], np.ndarray]
+
+
 class Case:
     """Random tensors of one call. Cache rows at and after past_len are NaN: reading one shows."""
 
     def __init__(
-        self, tokens, past, group=1, kv_heads=1, head_dim=64, fp16=False, tree=random_tree, slots=None, seed=0
-    ):
+        self,
+        tokens: int,
+        past: Sequence[int] | np.ndarray,
+        group: int = 1,
+        kv_heads: int = 1,
+        head_dim: int = 64,
+        fp16: bool = False,
+        tree: Tree = random_tree,
+        slots: int | None = None,
+        seed: int = 0,
+    ) -> None:
         rng = np.random.default_rng(seed)
         self.fp16 = fp16
         self.past_len = np.array(past, np.int32)
@@ -76,14 +92,14 @@ class Case:
         self.tree_mask = np.stack([reference.packed_mask(tree(rng, tokens)) for _ in range(n)])
         self.scale = head_dim**-0.5
 
-    def expected(self, mode):
+    def expected(self, mode: MaskMode) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         values = {name: decode(array, self.fp16) for name, array in self.arrays.items()}
         return reference.attention(
             values["q"], values["k"], values["v"], values["cache_k"], values["cache_v"],
             self.slot_ids, self.past_len, self.tree_mask, mode, self.scale,
         )  # fmt: skip
 
-    def fields(self, mode, splits=0, **change):
+    def fields(self, mode: MaskMode, splits: int = 0, **change: Any) -> dict[str, Any]:
         a = self.arrays
         slots, kv_heads, capacity, head_dim = a["cache_k"].shape
         fields = {
@@ -98,7 +114,7 @@ class Case:
         }  # fmt: skip
         return fields | change
 
-    def run(self, mode, splits=0, place=lambda array: array):
+    def run(self, mode: MaskMode, splits: int = 0, place: Place = lambda array: array) -> np.ndarray:
         fields = self.fields(mode, splits)
         size = emulated_kernels().attention_workspace_bytes(**fields)
         workspace, out = aligned((size // 2,), np.uint16), aligned(self.arrays["q"].shape, np.uint16)
@@ -110,7 +126,7 @@ class Case:
         return decode(out, self.fp16)
 
 
-def check(case, mode, splits=0):
+def check(case: Case, mode: MaskMode, splits: int = 0) -> None:
     attn, present_k, present_v = case.expected(mode)
     found = case.run(mode, splits)
     assert np.isfinite(found).all()
@@ -125,7 +141,7 @@ EDGES = [0, 1, 63, 64, 65, 127, 128, 129]
 
 @pytest.mark.parametrize("tokens", [1, 2, 17, 33])
 @pytest.mark.parametrize("group", [1, 2, 4, 8])
-def test_pasts_around_tile_edges(tokens, group):
+def test_pasts_around_tile_edges(tokens: int, group: int) -> None:
     for i, past in enumerate(EDGES):
         check(Case(tokens, [past], group, seed=i), MaskMode.TREE, splits=(0, 1, 2)[i % 3])
 
@@ -143,26 +159,26 @@ def test_pasts_around_tile_edges(tokens, group):
         (1025, 4096, 1),
     ],
 )
-def test_large_trees_and_long_pasts(tokens, past, group):
+def test_large_trees_and_long_pasts(tokens: int, past: int, group: int) -> None:
     check(Case(tokens, [past], group), MaskMode.TREE)
 
 
 @pytest.mark.parametrize("mode", list(MaskMode))
 @pytest.mark.parametrize("tree", [random_tree, chain, star])
-def test_modes_and_tree_shapes(mode, tree):
+def test_modes_and_tree_shapes(mode: MaskMode, tree: Tree) -> None:
     check(Case(33, [70], 2, tree=tree), mode)
 
 
 @pytest.mark.parametrize("mode", list(MaskMode))
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("fp16", [False, True])
-def test_types_head_sizes_and_batches(mode, head_dim, fp16):
+def test_types_head_sizes_and_batches(mode: MaskMode, head_dim: int, fp16: bool) -> None:
     for splits in (0, 1, 5):
         check(Case(17, [100, 0, 65], 4, 2, head_dim, fp16), mode, splits)
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_calls(seed):
+def test_random_calls(seed: int) -> None:
     rng = np.random.default_rng(seed)
     pasts = rng.integers(0, 200, rng.integers(1, 4))
     case = Case(
@@ -172,27 +188,27 @@ def test_random_calls(seed):
     check(case, MaskMode(int(rng.integers(3))), int(rng.integers(0, 9)))
 
 
-def test_chain_and_causal_are_bitwise_the_same():
+def test_chain_and_causal_are_bitwise_the_same() -> None:
     np.testing.assert_array_equal(
         Case(33, [70], 2, tree=chain).run(MaskMode.TREE), Case(33, [70], 2).run(MaskMode.CAUSAL)
     )
 
 
-def test_a_token_that_sees_nothing_gets_zeros():
+def test_a_token_that_sees_nothing_gets_zeros() -> None:
     case = Case(5, [0])
     case.tree_mask[0, 3] = 0
     found = case.run(MaskMode.TREE)
     assert not found[0, 3].any() and found[0, 4].any()
 
 
-def test_a_mask_without_the_root_hides_it_where_past_ends_inside_a_tile():
+def test_a_mask_without_the_root_hides_it_where_past_ends_inside_a_tile() -> None:
     for past in (63, 62, 15):
         case = Case(9, [past], 2)
         case.tree_mask[...] = np.array([1 << i for i in range(9)], np.int32).reshape(1, 9, 1)
         check(case, MaskMode.TREE)
 
 
-def test_tree_mask_bits_of_later_tokens_are_ignored():
+def test_tree_mask_bits_of_later_tokens_are_ignored() -> None:
     case = Case(17, [9], 2)
     expected = Case(17, [9], 2).run(MaskMode.CAUSAL)
     case.tree_mask[...] = -1
@@ -215,7 +231,7 @@ def _run_garbage(at_end: bool) -> None:
 
 
 @pytest.mark.parametrize("at_end", [True, False])
-def test_garbage_control_values_stay_in_bounds(at_end):
+def test_garbage_control_values_stay_in_bounds(at_end: bool) -> None:
     emulated_kernels()  # built before the child needs it
     child = multiprocessing.get_context("fork").Process(target=_run_garbage, args=(at_end,))
     child.start()
@@ -243,7 +259,7 @@ def test_garbage_control_values_stay_in_bounds(at_end):
         ({"workspace": None}, "workspace"),
     ],
 )
-def test_the_launcher_refuses(change, text):
+def test_the_launcher_refuses(change: dict[str, Any], text: str) -> None:
     case = Case(5, [3], 2, 2)
     out, workspace = aligned(case.arrays["q"].shape, np.uint16), aligned((1 << 20,), np.uint8)
     good = case.fields(MaskMode.TREE, 2, out=address(out), workspace=address(workspace), workspace_bytes=1 << 20)
@@ -254,14 +270,16 @@ def test_the_launcher_refuses(change, text):
     emulated_kernels().launch("tree_attention", **good)
 
 
-def test_nothing_to_do_needs_no_pointers():
+def test_nothing_to_do_needs_no_pointers() -> None:
     for empty in ("tokens", "sequences"):
         fields = Case(5, [3]).fields(MaskMode.TREE) | {"q": None, empty: 0}
         assert emulated_kernels().attention_workspace_bytes(**fields) == 0
         emulated_kernels().launch("tree_attention", **fields)
 
 
-def _needs(q_heads, kv_heads, head_dim, capacity, max_batch, max_tokens):
+def _needs(
+    q_heads: int, kv_heads: int, head_dim: int, capacity: int, max_batch: int, max_tokens: int
+) -> list[list[int]]:
     """The launcher's own need of every call up to these extents, bytes [max_batch, max_tokens]."""
     extents = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim, "capacity": capacity, "slots": max_batch}
     words = -(-max_tokens // 32)
@@ -279,7 +297,9 @@ def _needs(q_heads, kv_heads, head_dim, capacity, max_batch, max_tokens):
     ("q_heads", "kv_heads", "head_dim", "capacity"),
     [(32, 8, 128, 4353), (16, 8, 128, 4353), (14, 2, 64, 1000), (8, 1, 64, 257), (4, 4, 64, 64), (64, 4, 128, 40960)],
 )
-def test_the_bound_is_the_largest_need_of_any_call(q_heads, kv_heads, head_dim, capacity, max_batch):
+def test_the_bound_is_the_largest_need_of_any_call(
+    q_heads: int, kv_heads: int, head_dim: int, capacity: int, max_batch: int
+) -> None:
     """What is set aside must do for every number of sequences and tokens: fewer sequences are cut into more parts."""
     max_tokens = min(257, capacity)
     needs = _needs(q_heads, kv_heads, head_dim, capacity, max_batch, max_tokens)
@@ -288,7 +308,7 @@ def test_the_bound_is_the_largest_need_of_any_call(q_heads, kv_heads, head_dim, 
 
 
 @pytest.mark.parametrize("max_batch", [4, 17, 32])
-def test_the_memory_plan_counts_the_bound(max_batch):
+def test_the_memory_plan_counts_the_bound(max_batch: int) -> None:
     """Of Qwen3-8B's heads one sequence of 16 tokens needs most, 8,785,920 bytes, whatever the largest batch is."""
     dims = TransformerDims(151936, 4096, 36, 32, 8, 128, 12288, 1e-6, 1e6, 40960)
     limits = Limits(max_seq_len=4096, max_batch=max_batch)
@@ -308,7 +328,7 @@ def test_the_memory_plan_counts_the_bound(max_batch):
 @pytest.mark.parametrize(
     "change", [{"sequences": 0}, {"tokens": 300}, {"q_heads": 3}, {"kv_heads": 0}, {"head_dim": 0}]
 )
-def test_the_bound_of_impossible_extents_is_refused(change):
+def test_the_bound_of_impossible_extents_is_refused(change: dict[str, int]) -> None:
     good = {"sequences": 1, "tokens": 16, "q_heads": 8, "kv_heads": 4, "head_dim": 64, "capacity": 256}
     assert _native.attention_workspace_bound(**good) > 0
     with pytest.raises(ValueError, match="tokens at most capacity"):

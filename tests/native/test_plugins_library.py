@@ -5,31 +5,32 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 from plugin_libraries import ROOT, emulated_kernels
 
 from ddtree_trt import plugins
 from ddtree_trt.errors import DDTreeError, EngineError, MissingDependency
-from ddtree_trt.plugins import library, reference
+from ddtree_trt.plugins import library, operators, reference
 
 SOURCES = ROOT / "cpp_plugins"
 
 
-def built(name: str):
+def built(name: str) -> Path:
     path = library.FOLDER / name
     if not path.is_file():
         pytest.skip(f"skipped: {name} is not built (`make plugins`)")
     return path
 
 
-def test_a_missing_library_names_the_command_that_builds_it(tmp_path):
+def test_a_missing_library_names_the_command_that_builds_it(tmp_path: Path) -> None:
     for name in (library.KERNELS, library.PLUGINS, library.TORCH):
         with pytest.raises(MissingDependency, match=f"{name} is not built.*make plugins"):
             library.find(name, tmp_path)
 
 
-def test_a_stale_library_is_refused_before_it_is_loaded(tmp_path):
+def test_a_stale_library_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     (tmp_path / library.KERNELS).write_bytes(b"\x7fELF no marker")
     with pytest.raises(MissingDependency, match=r"ABI None, this version needs 2.*make plugins"):
         library.find(library.KERNELS, tmp_path)
@@ -38,7 +39,7 @@ def test_a_stale_library_is_refused_before_it_is_loaded(tmp_path):
         library.find(library.KERNELS, tmp_path)
 
 
-def test_a_library_that_cannot_be_loaded_is_reported(tmp_path, monkeypatch):
+def test_a_library_that_cannot_be_loaded_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / library.KERNELS).write_bytes(b"\x7fELF ddtree-plugin-abi=%d;" % plugins.ABI)
     monkeypatch.setattr(library, "FOLDER", tmp_path)
     monkeypatch.setattr(library.find, "__defaults__", (tmp_path,))
@@ -48,9 +49,9 @@ def test_a_library_that_cannot_be_loaded_is_reported(tmp_path, monkeypatch):
     library.kernels.cache_clear()
 
 
-def test_the_abi_is_one_number(tmp_path):
+def test_the_abi_is_one_number(tmp_path: Path) -> None:
     header = (SOURCES / "include" / "ddtree" / "abi.h").read_text()
-    assert re.search(r"#define DDTREE_ABI (\d+)", header)[1] == str(plugins.ABI)
+    assert search(r"#define DDTREE_ABI (\d+)", header) == str(plugins.ABI)
     kernels = emulated_kernels()
     assert kernels.abi == library.abi_of(kernels.path) == plugins.ABI
     copy = tmp_path / library.KERNELS
@@ -58,8 +59,15 @@ def test_the_abi_is_one_number(tmp_path):
     assert library.find(library.KERNELS, tmp_path) == copy
 
 
+def search(pattern: str, text: str) -> str:
+    """The first group of the pattern's first match."""
+    found = re.search(pattern, text, re.DOTALL)
+    assert found is not None, pattern
+    return found[1]
+
+
 def enum_names(source: str, kind: str) -> list[str]:
-    body = re.search(rf"enum {kind} {{([^}}]*)}}", (SOURCES / "trt" / source).read_text())[1]
+    body = search(rf"enum {kind} {{([^}}]*)}}", (SOURCES / "trt" / source).read_text())
     return [name.strip() for name in body.split(",")]
 
 
@@ -67,21 +75,18 @@ def camel(name: str) -> str:
     return "k" + name.title().replace("_", "")
 
 
-def test_tensor_positions_are_those_of_the_plugins():
+def test_tensor_positions_are_those_of_the_plugins() -> None:
     python = [camel(m.name) for m in plugins.AttentionInput]
     assert [*python, "kInputs"] == enum_names("attention_plugin.h", "Input")
     python = [camel(m.name) for m in plugins.AttentionOutput]
     assert [*python, "kOutputs"] == enum_names("attention_plugin.h", "Output")
-    python = [camel(m.name) for m in plugins.KvCompactInput]
-    assert [*python, "kInputs"] == enum_names("compact_plugin.h", "Input")
 
 
-def test_names_and_attributes_are_those_of_the_plugins():
+def test_names_and_attributes_are_those_of_the_plugins() -> None:
     glue = (SOURCES / "trt" / "attention_plugin.cpp").read_text()
     fields = re.findall(r'PluginField\("(\w+)"', glue)
     assert tuple(fields) == (*plugins.ATTENTION_ATTRIBUTES, "workspace_bytes")  # the last is stored, no attribute
     assert f'kName[] = "{plugins.ATTENTION}"' in (SOURCES / "trt" / "attention_plugin.h").read_text()
-    assert f'kName[] = "{plugins.KV_COMPACT}"' in (SOURCES / "trt" / "compact_plugin.h").read_text()
     identity = (SOURCES / "trt" / "plugin.h").read_text()
     assert f'kVersion[] = "{plugins.VERSION}"' in identity and f'kNamespace[] = "{plugins.NAMESPACE}"' in identity
     header = (SOURCES / "include" / "ddtree" / "attention.h").read_text()
@@ -89,12 +94,26 @@ def test_names_and_attributes_are_those_of_the_plugins():
         assert re.search(rf"\b{mode.name.lower()} = {mode.value},", header)
 
 
-def test_every_status_has_words():
+def test_every_kernel_is_in_the_list_all_builds_read() -> None:
+    kernels = SOURCES / "kernels"
+    assert (kernels / "sources.txt").read_text().split() == sorted(path.name for path in kernels.glob("*.cu"))
+    readers = ["CMakeLists.txt", "tests/gpu_build.sh"]
+    assert all("kernels/sources.txt" in (SOURCES / reader).read_text() for reader in readers)
+
+
+def test_torch_operators_are_those_listed() -> None:
+    source = (SOURCES / "torch" / "ops.cpp").read_text()
+    defined = re.findall(r"m\.def\(((?:\s*\"[^\"]*\")+)\);", source)
+    assert tuple("".join(re.findall(r'"([^"]*)"', text)) for text in defined) == operators.SCHEMAS
+    assert tuple(re.findall(r"m\.impl\(\"(\w+)\", (?:\1)\);", source)) == operators.OPERATORS
+
+
+def test_every_status_has_words() -> None:
     header = (SOURCES / "include" / "ddtree" / "launch.h").read_text()
     assert [int(n) for n in re.findall(r"^    \w+ = (\d+),", header, re.M)] == list(range(len(library.STATUS)))
 
 
-def test_structures_name_the_fields_of_the_headers():
+def test_structures_name_the_fields_of_the_headers() -> None:
     for call, header, struct in [
         ("tree_attention", "attention.h", "TreeAttention"),
         ("build_tree", "round.h", "TreeBuild"),
@@ -103,21 +122,21 @@ def test_structures_name_the_fields_of_the_headers():
         ("compact", "round.h", "KvCompact"),
     ]:
         text = (SOURCES / "include" / "ddtree" / header).read_text()
-        body = re.sub(r"//.*", "", re.search(rf"struct {struct} {{(.*?)\n}};", text, re.S)[1])
+        body = re.sub(r"//.*", "", search(rf"struct {struct} {{(.*?)\n}};", text))
         declared = [name for line in body.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
-        assert declared == [name for name, _ in library.CALLS[call]._fields_], struct
+        assert declared == [field[0] for field in library.CALLS[call]._fields_], struct
 
 
-def test_the_reference_refuses_a_tree_without_a_mask():
+def test_the_reference_refuses_a_tree_without_a_mask() -> None:
     with pytest.raises(ValueError, match="tree_mask"):
         reference.visible(plugins.MaskMode.TREE, 3)
 
 
-def test_errors_are_ours():
+def test_errors_are_ours() -> None:
     assert issubclass(MissingDependency, DDTreeError) and issubclass(EngineError, DDTreeError)
 
 
-def test_built_kernels_check_their_arguments_without_a_gpu():
+def test_built_kernels_check_their_arguments_without_a_gpu() -> None:
     built(library.KERNELS)
     kernels = library.kernels()
     assert kernels is library.kernels() and kernels.abi == plugins.ABI
@@ -131,7 +150,7 @@ def test_built_kernels_check_their_arguments_without_a_gpu():
 
 
 @pytest.mark.parametrize("name", [library.KERNELS, library.TORCH])
-def test_built_libraries_leak_no_symbols_and_need_no_cudart(name):
+def test_built_libraries_leak_no_symbols_and_need_no_cudart(name: str) -> None:
     path = built(name)
     if shutil.which("nm") is None:
         pytest.skip("skipped: no nm")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import ArrayLike
 from plugin_libraries import Guarded, address, aligned, emulated_kernels
 
 from ddtree_trt import _native
@@ -20,7 +23,17 @@ def falling(rng: np.random.Generator, shape: tuple[int, int, int], tied: bool) -
     return -np.sort(-values.astype(np.float32), axis=2)
 
 
-def build(log_probs, candidates, tokens, budgets=None, past_len=None, place=lambda array: array):
+Place = Callable[[np.ndarray], np.ndarray]
+
+
+def build(
+    log_probs: np.ndarray,
+    candidates: np.ndarray,
+    tokens: int,
+    budgets: np.ndarray | None = None,
+    past_len: np.ndarray | None = None,
+    place: Place = lambda array: array,
+) -> dict[str, np.ndarray]:
     n, length, width = log_probs.shape
     roots = place(np.arange(1000, 1000 + n, dtype=np.int32))
     out = {name: place(np.full((n, tokens), -7, np.int32)) for name in ("token_ids", "parents", "depths", "positions")}
@@ -34,7 +47,7 @@ def build(log_probs, candidates, tokens, budgets=None, past_len=None, place=lamb
     return out
 
 
-def check_build(log_probs, tokens, budgets):
+def check_build(log_probs: np.ndarray, tokens: int, budgets: np.ndarray | None) -> None:
     rng = np.random.default_rng(0)
     n = len(log_probs)
     candidates = rng.integers(0, 50_000, log_probs.shape).astype(np.int32)
@@ -54,14 +67,14 @@ def check_build(log_probs, tokens, budgets):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (1, 8), (4, 1), (3, 2), (4, 6), (7, 8), (15, 16)])
-def test_tree_build_equals_the_host(tied, shape):
+def test_tree_build_equals_the_host(tied: bool, shape: tuple[int, int]) -> None:
     rng = np.random.default_rng(shape[0] * 100 + shape[1])
     for tokens in (1, 2, 17, 33, 65):
         check_build(falling(rng, (8, *shape), tied), tokens, rng.integers(-2, 70, 8).astype(np.int32))
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_large_tree_build_equals_the_host(tied):
+def test_large_tree_build_equals_the_host(tied: bool) -> None:
     rng = np.random.default_rng(1)
     log_probs = falling(rng, (1, 15, 64), tied)
     log_probs[np.isneginf(log_probs)] = -3.0
@@ -69,10 +82,10 @@ def test_large_tree_build_equals_the_host(tied):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_host_tree_build_equals_the_reference(tied):
+def test_host_tree_build_equals_the_reference(tied: bool) -> None:
     rng = np.random.default_rng(2)
     for _ in range(50):
-        length, width, budget = rng.integers(1, 8), rng.integers(1, 8), int(rng.integers(0, 60))
+        length, width, budget = int(rng.integers(1, 8)), int(rng.integers(1, 8)), int(rng.integers(0, 60))
         log_probs = falling(rng, (1, length, width), tied)[0]
         candidates = rng.integers(0, 1000, log_probs.shape).astype(np.int32)
         parents, ranks, depths, weights = reference.build_tree(log_probs, budget)
@@ -84,9 +97,9 @@ def test_host_tree_build_equals_the_reference(tied):
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 17, 32, 33, 65, 129, 513, 1025])
-def test_packed_mask_equals_the_host(tokens):
+def test_packed_mask_equals_the_host(tokens: int) -> None:
     rng = np.random.default_rng(tokens)
-    parents = np.stack([[-1, *(rng.integers(0, i) for i in range(1, tokens))] for _ in range(2)]).astype(np.int32)
+    parents = np.array([[-1, *(int(rng.integers(0, i)) for i in range(1, tokens))] for _ in range(2)], np.int32)
     for words in (-(-tokens // 32), -(-tokens // 32) + 2):
         mask = np.full((2, tokens, words), 0x55555555, np.int32)
         emulated_kernels().launch(
@@ -99,7 +112,14 @@ def test_packed_mask_equals_the_host(tokens):
             np.testing.assert_array_equal(mask[i], reference.packed_mask(parents[i], words))
 
 
-def walk(parents, token_ids, choices, counts=None, past_len=None, place=lambda array: array):
+def walk(
+    parents: np.ndarray,
+    token_ids: np.ndarray,
+    choices: np.ndarray,
+    counts: np.ndarray | None = None,
+    past_len: np.ndarray | None = None,
+    place: Place = lambda array: array,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     n, tokens = parents.shape
     path = place(np.full((n, tokens), -7, np.int32))
     lengths, bonus, past = (place(np.full(n, -7, np.int32)) for _ in range(3))
@@ -113,11 +133,11 @@ def walk(parents, token_ids, choices, counts=None, past_len=None, place=lambda a
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 17, 33, 65, 200])
-def test_walk_equals_the_host(tokens):
+def test_walk_equals_the_host(tokens: int) -> None:
     rng = np.random.default_rng(tokens)
     n = 200
-    parents = np.stack([[-1, *(rng.integers(max(0, i - 9), i) for i in range(1, tokens))] for _ in range(n)])
-    parents = parents.astype(np.int32)
+    rows = [[-1, *(int(rng.integers(max(0, i - 9), i)) for i in range(1, tokens))] for _ in range(n)]
+    parents = np.array(rows, np.int32)
     # Few distinct tokens, so that walks are long and siblings may even share one.
     token_ids, choices = (rng.integers(0, 3, (n, tokens)).astype(np.int32) for _ in range(2))
     counts = rng.integers(-1, tokens + 3, n).astype(np.int32)
@@ -131,14 +151,21 @@ def test_walk_equals_the_host(tokens):
         assert (lengths[i], bonus[i], past[i]) == (len(host), choices[i, host[-1]], past_len[i] + len(host))
 
 
-def test_walk_never_goes_back():
+def test_walk_never_goes_back() -> None:
     # Not a tree: node 1 claims node 2 as its parent. Following it could go round for ever.
     same = np.zeros((1, 3), np.int32)
     path, lengths, _, _ = walk(np.array([[-1, 2, 0]], np.int32), same, same)
     assert lengths[0] == 2 and path[0].tolist() == [0, 2, -1]
 
 
-def compact(cache, slot_ids, past_len, keep, keep_count, place=lambda array: array):
+def compact(
+    cache: np.ndarray,
+    slot_ids: ArrayLike,
+    past_len: ArrayLike,
+    keep: ArrayLike,
+    keep_count: ArrayLike,
+    place: Place = lambda array: array,
+) -> None:
     planes, slots, heads, capacity, _ = cache.shape
     arrays = [place(np.asarray(a, np.int32)) for a in (slot_ids, past_len, keep, keep_count)]
     emulated_kernels().launch(
@@ -148,13 +175,13 @@ def compact(cache, slot_ids, past_len, keep, keep_count, place=lambda array: arr
     )  # fmt: skip
 
 
-def new_cache(shape, seed=0):
+def new_cache(shape: tuple[int, ...], seed: int = 0) -> np.ndarray:
     cache = aligned(shape, np.uint16)
     cache[...] = np.random.default_rng(seed).integers(0, 2**16, shape)
     return cache
 
 
-def test_compaction_of_every_kept_set_of_windows_up_to_8():
+def test_compaction_of_every_kept_set_of_windows_up_to_8() -> None:
     for window in range(9):
         for size in range(window + 1):
             for keep in itertools.combinations(range(window), size):
@@ -168,7 +195,7 @@ def test_compaction_of_every_kept_set_of_windows_up_to_8():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_compaction_of_random_sets_equals_reference_and_host(seed):
+def test_compaction_of_random_sets_equals_reference_and_host(seed: int) -> None:
     rng = np.random.default_rng(seed)
     planes, slots, heads, capacity = 2, 3, 5, 80
     width = int(rng.choice([8, 64, 128]))
@@ -203,7 +230,7 @@ def test_compaction_of_random_sets_equals_reference_and_host(seed):
         ([0, -(2**31)], [0]),
     ],
 )
-def test_compaction_stops_at_the_first_entry_that_does_not_rise(keep, moved):
+def test_compaction_stops_at_the_first_entry_that_does_not_rise(keep: list[int], moved: list[int]) -> None:
     cache = new_cache((1, 1, 2, 12, 8))
     expected = cache.copy()
     expected[:, :, :, 3 : 3 + len(moved)] = cache[:, :, :, [3 + row for row in moved]]
@@ -217,7 +244,7 @@ def _run_garbage(at_end: bool) -> None:
     for _ in range(20):
         guard = Guarded(at_end)
 
-        def garbage(*shape: int, guard=guard) -> np.ndarray:
+        def garbage(*shape: int, guard: Guarded = guard) -> np.ndarray:
             values = np.where(rng.random(shape) < 0.5, rng.choice(bad, shape), rng.integers(0, 30, shape))
             return guard(values.astype(np.int32))
 
@@ -236,7 +263,7 @@ def _run_garbage(at_end: bool) -> None:
 
 
 @pytest.mark.parametrize("at_end", [True, False])
-def test_garbage_stays_in_bounds_and_builds_trees(at_end):
+def test_garbage_stays_in_bounds_and_builds_trees(at_end: bool) -> None:
     emulated_kernels()
     child = multiprocessing.get_context("fork").Process(target=_run_garbage, args=(at_end,))
     child.start()
@@ -257,12 +284,12 @@ def test_garbage_stays_in_bounds_and_builds_trees(at_end):
         ("compact", {"sequences": 1, "planes": 1, "slots": 1, "kv_heads": 1, "capacity": 1, "row_bytes": 20}, "extent"),
     ],
 )
-def test_launchers_refuse(call, fields, text):
+def test_launchers_refuse(call: str, fields: dict[str, Any], text: str) -> None:
     with pytest.raises(EngineError, match=text):
         emulated_kernels().launch(call, **fields)
 
 
-def test_a_whole_round_without_the_host():
+def test_a_whole_round_without_the_host() -> None:
     """build → mask → walk → compaction, each fed by the one before, equals the host's round."""
     rng = np.random.default_rng(9)
     log_probs = falling(rng, (2, 7, 8), tied=False)

@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 from plugin_libraries import BUILD, ROOT, torch_operators
 
-SCRIPT = ROOT / "cpp_plugins" / "tests" / "gpu_check.py"
 
-
-def test_the_gpu_check_passes_on_emulated_kernels(tmp_path):
+def test_the_gpu_check_passes_on_emulated_kernels(tmp_path: Path) -> None:
     operators = torch_operators()
     host = BUILD / "libhost_tree.so"
     sources = [str(ROOT / "cpp_plugins" / name) for name in ("tests/host_tree.cpp", "host/tree.cpp")]
@@ -19,8 +18,17 @@ def test_the_gpu_check_passes_on_emulated_kernels(tmp_path):
     compiler = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", f"-I{include}", *sources, "-o", str(host)]
     subprocess.run(compiler, check=True, capture_output=True)
     result = tmp_path / "check.json"
-    command = [sys.executable, str(SCRIPT), str(operators), str(host), str(result), "--device", "cpu"]
-    run = subprocess.run(command, capture_output=True, text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "tools.gpu.kernel_check",
+        str(operators),
+        str(host),
+        str(result),
+        "--device",
+        "cpu",
+    ]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     report = json.loads(result.read_text())
     assert set(report) == {"trees", "compaction", "attention"} and all(part["ok"] for part in report.values())
@@ -67,6 +75,6 @@ print("refused all")
 """
 
 
-def test_operators_refuse_wrong_tensors():
+def test_operators_refuse_wrong_tensors() -> None:
     run = subprocess.run([sys.executable, "-c", REFUSALS, str(torch_operators())], capture_output=True, text=True)
     assert run.returncode == 0 and "refused all" in run.stdout, run.stdout + run.stderr

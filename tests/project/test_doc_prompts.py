@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ddtree_trt import LLM, SamplingParams
-from ddtree_trt.build.triton_export import ExportRequest, export_triton
+from ddtree_trt.triton.export import ExportRequest, export_triton
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "cpp_plugins" / "README.md"]

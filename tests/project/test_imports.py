@@ -25,9 +25,10 @@ OWNERS = {
         *("runtime/engines/torch/", "bench/pairs/forced_torch.py", "bench/pairs/random_torch.py"),
         *("bench/reference.py", "bench/peers/hf.py", "bench/peers/reference.py"),
     ),
-    "tensorrt": ("build/backends/tensorrt/", "device/"),
+    "tensorrt": ("build/backends/tensorrt/plan.py", "device/"),
     "cuda": ("device/",),
 }
+BY_NAME = ("import_module", "import_package")  # functions that import what a text names
 ONNX_ROOM = "build/graph/"  # may import onnx when it is loaded; the rest of build/ inside a function
 
 # What `build` and `runtime` share. These import nothing of ours but each other.
@@ -36,7 +37,7 @@ LARGEST_FOLDER, LONGEST_FILE, LONGEST_FUNCTION = 15, 350, 60
 
 
 def imports(tree: ast.AST) -> set[str]:
-    """Absolute names of every module imported below `tree`, `from x import y` as x and x.y."""
+    """Absolute names of every module imported below `tree`, `from x import y` as x and x.y; those named in a text."""
     found = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -44,6 +45,8 @@ def imports(tree: ast.AST) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "relative imports hide what is imported"
             found |= {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(BY_NAME):
+            found |= {a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)}
     return found
 
 
@@ -107,6 +110,7 @@ def test_import_law(path: Path) -> None:
 def test_the_law_finds_what_breaks_it() -> None:
     code = "from ddtree_trt import LLM, __version__, _native, errors\nfrom ddtree_trt.runtime.tree import TokenTree\n"
     assert our_files(imports(ast.parse(code))) == {"__init__.py", "errors.py", "runtime/tree.py"}
+    assert imports(ast.parse("importlib.import_module('tensorrt'); import_package('cuda.x')")) == {"tensorrt", "cuda.x"}
 
 
 def circles(graph: dict[str, set[str]]) -> list[set[str]]:

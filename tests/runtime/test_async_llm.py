@@ -96,7 +96,7 @@ async def test_what_a_slow_reader_left_unread_comes_as_one_part(llm: AsyncLLM) -
 async def test_every_way_of_leaving_frees_the_slot(llm: AsyncLLM, way: str) -> None:
     """Whoever leaves during a pass has left before the next one."""
     passes = Passes(llm.engine)
-    parts = llm.stream(PROMPTS[0], LONG, "mine")
+    parts: Any = llm.stream(PROMPTS[0], LONG, "mine")
     await parts.__anext__()
     assert llm.running == 1
     leaving: list[asyncio.Task[None]] = []
@@ -211,13 +211,26 @@ async def test_nobody_waits_for_a_worker_that_died(llm: AsyncLLM) -> None:
     def broken() -> None:
         raise RuntimeError("scripted bug")
 
-    llm._scheduler.step = broken  # type: ignore[method-assign, assignment]
+    llm.core.scheduler.step = broken  # type: ignore[method-assign, assignment]
     with pytest.raises(EngineError, match="RuntimeError: scripted bug"):
         await submission.result()
     with pytest.raises(EngineError, match="restart"):
         llm.submit(PROMPTS[0])
     assert isinstance(llm.failure, EngineError)
     await asyncio.wait_for(llm.drain(), WAIT_S)
+
+
+async def test_a_reset_forgets_prefixes_while_others_run(llm: AsyncLLM) -> None:
+    params = SamplingParams(max_tokens=8)
+    with llm.submit(PROMPTS[1], LONG):
+        found = []
+        for _ in range(2):
+            found.append([(await llm.complete(PROMPTS[0], params)).usage.cached_tokens > 0 for _ in range(2)])
+            await llm.reset_prefix_cache()
+    assert found == [[False, True], [False, True]]
+    llm.shutdown()
+    with pytest.raises(EngineError, match="shut down"):
+        await llm.reset_prefix_cache()
 
 
 async def test_shutdown_ends_everyone_and_refuses_newcomers(tiny_engine: Path) -> None:

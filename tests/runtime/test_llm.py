@@ -59,7 +59,7 @@ def test_sixteen_mixed_requests_together_are_as_one_by_one(llm: LLM, chats: list
 
 
 def test_one_seed_gives_one_text_whatever_is_drafted(llm: LLM, chats: list[Any]) -> None:
-    options = {"temperature": 0.8, "seed": 5, "max_tokens": 40, "ignore_eos": True}
+    options: dict[str, Any] = {"temperature": 0.8, "seed": 5, "max_tokens": 40, "ignore_eos": True}
     for prompt in chats[:4]:
         outputs = [
             llm.generate(prompt, SamplingParams(method=method, **options))[0].outputs[0].text
@@ -101,15 +101,22 @@ def test_streams_side_by_side_say_what_generate_says(llm: LLM, chats: list[Any])
 def test_closing_a_stream_frees_its_slot(llm: LLM, chats: list[Any]) -> None:
     stream = llm.stream(chats[0], SamplingParams(max_tokens=500, ignore_eos=True))
     next(stream)
-    assert llm._scheduler.free_slots == llm._scheduler.slots - 1
+    assert llm.core.scheduler.free_slots == llm.core.scheduler.slots - 1
     stream.close()
-    assert llm._scheduler.free_slots == llm._scheduler.slots
+    assert llm.core.scheduler.free_slots == llm.core.scheduler.slots
 
 
-def forget(llm: LLM) -> None:
-    for index, slot in enumerate(llm._scheduler._slots):
-        llm.engine.truncate(index, 0)
-        slot.tokens = []
+def test_a_reset_forgets_prefixes_and_leaves_streams_alone(llm: LLM, chats: list[Any]) -> None:
+    params = SamplingParams(max_tokens=40)
+    whole = llm.generate(chats[:2], params)
+    stream = llm.stream(chats[0], params)
+    text = next(stream).outputs[0].text
+    assert llm.generate(chats[1], params)[0].usage.cached_tokens > 0
+    llm.reset_prefix_cache()
+    assert text + "".join(part.outputs[0].text for part in stream) == whole[0].outputs[0].text
+    for chat, output in zip(chats[:2], whole, strict=True):
+        (again,) = llm.generate(chat, params)
+        assert again.usage.cached_tokens == 0 and again.outputs == output.outputs
 
 
 def test_chat_turns_start_from_what_is_cached_and_say_the_same(llm: LLM, tiny_engine: Path, chats: list[Any]) -> None:
@@ -120,7 +127,7 @@ def test_chat_turns_start_from_what_is_cached_and_say_the_same(llm: LLM, tiny_en
             messages = [*messages, *chats[turn]]
             params = SamplingParams(max_tokens=25, method=method)
             (output,) = llm.generate(messages, params)
-            forget(fresh)
+            fresh.reset_prefix_cache()
             (plain,) = fresh.generate(messages, params)
             assert plain.usage.cached_tokens == 0
             assert output.outputs[0].token_ids == plain.outputs[0].token_ids
@@ -147,7 +154,7 @@ def test_reused_prefixes_say_what_a_fresh_engine_says(llm: LLM, tiny_engine: Pat
                 ignore_eos=True,
             )
             (output,) = llm.generate(prompt, params)
-            forget(fresh)
+            fresh.reset_prefix_cache()
             (plain,) = fresh.generate(prompt, params)
             assert output.outputs[0].token_ids == plain.outputs[0].token_ids
             reused += output.usage.cached_tokens > 0
@@ -169,7 +176,7 @@ def test_logprobs_and_prompt_logprobs_are_the_targets_own(llm: LLM, method: str)
     llm.engine.truncate(0, 0)
     for start in range(0, len(whole), limits.prefill_chunk):
         piece = np.array(whole[start : start + limits.prefill_chunk])
-        rows.append(llm.engine.prefill(0, piece, rows="all", taps=False).logits.astype(np.float64))
+        rows.append(np.array(llm.engine.prefill(0, piece, rows="all", taps=False).logits, np.float64))
     llm.engine.truncate(0, 0)
     truth = log_softmax(np.concatenate(rows), axis=1)
     assert output.prompt_logprobs is not None
@@ -178,6 +185,7 @@ def test_logprobs_and_prompt_logprobs_are_the_targets_own(llm: LLM, method: str)
         if i == 0:
             assert entry is None
             continue
+        assert entry is not None
         assert entry.token_id == whole[i]
         assert entry.logprob == pytest.approx(truth[i - 1, whole[i]], abs=1e-3)
         assert [p for _, p in entry.top] == pytest.approx(
@@ -200,14 +208,14 @@ def test_an_engine_failure_is_raised_to_everyone_it_ended(llm: LLM, chats: list[
             next(streams[0])
     with pytest.raises(EngineError, match="went away"):
         next(streams[1])
-    assert llm._scheduler.free_slots == llm._scheduler.slots
+    assert llm.core.scheduler.free_slots == llm.core.scheduler.slots
     assert llm.generate(chats[0], SamplingParams(max_tokens=5))[0].finished
 
 
 def test_nothing_runs_when_one_of_many_calls_is_wrong(llm: LLM) -> None:
     limit = llm.engine.manifest.limits.max_seq_len
     vocab = llm.engine.manifest.target_dims.vocab_size
-    for prompt, params, text in [
+    cases: list[tuple[Any, dict[str, Any], str]] = [
         ("", {}, "the prompt has no tokens"),
         ([], {}, "the prompt has no tokens"),
         ([5] * limit, {}, f"the prompt has {limit} tokens, this engine takes at most {limit - 1}"),
@@ -221,10 +229,11 @@ def test_nothing_runs_when_one_of_many_calls_is_wrong(llm: LLM) -> None:
             "method 'draft-model' needs a drafter of kind autoregressive, this engine's is dflash",
         ),
         ("hi", {"tree_budget": 10**6}, "tree_budget 1000000 is above this engine's"),
-    ]:
+    ]
+    for prompt, params, text in cases:
         with pytest.raises(UsageError, match=text):
             llm.generate(["fine", prompt], [SamplingParams(max_tokens=1), SamplingParams(**params)])
-        assert not llm._scheduler.busy
+        assert not llm.core.scheduler.busy
     with pytest.raises(UsageError, match="2 prompts but 1 sampling params"):
         llm.generate(["a", "b"], [SamplingParams()])
 
@@ -258,16 +267,17 @@ def test_unless_given_there_are_at_most_256_tokens(llm: LLM) -> None:
 def test_more_tokens_than_fit_are_refused(llm: LLM, name: str, tokens: int) -> None:
     limit = llm.engine.manifest.limits.max_seq_len
     message = f"{name} {tokens} does not fit: the prompt leaves 9 of this engine's {limit} tokens; lower it"
+    options: dict[str, Any] = {name: tokens}
     for work in (llm.generate, llm.stream):
         with pytest.raises(UsageError, match=message):
-            work([7] * (limit - 9), SamplingParams(**{name: tokens}))  # type: ignore[operator]
-    assert not llm._scheduler.busy
+            work([7] * (limit - 9), SamplingParams(**options))
+    assert not llm.core.scheduler.busy
 
 
 def test_echo_puts_the_prompt_in_front(llm: LLM) -> None:
-    params = SamplingParams(max_tokens=8, stop="fib", ignore_eos=True)
+    params = SamplingParams(max_tokens=8, stop=("fib",), ignore_eos=True)
     (plain,) = llm.generate("def fib(n):", params)
-    echoing = SamplingParams(max_tokens=8, stop="fib", ignore_eos=True, echo=True)
+    echoing = SamplingParams(max_tokens=8, stop=("fib",), ignore_eos=True, echo=True)
     (echoed,) = llm.generate("def fib(n):", echoing)
     assert echoed.outputs[0].text == "def fib(n):" + plain.outputs[0].text
     assert echoed.outputs[0].token_ids == plain.outputs[0].token_ids

@@ -119,7 +119,7 @@ def test_a_thread_that_ended_holds_nothing(llm: LLM) -> None:
     on_thread("gone", lambda: next(left))
     assert llm.generate(PROMPT, SHORT)[0].finished
     left.close()
-    assert llm._scheduler.free_slots == llm._scheduler.slots
+    assert llm.core.scheduler.free_slots == llm.core.scheduler.slots
 
 
 def test_many_threads_at_once_lose_no_slot(llm: LLM) -> None:
@@ -141,7 +141,7 @@ def test_many_threads_at_once_lose_no_slot(llm: LLM) -> None:
         assert not thread.is_alive()
     answers = [o for o in outcomes if not isinstance(o, UsageError)]
     assert len(outcomes) == 80 and answers == [expected] * len(answers) and answers
-    assert llm._scheduler.free_slots == llm._scheduler.slots and not llm._scheduler.busy
+    assert llm.core.scheduler.free_slots == llm.core.scheduler.slots and not llm.core.scheduler.busy
 
 
 class LateLock:
@@ -194,13 +194,13 @@ def test_a_stream_dropped_within_a_call_frees_its_slot_after_it(llm: LLM) -> Non
     def drop(round: object) -> None:
         held.clear()
         gc.collect()
-        occupied.append(llm._scheduler.slots - llm._scheduler.free_slots)
+        occupied.append(llm.core.scheduler.slots - llm.core.scheduler.free_slots)
 
     expected = llm.generate(PROMPT, SHORT)[0].outputs[0].token_ids
     parts = list(llm.stream(PROMPT, SHORT, on_round=drop))
     assert [t for p in parts for t in p.outputs[0].token_ids] == expected
     assert occupied[0] == 2 and occupied[-1] == 1
-    assert llm._scheduler.free_slots == llm._scheduler.slots
+    assert llm.core.scheduler.free_slots == llm.core.scheduler.slots
 
 
 # Interrupts and cancellations
@@ -230,7 +230,7 @@ def test_an_interrupt_anywhere_leaves_a_usable_llm(llm: LLM, monkeypatch: pytest
                     llm.generate([PROMPT, PROMPT + " x"], LONG)
                 else:
                     list(llm.stream(PROMPT, LONG))
-        assert llm._scheduler.free_slots == llm._scheduler.slots and not llm._scheduler.busy
+        assert llm.core.scheduler.free_slots == llm.core.scheduler.slots and not llm.core.scheduler.busy
         assert llm.generate(PROMPT, SHORT)[0].outputs[0].token_ids == expected
 
 
@@ -258,7 +258,7 @@ def test_interrupts_at_any_moment(llm: LLM, count: int) -> None:
             except KeyboardInterrupt:
                 interrupted += 1
             assert llm.generate(PROMPT, SHORT)[0].outputs[0].token_ids == expected
-            assert llm._scheduler.free_slots == llm._scheduler.slots and not llm._scheduler.busy
+            assert llm.core.scheduler.free_slots == llm.core.scheduler.slots and not llm.core.scheduler.busy
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -278,7 +278,7 @@ def test_five_hundred_cancellations_leave_every_slot_free(llm: LLM) -> None:
             if rng.random() < 0.5:
                 leaving.close()
     open_streams.clear()
-    assert llm._scheduler.free_slots == llm._scheduler.slots and not llm._scheduler.busy
+    assert llm.core.scheduler.free_slots == llm.core.scheduler.slots and not llm.core.scheduler.busy
     assert llm.generate(PROMPT, SHORT)[0].outputs[0].token_ids == expected
 
 
@@ -295,10 +295,11 @@ def test_what_on_finished_raises_changes_nothing(
         told.append(request.request_id)
         raise error
 
+    llm = AsyncLLM(tiny_engine, on_finished=on_finished)
+
     async def ask() -> list[Any]:
         return list(await asyncio.gather(*(llm.complete(PROMPT, SHORT, f"r{i}") for i in range(3))))
 
-    llm = AsyncLLM(tiny_engine, on_finished=on_finished)
     try:
         with caplog.at_level(logging.ERROR):
             outputs = [*asyncio.run(asyncio.wait_for(ask(), 60)), *asyncio.run(asyncio.wait_for(ask(), 60))]

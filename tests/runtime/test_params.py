@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.params import METHODS, SamplingParams
+from ddtree_trt.runtime.decoding.methods import METHODS
+from ddtree_trt.runtime.params import SamplingParams
 
 INTEGER, NUMBER = "must be an integer", "must be a number"
 NAN, INFINITE = float("nan"), float("inf")

@@ -98,7 +98,7 @@ def say(
     """Run a script in rounds that accept `accepted` drafts in turn: the whole output, its streamed parts, metrics."""
     target = SayingTarget(script, VOCAB, end=eos)
     lengths = cycle(accepted)
-    sizes = {"max_seq_len": 1000, **limits}
+    sizes: dict[str, Any] = {"max_seq_len": 1000, **limits}
     engine = ScriptedEngine(target, Saying(target, lambda: next(lengths)), block_size=8, **sizes)
     scheduler = Scheduler(engine)
     c = completion(engine, [1], params, codec=CODEC, eos=[eos])
@@ -148,6 +148,7 @@ def test_stops_and_limits_hold_at_any_block_boundary(
     assert output.text == expected.text
     assert output.token_ids == expected.tokens
     assert (output.finish_reason, output.stop_reason) == (expected.reason, expected.stop)
+    assert params.max_tokens is not None
     assert metrics.output_tokens == len(output.token_ids) <= params.max_tokens
     assert "".join(part.text for part in parts) == output.text
     assert [t for part in parts for t in part.token_ids] == output.token_ids
@@ -170,7 +171,7 @@ def test_one_stop_string_cuts_the_text_before_its_first_occurrence(
     text: str, stop: list[str], accepted: list[int]
 ) -> None:
     script = CODEC.encode(text)
-    params = SamplingParams(max_tokens=len(script) + 1, stop=stop[0])
+    params = SamplingParams(max_tokens=len(script) + 1, stop=(stop[0],))
     output, _, _ = say(script, params, accepted)
     assert output.text == text.split(stop[0])[0]
     assert output.stop_reason == (stop[0] if stop[0] in text else None)
@@ -219,7 +220,7 @@ def test_stop_and_cap_in_the_same_block() -> None:
     script = CODEC.encode("one two three four")
     cap = len(script)
     for accepted in ([7], [0], [2, 5]):
-        output, _, _ = say(script, SamplingParams(max_tokens=cap, stop="four"), accepted)
+        output, _, _ = say(script, SamplingParams(max_tokens=cap, stop=("four",)), accepted)
         assert (output.text, output.finish_reason, output.stop_reason) == ("one two three ", "stop", "four")
         output, _, _ = say([*script[: cap - 1], EOS], SamplingParams(max_tokens=cap), accepted)
         assert (output.finish_reason, len(output.token_ids)) == ("stop", cap)
@@ -237,7 +238,7 @@ def test_the_engines_capacity_ends_a_sequence() -> None:
 
 def test_acceptance_counts_what_was_committed_even_if_a_stop_string_takes_it_back() -> None:
     script = CODEC.encode("1 2 3 4 5 6 7 8 9")
-    output, _, metrics = say(script, SamplingParams(max_tokens=50, stop="4 5"), [3])
+    output, _, metrics = say(script, SamplingParams(max_tokens=50, stop=("4 5",)), [3])
     assert output.text == "1 2 3 "
     assert all(size == 4 for size in metrics.acceptance_lengths[:-1])
     assert 1 + sum(metrics.acceptance_lengths) > len(output.token_ids)

@@ -18,13 +18,15 @@ from serving import ThreadServer, thread_server
 from typer.testing import CliRunner
 
 from ddtree_trt import LLM, SamplingParams
-from ddtree_trt.build.triton_export import ExportRequest, export_triton
 from ddtree_trt.cli import app
 from ddtree_trt.errors import UsageError
+from ddtree_trt.triton.export import ExportRequest, export_triton
 
 FIELDS = sorted(field.name for field in dataclasses.fields(SamplingParams))
-NUMBERS = (0, 1, -1, 2, 20, 21, 64, 2**31 - 1, 2**31, 2**63, 2**64 - 1, 2**64, -(2**63), 10**400, -(10**400), 0.5)
-NUMBERS = (*NUMBERS, -0.0, 1e-38, 1e-320, 1e38, 1e308, float("nan"), float("inf"), -float("inf"))
+NUMBERS = (
+    *(0, 1, -1, 2, 20, 21, 64, 2**31 - 1, 2**31, 2**63, 2**64 - 1, 2**64, -(2**63), 10**400, -(10**400), 0.5),
+    *(-0.0, 1e-38, 1e-320, 1e38, 1e308, float("nan"), float("inf"), -float("inf")),
+)
 JSON_VALUES: tuple[Any, ...] = (
     *(*NUMBERS, True, False, None, "", "5", "-1", "0.5", "1e400", "9" * 5000, "auto", "ar", "x", "\ud800", "\x00"),
     *([], [[]], [None], ["5"], [5, -1], [10**400], ["a", ""], ["\ud800"], [0.5], [True]),

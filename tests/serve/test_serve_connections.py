@@ -109,7 +109,8 @@ def read_all(connection: socket.socket) -> bytes:
 
 
 # Wide answers fill the socket's buffers soon: about a megabyte, of which the client reads nothing at first.
-WIDE = {"stream": True, "n": 2, "max_tokens": 300, "temperature": 0.5, "seed": 1, "logprobs": True, "top_logprobs": 20}
+WIDE: dict[str, Any] = {"stream": True, "n": 2, "max_tokens": 300, "temperature": 0.5, "seed": 1}
+WIDE |= {"logprobs": True, "top_logprobs": 20}
 
 
 def test_a_slow_reader_stalls_nobody_and_gets_everything(tiny_engine: Path) -> None:
@@ -117,7 +118,8 @@ def test_a_slow_reader_stalls_nobody_and_gets_everything(tiny_engine: Path) -> N
         connection = server.raw(long_chat(**WIDE), receive_buffer=1 << 16)
         wait_for(lambda: server.ended() == 2)  # the engine does not wait for the reader
         assert not server.idle, "its answer is still under way"
-        cycles = [c for c in server.server.server_state.connections if c.cycle and not c.cycle.response_complete]
+        connections: Any = server.server.server_state.connections
+        cycles = [c for c in connections if c.cycle and not c.cycle.response_complete]
         assert cycles[0].transport.get_write_buffer_size() < 1 << 20, "what waits is bounded by the flow control"
         assert server.chat(max_tokens=4).status_code == 200
         connection.settimeout(WAIT_S)

@@ -52,7 +52,7 @@ def test_a_dead_engine_shows_in_the_health(tiny_engine: Path) -> None:
         def broken() -> None:
             raise RuntimeError("scripted bug")
 
-        dying.llm._scheduler.step = broken  # type: ignore[method-assign, assignment]
+        dying.llm.core.scheduler.step = broken  # type: ignore[method-assign, assignment]
         assert dying.chat().status_code == 500
         health = dying.http.get("/health")
         assert health.status_code == 503 and "scripted bug" in health.json()["error"]["message"]

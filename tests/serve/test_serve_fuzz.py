@@ -18,9 +18,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from pacing import WAIT_S, Stopwatch
+from pacing import WAIT_S, Stopwatch, wait_for
 from request_fuzz import Sent, fuzzed
-from serving import ProcessServer, metrics, thread_server, wait_for
+from serving import ProcessServer, metrics, thread_server
 
 CLIENTS = 6
 ALLOWED = {200, 400, 404, 405, 413, 429}

@@ -95,7 +95,8 @@ def test_chat_stream_joins_to_the_whole(server: ThreadServer, client: openai.Ope
     assert len({c.id for c in chunks}) == 1 and all(c.usage is None for c in parts)
     assert last.choices == [] and last.usage is not None
     assert last.usage.completion_tokens == expected.usage.completion_tokens
-    figures = parts[-1].model_extra["metrics"]  # type: ignore[index]
+    assert parts[-1].model_extra is not None
+    figures = parts[-1].model_extra["metrics"]
     assert figures["rounds"] > 0 and figures["accepted_tokens"] <= figures["drafted_tokens"]
     assert len(parts) > 3, "several parts, not one late answer"
 
@@ -180,7 +181,7 @@ def test_stops_and_ends(client: openai.OpenAI, llm: LLM) -> None:
 def test_chat_logprobs(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
     expected = reference(llm, messages(QUESTIONS[0]), max_tokens=12, logprobs=3).outputs[0]
     arguments: Any = {"model": "tiny", "messages": messages(QUESTIONS[0]), "max_tokens": 12}
-    answer = client.chat.completions.create(**arguments, logprobs=True, top_logprobs=3, stream=stream)
+    answer: Any = client.chat.completions.create(**arguments, logprobs=True, top_logprobs=3, stream=stream)
     if stream:
         tokens = [t for c in answer for t in (c.choices[0].logprobs.content if c.choices[0].logprobs else [])]
     else:
@@ -212,14 +213,14 @@ def test_completions_take_texts_and_token_ids(client: openai.OpenAI, llm: LLM) -
 def test_completions_echo_with_logprobs_over_several_prompts(client: openai.OpenAI, llm: LLM, stream: bool) -> None:
     prompts = ["def fib(n):", UNICODE]
     arguments: Any = {"model": "tiny", "prompt": prompts, "max_tokens": 6, "echo": True, "logprobs": 2}
-    answer = client.completions.create(**arguments, n=2, temperature=1, seed=5, stream=stream)
+    answer: Any = client.completions.create(**arguments, n=2, temperature=1, seed=5, stream=stream)
     texts, logprobs = [""] * 4, [dict[str, list[Any]]() for _ in range(4)]
     for part in answer if stream else [answer]:
         for choice in part.choices:
             texts[choice.index] += choice.text
             assert choice.logprobs is not None
             for name, values in choice.logprobs.to_dict().items():
-                logprobs[choice.index].setdefault(name, []).extend(values)  # type: ignore[arg-type]
+                logprobs[choice.index].setdefault(name, []).extend(values)
     for place, prompt in enumerate(prompts):
         expected = reference(
             llm, prompt, max_tokens=6, n=2, temperature=1, seed=5, logprobs=2, prompt_logprobs=2, echo=True
@@ -263,7 +264,7 @@ def test_the_prefix_cache_shows_in_the_usage(client: openai.OpenAI) -> None:
 def test_an_answer_can_be_sent_back_and_parts_are_one_text(client: openai.OpenAI, llm: LLM) -> None:
     first = client.chat.completions.create(model="tiny", messages=messages(QUESTIONS[0]), max_tokens=30)
     half = len(QUESTIONS[1]) // 2
-    parts = [{"type": "text", "text": t} for t in (QUESTIONS[1][:half], QUESTIONS[1][half:])]
+    parts: Any = [{"type": "text", "text": t} for t in (QUESTIONS[1][:half], QUESTIONS[1][half:])]
     turn: list[Any] = [{"role": "developer", "content": "Be brief."}, *messages(QUESTIONS[0]), first.choices[0].message]
     second = client.chat.completions.create(
         model="tiny", messages=[*turn, {"role": "user", "content": parts}], max_tokens=30

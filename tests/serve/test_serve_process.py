@@ -18,8 +18,9 @@ from serving import LONG, ProcessServer, metrics
 
 from ddtree_trt.errors import install_with
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools"))
-import load_test
+sys.path.append(str(Path(__file__).resolve().parents[2]))
+
+from tools import load_test
 
 STREAM = {"prompt": "def fib(n):", "stream": True, **LONG}
 

@@ -262,7 +262,7 @@ def test_the_api_key_is_asked_for(tiny_engine: Path) -> None:
     with thread_server(tiny_engine, api_key=KEY) as server:
         assert server.chat(max_tokens=2).status_code == 200
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": "Bearer ü"}):
-            raw = {k: v.encode() for k, v in headers.items()}
+            raw: dict[Any, Any] = {k: v.encode() for k, v in headers.items()}
             for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("GET", "/openapi.json"), ("GET", "/nothing")):
                 with httpx.Client(base_url=server.url) as stranger:
                     response = stranger.request(method, path, headers=raw)

@@ -36,7 +36,7 @@ class Truth:
     """A target in transformers, float32."""
 
     def __init__(self, directory: Path, tap_layers: Sequence[int]) -> None:
-        self.model = transformers.Qwen3ForCausalLM.from_pretrained(
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=torch.float32, attn_implementation="eager"
         ).eval()
         self._taps: dict[int, torch.Tensor] = {}
@@ -49,7 +49,7 @@ class Truth:
 
         return keep
 
-    def __call__(self, tokens: Sequence[int]) -> tuple[Array, Array]:
+    def __call__(self, tokens: Sequence[int] | NDArray[np.int64]) -> tuple[Array, Array]:
         """Logits [T, V] and tapped layers' outputs side by side [T, M·H] of a sequence."""
         with torch.inference_mode():
             logits = self.model(torch.tensor([list(tokens)]), use_cache=False).logits[0].numpy()
@@ -104,7 +104,7 @@ class Follower:
 
         drafter.learn = spy
 
-    def prefill(self, token_ids: Sequence[int], *, taps: bool = True) -> None:
+    def prefill(self, token_ids: Sequence[int] | NDArray[np.int64], *, taps: bool = True) -> None:
         self.tokens += [int(t) for t in token_ids]
         verdict = self.engine.prefill(self.slot, np.array(token_ids, np.int64), rows="all", taps=taps)
         logits, states = self.truth(self.tokens)
@@ -124,7 +124,7 @@ class Follower:
         for leaf in sorted(set(range(len(tree))) - set(tree.parents.tolist())):
             path = path_to(tree, leaf)
             logits, _ = self.truth([*self.tokens, *tree.token_ids[path].tolist()])
-            said = Verdict(verdict.choices[path], verdict.logits[path])
+            said = Verdict(verdict.choices[path], np.asarray(verdict.logits)[path])
             self._compare(said, logits[-len(path) :], f"path {path.tolist()} behind {len(self.tokens)}")
             seen |= set(path.tolist())
         assert seen == set(range(len(tree)))
@@ -144,8 +144,9 @@ class Follower:
         self.engine.truncate(self.slot, length)
 
     def _compare(self, verdict: Verdict, logits: Array, what: str) -> None:
-        assert_close(verdict.logits, logits, what)
-        np.testing.assert_array_equal(verdict.choices, verdict.logits.argmax(-1))
+        found = np.asarray(verdict.logits)
+        assert_close(found, logits, what)
+        np.testing.assert_array_equal(verdict.choices, found.argmax(-1))
 
     def _compare_states(self, states: Array) -> None:
         (told,) = self._told

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,20 +14,11 @@ import pytest
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.runtime.stats import ROUND_STAGES
 
-ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tools.gpu import bench
 
-@pytest.fixture(scope="module")
-def bench() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        spec = importlib.util.spec_from_file_location("gpu_bench", ROOT / "tools" / "gpu_bench.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-    finally:
-        sys.path.remove(str(ROOT / "tools"))
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_dry_run(tmp_path: Path) -> None:
@@ -71,7 +60,7 @@ def check_times(timed: dict[str, Any], committed: int) -> None:
     assert set(timed["stage_ms"]) == set(ROUND_STAGES)
 
 
-def test_every_tree_fills_its_pass(bench: ModuleType) -> None:
+def test_every_tree_fills_its_pass() -> None:
     """A root and B nodes are a size that passes have, so that no figure pays for rows of padding."""
     sizes = buckets(1 + 1024)
     for budgets in (bench.BUDGETS, bench.DRY_BUDGETS, [bench.REFERENCE_BUDGET]):
@@ -79,7 +68,7 @@ def test_every_tree_fills_its_pass(bench: ModuleType) -> None:
     assert bench.REFERENCE_BUDGET in bench.BUDGETS
 
 
-def test_targets_are_judged(bench: ModuleType) -> None:
+def test_targets_are_judged() -> None:
     """An 8B pair by made-up figures: one target just met, the others just missed."""
     run = {
         "past": 1024,
@@ -101,7 +90,7 @@ def test_targets_are_judged(bench: ModuleType) -> None:
     }
 
 
-def test_a_part_that_fails_does_not_end_the_others(bench: ModuleType, tmp_path: Path) -> None:
+def test_a_part_that_fails_does_not_end_the_others(tmp_path: Path) -> None:
     report = bench.Report(tmp_path / "r.json", {"schema_version": 1}, minutes=1)
     assert report.step("good", lambda: 5) == 5
     assert report.step("bad", lambda: 1 / 0) is None
@@ -113,8 +102,8 @@ def test_a_part_that_fails_does_not_end_the_others(bench: ModuleType, tmp_path: 
     assert not late.failed and late.body["steps"]["any"] == "skipped: out of time"
 
 
-def test_without_a_gpu_it_says_how_to_try(bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu_bench.py", str(tmp_path / "r.json")])
+def test_without_a_gpu_it_says_how_to_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", str(tmp_path / "r.json")])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(Exception, match="no GPU was found; --dry-run checks this script"):
         bench.main()

@@ -16,7 +16,7 @@ from google.protobuf import json_format
 from typer.testing import CliRunner
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact.manifest import (
+from ddtree_trt.artifact.files import (
     DRAFTER_GRAPH,
     DRAFTER_PLAN,
     MANIFEST,
@@ -24,15 +24,15 @@ from ddtree_trt.artifact.manifest import (
     TARGET_GRAPH,
     TARGET_PLAN,
     WEIGHTS,
-    load_manifest,
-    verify_files,
 )
-from ddtree_trt.artifact.triton_layouts import LAYOUT_NAMES
-from ddtree_trt.build import triton_export as triton
-from ddtree_trt.build.triton_export import MARKER, ExportRequest
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.cli import app
 from ddtree_trt.errors import ArtifactError, BuildError, UsageError
-from ddtree_trt.triton.requests import FIELDS, OTHERS, REFUSED
+from ddtree_trt.triton import export as triton
+from ddtree_trt.triton.export import MARKER, ExportRequest
+from ddtree_trt.triton.inputs import FIELDS, OTHERS, REFUSED
+from ddtree_trt.triton.layouts import LAYOUT_NAMES
 from ddtree_trt.triton.settings import Settings, select_device
 
 

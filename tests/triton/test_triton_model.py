@@ -14,12 +14,12 @@ from fake_triton import InferenceResponse, Instance, Request, TritonError, loade
 from pacing import WAIT_S, Passes, wait_for
 
 from ddtree_trt import LLM, SamplingParams
-from ddtree_trt.build.triton_export import ExportRequest, export_triton
+from ddtree_trt.triton.export import ExportRequest, export_triton
 from ddtree_trt.triton.requests import parse
 from ddtree_trt.triton.settings import TRTLLM, VLLM, Layout
 
 PROMPT = "def fib(n):"
-LONG = {"max_tokens": 1900, "ignore_eos": True, "method": "ar"}
+LONG: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True, "method": "ar"}
 
 
 def strings(*texts: str, batched: bool = True) -> np.ndarray:
@@ -68,7 +68,7 @@ def joined(request: Any) -> str:
 
 
 def test_text_and_figures_equal_the_runtimes(instance: Instance, llm: LLM) -> None:
-    sampling = {"max_tokens": 40, "tree_budget": 12, "stop": ["\n\n\n"]}
+    sampling: dict[str, Any] = {"max_tokens": 40, "tree_budget": 12, "stop": ["\n\n\n"]}
     truth = llm.generate(PROMPT, SamplingParams(**sampling))[0]
     counts = {"return_num_input_tokens": np.array([True]), "return_num_output_tokens": np.array([True])}
     (whole,) = instance.start({**trtllm(**sampling), **counts}).responses()
@@ -130,7 +130,7 @@ def test_a_timeout_frees_the_slot(instance: Instance, options: dict[str, Any]) -
 
 def test_a_full_queue_is_refused_and_the_others_go_on(instance: Instance, llm: LLM) -> None:
     slots = int(instance.metrics["ddtree_slots"])
-    sampling = {"max_tokens": 40, "ignore_eos": True, "method": "ar"}
+    sampling: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "method": "ar"}
     engine = passes(instance)
     engine.hold()
     running = [instance.start(trtllm(stream=True, **sampling)) for _ in range(slots)]
@@ -182,7 +182,7 @@ def raw(text: str) -> dict[str, np.ndarray]:
 class Unreadable(np.ndarray):
     """A tensor that cannot be read, in a way nobody foresaw."""
 
-    def reshape(self, *_: Any) -> np.ndarray:
+    def reshape(self, *_: Any, **__: Any) -> np.ndarray:
         raise MemoryError("/secret/path")
 
 
@@ -250,7 +250,12 @@ def test_a_request_may_be_ended_before_it_begins(tiny_engine: Path, tmp_path: Pa
     with loaded(model) as instance:
         service, ending = instance.model._service, threading.Event()
         end = service._end
-        service._end = lambda job, outcome: (end(job, outcome), ending.set())
+
+        def ended(job: Any, outcome: Any) -> None:
+            end(job, outcome)
+            ending.set()
+
+        service._end = ended
         service._loop.call_soon_threadsafe(ending.wait, WAIT_S)  # no request begins before it is ended
         request = instance.start(trtllm(**LONG))
     with pytest.raises(TritonError, match="is being unloaded"):
@@ -266,7 +271,12 @@ def test_a_broken_engine_says_why(tiny_engine: Path, tmp_path: Path) -> None:
 
 def call(inputs: dict[str, Any], layout: Layout = TRTLLM, **options: Any) -> Any:
     declared = frozenset({"text_output", "num_output_tokens", layout.log_probs})
-    arguments = {"parameters": {}, "timeout_us": 0, "requested": declared, "declared": declared} | options
+    arguments: dict[str, Any] = {
+        "parameters": {},
+        "timeout_us": 0,
+        "requested": declared,
+        "declared": declared,
+    } | options
     return parse({"text_input": strings("x"), **inputs}, layout, **arguments)
 
 

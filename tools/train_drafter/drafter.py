@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.train_tiny.export import save
+from ddtree_trt.models.decoder import decoder_layer, final_norm, shapes_of
+from ddtree_trt.models.drafters import dflash
+from tools.train_tiny.export import plain_config, save
 from tools.train_tiny.model import Config, Drafter
 
 from .settings import DrafterSettings
@@ -20,39 +22,25 @@ def drafter_config(target: Config, settings: DrafterSettings, taps: tuple[int, .
     """A DFlash drafter's config.json: the target's widths, a few layers, and what it reads of the target."""
     heads = target["num_attention_heads"]
     rope = target.get("rope_parameters") or {}
-    theta = float(rope.get("rope_theta") or target.get("rope_theta") or 10000.0)
-    return {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "block_size": settings.block,
-        "bos_token_id": target.get("bos_token_id"),
-        "dflash_config": {"mask_token_id": mask, "target_layer_ids": list(taps)},
-        "dtype": "bfloat16",
-        "eos_token_id": target.get("eos_token_id"),
-        "head_dim": target.get("head_dim") or target["hidden_size"] // heads,
-        "hidden_act": "silu",
-        "hidden_size": target["hidden_size"],
-        "initializer_range": 0.02,
-        "intermediate_size": target["intermediate_size"],
-        "layer_types": ["full_attention"] * settings.layers,
-        "max_position_embeddings": target["max_position_embeddings"],
-        "max_window_layers": settings.layers,
-        "num_attention_heads": heads,
-        "num_hidden_layers": settings.layers,
-        "num_key_value_heads": target.get("num_key_value_heads") or heads,
-        "num_target_layers": target["num_hidden_layers"],
-        "rms_norm_eps": target["rms_norm_eps"],
-        "rope_parameters": {"rope_theta": theta, "rope_type": "default"},
-        "rope_theta": theta,
-        "sliding_window": None,
-        "tie_word_embeddings": bool(target.get("tie_word_embeddings")),
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": target["vocab_size"],
-    }
+    dims = dflash.DrafterDims(
+        vocab_size=target["vocab_size"],
+        hidden_size=target["hidden_size"],
+        num_layers=settings.layers,
+        num_heads=heads,
+        num_kv_heads=target.get("num_key_value_heads") or heads,
+        head_dim=target.get("head_dim") or target["hidden_size"] // heads,
+        intermediate_size=target["intermediate_size"],
+        rms_norm_eps=target["rms_norm_eps"],
+        rope_theta=float(rope.get("rope_theta") or target.get("rope_theta") or 10000.0),
+        max_positions=target["max_position_embeddings"],
+        block_size=settings.block,
+        mask_token_id=mask,
+        tap_layers=taps,
+        num_target_layers=target["num_hidden_layers"],
+    )
+    tokens = {name: target.get(name) for name in ("bos_token_id", "eos_token_id")}
+    tied = bool(target.get("tie_word_embeddings"))
+    return {**plain_config(dims, tied=tied, dtype="bfloat16", tokens=tokens), **dflash.config_entries(dims)}
 
 
 def fresh(config: Config, weights: dict[str, Tensor], seed: int) -> Drafter:
@@ -60,20 +48,18 @@ def fresh(config: Config, weights: dict[str, Tensor], seed: int) -> Drafter:
     torch.manual_seed(seed)
     model = Drafter(config)
     own = model.state_dict()
-    first = config["num_target_layers"] - config["num_hidden_layers"]
-    found = {}
-    for name in own:
-        parts = name.split(".")
-        source = (
-            f"model.layers.{first + int(parts[1])}.{'.'.join(parts[2:])}" if parts[0] == "layers" else f"model.{name}"
-        )
-        if source in weights and weights[source].shape == own[name].shape:
-            found[name] = weights[source].float()
-    entry = (
-        f"model.layers.{first}.input_layernorm.weight"  # keys and values of the context are to begin as the target's
-    )
-    if entry in weights:
-        found["hidden_norm.weight"] = weights[entry].float()
+    dims, first = model.dims, config["num_target_layers"] - config["num_hidden_layers"]
+    # Name in the drafter → name in the target; keys and values of the context are to begin as the target's.
+    sources = dict(zip(final_norm(dims, dflash.BODY).sources, final_norm(dims).sources, strict=True))
+    sources[dflash.CONTEXT_NORM] = decoder_layer(dims, first).input_norm.sources[0]
+    for index in range(dims.num_layers):
+        mine, theirs = decoder_layer(dims, index, dflash.BODY), decoder_layer(dims, first + index)
+        sources |= zip(shapes_of(mine), shapes_of(theirs), strict=True)
+    found = {
+        name: weights[source].float()
+        for name, source in sources.items()
+        if source in weights and weights[source].shape == own[name].shape
+    }
     model.load_state_dict(found, strict=False)
     hidden = config["hidden_size"]
     with torch.no_grad():

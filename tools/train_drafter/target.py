@@ -84,9 +84,8 @@ def load_target(source: str, taps: int | tuple[int, ...], device: str) -> Target
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **arguments)
     if arguments and hasattr(transformers, "GgufConfig"):  # newer ones keep the file's blocks unless asked
         arguments = {**arguments, "quantization_config": transformers.GgufConfig(dequantize=True)}
-    model = (
-        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **arguments).to(device).eval()
-    )
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **arguments)
+    model = model.to(device).eval()
     if isinstance(taps, int):
         taps = spread_taps(model.config.num_hidden_layers, taps)
     return Target(model.requires_grad_(False), tokenizer, taps)

@@ -9,55 +9,67 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from ddtree_trt.models.decoder import BODY, TransformerDims
+from ddtree_trt.models.drafters import dflash
+from ddtree_trt.models.families import QWEN3
+
 from .model import MAX_POSITIONS, ROPE_THETA, Config
 from .settings import EOS, MASK, PAD, DrafterSettings, TargetSettings
 
 
-def _common(shape: TargetSettings, layers: int) -> Config:
-    return {
-        "attention_bias": False,
+def _dims(shape: TargetSettings, layers: int) -> TransformerDims:
+    return TransformerDims(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        num_layers=layers,
+        num_heads=shape.heads,
+        num_kv_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.inner,
+        rms_norm_eps=1e-6,
+        rope_theta=ROPE_THETA,
+        max_positions=MAX_POSITIONS,
+    )
+
+
+def plain_config(dims: TransformerDims, *, tied: bool, dtype: str, tokens: Config) -> Config:
+    """What the config.json of a target and of a drafter have in common; `tokens` are its special ones."""
+    entries = {
+        **QWEN3.config_entries(dims),
         "attention_dropout": 0.0,
-        "bos_token_id": None,
-        "dtype": "float16",
-        "eos_token_id": EOS,
-        "head_dim": shape.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": shape.hidden,
+        "dtype": dtype,
         "initializer_range": 0.02,
-        "intermediate_size": shape.inner,
-        "layer_types": ["full_attention"] * layers,
-        "max_position_embeddings": MAX_POSITIONS,
-        "max_window_layers": layers,
-        "model_type": "qwen3",
-        "num_attention_heads": shape.heads,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": shape.kv_heads,
-        "pad_token_id": PAD,
-        "rms_norm_eps": 1e-06,
-        "rope_parameters": {"rope_theta": ROPE_THETA, "rope_type": "default"},
-        "rope_theta": ROPE_THETA,
+        "layer_types": ["full_attention"] * dims.num_layers,
+        "max_window_layers": dims.num_layers,
+        "rope_parameters": {"rope_theta": dims.rope_theta, "rope_type": "default"},
         "sliding_window": None,
-        "tie_word_embeddings": True,
-        "torch_dtype": "float16",
+        "tie_word_embeddings": tied,
+        "torch_dtype": dtype,
         "use_cache": True,
-        "use_sliding_window": False,
-        "vocab_size": shape.vocabulary,
+        **tokens,
     }
+    return dict(sorted(entries.items()))
+
+
+def _tiny_config(dims: TransformerDims) -> Config:
+    tokens = {"bos_token_id": None, "eos_token_id": EOS, "pad_token_id": PAD}
+    return plain_config(dims, tied=True, dtype="float16", tokens=tokens)
 
 
 def target_config(shape: TargetSettings) -> Config:
-    return {"architectures": ["Qwen3ForCausalLM"], **_common(shape, shape.layers)}
+    return {"architectures": [QWEN3.architecture], **_tiny_config(_dims(shape, shape.layers))}
 
 
 def drafter_config(shape: TargetSettings, drafter: DrafterSettings) -> Config:
     """The target's shape with fewer layers, and the keys that make it a DFlash drafter."""
-    return {
-        "architectures": ["DFlashDraftModel"],
-        **_common(shape, drafter.layers),
-        "block_size": drafter.block,
-        "num_target_layers": shape.layers,
-        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": list(drafter.target_layer_ids)},
-    }
+    dims = dflash.DrafterDims(
+        **vars(_dims(shape, drafter.layers)),
+        block_size=drafter.block,
+        mask_token_id=MASK,
+        tap_layers=drafter.target_layer_ids,
+        num_target_layers=shape.layers,
+    )
+    return {"architectures": [dflash.ARCHITECTURE], **_tiny_config(dims), **dflash.config_entries(dims)}
 
 
 def save(model: nn.Module, config: Config, folder: Path, prefix: str = "", dtype: torch.dtype = torch.float16) -> None:
@@ -72,6 +84,6 @@ def save(model: nn.Module, config: Config, folder: Path, prefix: str = "", dtype
 
 
 def save_target(model: nn.Module, config: Config, folder: Path) -> None:
-    save(model, config, folder, prefix="model.")
+    save(model, config, folder, prefix=BODY)
     generation = {"_from_model_config": True, "eos_token_id": EOS, "pad_token_id": PAD, "use_cache": True}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2) + "\n")

@@ -33,7 +33,8 @@ def continue_batch(
     cache = target.new_cache(count, width + max_new)
     positions = (torch.arange(width) - pads[:, None]).clamp(min=0)
     hidden, _ = target(ids, cache=cache, positions=positions, mask=mask)
-    alive, answers = torch.arange(count), [[] for _ in range(count)]
+    alive = torch.arange(count)
+    answers: list[list[int]] = [[] for _ in range(count)]
     ended = torch.zeros(count, dtype=torch.bool)
     for length in range(width, width + max_new):
         logits = target.head(hidden[:, -1])

@@ -1,4 +1,4 @@
-"""Plain-torch Qwen3 target and DFlash drafter whose tensor names are those of the Hugging Face checkpoints.
+"""Plain-torch Qwen3 target and DFlash drafter; `ddtree_trt.models` says which tensors they have.
 
 Dimension letters: N sequences, S positions in this pass, P positions already cached, H hidden size, Hq/Hkv query and
 key-value heads, D head size, V vocabulary, K number of tapped target layers.
@@ -7,13 +7,19 @@ key-value heads, D head size, V vocabulary, K number of tapped target layers.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
+
+from ddtree_trt.models.decoder import BODY, HEAD, Shapes, TransformerDims, decoder_layer, final_norm, shapes_of
+from ddtree_trt.models.drafters import dflash
+from ddtree_trt.models.families import CONFIG_NAMES
+from ddtree_trt.models.rotary import rotary_tables
 
 Config = dict[str, Any]
 KeyValue = tuple[Tensor, Tensor]
@@ -26,10 +32,8 @@ ROTARY_ROWS = 8192  # a configuration may allow positions by the hundred thousan
 
 def rope_table(positions: int, head_dim: int, theta: float = ROPE_THETA) -> KeyValue:
     """Cosines and sines [positions, D] of rotary embedding, both halves of D alike."""
-    inverse = theta ** (-torch.arange(0, head_dim, 2).float() / head_dim)
-    angle = torch.outer(torch.arange(positions).float(), inverse)
-    angle = torch.cat([angle, angle], -1)
-    return angle.cos(), angle.sin()
+    cos, sin = (torch.from_numpy(table) for table in rotary_tables(head_dim, theta, positions))
+    return torch.cat([cos, cos], -1), torch.cat([sin, sin], -1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -38,18 +42,41 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return (x * cos + torch.cat([-high, low], -1) * sin).to(x.dtype)
 
 
+def dims_of(cfg: Config) -> TransformerDims:
+    """The sizes in a configuration that this package wrote, which has all of them."""
+    return TransformerDims(**{field: cfg[name] for field, name in CONFIG_NAMES.items()})
+
+
+def add_weights(module: nn.Module, shapes: Shapes, eps: float) -> None:
+    """Give a module the weights of a checkpoint by their names: a matrix is a projection, a vector a norm.
+
+    In the order given, which `parameters()` has too and training states are saved in.
+    """
+    for name, shape in shapes.items():
+        made = nn.Linear(shape[1], shape[0], bias=False) if len(shape) == 2 else nn.RMSNorm(shape, eps=eps)
+        module.add_module(name.removesuffix(".weight"), made)
+
+
+def below(shapes: Shapes, prefix: str) -> Shapes:
+    """Those whose names begin with a prefix, without it; matrices first."""
+    found = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
+    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+
+
 class Attention(nn.Module):
     """Grouped-query attention with per-head RMS norm on queries and keys."""
 
-    def __init__(self, hidden: int, heads: int, kv_heads: int, head_dim: int, eps: float) -> None:
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    o_proj: nn.Linear
+    q_norm: nn.RMSNorm
+    k_norm: nn.RMSNorm
+
+    def __init__(self, shapes: Shapes, dims: TransformerDims) -> None:
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = heads, kv_heads, head_dim
-        self.q_proj = nn.Linear(hidden, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden, kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * head_dim, hidden, bias=False)
-        self.q_norm = nn.RMSNorm(head_dim, eps=eps)
-        self.k_norm = nn.RMSNorm(head_dim, eps=eps)
+        self.heads, self.kv_heads, self.head_dim = dims.num_heads, dims.num_kv_heads, dims.head_dim
+        add_weights(self, shapes, dims.rms_norm_eps)
 
     def queries(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [N, S, H] -> rotated queries [N, Hq, S, D]."""
@@ -73,11 +100,13 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU."""
 
-    def __init__(self, hidden: int, inner: int) -> None:
+    gate_proj: nn.Linear
+    up_proj: nn.Linear
+    down_proj: nn.Linear
+
+    def __init__(self, shapes: Shapes, eps: float) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
+        add_weights(self, shapes, eps)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -86,14 +115,21 @@ class FeedForward(nn.Module):
 class Layer(nn.Module):
     """Weights of one pre-norm block; the models below spell out how they use it."""
 
-    def __init__(self, cfg: Config) -> None:
+    input_layernorm: nn.RMSNorm
+    post_attention_layernorm: nn.RMSNorm
+
+    def __init__(self, dims: TransformerDims, index: int) -> None:
         super().__init__()
-        hidden, eps = cfg["hidden_size"], cfg["rms_norm_eps"]
-        heads = (cfg["num_attention_heads"], cfg["num_key_value_heads"], cfg["head_dim"])
-        self.self_attn = Attention(hidden, *heads, eps)
-        self.mlp = FeedForward(hidden, cfg["intermediate_size"])
-        self.input_layernorm = nn.RMSNorm(hidden, eps=eps)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps=eps)
+        shapes = below(shapes_of(decoder_layer(dims, index)), f"{BODY}layers.{index}.")
+        self.self_attn = Attention(below(shapes, "self_attn."), dims)
+        self.mlp = FeedForward(below(shapes, "mlp."), dims.rms_norm_eps)
+        norms = {name: shape for name, shape in shapes.items() if not name.startswith(("self_attn.", "mlp."))}
+        add_weights(self, norms, dims.rms_norm_eps)
+
+
+class Layers(nn.ModuleList):
+    def __iter__(self) -> Iterator[Layer]:
+        return cast(Iterator[Layer], super().__iter__())
 
 
 class Rotary(nn.Module):
@@ -104,7 +140,7 @@ class Rotary(nn.Module):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__()
-        self.cfg = cfg
+        self.cfg, self.dims = cfg, dims_of(cfg)
         rows = min(ROTARY_ROWS, cfg["max_position_embeddings"])
         cos, sin = rope_table(rows, cfg["head_dim"], cfg["rope_theta"])
         self.register_buffer("cos", cos, persistent=False)
@@ -119,12 +155,13 @@ class Rotary(nn.Module):
 class Target(Rotary):
     """Qwen3 with tied embeddings."""
 
+    norm: nn.RMSNorm
+
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        hidden = cfg["hidden_size"]
-        self.embed_tokens = nn.Embedding(cfg["vocab_size"], hidden)
-        self.layers = nn.ModuleList(Layer(cfg) for _ in range(cfg["num_hidden_layers"]))
-        self.norm = nn.RMSNorm(hidden, eps=cfg["rms_norm_eps"])
+        self.embed_tokens = nn.Embedding(*self.dims.table)
+        self.layers = Layers(Layer(self.dims, index) for index in range(self.dims.num_layers))
+        add_weights(self, below(shapes_of([final_norm(self.dims)]), BODY), self.dims.rms_norm_eps)
 
     def head(self, hidden: Tensor) -> Tensor:
         """Logits [..., V] of final normed states [..., H]."""
@@ -172,14 +209,24 @@ class Target(Rotary):
 class Drafter(Rotary):
     """DFlash: a block of masks reads keys and values projected from the target's tapped states."""
 
+    norm: nn.RMSNorm
+    hidden_norm: nn.RMSNorm
+    fc: nn.Linear
+
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        hidden, eps = cfg["hidden_size"], cfg["rms_norm_eps"]
-        self.taps: tuple[int, ...] = tuple(cfg["dflash_config"]["target_layer_ids"])
-        self.layers = nn.ModuleList(Layer(cfg) for _ in range(cfg["num_hidden_layers"]))
-        self.norm = nn.RMSNorm(hidden, eps=eps)
-        self.hidden_norm = nn.RMSNorm(hidden, eps=eps)
-        self.fc = nn.Linear(len(self.taps) * hidden, hidden, bias=False)
+        section = cfg[dflash.SECTION]
+        dims = dflash.DrafterDims(
+            **vars(self.dims),
+            block_size=cfg["block_size"],
+            mask_token_id=section["mask_token_id"],
+            tap_layers=tuple(section["target_layer_ids"]),
+            num_target_layers=cfg["num_target_layers"],
+        )
+        self.taps = dims.tap_layers
+        self.layers = Layers(Layer(dims, index) for index in range(dims.num_layers))
+        parts = (final_norm(dims, dflash.BODY), dflash.context_norm(dims), dflash.fc(dims))
+        add_weights(self, shapes_of(parts), dims.rms_norm_eps)
 
     def context(self, taps: Tensor, positions: Tensor) -> list[KeyValue]:
         """Keys and values [N, Hkv, S, D] per layer of context positions; taps [N, S, K*H]."""
@@ -208,8 +255,8 @@ def load_target(folder: Path) -> Target:
     """A frozen fp32 target from a Hugging Face folder."""
     model = Target(json.loads((folder / "config.json").read_text()))
     weights = load_file(folder / "model.safetensors")
-    weights.pop("lm_head.weight", None)
-    model.load_state_dict({name.removeprefix("model."): value.float() for name, value in weights.items()})
+    weights.pop(HEAD, None)
+    model.load_state_dict({name.removeprefix(BODY): value.float() for name, value in weights.items()})
     return model.requires_grad_(False).eval()
 
 

@@ -31,11 +31,11 @@ struct TreeAttention {
     void* out;                 // [N, T, Hq, D]; a token that sees nothing gets zeros
     void* workspace;           // attention_workspace_bytes() of scratch
     size_t workspace_bytes;
-    int32_t sequences;   // N
-    int32_t tokens;      // T
-    int32_t q_heads;     // Hq
-    int32_t kv_heads;    // Hkv
-    int32_t head_dim;    // D: 64 or 128
+    int32_t sequences;  // N
+    int32_t tokens;     // T
+    int32_t q_heads;    // Hq
+    int32_t kv_heads;   // Hkv
+    int32_t head_dim;   // D: 64 or 128
     int32_t slots;
     int32_t capacity;    // S
     int32_t mask_words;  // W >= ceil(T / 32) when mask_mode is tree

@@ -16,9 +16,9 @@ struct RoundCosts {
     const int64_t* filled;   // [n + 1]: the largest tree at the cost of each, or null
 };
 
-// The number of nodes in least..n (n, if that is fewer) that maximises expected tokens per second, the smallest on ties,
-// then as many more as cost nothing: the rule of arXiv 2606.01813. A node's acceptance probability is
-// min(1, exp(log_weights [n]) * r_1 * ... * r_depth) with the ratios r_1 ... r_D [deepest].
+// The number of nodes in least..n (n, if that is fewer) that maximises expected tokens per second, the smallest on
+// ties, then as many more as cost nothing: the rule of arXiv 2606.01813. A node's acceptance probability is min(1,
+// exp(log_weights [n]) * r_1 * ... * r_depth) with the ratios r_1 ... r_D [deepest].
 Prefix best_prefix(const double* log_weights, const int32_t* depths, int64_t n, const double* ratios, int64_t deepest,
                    const RoundCosts& costs, int64_t least);
 
@@ -27,8 +27,8 @@ Prefix best_prefix(const double* log_weights, const int32_t* depths, int64_t n, 
 void tried_mass(const int32_t* parents, const double* log_weights, int64_t n, const int32_t* path, int64_t m,
                 double* mass);
 
-// One more round, what is older counting `keep` times what it did. It tried mass [m] at depths 1 ... m and went on below
-// all of them but the last; where there was nothing to try, nothing is learnt.
+// One more round, what is older counting `keep` times what it did. It tried mass [m] at depths 1 ... m and went on
+// below all of them but the last; where there was nothing to try, nothing is learnt.
 void learn(const double* mass, int64_t m, double keep, double* observed, double* predicted, int64_t deepest);
 
 struct Prior {

@@ -1,8 +1,9 @@
 // Noise that belongs to a token: a function of a seed, the position the token would have in its sequence, and its id.
 //
 // The counter (position << 24) + token of SplitMix64 (Steele, Lea, Flood 2014) gives 64 bits, the upper 63 of them a
-// float32 `uniform` in (0, 1), and that a Gumbel variable -log(-log(1 - uniform)). It falls as the bits rise, and is most
-// exact where it is largest. Runtime and device share the rule: ddtree_trt/runtime/engines/torch/noise.py is its other form.
+// float32 `uniform` in (0, 1), and that a Gumbel variable -log(-log(1 - uniform)). It falls as the bits rise, and is
+// most exact where it is largest. Runtime and device share the rule: ddtree_trt/runtime/engines/torch/noise.py is its
+// other form.
 #pragma once
 
 #include <cmath>
@@ -24,7 +25,9 @@ inline uint64_t mixed(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-inline uint64_t token_bits(uint64_t state, int64_t token) { return mixed(state + static_cast<uint64_t>(token) * kGamma); }
+inline uint64_t token_bits(uint64_t state, int64_t token) {
+    return mixed(state + static_cast<uint64_t>(token) * kGamma);
+}
 
 // In (0, 1): never 0, and never rounded to 1, so that no noise is infinite.
 inline float uniform(uint64_t bits) {

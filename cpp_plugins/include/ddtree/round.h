@@ -1,5 +1,5 @@
-// The rest of a decoding round on the device: tree build, packed mask, walk, cache compaction. Together with attention.h
-// a round needs no host round trip. All arrays are in device memory.
+// The rest of a decoding round on the device: tree build, packed mask, walk, cache compaction. Together with
+// attention.h a round needs no host round trip. All arrays are in device memory.
 //
 // N sequences, L draft positions, K candidates per position, T = 1 + n tree tokens at most, W = ceil(T / 32) words.
 // Node 0 is the root (the bonus token); the parents of others precede them. Nodes at and after counts[i] are padding.
@@ -13,19 +13,19 @@ constexpr int32_t kMaxDeviceBudget = 1024;
 
 // Algorithm 1 of arXiv 2604.12989 with the order of the host's build_tree (tree.h), ties included.
 struct TreeBuild {
-    const float* log_probs;          // [N, L, K], rows falling; NaN and -inf are candidates that cannot happen
-    const int32_t* candidates;       // [N, L, K]
-    const int32_t* root_tokens;      // [N]
-    const int32_t* budgets;          // [N], clamped to 0 ... T - 1; null means T - 1
-    const int32_t* past_len;         // [N]; null counts positions from 0
-    int32_t* token_ids;              // [N, T]; padding repeats the root's token
-    int32_t* parents;                // [N, T]; -1 for the root and for padding
-    int32_t* depths;                 // [N, T]; 0 for the root and for padding
-    int32_t* positions;              // [N, T] past_len + depth; may be null
-    double* log_weights;             // [N, T], 0 for the root and for padding; may be null
-    int32_t* counts;                 // [N] nodes of the tree, root included
+    const float* log_probs;      // [N, L, K], rows falling; NaN and -inf are candidates that cannot happen
+    const int32_t* candidates;   // [N, L, K]
+    const int32_t* root_tokens;  // [N]
+    const int32_t* budgets;      // [N], clamped to 0 ... T - 1; null means T - 1
+    const int32_t* past_len;     // [N]; null counts positions from 0
+    int32_t* token_ids;          // [N, T]; padding repeats the root's token
+    int32_t* parents;            // [N, T]; -1 for the root and for padding
+    int32_t* depths;             // [N, T]; 0 for the root and for padding
+    int32_t* positions;          // [N, T] past_len + depth; may be null
+    double* log_weights;         // [N, T], 0 for the root and for padding; may be null
+    int32_t* counts;             // [N] nodes of the tree, root included
     int32_t sequences, positions_l, candidates_k;  // N, L, K
-    int32_t tokens;                  // T <= 1 + kMaxDeviceBudget
+    int32_t tokens;                                // T <= 1 + kMaxDeviceBudget
 };
 Status device_build_tree(const TreeBuild& call, Stream stream);
 
@@ -57,13 +57,13 @@ Status device_walk(const TreeWalk& call, Stream stream);
 // past_len + keep[j] becomes row past_len + j. keep must be strictly increasing and not negative; its first entry that
 // is not, or that lies outside the slot, ends the list.
 struct KvCompact {
-    void* cache;               // [planes, slots, Hkv, S, row_bytes]
-    const int32_t* slot_ids;   // [N], clamped to 0 ... slots - 1
-    const int32_t* past_len;   // [N], clamped to 0 ... S
-    const int32_t* keep;       // [N, max_keep]
-    const int32_t* keep_count; // [N], clamped to 0 ... max_keep
+    void* cache;                // [planes, slots, Hkv, S, row_bytes]
+    const int32_t* slot_ids;    // [N], clamped to 0 ... slots - 1
+    const int32_t* past_len;    // [N], clamped to 0 ... S
+    const int32_t* keep;        // [N, max_keep]
+    const int32_t* keep_count;  // [N], clamped to 0 ... max_keep
     int32_t sequences, planes, slots, kv_heads, capacity, max_keep;
-    int32_t row_bytes;         // a multiple of 16
+    int32_t row_bytes;  // a multiple of 16
 };
 Status device_compact(const KvCompact& call, Stream stream);
 

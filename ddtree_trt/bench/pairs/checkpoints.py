@@ -33,7 +33,7 @@ def find_checkpoints(manifest: Manifest, settings: BenchSettings) -> Checkpoints
     _check_same(target, manifest.target, "--checkpoint")
     _check_same(drafter, manifest.drafter, "--drafter")
     assistant = Path(settings.assistant) if settings.assistant else None
-    if assistant is None and manifest.drafter_kind == "autoregressive":
+    if assistant is None and manifest.drafting.language_model:
         assistant = drafter
     return Checkpoints(target, drafter, assistant)
 

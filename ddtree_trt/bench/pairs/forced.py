@@ -51,7 +51,9 @@ class ForcedEngine:
         self.manifest: Manifest = engine.manifest
         self.threads, self.buckets = engine.threads, engine.buckets
         self._engine, self._accepted, self._banned = engine, acceptance_length - 1, banned
-        self.rounds = None if engine.rounds is None else _forced_rounds(engine, acceptance_length)
+        self.rounds: DeviceRounds | None = None
+        if engine.rounds is not None:
+            self.rounds = _forced_rounds(engine, acceptance_length)
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         verdicts = self._engine.verify(requests)
@@ -90,13 +92,15 @@ class ForcedEngine:
         self._engine.settle()
 
     def close(self) -> None:
-        self._engine.close()
+        try:
+            self._engine.close()
+        finally:
+            self.rounds = None  # or they would keep the engine's memory
 
 
 def _forced_rounds(engine: Engine, acceptance_length: int) -> DeviceRounds:
-    from ddtree_trt.bench.pairs.forced_torch import (
-        ForcedRounds,  # the one backend that has rounds, and PyTorch is there
-    )
+    # The one backend that has rounds: PyTorch is installed here.
+    from ddtree_trt.bench.pairs.forced_torch import ForcedRounds
     from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 
     assert isinstance(engine, TorchEngine)

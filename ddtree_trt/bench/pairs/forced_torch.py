@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ddtree_trt.runtime.engines.torch.device_round import DeviceRound
 from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter
-from ddtree_trt.runtime.engines.torch.flight import TorchRounds
+from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,15 +21,11 @@ class ForcedRounds(TorchRounds):
     def __init__(self, engine: TorchEngine, acceptance_length: int) -> None:
         drafter = engine.drafter
         assert isinstance(drafter, BlockDrafter), "only an engine with a block drafter has rounds"
-        self._accepted = acceptance_length - 1
-        super().__init__(engine, drafter)
-
-    def make_round(self, *given: Any, **options: Any) -> DeviceRound:  # type: ignore[override]
-        return _ForcedRound(self._accepted, *given, **options)
+        super().__init__(engine.target, drafter, partial(_ForcedRound, acceptance_length - 1))
 
 
 class _ForcedRound(DeviceRound):
-    """All the work of a round; only what the target says is not listened to."""
+    """All the work of a round; only the target's choices are overruled."""
 
     def __init__(self, accepted: int, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)

@@ -18,12 +18,16 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, Progress, TransformerDims
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.bench.settings import BenchSettings
-from ddtree_trt.build.checkpoint.config import default_tap_layers
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD, drafter_shapes, target_shapes
 from ddtree_trt.build.compile import BuildRequest, Precision, compile_engine
 from ddtree_trt.errors import UsageError
+from ddtree_trt.models.decoder import BIAS, BODY, EMBEDDING, FINAL_NORM, HEAD, TransformerDims
+from ddtree_trt.models.drafters import dflash
+from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.families import QWEN3
+from ddtree_trt.models.pairs import checkpoint_shapes
 
 LOGIT_STD = 10.0
 _SHARD_BYTES = 512 << 20
@@ -46,7 +50,7 @@ class PairShape:
             **{**vars(self.target), "num_layers": self.draft_layers},
             block_size=self.block_size,
             mask_token_id=self.target.vocab_size - 1,
-            tap_layers=default_tap_layers(layers, self.draft_layers),
+            tap_layers=dflash.default_tap_layers(layers, self.draft_layers),
             num_target_layers=layers,
         )
 
@@ -116,16 +120,13 @@ def random_limits(settings: BenchSettings, shape: PairShape) -> Limits:
 
 def write_pair(folder: Path, shape: PairShape, seed: int, progress: Progress) -> Path:
     """Write `target` and `drafter` below a folder, in Hugging Face format and float32; returns the folder."""
-    dims, drafter = shape.target, shape.drafter
     target_config, drafter_config = hugging_face_configs(shape)
-    parts = (
-        ("target", target_config, target_shapes(dims, tied=shape.tied)),
-        ("drafter", drafter_config, drafter_shapes(drafter)),
-    )
-    for name, config, shapes in parts:
+    parts = (("target", target_config, shape.target), ("drafter", drafter_config, shape.drafter))
+    for name, config, dims in parts:
         directory = folder / name
         directory.mkdir()
         (directory / "config.json").write_text(json.dumps(config, indent=1))
+        shapes = checkpoint_shapes(dims, tied=shape.tied)
         _write_weights(directory, shapes, np.random.default_rng([seed, len(name)]), f"write random {name}", progress)
     write_tokenizer(folder / "target")
     return folder
@@ -133,36 +134,12 @@ def write_pair(folder: Path, shape: PairShape, seed: int, progress: Progress) ->
 
 def hugging_face_configs(shape: PairShape) -> tuple[dict[str, object], dict[str, object]]:
     """What `config.json` of the target and of the drafter say."""
-    drafter = shape.drafter
+    target, drafter = shape.target, shape.drafter
     common: dict[str, object] = {"tie_word_embeddings": shape.tied, "eos_token_id": _STOP_TOKEN}
-    return {**shape_entries(shape.target), **common, "architectures": ["Qwen3ForCausalLM"]}, {
-        **shape_entries(drafter),
-        **common,
-        "architectures": ["DFlashDraftModel"],
-        "block_size": drafter.block_size,
-        "num_target_layers": drafter.num_target_layers,
-        "dflash_config": {"mask_token_id": drafter.mask_token_id, "target_layer_ids": list(drafter.tap_layers)},
-    }
-
-
-def shape_entries(dims: TransformerDims) -> dict[str, object]:
-    """What the config.json of a target and of a drafter have in common."""
-    return {
-        "model_type": "qwen3",
-        "vocab_size": dims.vocab_size,
-        "hidden_size": dims.hidden_size,
-        "num_hidden_layers": dims.num_layers,
-        "num_attention_heads": dims.num_heads,
-        "num_key_value_heads": dims.num_kv_heads,
-        "head_dim": dims.head_dim,
-        "intermediate_size": dims.intermediate_size,
-        "rms_norm_eps": dims.rms_norm_eps,
-        "rope_theta": dims.rope_theta,
-        "max_position_embeddings": dims.max_positions,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "use_sliding_window": False,
-    }
+    return (
+        {**QWEN3.config_entries(target), **common, "architectures": [QWEN3.architecture]},
+        {**QWEN3.config_entries(drafter), **common, **dflash.config_entries(drafter)},
+    )
 
 
 def _write_weights(
@@ -195,11 +172,11 @@ def _write_weights(
 
 
 def _random(shape: tuple[int, ...], name: str, rng: np.random.Generator) -> NDArray[np.float32]:
-    if name.removeprefix("model.") == "norm.weight":
+    if name.removeprefix(BODY) == FINAL_NORM:
         # Random signs before the head: else a token's own embedding, still in the residual stream, would win always.
         return rng.choice(np.array([-1, 1], np.float32), shape)
     if len(shape) == 1:
-        return np.ones(shape, np.float32)  # any other norm
+        return np.full(shape, not name.endswith(BIAS), np.float32)  # any other norm, or a bias
     values = rng.standard_normal(shape, np.float32)
     values *= (LOGIT_STD if name in (EMBEDDING, HEAD) else 1.0) / np.sqrt(shape[-1])
     return values

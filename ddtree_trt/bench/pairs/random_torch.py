@@ -1,7 +1,7 @@
 """A random pair of a published shape as a PyTorch engine, made on the device: for round times on a GPU.
 
 No checkpoint is written, so that a full-size pair is there in seconds. What it says means nothing: it is reached by
-`bench --random-weights SHAPE --backend torch` and `tools/gpu_bench.py` alone, and no engine directory can hold one.
+`bench --random-weights SHAPE --backend torch` and `tools/gpu/bench.py` alone, and no engine directory can hold one.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from torch import Tensor
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact.manifest import SCHEMA_VERSION, CheckpointIdentity, Limits, Manifest
+from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.weight_layout import TARGET, stored_weights
 from ddtree_trt.bench.pairs.random_pair import LOGIT_STD, PairShape, find_shape, random_limits, write_tokenizer
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import BenchSettings
-from ddtree_trt.build.backends.base import PrecisionName, resolve_precision
+from ddtree_trt.build.backends.registry import resolve_precision
 from ddtree_trt.build.backends.torch.backend import TorchBuild
 from ddtree_trt.build.compile import Precision
 from ddtree_trt.device.gpus import available_bytes
 from ddtree_trt.device.memory import plan_engine
 from ddtree_trt.errors import UsageError
+from ddtree_trt.models.decoder import BIAS
+from ddtree_trt.models.drafters.kinds import kind_of
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.weights import DTYPES, choose_device, device_name
 
@@ -61,7 +64,7 @@ def random_torch_engine(
         name=f"random-{name}",
         target=_NOBODY,
         drafter=_NOBODY,
-        drafter_kind="dflash",
+        drafter_kind=kind_of(shape.drafter).name,
         target_dims=shape.target,
         drafter_dims=shape.drafter,
         limits=limits,
@@ -100,6 +103,8 @@ def random_weights(shape: PairShape, dtype: torch.dtype, device: torch.device, s
         if weight.name == f"{TARGET}norm":
             # Random signs before the head: else a token's own embedding, still in the residual stream, would win.
             tensor.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+        elif weight.sources[0].endswith(BIAS):
+            tensor.fill_(0)
         elif len(weight.shape) == 1:
             tensor.fill_(1)
         else:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddtree_trt.bench.contender import Outcome, Request, TokenClock
-from ddtree_trt.bench.peers import PeerContext
+from ddtree_trt.bench.peers.base import PeerContext
 from ddtree_trt.bench.settings import Case
 from ddtree_trt.errors import MissingDependency, install_with
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from urllib.parse import urlsplit
 
 from ddtree_trt.bench.contender import Outcome, Request, TokenClock
-from ddtree_trt.bench.peers import PeerContext
+from ddtree_trt.bench.peers.base import PeerContext
 from ddtree_trt.bench.settings import Case
 from ddtree_trt.errors import DDTreeError, MissingDependency, UsageError
 

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_trt.bench.contender import Outcome, Request
-from ddtree_trt.bench.peers import PeerContext
+from ddtree_trt.bench.peers.base import PeerContext
 from ddtree_trt.bench.peers.hf import device_for
 from ddtree_trt.bench.reference import commit_of, forced_acceptance, import_published, surroundings
-from ddtree_trt.bench.settings import Case
+from ddtree_trt.bench.settings import BLOCK_CHAIN, SINGLE_TOKENS, Case
 from ddtree_trt.errors import MissingDependency, install_with
+from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, DDTREE, DFLASH
 from ddtree_trt.runtime.stats import ROUND_STAGES
 
 PEER = "ddtree-reference"
@@ -48,9 +49,10 @@ class ReferencePeer:
         self._forced, self._banned = context.settings.forced_acceptance, context.unusable_tokens
         # Its own default; without a compiler it says so and goes on in Python.
         self._published.ddtree.maybe_enable_cpp_compact(True)
-        chains = ["ar", "dflash"] if self._forced is None else ["ar"]  # the walk of its chain cannot be overruled
-        trees = [c for c in context.settings.cases(dflash=True) if c.method == "ddtree" and c.budget != "auto"]
-        self.cases = (*(Case(m, peer=PEER) for m in chains), *(Case("ddtree", c.budget, PEER) for c in trees))
+        # The walk of its chain cannot be overruled.
+        chains = [SINGLE_TOKENS, BLOCK_CHAIN] if self._forced is None else [SINGLE_TOKENS]
+        trees = [c for c in context.settings.cases(dflash=True) if c.method == DDTREE.name and c.budget != "auto"]
+        self.cases = tuple(Case(case.method, case.budget, PEER) for case in (*chains, *trees))
 
     def describe(self) -> dict[str, str]:
         return {
@@ -71,7 +73,7 @@ class ReferencePeer:
             "input_ids": torch.tensor([list(prompt_ids)], device=self._device),
             "mask_token_id": self._drafter.mask_token_id,
             "max_new_tokens": request.max_tokens,
-            "block_size": 1 if case.method == "ar" else block,
+            "block_size": 1 if case.method == AUTOREGRESSIVE.name else block,
             "stop_token_ids": list(request.stop_token_ids) or None,
             "temperature": request.temperature,
         }
@@ -79,7 +81,7 @@ class ReferencePeer:
             stack.enter_context(surroundings())
             if self._forced is not None:
                 stack.enter_context(forced_acceptance(self._published, self._forced, self._banned))
-            if case.method == "ddtree":
+            if case.method == DDTREE.name:
                 result = self._published.ddtree.ddtree_generate(**options, tree_budget=case.budget)
             else:
                 result = self._published.dflash.dflash_generate(**options)
@@ -89,7 +91,7 @@ class ReferencePeer:
             decode_s=result.round_timestamps[-1] if result.round_timestamps else 0.0,
             token_ids=tuple(result.output_ids[0, len(prompt_ids) :].tolist()),
             acceptance_lengths=tuple(result.acceptance_lengths),
-            mean_budget=float({"ar": 0, "dflash": block - 1}.get(case.method, case.budget or 0)),
+            mean_budget=float({AUTOREGRESSIVE.name: 0, DFLASH.name: block - 1}.get(case.method, case.budget or 0)),
             stage_s={stage: result.stage_times.get(stage, 0.0) for stage in ROUND_STAGES},
         )
 

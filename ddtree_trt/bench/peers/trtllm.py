@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddtree_trt.bench.contender import Outcome, Request, TokenClock
-from ddtree_trt.bench.peers import PeerContext
+from ddtree_trt.bench.peers.base import PeerContext
 from ddtree_trt.bench.settings import Case
 from ddtree_trt.errors import MissingDependency, install_with
+from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, DFLASH
 
 PEER = "tensorrt-llm"
 # Two models share the GPU; block reuse is off because every request of a benchmark starts cold.
@@ -28,7 +29,7 @@ class TensorRTLLMPeer:
         self._context = context
         directories, manifest = context.checkpoints(), context.manifest
         self._target = str(directories.target)
-        self._models: dict[str, Any] = {"ar": self._load(None)}
+        self._models: dict[str, Any] = {AUTOREGRESSIVE.name: self._load(None)}
         if manifest.drafter_kind == "dflash":
             if not hasattr(llmapi, "DFlashDecodingConfig"):
                 raise MissingDependency(
@@ -37,7 +38,7 @@ class TensorRTLLMPeer:
             config = llmapi.DFlashDecodingConfig(
                 max_draft_len=manifest.dflash.block_size - 1, speculative_model=str(directories.drafter)
             )
-            self._models["dflash"] = self._load(config)
+            self._models[DFLASH.name] = self._load(config)
         self.cases = tuple(Case(m, peer=PEER) for m in self._models)
 
     def _load(self, speculative: Any) -> Any:

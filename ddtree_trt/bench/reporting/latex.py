@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ddtree_trt.bench.datasets import PAPER_SETS, title
-from ddtree_trt.bench.reporting.summary import Row, best_fixed, summarize
+from ddtree_trt.bench.paper_datasets import PAPER_SETS, title
+from ddtree_trt.bench.reporting.summary import AUTO, CHAIN, Row, best_fixed, summarize
 from ddtree_trt.bench.result import BenchResult
 
 _TAU = "Speedup & $\\tau$"
@@ -29,7 +29,7 @@ def latex(results: Sequence[BenchResult]) -> str:
 
 def _paper_methods(rows: Sequence[Row]) -> dict[str, Row]:
     own = {r.case.label: r for r in rows if not r.case.peer}
-    found = {"DFlash": own.get("dflash"), "DDTree": best_fixed(rows), "DDTree (auto)": own.get("ddtree@auto")}
+    found = {"DFlash": own.get(CHAIN), "DDTree": best_fixed(rows), "DDTree (auto)": own.get(AUTO)}
     return {name: row for name, row in found.items() if row is not None}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from ddtree_trt.bench.datasets import title
+from ddtree_trt.bench.paper_datasets import title
 from ddtree_trt.bench.reporting.summary import AUTO, Row, Spread, summarize
 from ddtree_trt.bench.result import BenchResult
 from ddtree_trt.runtime.stats import ROUND_STAGES

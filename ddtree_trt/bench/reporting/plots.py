@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt.bench.datasets import title
-from ddtree_trt.bench.reporting.summary import Row, best_fixed, summarize
+from ddtree_trt.bench.paper_datasets import title
+from ddtree_trt.bench.reporting.summary import AUTO, CHAIN, Row, best_fixed, summarize
 from ddtree_trt.bench.result import BenchResult
 from ddtree_trt.errors import MissingDependency, install_with
+from ddtree_trt.runtime.decoding.methods import BASELINES, DDTREE
 from ddtree_trt.runtime.stats import ROUND_STAGES
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
@@ -139,9 +140,10 @@ def _which(label: str, row: Row) -> str:
 def _methods(rows: Sequence[Row]) -> list[tuple[str, Row]]:
     """What the picture compares: every method at its best, and the best of every peer."""
     own = {r.case.label: r for r in rows if not r.case.peer}
-    found = [("DFlash", own.get("dflash")), ("DDTree, best budget", best_fixed(rows))]
-    found.append(("DDTree, auto", own.get("ddtree@auto")))
-    found += [(r.case.method, r) for r in rows if not r.case.peer and r.case.method not in ("ar", "dflash", "ddtree")]
+    found = [("DFlash", own.get(CHAIN)), ("DDTree, best budget", best_fixed(rows))]
+    found.append(("DDTree, auto", own.get(AUTO)))
+    shown = {*(method.name for method in BASELINES), DDTREE.name}
+    found += [(r.case.method, r) for r in rows if not r.case.peer and r.case.method not in shown]
     for peer in dict.fromkeys(r.case.peer for r in rows if r.case.peer):
         best = max((r for r in rows if r.case.peer == peer), key=lambda r: r.speedup.value)
         found.append((f"{peer}, best", best))
@@ -170,9 +172,9 @@ def budget(result: BenchResult) -> Any | None:
         for axis, value in ((left, _tau), (right, lambda r: r.speedup.value)):
             x, y = [int(r.case.budget or 0) for r in points], [value(r) for r in points]
             axis.plot(x, y, "o-", color=colour, label=f"DDTree, T = {temperature:g}")
-            if chain := own.get("dflash"):
+            if chain := own.get(CHAIN):
                 axis.axhline(value(chain), color=colour, ls=":", lw=1.4, label=f"DFlash, T = {temperature:g}")
-            if (auto := own.get("ddtree@auto")) and auto.mean_budget:
+            if (auto := own.get(AUTO)) and auto.mean_budget:
                 axis.plot(
                     *(auto.mean_budget, value(auto)), "*", ms=13, color=colour, mec="white", zorder=3,
                     label=f"auto, T = {temperature:g}",
@@ -193,7 +195,7 @@ def _fixed(rows: Sequence[Row]) -> list[Row]:
     own = [
         r
         for r in rows
-        if r.case.method == "ddtree" and not r.case.peer and isinstance(r.case.budget, int) and not r.case.device
+        if r.case.method == DDTREE.name and not r.case.peer and isinstance(r.case.budget, int) and not r.case.device
     ]
     return sorted(own, key=lambda r: int(r.case.budget or 0))
 
@@ -252,7 +254,7 @@ def acceptance(result: BenchResult) -> Any | None:
             shade = 0.3 + 0.7 * (fixed.index(label) + 1) / len(fixed)
             style: dict[str, Any] = {"color": colormaps["Blues"](shade)}
         else:
-            special = {"dflash": (_ORANGE, "--"), "ddtree@auto": (_RED, "-")}
+            special = {CHAIN: (_ORANGE, "--"), AUTO: (_RED, "-")}
             style = dict(zip(("color", "ls"), special.get(label, (_PURPLE, "-.")), strict=True))
         depths = range(1, 1 + len(row.acceptance_by_depth))
         axis.plot(

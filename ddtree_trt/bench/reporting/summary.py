@@ -15,10 +15,11 @@ from statistics import median
 import numpy as np
 
 from ddtree_trt.bench.result import BenchResult, Sample
-from ddtree_trt.bench.settings import Case
+from ddtree_trt.bench.settings import AUTO_TREE, BLOCK_CHAIN, SINGLE_TOKENS, Case
+from ddtree_trt.runtime.decoding.methods import DDTREE
 from ddtree_trt.runtime.stats import ROUND_STAGES
 
-BASELINE, AUTO = Case("ar").label, Case("ddtree", "auto").label
+BASELINE, CHAIN, AUTO = SINGLE_TOKENS.label, BLOCK_CHAIN.label, AUTO_TREE.label
 RESAMPLES, CONFIDENCE = 2000, 0.95
 ALL = "all"
 
@@ -181,7 +182,7 @@ def _depths(samples: Sequence[Sample]) -> tuple[float, ...]:
     return tuple(sum(a > d for a in lengths) / len(lengths) for d in range(1, deepest))
 
 
-def best_fixed(rows: Sequence[Row], method: str = "ddtree", peer: str = "") -> Row | None:
+def best_fixed(rows: Sequence[Row], method: str = DDTREE.name, peer: str = "") -> Row | None:
     """The row of a method at its best fixed budget, by speedup, among rows of one set and temperature."""
     fixed = [r for r in rows if (r.case.method, r.case.peer) == (method, peer) and r.case.budget not in (None, "auto")]
     return max(fixed, key=lambda r: r.speedup.value, default=None)

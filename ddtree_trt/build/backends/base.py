@@ -1,19 +1,18 @@
-"""What `compile.py` asks of a backend's half of the build: one small object per backend, chosen by one `if`."""
+"""What `compile.py` asks of a backend's half of the build. `registry.py` has the backends by name."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from ddtree_trt.artifact.manifest import Limits, Progress
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.artifact.precisions import BackendName, PrecisionName
+from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.errors import MAX_COUNT, UsageError, check_range
 
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
-
-BackendName = Literal["onnxruntime", "torch", "tensorrt"]
-PrecisionName = Literal["fp32", "fp16", "bf16", "int8"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Written:
 
 
 class BackendBuild(Protocol):
-    """A backend's half of the build. `backend_build` makes it before any work, and refuses the machine if need be."""
+    """A backend's half of the build, made by `registry.backend_build`."""
 
     name: BackendName
     precisions: tuple[PrecisionName, ...]  # the first is what `auto` means
@@ -74,41 +73,3 @@ class BackendBuild(Protocol):
         progress: Progress,
     ) -> Written:
         """Write the backend's files into `directory`. Raises BuildError, or OSError when the disk is full."""
-
-
-def backend_build(
-    name: Literal["auto", BackendName], options: BuilderOptions, *, dry_run: bool = False
-) -> BackendBuild:
-    """The named backend; `auto` is ONNX Runtime, which runs everywhere. For a dry run any machine will do.
-
-    Raises MissingDependency where its packages are not installed, BuildError where this machine cannot build it, and
-    UsageError for options it has no use for.
-    """
-    options.check("onnxruntime" if name == "auto" else name)
-    if name in ("auto", "onnxruntime"):
-        from ddtree_trt.build.backends.onnxruntime.backend import OnnxRuntimeBuild
-
-        return OnnxRuntimeBuild()
-    if name == "torch":
-        from ddtree_trt.build.backends.torch.backend import TorchBuild
-
-        return TorchBuild()
-    from ddtree_trt.build.backends.tensorrt.backend import TensorRtBuild
-
-    build = TensorRtBuild(options)
-    if not dry_run:
-        _ = build.machine  # refuses one that cannot build, before any work
-    return build
-
-
-def resolve_precision(backend: BackendBuild, wanted: Literal["auto", PrecisionName]) -> PrecisionName:
-    """The precision to compute in. Raises UsageError when the backend has no such one."""
-    if wanted == "auto":
-        return backend.precisions[0]
-    if wanted not in backend.precisions:
-        known = ", ".join(backend.precisions)
-        raise UsageError(
-            f"precision {wanted!r} is not available: the {backend.name} backend computes in {known}; "
-            f"use --precision {backend.precisions[0]}"
-        )
-    return wanted

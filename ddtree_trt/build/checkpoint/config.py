@@ -7,20 +7,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
-from ddtree_trt.artifact import dimensions as bounds
-from ddtree_trt.artifact.manifest import DrafterDims, TransformerDims
 from ddtree_trt.build.checkpoint.config_fields import refuse_others
 from ddtree_trt.build.checkpoint.quantization import Quantization, read_quantization
 from ddtree_trt.errors import CheckpointError
+from ddtree_trt.models import decoder as bounds
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters import dflash
+from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.families import CONFIG_NAMES, FAMILIES, Family, titles
 from ddtree_trt.reading import Between, Fields, Source, read_object, read_value, shown
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
-
-# The only classes whose layers the graphs are; a checkpoint may leave its class out.
-_LANGUAGE_MODEL, _DFLASH = "Qwen3ForCausalLM", "DFlashDraftModel"
 
 # What fused attention with rotary embedding asks for; ONNX Runtime would say so only when the engine first runs.
 _HEAD_DIM_MULTIPLE = 16
@@ -31,14 +31,10 @@ _LONGEST_WINDOW = 1 << 30
 class ModelConfig:
     """What the configuration files of one checkpoint say."""
 
-    dims: TransformerDims  # DrafterDims for a DFlash drafter
+    dims: TransformerDims  # of the record that the kind of drafter has
     tied: bool  # the language-model head is the embedding
     stop_token_ids: tuple[int, ...]
     quantization: Quantization | None
-
-    @property
-    def is_dflash(self) -> bool:
-        return isinstance(self.dims, DrafterDims)
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -46,10 +42,11 @@ def read_config(directory: Path) -> ModelConfig:
     if not directory.is_dir():
         raise CheckpointError(f"no checkpoint at {directory}: there is no such directory")
     fields = Fields(_read_json(directory / CONFIG), _source(directory / CONFIG))
-    is_dflash = _check_kind(fields)
-    refuse_others(fields, dflash=is_dflash)
+    is_dflash = fields.has(dflash.SECTION) or dflash.ARCHITECTURE in _architectures(fields)
+    family = _family(fields, is_dflash=is_dflash)
+    refuse_others(fields, family, is_dflash=is_dflash)
     quantization = read_quantization(directory, fields.data)
-    dims = _transformer_dims(fields)
+    dims = _transformer_dims(fields, family)
     _check_layer_types(fields, dims.num_layers)
     if is_dflash:
         dims = _drafter_dims(fields, dims)
@@ -71,25 +68,30 @@ def _read_json(path: Path) -> dict[str, Any]:
     return read_object(path, _source(path))
 
 
-def _check_kind(fields: Fields) -> bool:
-    """Whether it is a DFlash drafter. Raises CheckpointError for what is neither that nor a dense Qwen3 model."""
-    architectures = fields.optional("architectures", list[str]) or []
-    dflash = fields.has("dflash_config") or _DFLASH in architectures
+def _architectures(fields: Fields) -> list[str]:
+    return fields.optional("architectures", list[str]) or []
+
+
+def _family(fields: Fields, *, is_dflash: bool) -> Family:
+    """The family of its layers. Raises CheckpointError for a model of none, and for a class with other parts around
+    the layers; a checkpoint may leave its class out."""
     if not fields.has("model_type"):
         raise fields.fault("model_type", "is missing: is this a Hugging Face checkpoint?")
     model_type = fields.text("model_type")
     if "moe" in model_type or any(fields.data.get(name) for name in ("num_experts", "num_local_experts")):
         raise fields.fault(
             "model_type",
-            f"is {shown(model_type)}: mixture-of-experts models are not supported, dense Qwen3 models are",
+            f"is {shown(model_type)}: mixture-of-experts models are not supported, {titles('and')} models are",
         )
-    if model_type != "qwen3":
-        raise fields.fault("model_type", f"is {shown(model_type)}, only dense Qwen3 models ('qwen3') are supported")
-    wanted = _DFLASH if dflash else _LANGUAGE_MODEL
-    if other := [name for name in architectures if name != wanted]:
-        kind = "drafters with a dflash_config" if dflash else "other checkpoints"
+    family = FAMILIES.get(model_type)
+    if family is None:
+        types = ", ".join(map(repr, FAMILIES))
+        raise fields.fault("model_type", f"is {shown(model_type)}, only {titles('and')} models ({types}) are supported")
+    wanted = dflash.ARCHITECTURE if is_dflash else family.architecture
+    if other := [name for name in _architectures(fields) if name != wanted]:
+        kind = f"drafters with a {dflash.SECTION}" if is_dflash else "other checkpoints"
         raise fields.fault("architectures", f"is {shown(other[0])}, which is not implemented; of {kind} {wanted} is")
-    return dflash
+    return family
 
 
 def _check_layer_types(fields: Fields, layers: int) -> None:
@@ -111,60 +113,47 @@ def _check_layer_types(fields: Fields, layers: int) -> None:
             )
 
 
-def _rope_theta(fields: Fields) -> float:
-    """The rotary base, from transformers 5's `rope_parameters` or the older `rope_theta` and `rope_scaling`."""
+def _rope_theta(fields: Fields) -> float | None:
+    """The rotary base, from transformers 5's `rope_parameters` or the older `rope_theta` and `rope_scaling`; None where
+    none has it."""
     places = (fields.section("rope_parameters"), fields.section("rope_scaling"), fields)
     given = [part for part in places if part.has("rope_theta")]
     found = {part.place("rope_theta"): part.number("rope_theta", bounds.ROPE_BASE) for part in given}
     if len(set(found.values())) > 1:
         values = " and ".join(f"{name} {value:g}" for name, value in found.items())
         raise fields.source.fault(f"there are two values, {values}: which is it?")
-    # The rest are the defaults of transformers' Qwen3Config for fields that are not in the file.
-    return next(iter(found.values()), 10000.0)
+    return next(iter(found.values()), None)
 
 
-def _transformer_dims(fields: Fields) -> TransformerDims:
-    heads = fields.integer("num_attention_heads", bounds.HEADS)
-    # null means one per query head
-    one_each = "num_key_value_heads" in fields.data and not fields.has("num_key_value_heads")
-    kv_heads = heads if one_each else fields.integer("num_key_value_heads", bounds.HEADS)
-    if heads % kv_heads:
-        raise fields.fault("num_attention_heads", f"{heads} is not a multiple of num_key_value_heads {kv_heads}")
-    head_dim = fields.integer("head_dim", bounds.HEAD_DIM, 128)
-    if head_dim % _HEAD_DIM_MULTIPLE:
-        raise fields.fault("head_dim", f"is {head_dim}, it must be a multiple of {_HEAD_DIM_MULTIPLE}")
-    return TransformerDims(
-        vocab_size=fields.integer("vocab_size", bounds.VOCABULARY),
-        hidden_size=fields.integer("hidden_size", bounds.WIDTH),
-        num_layers=fields.integer("num_hidden_layers", bounds.LAYERS),
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=fields.integer("intermediate_size", bounds.WIDTH),
-        rms_norm_eps=fields.number("rms_norm_eps", bounds.EPSILON, 1e-6),
-        rope_theta=_rope_theta(fields),
-        max_positions=fields.integer("max_position_embeddings", bounds.POSITIONS, 32768),
-    )
-
-
-def default_tap_layers(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """The target layers a published DFlash drafter taps when its config names none.
-
-    One per drafter layer, evenly spread from the second layer to the third from last; halves round to even.
-    """
-    if num_draft_layers == 1:
-        return (num_target_layers // 2,)
-    first, last = 1, num_target_layers - 3
-    step = (last - first) / (num_draft_layers - 1)
-    return tuple(round(first + i * step) for i in range(num_draft_layers))
+def _transformer_dims(fields: Fields, family: Family) -> TransformerDims:
+    defaults = dict(family.defaults)
+    if "num_key_value_heads" in fields.data:
+        defaults.setdefault("num_key_value_heads", None)  # null means one per query head
+    if (theta := _rope_theta(fields)) is not None:
+        defaults["rope_theta"] = theta
+    kinds, sizes = get_type_hints(TransformerDims, include_extras=True), {}
+    for field, name in CONFIG_NAMES.items():
+        default = {"default": defaults[name]} if name in defaults else {}
+        sizes[field] = fields.value(name, kinds[field], **default)
+    heads, hidden = sizes["num_heads"], sizes["hidden_size"]
+    sizes["num_kv_heads"] = sizes["num_kv_heads"] or heads
+    if heads % sizes["num_kv_heads"]:
+        others = f"num_key_value_heads {sizes['num_kv_heads']}"
+        raise fields.fault("num_attention_heads", f"{heads} is not a multiple of {others}")
+    if sizes["head_dim"] is None and hidden % heads:
+        raise fields.fault("hidden_size", f"{hidden} is not a multiple of num_attention_heads {heads}")
+    sizes["head_dim"] = size = sizes["head_dim"] or hidden // heads
+    if size % _HEAD_DIM_MULTIPLE:
+        raise fields.fault("head_dim", f"is {size}, it must be a multiple of {_HEAD_DIM_MULTIPLE}")
+    return TransformerDims(**sizes, **family.switches)
 
 
 def _drafter_dims(fields: Fields, dims: TransformerDims) -> DrafterDims:
-    section = fields.section("dflash_config")
+    section = fields.section(dflash.SECTION)
     num_target_layers = fields.integer("num_target_layers", bounds.LAYERS)
-    taps = section.optional("target_layer_ids", list[Annotated[int, bounds.LAYER]])
+    taps = section.optional("target_layer_ids", list[Annotated[int, dflash.LAYER]])
     if taps is None:
-        taps = list(default_tap_layers(num_target_layers, dims.num_layers))
+        taps = list(dflash.default_tap_layers(num_target_layers, dims.num_layers))
     if not taps or len(taps) > bounds.LAYERS.highest:
         raise section.fault("target_layer_ids", f"has {len(taps)} entries, it must name the target layers to tap")
     return DrafterDims(
@@ -178,10 +167,10 @@ def _drafter_dims(fields: Fields, dims: TransformerDims) -> DrafterDims:
 
 def _block_size(fields: Fields, section: Fields) -> int:
     """Beside `dflash_config` in z-lab's first checkpoints, inside it in others."""
-    block = Annotated[int, bounds.BLOCK]
+    block = Annotated[int, dflash.BLOCK]
     inner = section.optional("block_size", block)
     if inner is None:
-        return fields.integer("block_size", bounds.BLOCK)
+        return fields.integer("block_size", dflash.BLOCK)
     outer = fields.optional("block_size", block)
     if outer not in (None, inner):
         raise fields.fault("block_size", f"is {outer}, but {inner} in dflash_config: which is it?")

@@ -2,7 +2,7 @@
 
 Three kinds: fields that `config` reads, bookkeeping that no number of the model depends on, and fields of which one
 value is implemented, the one that changes nothing. A field that is null is not set. Names are those of transformers'
-`Qwen3Config`, its base class through all versions, and of the DFlash-like drafters people publish.
+the families' configurations, their base class through all versions, and of the DFlash-like drafters people publish.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import replace
 from typing import Any
 
 from ddtree_trt.errors import DDTreeError
+from ddtree_trt.models.drafters import dflash
+from ddtree_trt.models.families import CONFIG_NAMES, Family
 from ddtree_trt.reading import Fields, shown
 
-_READ = frozenset(
-    """architectures model_type vocab_size hidden_size num_hidden_layers num_attention_heads num_key_value_heads
-    head_dim intermediate_size rms_norm_eps max_position_embeddings rope_theta rope_parameters rope_scaling
-    tie_word_embeddings eos_token_id layer_types use_sliding_window sliding_window max_window_layers
-    quantization_config""".split()
+_READ = frozenset(CONFIG_NAMES.values()) | frozenset(
+    """architectures model_type rope_parameters rope_scaling tie_word_embeddings eos_token_id layer_types
+    use_sliding_window sliding_window max_window_layers quantization_config""".split()
 )
-_READ_OF_DFLASH = frozenset("block_size num_target_layers dflash_config".split())
+_READ_OF_DFLASH = frozenset(("block_size", "num_target_layers", dflash.SECTION))
 _READ_OF_SECTION = frozenset("target_layer_ids mask_token_id block_size".split())
 
 _BOOKKEEPING = frozenset(
@@ -47,8 +47,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
-    "qkv_bias": (False,),
-    "use_qk_norm": (True,),
     "partial_rotary_factor": (1,),
     "rope_interleave": (False,),
     "pruned_heads": ({},),
@@ -94,18 +92,18 @@ _READ_OF_ROPE = frozenset(("rope_theta",))
 _NEUTRAL_OF_ROPE = {"rope_type": ("default",), "type": ("default",), "factor": (1,), "partial_rotary_factor": (1,)}
 
 
-def refuse_others(fields: Fields, *, dflash: bool) -> None:
+def refuse_others(fields: Fields, family: Family, *, is_dflash: bool) -> None:
     """Raises the fields' error for the first one of a config.json that is not implemented, by its name."""
     # Whatever its vocabulary is called, a drafter's must be the target's.
     vocabulary = dict.fromkeys(("draft_vocab_size", "target_vocab_size"), (fields.data.get("vocab_size"),))
-    own = {**_NEUTRAL_OF_DFLASH, **vocabulary} if dflash else _NEUTRAL_OF_LANGUAGE_MODELS
-    read = _READ | _READ_OF_DFLASH if dflash else _READ
-    _refuse(fields, read | _BOOKKEEPING, {**_NEUTRAL, **own})
+    own = {**_NEUTRAL_OF_DFLASH, **vocabulary} if is_dflash else _NEUTRAL_OF_LANGUAGE_MODELS
+    read = _READ | _READ_OF_DFLASH if is_dflash else _READ
+    _refuse(fields, read | _BOOKKEEPING, {**_NEUTRAL, **family.neutral, **own})
     for name in ("rope_parameters", "rope_scaling"):
         _refuse(fields.section(name), _READ_OF_ROPE, _NEUTRAL_OF_ROPE)
-    if dflash:
+    if is_dflash:
         neutral = {**_NEUTRAL_OF_SECTION, **vocabulary, "num_target_layers": (fields.data.get("num_target_layers"),)}
-        _refuse(fields.section("dflash_config"), _READ_OF_SECTION | _BOOKKEEPING_OF_SECTION, neutral)
+        _refuse(fields.section(dflash.SECTION), _READ_OF_SECTION | _BOOKKEEPING_OF_SECTION, neutral)
 
 
 def _refuse(fields: Fields, known: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:

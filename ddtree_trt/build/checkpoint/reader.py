@@ -14,16 +14,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.dimensions import misfit
-from ddtree_trt.artifact.manifest import (
-    LOCAL,
-    CheckpointIdentity,
-    DrafterDims,
-    Progress,
-    TransformerDims,
-    no_progress,
-    sha256_file,
-)
+from ddtree_trt.artifact.files import sha256_file
+from ddtree_trt.artifact.manifest import LOCAL, CheckpointIdentity
+from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.artifact.safetensor_header import StoredTensor
 from ddtree_trt.build.checkpoint.config import CONFIG, read_config
 from ddtree_trt.build.checkpoint.quantization import Quantization
 from ddtree_trt.build.checkpoint.scales import (
@@ -36,7 +30,6 @@ from ddtree_trt.build.checkpoint.scales import (
     read_scales,
 )
 from ddtree_trt.build.checkpoint.tensorfile import (
-    StoredTensor,
     check_dtype,
     check_finite,
     open_tensors,
@@ -45,10 +38,10 @@ from ddtree_trt.build.checkpoint.tensorfile import (
     weight_files,
 )
 from ddtree_trt.errors import CheckpointError
+from ddtree_trt.models.decoder import EMBEDDING, HEAD, Shapes, TransformerDims
+from ddtree_trt.models.drafters.kinds import DrafterKind, kind_of
+from ddtree_trt.models.pairs import checkpoint_shapes, misfit
 
-Shapes = dict[str, tuple[int, ...]]
-
-EMBEDDING, HEAD, FC = "model.embed_tokens.weight", "lm_head.weight", "fc.weight"
 # What some files hold beside the weights in use: a copy of tied weights, buffers, a drafter's unused embedding.
 _IGNORED = (HEAD, EMBEDDING, "embed_tokens.weight")
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", *CACHE_SCALES)
@@ -60,7 +53,7 @@ class Checkpoint:
     """One network's weights and what its configuration says of them. `load_checkpoint` makes it."""
 
     directory: Path
-    dims: TransformerDims  # DrafterDims for a DFlash drafter
+    dims: TransformerDims  # of the record that the kind of drafter has
     tie_word_embeddings: bool
     stop_token_ids: tuple[int, ...]
     name: str
@@ -72,8 +65,9 @@ class Checkpoint:
     _identity: CheckpointIdentity | None = field(default=None, repr=False)
 
     @property
-    def is_dflash(self) -> bool:
-        return isinstance(self.dims, DrafterDims)
+    def kind(self) -> DrafterKind:
+        """What it needs and offers as a drafter."""
+        return kind_of(self.dims)
 
     @property
     def num_values(self) -> int:
@@ -149,13 +143,12 @@ def load_checkpoint(directory: Path, *, name: str | None = None, revision: str =
     """
     config = read_config(directory)
     stored = open_tensors(directory)
-    dims = config.dims
-    expected = drafter_shapes(dims) if isinstance(dims, DrafterDims) else target_shapes(dims, tied=config.tied)
+    expected = checkpoint_shapes(config.dims, tied=config.tied)
     quantizers = find_scales(directory, config.quantization, stored, expected)
     _check_tensors(directory, stored, expected, config.quantization, quantizers)
     return Checkpoint(
         directory=directory,
-        dims=dims,
+        dims=config.dims,
         tie_word_embeddings=config.tied,
         stop_token_ids=config.stop_token_ids,
         name=name or directory.resolve().name,
@@ -165,42 +158,6 @@ def load_checkpoint(directory: Path, *, name: str | None = None, revision: str =
         quantization=config.quantization,
         quantizers=quantizers,
     )
-
-
-def _layer_shapes(dims: TransformerDims, prefix: str) -> Shapes:
-    """Shapes [out, in] of all layers and the final norm."""
-    hidden, inner, head = dims.hidden_size, dims.intermediate_size, dims.head_dim
-    shapes: Shapes = {}
-    for i in range(dims.num_layers):
-        layer = f"{prefix}layers.{i}"
-        shapes |= {
-            f"{layer}.input_layernorm.weight": (hidden,),
-            f"{layer}.self_attn.q_proj.weight": (dims.num_heads * head, hidden),
-            f"{layer}.self_attn.k_proj.weight": (dims.num_kv_heads * head, hidden),
-            f"{layer}.self_attn.v_proj.weight": (dims.num_kv_heads * head, hidden),
-            f"{layer}.self_attn.q_norm.weight": (head,),
-            f"{layer}.self_attn.k_norm.weight": (head,),
-            f"{layer}.self_attn.o_proj.weight": (hidden, dims.num_heads * head),
-            f"{layer}.post_attention_layernorm.weight": (hidden,),
-            f"{layer}.mlp.gate_proj.weight": (inner, hidden),
-            f"{layer}.mlp.up_proj.weight": (inner, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, inner),
-        }
-    return shapes | {f"{prefix}norm.weight": (hidden,)}
-
-
-def target_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
-    """Tensors of a target, or of an autoregressive drafter, by Hugging Face name."""
-    table = (dims.vocab_size, dims.hidden_size)
-    head = {} if tied else {HEAD: table}
-    return {EMBEDDING: table} | _layer_shapes(dims, "model.") | head
-
-
-def drafter_shapes(dims: DrafterDims) -> Shapes:
-    """Tensors of a DFlash drafter; its embedding and head are the target's."""
-    hidden = dims.hidden_size
-    fc = {FC: (hidden, len(dims.tap_layers) * hidden), "hidden_norm.weight": (hidden,)}
-    return fc | _layer_shapes(dims, "")
 
 
 def _check_tensors(
@@ -252,7 +209,8 @@ class Network(Protocol):
 
 def check_pair(target: Network, drafter: Network) -> None:
     """Raises CheckpointError when the drafter was not made for a target of this kind; says which number differs."""
-    if isinstance(target.dims, DrafterDims):
-        raise CheckpointError(f"{target.name} is a DFlash drafter, not a target; give it as --drafter")
+    kind = kind_of(target.dims)
+    if not kind.language_model:
+        raise CheckpointError(f"{target.name} is a {kind.title}, not a target; give it as --drafter")
     if problem := misfit(target.dims, drafter.dims):
         raise CheckpointError(f"drafter {drafter.name}: {problem}; use the drafter trained for this target")

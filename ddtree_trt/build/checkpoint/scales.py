@@ -10,8 +10,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt.artifact.safetensor_header import StoredTensor
 from ddtree_trt.build.checkpoint.quantization import MODELOPT_CONFIG, STORED_TYPES, Quantization, Values
-from ddtree_trt.build.checkpoint.tensorfile import StoredTensor, check_dtype, read_float32
+from ddtree_trt.build.checkpoint.tensorfile import check_dtype, read_float32
 from ddtree_trt.errors import CheckpointError
 
 WEIGHT, INPUT, SMOOTH = "weight_scale", "input_scale", "pre_quant_scale"  # beside a projection's `weight`

@@ -7,11 +7,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt.artifact.dimensions import TOKEN
-from ddtree_trt.artifact.manifest import OPTIONAL_TOKENIZER_FILES, TOKENIZER_FILES
+from ddtree_trt.artifact.files import OPTIONAL_TOKENIZER_FILES, TOKENIZER_FILES
 from ddtree_trt.artifact.tokenizer_files import load_tokenizer
 from ddtree_trt.build.checkpoint.config import GENERATION_CONFIG
 from ddtree_trt.errors import CheckpointError
+from ddtree_trt.models.decoder import TOKEN
 from ddtree_trt.reading import Between, Fields, Source, read_object, shown
 
 _MAX_TOKENIZER_BYTES = 256 << 20  # the largest published ones have some 40 MB

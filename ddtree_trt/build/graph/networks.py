@@ -12,23 +12,22 @@ import numpy as np
 from onnx import ModelProto
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, TransformerDims
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, FC, HEAD
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.scales import QuantizedWeights, side_by_side
 from ddtree_trt.build.graph.ops import Attention, Graph, Table
+from ddtree_trt.models.decoder import BODY, EMBEDDING, HEAD, Part, TransformerDims, decoder_layers, final_norm
+from ddtree_trt.models.drafters import dflash
+from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.rotary import rotary_tables
 
 Weights = Callable[[str], np.ndarray]  # Hugging Face tensor name → float32 array
 
 
-def rotary_tables(dims: TransformerDims, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine [rows, D/2] of the rotary embedding, computed in float64 and rounded once."""
-    inverse = dims.rope_theta ** (-np.arange(0, dims.head_dim, 2, dtype=np.float64) / dims.head_dim)
-    angles = np.outer(np.arange(rows, dtype=np.float64), inverse)
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-
-
 class _Network:
-    """What the target and the drafter have in common: their layers, their caches, their rotary tables."""
+    """What the target and the drafter have in common: their layers, their caches, their rotary tables.
+
+    Weights keep their Hugging Face names in the graph, behind `prefix`; `body` goes before the names of layers.
+    """
 
     def __init__(
         self,
@@ -37,13 +36,15 @@ class _Network:
         weights: Weights,
         limits: Limits,
         prefix: str,
+        body: str = BODY,
         quantized: QuantizedWeights | None = None,
     ) -> None:
         self.g, self.dims, self.weights, self.prefix, self.quantized = graph, dims, weights, prefix, quantized
-        rows, half = limits.cache_rows, dims.head_dim // 2
+        self.layers, self.body = decoder_layers(dims, body), body
+        rotary, half = (dims.head_dim, dims.rope_theta, limits.cache_rows), dims.head_dim // 2
         key = f"{prefix}rotary.{half}.{dims.rope_theta:g}"
-        cos = graph.weight(f"{key}.cos", lambda: rotary_tables(dims, rows)[0], "float32")
-        sin = graph.weight(f"{key}.sin", lambda: rotary_tables(dims, rows)[1], "float32")
+        cos = graph.weight(f"{key}.cos", lambda: rotary_tables(*rotary)[0], "float32")
+        sin = graph.weight(f"{key}.sin", lambda: rotary_tables(*rotary)[1], "float32")
         self.rotary = (cos, sin)
         self.caches = graph.cache(dims, limits)
 
@@ -73,53 +74,64 @@ class _Network:
 
         return self.g.linear_quantized(x, self.g.weight(self.prefix + name, stored, shared.values), shared, out)
 
-    def norm(self, name: str) -> str:
+    def norm(self, part: Part) -> str:
+        (name,) = part.sources
         return self.g.weight(self.prefix + name, lambda: self.weights(name), "float32")
 
-    def layer(self, index: int) -> Attention:
+    def next_norm(self, index: int) -> str:
+        """The norm behind layer `index`: the next layer's first, or the last of all."""
+        layers = self.layers[index + 1 :]
+        return self.norm(layers[0].input_norm if layers else final_norm(self.dims, self.body))
+
+    def name(self, index: int) -> str:
+        """Before the names of what layer `index` computes."""
+        return f"{self.body}layers.{index}"
+
+    def cached(self, index: int) -> Attention:
         """What layer `index` attends to."""
         d = self.dims
         return Attention(*self.caches[index], self.rotary, (d.num_heads, d.num_kv_heads), d.head_dim)
 
-    def qkv(self, layer: str, h: str) -> tuple[str, str, str]:
-        """Queries, keys and values [N, rows, heads · D] of rows h [N, rows, H], heads normed."""
-        g, d = self.g, self.dims
-        sources = [f"{layer}.self_attn.{p}_proj.weight" for p in "qkv"]
-        qkv = self.linear(h, f"{layer}.qkv", *sources, out=f"{layer}.qkv.out")
-        widths = [n * d.head_dim for n in (d.num_heads, d.num_kv_heads, d.num_kv_heads)]
-        q, k, v = g.split(qkv, widths, [f"{layer}.{p}" for p in "qkv"])
-        return self.head_norm(layer, q, "q", d.num_heads), self.head_norm(layer, k, "k", d.num_kv_heads), v
+    def qkv(self, index: int, h: str) -> tuple[str, str, str]:
+        """Queries, keys and values [N, rows, heads · D] of rows h [N, rows, H], before rotary embedding."""
+        g, d, parts, layer = self.g, self.dims, self.layers[index], self.name(index)
+        qkv = self.linear(h, f"{layer}.qkv", *parts.qkv.sources, out=f"{layer}.qkv.out")
+        if bias := parts.qkv_bias:
+            key = f"{self.prefix}{layer}.{bias.name}"
+            qkv = g.op("Add", [qkv, g.weight(key, lambda: self.joined(*bias.sources))], [f"{layer}.qkv.biased"])
+        q, k, v = g.split(qkv, d.qkv_widths, [f"{layer}.{p}" for p in "qkv"])
+        return self.head_norm(parts.q_norm, q, d.num_heads), self.head_norm(parts.k_norm, k, d.num_kv_heads), v
 
-    def head_norm(self, layer: str, x: str, part: str, heads: int) -> str:
-        """RMS norm of every head of x [N, rows, heads · D]."""
+    def head_norm(self, part: Part | None, x: str, heads: int) -> str:
+        """RMS norm of every head of x [N, rows, heads · D]; x itself where the family has none."""
         g, d = self.g, self.dims
+        if part is None:
+            return x
         split = g.reshape(x, [0, 0, heads, d.head_dim], f"{x}.heads")
-        normed = g.rms_norm(split, self.norm(f"{layer}.self_attn.{part}_norm.weight"), f"{x}.normed", d.rms_norm_eps)
+        normed = g.rms_norm(split, self.norm(part), f"{x}.normed", d.rms_norm_eps)
         return g.reshape(normed, [0, 0, heads * d.head_dim], f"{x}.flat")
 
-    def mlp(self, layer: str, h: str) -> str:
-        g, width = self.g, self.dims.intermediate_size
-        sources = [f"{layer}.mlp.{p}_proj.weight" for p in ("gate", "up")]
-        both = self.linear(h, f"{layer}.gate_up", *sources, out=f"{layer}.gate_up.out")
+    def mlp(self, index: int, h: str) -> str:
+        g, width, parts, layer = self.g, self.dims.intermediate_size, self.layers[index], self.name(index)
+        both = self.linear(h, f"{layer}.gate_up", *parts.gate_up.sources, out=f"{layer}.gate_up.out")
         gate, up = g.split(both, [width, width], [f"{layer}.gate", f"{layer}.up"])
         inner = g.swiglu(gate, up, f"{layer}.swiglu")
-        return self.linear(inner, f"{layer}.down", f"{layer}.mlp.down_proj.weight", out=f"{layer}.mlp")
+        return self.linear(inner, f"{layer}.down", *parts.down.sources, out=f"{layer}.mlp")
 
-    def project(self, layer: str, attn: str) -> str:
-        return self.linear(attn, f"{layer}.o", f"{layer}.self_attn.o_proj.weight", out=f"{layer}.o.out")
+    def project(self, index: int, attn: str) -> str:
+        layer = self.name(index)
+        return self.linear(attn, f"{layer}.o", *self.layers[index].o.sources, out=f"{layer}.o.out")
 
 
 def _embedding(dims: TransformerDims, weights: Weights, prefix: str) -> Table:
-    shape = (dims.vocab_size, dims.hidden_size)
-    return Table(names.EMBEDDING, f"{prefix}{EMBEDDING}", lambda: weights(EMBEDDING), shape)
+    return Table(names.EMBEDDING, f"{prefix}{EMBEDDING}", lambda: weights(EMBEDDING), dims.table)
 
 
 def _head(dims: TransformerDims, weights: Weights, prefix: str, tied: bool) -> Table:
     """The language-model head: the embedding itself when tied."""
     if tied:
         return _embedding(dims, weights, prefix)
-    shape = (dims.vocab_size, dims.hidden_size)
-    return Table(names.HEAD, f"{prefix}lm_head", lambda: weights(HEAD), shape)
+    return Table(names.HEAD, f"{prefix}lm_head", lambda: weights(HEAD), dims.table)
 
 
 def build_target_graph(
@@ -143,22 +155,18 @@ def build_target_graph(
     token_ids = g.input(names.TOKEN_IDS, g.integers, ["N", "T"])
     g.place("T", limits.max_tokens_per_pass, masked=True)
     rows = g.input(names.ROWS, g.integers, ["R"])
-    net = _Network(g, dims, weights, limits, prefix, quantized)
+    net = _Network(g, dims, weights, limits, prefix, quantized=quantized)
     eps = dims.rms_norm_eps
 
     x = g.embed(_embedding(dims, weights, prefix), token_ids, "embedded")
-    h = g.rms_norm(x, net.norm("model.layers.0.input_layernorm.weight"), "layers.0.input", eps)
+    h = g.rms_norm(x, net.norm(net.layers[0].input_norm), "layers.0.input", eps)
     taps = []
     for i in range(dims.num_layers):
-        layer = f"model.layers.{i}"
-        attn = g.attention(net.qkv(layer, h), net.layer(i), f"{layer}.attn")
-        attn = net.project(layer, attn)
-        norm = net.norm(f"{layer}.post_attention_layernorm.weight")
-        h, x = g.add_rms_norm(attn, x, norm, f"{layer}.post", eps)
-        mlp = net.mlp(layer, h)
-        last = i + 1 == dims.num_layers
-        norm = net.norm("model.norm.weight" if last else f"model.layers.{i + 1}.input_layernorm.weight")
-        h, x = g.add_rms_norm(mlp, x, norm, f"{layer}.next", eps)
+        layer = net.name(i)
+        attn = g.attention(net.qkv(i, h), net.cached(i), f"{layer}.attn")
+        attn = net.project(i, attn)
+        h, x = g.add_rms_norm(attn, x, net.norm(net.layers[i].post_norm), f"{layer}.post", eps)
+        h, x = g.add_rms_norm(net.mlp(i, h), x, net.next_norm(i), f"{layer}.next", eps)
         if i in tap_layers:
             taps.append(x)
     if taps:
@@ -190,26 +198,23 @@ def build_drafter_graph(
     Embedding and language-model head are the target's.
     """
     block, eps = dims.block_size, dims.rms_norm_eps
-    taps = g.input(names.TAPS, g.floats, ["N", "C", len(dims.tap_layers) * dims.hidden_size])
+    taps = g.input(names.TAPS, g.floats, ["N", "C", dims.taps_width])
     token_ids = g.input(names.TOKEN_IDS, g.integers, ["N", block])
     g.place("C+block", max(limits.prefill_chunk, block) + block, masked=False)
-    net = _Network(g, dims, weights, limits, "drafter.")
+    net = _Network(g, dims, weights, limits, "drafter.", dflash.BODY)
 
     # Hidden states have a few values so large that in 8 bits the others would vanish: this product is never rounded.
-    projected = g.product(taps, g.weight(f"{net.prefix}fc", lambda: net.joined(FC)), "fc.out")
-    context = g.rms_norm(projected, net.norm("hidden_norm.weight"), "context", eps)
+    projected = g.product(taps, g.weight(f"{net.prefix}fc", lambda: net.joined(*dflash.fc(dims).sources)), "fc.out")
+    context = g.rms_norm(projected, net.norm(dflash.context_norm(dims)), "context", eps)
     x = g.embed(_embedding(dims, target_weights, ""), token_ids, "embedded")
-    h = g.rms_norm(x, net.norm("layers.0.input_layernorm.weight"), "layers.0.input", eps)
+    h = g.rms_norm(x, net.norm(net.layers[0].input_norm), "layers.0.input", eps)
     for i in range(dims.num_layers):
-        layer = f"layers.{i}"
+        layer = net.name(i)
         rows = g.concat([context, h], f"{layer}.rows", axis=1)
-        attn = g.block_attention(net.qkv(layer, rows), net.layer(i), block, f"{layer}.attn")
-        attn = net.project(layer, attn)
-        h, x = g.add_rms_norm(attn, x, net.norm(f"{layer}.post_attention_layernorm.weight"), f"{layer}.post", eps)
-        mlp = net.mlp(layer, h)
-        last = i + 1 == dims.num_layers
-        norm = net.norm("norm.weight" if last else f"layers.{i + 1}.input_layernorm.weight")
-        h, x = g.add_rms_norm(mlp, x, norm, f"{layer}.next", eps)
+        attn = g.block_attention(net.qkv(i, rows), net.cached(i), block, f"{layer}.attn")
+        attn = net.project(i, attn)
+        h, x = g.add_rms_norm(attn, x, net.norm(net.layers[i].post_norm), f"{layer}.post", eps)
+        h, x = g.add_rms_norm(net.mlp(i, h), x, net.next_norm(i), f"{layer}.next", eps)
     flat = g.reshape(g.rows_from(h, 1, "masks"), [-1, dims.hidden_size], "hidden")
     logits = g.head(flat, _head(dims, target_weights, "", target_tied), "flat_logits")
     logits = g.reshape(logits, [-1, block - 1, dims.vocab_size], "logits")

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, numpy_helper
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import Limits, TransformerDims
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.scales import Scales
 from ddtree_trt.errors import BuildError
+from ddtree_trt.models.decoder import TransformerDims
 
 OPSET = 21
 IR_VERSION = 10
@@ -230,7 +231,7 @@ class Graph(ABC):
         """Grouped-query attention that appends to the cache in place: a row sees the past, and of the rows of the call
         those that the mask says.
 
-        qkv are [N, T, heads · D], after the head norms and before rotary embedding; so is what it returns.
+        qkv are [N, T, heads · D], before rotary embedding; so is what it returns.
         """
 
     @abstractmethod

@@ -9,14 +9,14 @@ from types import TracebackType
 import numpy as np
 from onnx import StringStringEntryProto, TensorProto
 
-from ddtree_trt.artifact.manifest import Progress, no_progress
-from ddtree_trt.build.backends.base import PrecisionName
-from ddtree_trt.build.backends.storage import encode
+from ddtree_trt.artifact.number_bytes import encode
+from ddtree_trt.artifact.precisions import PRECISIONS
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.build.graph.ops import TYPES
 
 ALIGNMENT = 4096  # a memory page: the runtime can map a tensor instead of reading it
 _WRITE_BLOCK = 32 << 20
-_PRECISIONS: dict[str, PrecisionName] = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+_FLOATS = frozenset(precision.dtype for precision in PRECISIONS.values())
 
 
 class WeightFile:
@@ -46,8 +46,8 @@ class WeightFile:
         known = self._written.get(key)
         if known is None:
             array = np.asarray(make(), order="C")
-            if dtype in _PRECISIONS:
-                array = encode(array, _PRECISIONS[dtype], key)
+            if dtype in _FLOATS:
+                array = encode(array, dtype, key)
             known = self._written[key] = self._write(key, array)
             known.data_type = TYPES[dtype]
             if dtype == "int4":

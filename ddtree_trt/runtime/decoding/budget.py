@@ -128,8 +128,8 @@ class _FailedDraft:
     def foresaw(self, token: int) -> bool:
         """Whether the next token is the most probable one of the draft for its place."""
         self._depth += 1
-        there = np.flatnonzero(self._tree.depths == self._depth)
-        return self._depth <= self._last and there.size > 0 and token == self._tree.token_ids[there[0]]
+        at_depth = np.flatnonzero(self._tree.depths == self._depth)
+        return self._depth <= self._last and at_depth.size > 0 and token == self._tree.token_ids[at_depth[0]]
 
 
 class AutoBudget:

@@ -21,13 +21,14 @@ from typing import Annotated
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.manifest import PROFILE, Manifest, Progress, no_progress
+from ddtree_trt.artifact.files import PROFILE
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.files import write_atomically
 from ddtree_trt.reading import Between, Source, parse_json, read_json, read_record
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
-from ddtree_trt.runtime.engines.base import DraftRequest, Engine, VerifyRequest
+from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine, VerifyRequest
 from ddtree_trt.runtime.tree import TokenTree, chain_parents
 
 PROFILE_VERSION = 2
@@ -206,7 +207,7 @@ def _measure_context(engine: Engine, context: int, seconds: float) -> ContextCos
         if verify[t] > COSTLY * verify[1]:
             break
     # The first draft after a prefill takes in the prompt's states: no round's cost.
-    drafts = dict.fromkeys(DRAFT_LENGTHS if engine.manifest.drafter_kind == "autoregressive" else (1,), float("inf"))
+    drafts = dict.fromkeys((1,) if engine.manifest.drafting.at_once else DRAFT_LENGTHS, float("inf"))
     for repetition in range(REPETITIONS[1]):
         for length in drafts:
             for t in verify:

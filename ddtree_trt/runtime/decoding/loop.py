@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.runtime.decoding.budget import Decision
-from ddtree_trt.runtime.decoding.methods import NOTHING, Proposal, candidates, propose
+from ddtree_trt.runtime.decoding.methods import NOTHING, Proposal
 from ddtree_trt.runtime.decoding.sampling import Row
 from ddtree_trt.runtime.engines.base import (
     Draft,
@@ -63,9 +63,9 @@ class _Turn:
         return self.proposal.tree
 
     def draft_request(self) -> DraftRequest:
-        params, sampler = self.sequence.params, self.sequence.sampler
-        k = candidates(params.method, self.ceiling, params.stochastic)
-        return DraftRequest(self.slot, self.root_token, k, self.ceiling, sampler.draft)
+        s = self.sequence
+        k = s.method.candidates(self.ceiling, s.params.stochastic)
+        return DraftRequest(self.slot, self.root_token, k, self.ceiling, s.sampler.draft)
 
     def round_request(self) -> RoundRequest:
         params, sampler = self.sequence.params, self.sequence.sampler
@@ -82,7 +82,7 @@ class _Turn:
     def build(self, draft: Draft) -> None:
         s = self.sequence
         with self:
-            proposal = propose(s.params.method, draft, self.ceiling, s.sampler)
+            proposal = s.method.propose(draft, self.ceiling, s.sampler.draft)
             nodes = s.budget.choose(proposal.tree, self.past)
             self.proposal = Proposal(proposal.tree.cut(nodes), proposal.drawn[:nodes])
 
@@ -113,7 +113,7 @@ class _Turn:
 def decode_round(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
     """Advance every sequence by one round: all of them on the device, or all by stages. They hold distinct slots, each
     with a bonus token not yet in the cache."""
-    one_round = _round_on_device if sequences[0].on_device else _round_by_stages
+    one_round = _round_on_device if sequences[0].route.on_device else _round_by_stages
     one_round(engine, sequences, clock)
 
 
@@ -180,8 +180,8 @@ def accept(sequence: Sequence, proposal: Proposal, verdict: Verdict) -> Path:
 
 
 def emit(sequence: Sequence, tokens: Iterable[tuple[int, Row | None]]) -> int:
-    """Append tokens, each with the logits it was chosen from where they are wanted, as far as the sequence goes; how
-    many there were."""
+    """Append tokens, each with the logits it was chosen from where they are wanted, until the sequence ends. Returns
+    how many were appended."""
     emitted = 0
     for token, logits in tokens:
         emitted += 1

@@ -1,25 +1,21 @@
-"""Methods: the ways to make a tree. Everything else about decoding is common to all of them."""
+"""Methods: the ways to make a round's tree. Everything else about decoding is common to all of them.
+
+A method is one `Method` object in the table `METHODS`. Nothing outside this module compares names of methods: what
+differs between them is a field here.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from ddtree_trt.artifact.manifest import DrafterDims, TransformerDims
 from ddtree_trt.errors import EngineError, UsageError
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom, Sampler
-from ddtree_trt.runtime.engines.base import Draft
+from ddtree_trt.models.drafters.kinds import DrafterKind
+from ddtree_trt.runtime.engines.base import Draft, Draw, DrawnFrom
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, build_tree, chain
 
-DRAFT_MODEL_LONGEST = 16  # γ: most tokens an automatic budget has an autoregressive drafter draft per round
+AUTO = "auto"  # as a method: the first of METHODS that the engine's drafter is for
 SAMPLED_CANDIDATES = 64  # K a sampled chain draws from: q may be any distribution, this one keeps nearly all mass
-
-_DRAFTERS = {
-    "ar": None,
-    "dflash": "dflash",
-    "ddtree": "dflash",
-    "dflash-sample": "dflash",
-    "draft-model": "autoregressive",
-}
 
 
 @dataclass(frozen=True)
@@ -34,51 +30,130 @@ class Proposal:
 NOTHING = Proposal(EMPTY)
 
 
-def resolve_method(method: str, drafter_kind: str) -> str:
-    """The method; `auto` is the best one the drafter can serve. Raises UsageError when it cannot serve another."""
-    if method == "auto":
-        return "ddtree" if drafter_kind == "dflash" else "draft-model"
-    needs = _DRAFTERS[method]
-    if needs not in (None, drafter_kind):
-        able = [m for m, kind in _DRAFTERS.items() if kind in (None, drafter_kind)]
-        raise UsageError(
-            f"method {method!r} needs a drafter of kind {needs}, this engine's is {drafter_kind}; "
-            f"it can do {', '.join(able)}"
-        )
-    return method
+# How methods propose: the drafter's output, the budget (most nodes), and the request's way to draw a token.
 
 
-def default_budget(method: str, drafter: TransformerDims) -> int | None:
-    """What `auto` is for a method that always drafts alike: nothing, or the whole block, as DFlash is published and
-    measured. None for a method whose budgets are chosen by what rounds cost."""
-    if method in ("ddtree", "draft-model"):
-        return None
-    return drafter.block_size - 1 if method != "ar" and isinstance(drafter, DrafterDims) else 0
+def _tree(draft: Draft, budget: int, draw: Draw) -> Proposal:
+    """The most probable prefixes. Raises EngineError where the drafter's output is none."""
+    try:
+        return Proposal(build_tree(draft.log_probs, draft.token_ids, budget))
+    except ValueError as error:
+        raise EngineError(f"the drafter's output cannot be used: {error}") from error
 
 
-def longest_draft(drafter: TransformerDims) -> int:
-    """Most tokens of a chain that `auto` drafts in one round."""
-    return drafter.block_size - 1 if isinstance(drafter, DrafterDims) else DRAFT_MODEL_LONGEST
+def _most_probable_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
+    return Proposal(chain(draft.token_ids[:budget, 0], draft.log_probs[:budget, 0]))
 
 
-def candidates(method: str, budget: int, stochastic: bool) -> int:
-    """K: how many candidates per position the method asks the drafter for."""
-    if method == "ddtree":
-        return budget
-    return SAMPLED_CANDIDATES if stochastic and method in ("dflash-sample", "draft-model") else 1
-
-
-def propose(method: str, draft: Draft, budget: int, sampler: Sampler) -> Proposal:
-    """Turn the drafter's output into a tree of at most `budget` nodes. Raises EngineError when it is no such output."""
-    if method == "ddtree":
-        try:
-            return Proposal(build_tree(draft.log_probs, draft.token_ids, budget))
-        except ValueError as error:
-            raise EngineError(f"the drafter's output cannot be used: {error}") from error
-    if method == "dflash":
-        return Proposal(chain(draft.token_ids[:budget, 0], draft.log_probs[:budget, 0]))
+def _drawn_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
     drawn = draft.drawn
     if drawn is None:
         rows = zip(draft.log_probs[:budget], draft.token_ids[:budget], strict=True)
-        drawn = tuple(sampler.draft(*row, depth) for depth, row in enumerate(rows))
-    return Proposal(chain([d.token for d in drawn]), drawn if sampler.params.stochastic else ())
+        drawn = tuple(draw(*row, depth) for depth, row in enumerate(rows))
+    return Proposal(chain([d.token for d in drawn]), drawn)
+
+
+# K: how many candidates per position a method asks the drafter for, by its budget and whether the request samples.
+
+
+def _as_many_as_nodes(budget: int, stochastic: bool) -> int:
+    return budget
+
+
+def _one(budget: int, stochastic: bool) -> int:
+    return 1
+
+
+def _enough_to_draw_from(budget: int, stochastic: bool) -> int:
+    return SAMPLED_CANDIDATES if stochastic else 1
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way to make the tree of a round."""
+
+    name: str
+    makes: str  # what the tree is, in the words of help and documents
+    drafters: tuple[str, ...]  # kinds of drafter it can use; none: it drafts nothing, and serves with every drafter
+    propose: Callable[[Draft, int, Draw], Proposal]
+    candidates: Callable[[int, bool], int] = _one
+    weighs_costs: bool = False  # the budget `auto` follows from what rounds cost; else it is the whole draft
+    branches: bool = False  # makes trees, which are measured at several budgets; else chains
+    draws: bool = False  # drafted tokens are drawn at random: with a seed, output depends on what was drafted
+    host_reason: str | None = "builds no tree"  # why its rounds cannot stay on the device; None: they can
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it ever asks the drafter for anything."""
+        return bool(self.drafters)
+
+    def serves(self, drafter_kind: str) -> bool:
+        """Whether an engine with a drafter of that kind can do it."""
+        return not self.drafts or drafter_kind in self.drafters
+
+    def default_budget(self, drafter: DrafterKind) -> int | None:
+        """What the budget `auto` is in every round: nothing, or the whole block, as DFlash is published and measured.
+        None where it is chosen by what rounds cost."""
+        if self.weighs_costs:
+            return None
+        return drafter.longest_draft if self.drafts else 0
+
+
+DDTREE = Method(
+    name="ddtree",
+    makes="the B most probable prefixes (best-first heap)",
+    drafters=("dflash",),
+    propose=_tree,
+    candidates=_as_many_as_nodes,
+    weighs_costs=True,
+    branches=True,
+    host_reason=None,
+)
+DFLASH = Method(
+    name="dflash",
+    makes="the chain of the block's most probable tokens",
+    drafters=("dflash",),
+    propose=_most_probable_chain,
+)
+AUTOREGRESSIVE = Method(
+    name="ar",
+    makes="none: plain autoregressive decoding",
+    drafters=(),
+    propose=lambda draft, budget, draw: NOTHING,
+)
+DFLASH_SAMPLE = Method(
+    name="dflash-sample",
+    makes="a chain drawn from the drafter",
+    drafters=("dflash",),
+    propose=_drawn_chain,
+    candidates=_enough_to_draw_from,
+    draws=True,
+)
+DRAFT_MODEL = Method(
+    name="draft-model",
+    makes="a chain drawn from a small autoregressive model",
+    drafters=("autoregressive",),
+    propose=_drawn_chain,
+    candidates=_enough_to_draw_from,
+    weighs_costs=True,
+    draws=True,
+)
+
+# By name. `auto` is the first one that drafts with the engine's drafter.
+METHODS = {method.name: method for method in (DDTREE, DFLASH, AUTOREGRESSIVE, DFLASH_SAMPLE, DRAFT_MODEL)}
+BASELINES = (AUTOREGRESSIVE, DFLASH)  # what every method is compared with, where the drafter can do it
+
+
+def resolve_method(name: str, drafter_kind: str) -> Method:
+    """The method of that name; `auto` is the best one the drafter can serve. Raises UsageError when it cannot serve
+    another."""
+    if name == AUTO:
+        return next(method for method in METHODS.values() if drafter_kind in method.drafters)
+    method = METHODS[name]
+    if not method.serves(drafter_kind):
+        able = dict.fromkeys(m.name for m in (*BASELINES, *METHODS.values()) if m.serves(drafter_kind))
+        raise UsageError(
+            f"method {name!r} needs a drafter of kind {' or '.join(method.drafters)}, this engine's is {drafter_kind}; "
+            f"it can do {', '.join(able)}"
+        )
+    return method

@@ -1,39 +1,54 @@
-"""Which requests decode in rounds that stay on the device, and why others do not."""
+"""Where a request's rounds run: on the device, or by stages on the host, and why."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.errors import UsageError
 from ddtree_trt.plugins import MAX_DEVICE_BUDGET
-from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
+from ddtree_trt.runtime.decoding.methods import METHODS
+from ddtree_trt.runtime.engines.base import Engine
+from ddtree_trt.runtime.params import PARAMETERS, DeviceRoundsMode, SamplingParams
 
-if TYPE_CHECKING:
-    from ddtree_trt.runtime.engines.base import Engine
+
+@dataclass(frozen=True)
+class Route:
+    """Where a request's rounds run."""
+
+    host_reason: str | None  # why its trees are built on the host; None where its rounds stay on the device
+
+    @property
+    def on_device(self) -> bool:
+        return self.host_reason is None
 
 
-def why_host(mode: DeviceRoundsMode, engine: Engine, params: SamplingParams, *, watched: bool = False) -> str | None:
-    """Why a request's trees are built on the host; None when its rounds stay on the device.
+def choose_route(mode: DeviceRoundsMode, engine: Engine, params: SamplingParams, *, watched: bool = False) -> Route:
+    """Where the rounds of a request run. `params` name their method; `watched`: somebody wants to see every tree.
 
-    `watched`: somebody wants to see every tree. Raises UsageError with `on` when they cannot.
+    Raises UsageError where the mode is `on` and they cannot stay on the device.
     """
-    if mode == "off":
-        return "device_rounds is off"
-    reason = engine_without(engine.manifest)
-    if reason is None and mode == "auto" and not (engine.rounds and engine.rounds.by_default):
-        return "there is no GPU"
-    reason = reason or _request_without(params, watched=watched)
+    reason = _mode_host_reason(mode, engine) or _request_host_reason(params, watched=watched)
     if mode == "on":
         _refuse(reason)
+    return Route(reason)
+
+
+def _mode_host_reason(mode: DeviceRoundsMode, engine: Engine) -> str | None:
+    """Why no request of the engine has rounds on the device in this mode; None when some can."""
+    if mode == "off":
+        return "device_rounds is off"
+    reason = engine_host_reason(engine.manifest)
+    if reason is None and mode == "auto" and not (engine.rounds and engine.rounds.by_default):
+        return "there is no GPU"
     return reason
 
 
 def check_mode(mode: DeviceRoundsMode, engine: Engine) -> None:
     """Raises UsageError for `on` where the engine cannot do it for any request."""
     if mode == "on":
-        _refuse(engine_without(engine.manifest))
+        _refuse(engine_host_reason(engine.manifest))
 
 
 def _refuse(reason: str | None) -> None:
@@ -41,19 +56,19 @@ def _refuse(reason: str | None) -> None:
         raise UsageError(f"device_rounds is on, but {reason}; use auto or off")
 
 
-def engine_without(manifest: Manifest) -> str | None:
-    """Why an engine has no rounds that stay on the device; None when it has."""
+def engine_host_reason(manifest: Manifest) -> str | None:
+    """Why an engine builds every tree on the host; None when it has rounds that stay on the device."""
     if manifest.backend != "torch":
         return f"the {manifest.backend} backend builds trees on the host"
-    if manifest.drafter_kind != "dflash":
-        return "an autoregressive drafter drafts no trees"
+    if not manifest.drafting.at_once:
+        return f"an {manifest.drafting.title} drafts no trees"
     return None
 
 
-def _request_without(params: SamplingParams, *, watched: bool) -> str | None:
-    budget = params.tree_budget
-    if params.method != "ddtree":
-        return f"method {params.method!r} builds no tree"
+def _request_host_reason(params: SamplingParams, *, watched: bool) -> str | None:
+    budget, method = params.tree_budget, METHODS[params.method]
+    if method.host_reason is not None:
+        return f"method {method.name!r} {method.host_reason}"
     if budget == "auto":
         return "tree_budget 'auto' weighs every tree on the host: give a number"
     if not 1 <= budget <= MAX_DEVICE_BUDGET:
@@ -65,21 +80,14 @@ def _request_without(params: SamplingParams, *, watched: bool) -> str | None:
     return None
 
 
-# What rounds on the device honour, or has no part in a round: prompts, stops and texts are the host's in both cases.
-# Every other field of SamplingParams must have its default: a new one is the host's until it is listed here.
-_HONOURED = frozenset(
-    (
-        *("n", "max_tokens", "temperature", "seed", "method", "tree_budget"),
-        *("stop", "stop_token_ids", "include_stop_str_in_output", "ignore_eos"),
-        *("prompt_logprobs", "echo", "skip_special_tokens"),
-    )
-)
-_OF_DRAWS = frozenset(("top_k", "top_p", "min_p"))  # without effect on a greedy choice
-
-
 def _not_honoured(params: SamplingParams) -> list[str]:
-    """Names of the fields whose value the device's greedy or Gumbel choice does not know."""
-    honoured = _HONOURED if params.stochastic else _HONOURED | _OF_DRAWS
+    """Names of the fields whose value the device's greedy or Gumbel choice does not honour, as the table of parameters
+    has it. A field without a row of the table is the host's."""
     neutral = type(params)()
-    names = [field.name for field in dataclasses.fields(params) if field.name not in honoured]
+    names = [field.name for field in dataclasses.fields(params) if not _honoured(field.name, params)]
     return [name for name in names if getattr(params, name) != getattr(neutral, name)]
+
+
+def _honoured(name: str, params: SamplingParams) -> bool:
+    device = PARAMETERS[name].device if name in PARAMETERS else "never"
+    return device == "always" or (device == "greedy" and not params.stochastic)

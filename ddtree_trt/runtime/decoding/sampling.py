@@ -18,19 +18,11 @@ from numpy.typing import NDArray
 from ddtree_trt import _native
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.decoding.noise import Noise
+from ddtree_trt.runtime.engines.base import DrawnFrom
 from ddtree_trt.runtime.params import SamplingParams
 
 Row = NDArray[np.float32]  # [V]
 _NOT_FINITE = "the target's logits are not finite; rebuild the engine from an undamaged checkpoint"
-
-
-@dataclass(frozen=True)
-class DrawnFrom:
-    """The distribution q a drafted token was drawn from, over its candidates; zero elsewhere."""
-
-    token: int
-    candidates: NDArray[np.int32]  # [K]
-    probs: NDArray[np.float64]  # [K], sums to 1
 
 
 class Sampler:

@@ -15,10 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
 from ddtree_trt.runtime.tree import TokenTree
 
 LogitRows = Literal["none", "last", "all"]
+
+
+@dataclass(frozen=True)
+class DrawnFrom:
+    """The distribution q a drafted token was drawn from, over its candidates; zero elsewhere."""
+
+    token: int
+    candidates: NDArray[np.int32]  # [K]
+    probs: NDArray[np.float64]  # [K], sums to 1
+
+
 # (log_probs [K], token_ids [K], depth from 0) → a draw
 Draw = Callable[[NDArray[np.float32], NDArray[np.int32], int], DrawnFrom]
 
@@ -48,13 +58,13 @@ class VerifyRequest:
 
 
 class Rows(Protocol):
-    """Logits of R rows: an array, or rows that stay on a device until somebody reads them (`lazy_rows.py`)."""
+    """Logits of R rows: an array, or rows that stay on a device until they are read (`lazy_rows.py`)."""
 
     def __len__(self) -> int:
         """R."""
 
     def __getitem__(self, row: int, /) -> NDArray[np.float32]:
-        """One row [V]; −1 is the last. Raises IndexError beyond the rows there are."""
+        """One row [V]; −1 is the last. Raises IndexError beyond the R rows."""
 
     def __array__(self, dtype: Any = None, /) -> NDArray[Any]:
         """All rows at once, float32 [R, V]."""
@@ -62,7 +72,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the target says at each row. Both belong to the engine: valid until its next target pass."""
+    """The target's results at R rows. Both belong to the engine: valid until its next target pass."""
 
     choices: NDArray[np.int64]  # [R]: the most probable next token
     logits: Rows  # [R, V]

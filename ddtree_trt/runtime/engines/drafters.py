@@ -1,11 +1,12 @@
-"""What an engine asks of its drafter, and the drafter that is a language model of its own, on any backend.
+"""The drafter behind an engine, as every backend has it, and the one that is a language model, on any backend.
 
-A drafter follows the target's committed tokens at its own pace: it is told of them at once and takes them in when it
-next drafts.
+`commit` gives a drafter the committed tokens at once; it may take them into its cache as late as its next draft.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -38,31 +39,50 @@ class LanguageModel(Protocol):
         """Write a tree's T rows behind the slot's committed ones; logits for the wanted rows [R]."""
 
 
-class Follower(Protocol):
-    """Whatever keeps up with the target's committed tokens."""
+class Drafter(ABC):
+    """The drafter of an engine, for all its slots. A kind of drafter is one class per backend, which `make_drafter` of
+    the backend's package makes."""
 
+    @property
+    def waits(self) -> int:
+        """How often the host has waited for a device in `draft`, where that is counted apart from the engine's."""
+        return 0
+
+    @abstractmethod
     def known(self, slot: int) -> int:
-        """Leading committed tokens it has been told of."""
+        """Leading committed tokens that `learn` has been given."""
+
+    @abstractmethod
+    def learn(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
+        """Tokens [m] were committed behind the known ones; their tapped target states [m, M·H] where there are taps."""
+
+    @abstractmethod
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget what lies behind the first `length` committed tokens; fewer may be known."""
+
+    @abstractmethod
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Draft behind the bonus token of each request, on top of every committed token of its slot. The requests are
+        one or more and name distinct slots; the drafts are in their order."""
+
+    @abstractmethod
+    def warm_up(self, budget: int) -> None:
+        """Capture what drafts of one sequence for budgets up to `budget` run. Slot 0 holds a prompt."""
 
 
-def check_told(drafter: Follower, target: SlotLengths, slot: int) -> None:
-    """Raises EngineError when the drafter was not told of every committed token of the slot."""
+def check_up_to_date(drafter: Drafter, target: SlotLengths, slot: int) -> None:
+    """Raises EngineError when the drafter does not know every committed token of the slot."""
     known, length = drafter.known(slot), target.lengths[slot]
     if known != length:
         raise EngineError(f"slot {slot} holds {length} tokens, the drafter was told of {known} of them")
 
 
-class Drafter(Follower, Protocol):
-    """What the engine asks of a drafter."""
-
-    def learn(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
-        """Tokens [m] were committed behind the known ones; their tapped target states [m, M·H] where there are taps."""
-
-    def truncate(self, slot: int, length: int) -> None:
-        """Forget what lies behind the first `length` committed tokens; fewer may be known."""
-
-    def draft(self, request: DraftRequest) -> Draft:
-        """Draft behind the bonus token, on top of every committed token."""
+def draft_all(drafter: Drafter, target: SlotLengths, requests: Sequence[DraftRequest]) -> list[Draft]:
+    """`Engine.draft`: nothing is drafted unless the drafter knows every committed token of all the slots. Raises
+    EngineError where it does not."""
+    for request in requests:
+        check_up_to_date(drafter, target, request.slot)
+    return drafter.draft(requests) if requests else []
 
 
 class _Context:
@@ -83,7 +103,7 @@ class _Context:
         return kept
 
 
-class AutoregressiveDrafter:
+class AutoregressiveDrafter(Drafter):
     """A small language model that drafts token by token, each drawn by the request. What it cached of a draft stays
     as far as the target accepted it."""
 
@@ -104,7 +124,14 @@ class AutoregressiveDrafter:
         del context.cached[length:]
         context.agreed = min(context.agreed, length)
 
-    def draft(self, request: DraftRequest) -> Draft:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Slot by slot, a pass per token."""
+        return [self._draft(request) for request in requests]
+
+    def warm_up(self, budget: int) -> None:
+        """Passes of one token are captured at their first use, where they are captured."""
+
+    def _draft(self, request: DraftRequest) -> Draft:
         slot, context = request.slot, self._contexts[request.slot]
         self._model.cache.truncate(slot, context.roll_back())
         tokens = [*context.committed[context.agreed :], request.bonus_token]

@@ -1,49 +1,56 @@
-"""The key-value cache of one network on the host: one buffer per layer and part, a slot in each row.
-
-Buffers are float32 [slots, Hkv, S, D] and never move: the inference runtime reads and appends in place, compaction
-moves rows in place.
-"""
+"""Key-value caches: how many rows of each slot are committed, and a cache in the host's memory."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt import _native
-from ddtree_trt.artifact.manifest import TransformerDims
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.decoder import TransformerDims
 
 
 class SlotLengths:
-    """How many rows of each slot are committed, whatever memory they lie in."""
+    """How many rows of each slot are committed; the memory they lie in is another object's."""
 
     def __init__(self, slots: int, rows: int) -> None:
+        """`rows`: of each slot."""
         self.rows = rows
-        self.lengths = [0] * slots
+        self._lengths = [0] * slots
 
     @property
     def slots(self) -> int:
-        return len(self.lengths)
+        return len(self._lengths)
+
+    @property
+    def lengths(self) -> Sequence[int]:
+        """Committed rows of each slot; `append` and `truncate` change them."""
+        return self._lengths
 
     def check_room(self, slot: int, tokens: int) -> None:
         """Raises EngineError when `tokens` more rows do not fit: a pass would write past the slot silently."""
-        if self.lengths[slot] + tokens > self.rows:
-            raise EngineError(
-                f"slot {slot} holds {self.lengths[slot]} of {self.rows} cache rows, {tokens} more do not fit"
-            )
+        length = self._lengths[slot]
+        if length + tokens > self.rows:
+            raise EngineError(f"slot {slot} holds {length} of {self.rows} cache rows, {tokens} more do not fit")
 
     def append(self, slot: int, tokens: int) -> None:
         """Count rows that a pass has written behind the committed ones."""
         self.check_room(slot, tokens)
-        self.lengths[slot] += tokens
+        self._lengths[slot] += tokens
 
     def truncate(self, slot: int, length: int) -> None:
-        if not 0 <= length <= self.lengths[slot]:
-            raise EngineError(f"slot {slot} holds {self.lengths[slot]} tokens, cannot keep the first {length}")
-        self.lengths[slot] = length
+        """Forget the rows behind the first `length`. Raises EngineError when the slot holds fewer."""
+        if not 0 <= length <= self._lengths[slot]:
+            raise EngineError(f"slot {slot} holds {self._lengths[slot]} tokens, cannot keep the first {length}")
+        self._lengths[slot] = length
 
 
 class SlotCache(SlotLengths):
+    """One network's cache on the host: a buffer float32 [slots, Hkv, S, D] for the keys and one for the values of each
+    layer. Buffers never move: the inference runtime reads and appends in place, compaction moves rows in place."""
+
     def __init__(self, dims: TransformerDims, slots: int, rows: int) -> None:
         super().__init__(slots, rows)
         shape = (slots, dims.num_kv_heads, rows, dims.head_dim)

@@ -1,4 +1,4 @@
-"""Rows of logits that stay on the device until somebody reads them."""
+"""Rows of logits that stay on the device until they are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Row = NDArray[np.float32]
 
 
 class LazyRows:
-    """`engine.Rows` of a device: reading a row brings that row over, and nothing else does.
+    """`base.Rows` of a device: reading a row copies that row to the host, and nothing else does.
 
     Greedy decoding reads none. Valid until the engine's next target pass.
     """

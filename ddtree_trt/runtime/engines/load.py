@@ -8,14 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddtree_trt.artifact.manifest import (
-    Manifest,
-    always_causal,
-    installed_versions,
-    load_manifest,
-    rebuild_command,
-    verify_files,
-)
+from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.toolchain import always_causal, installed_versions
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.device.memory import plan_manifest
 from ddtree_trt.errors import (
     MAX_THREADS,
@@ -115,7 +111,7 @@ def require_torch(why: str) -> None:
 def _check_onnxruntime(directory: Path, manifest: Manifest) -> None:
     """Raises ArtifactError when the drafter needs an attention kernel newer than the installed one."""
     installed = installed_versions("onnxruntime")
-    if manifest.drafter_kind != "dflash" or always_causal(manifest.toolchain) or not installed:
+    if not manifest.drafting.at_once or always_causal(manifest.toolchain) or not installed:
         return
     if always_causal(installed):
         raise ArtifactError(

@@ -1,4 +1,4 @@
-"""Trees of several slots as one target pass of a fixed size, and the rows that pad them to it."""
+"""Trees of several slots as one target pass of a fixed size: control data and padding rows."""
 
 from __future__ import annotations
 

@@ -11,8 +11,8 @@ from typing import Any, cast
 from ddtree_trt.artifact.tokenizer_files import load_tokenizer
 from ddtree_trt.errors import ArtifactError, UsageError, shown
 from ddtree_trt.reading import Source
-from ddtree_trt.runtime.params import as_integer, check_text
 from ddtree_trt.runtime.text import chat_template
+from ddtree_trt.runtime.values import as_integer, check_text
 
 Messages = Sequence[Mapping[str, str]]
 Prompt = str | Sequence[int] | Messages

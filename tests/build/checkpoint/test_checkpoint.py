@@ -9,20 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import (
-    TARGET_DIMS,
-    edit_json,
-    make_drafter,
-    make_target,
-    random_weights,
-    refusal,
-    write_safetensors,
-)
+from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_target, random_weights, refusal, write_safetensors
 
-from ddtree_trt.artifact.manifest import DrafterDims
-from ddtree_trt.build.checkpoint.config import default_tap_layers
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, check_pair, load_checkpoint, target_shapes
+from ddtree_trt.build.checkpoint.reader import check_pair, load_checkpoint
 from ddtree_trt.errors import CheckpointError
+from ddtree_trt.models.decoder import EMBEDDING, language_model_shapes
+from ddtree_trt.models.drafters.dflash import DrafterDims, default_tap_layers
 
 # What is read
 
@@ -31,7 +23,7 @@ from ddtree_trt.errors import CheckpointError
 @pytest.mark.parametrize("shards", [1, 3])
 def test_every_storage_form_gives_the_stored_values(tmp_path: Path, dtype: str, shards: int) -> None:
     checkpoint = load_checkpoint(make_target(tmp_path, dtype=dtype, shards=shards, tied=False))
-    expected = random_weights(target_shapes(TARGET_DIMS, tied=False), seed=0)
+    expected = random_weights(language_model_shapes(TARGET_DIMS, tied=False), seed=0)
     tolerance = {"fp32": 0.0, "fp16": 2**-11, "bf16": 2**-8}[dtype]
     assert checkpoint.dims == TARGET_DIMS
     assert set(expected) == set(checkpoint.tensors)
@@ -47,7 +39,7 @@ def test_bf16_is_widened_exactly(tmp_path: Path) -> None:
     finite = bits[(bits >> 7) & 0xFF != 0xFF] << 16
     values = finite.astype(np.uint32).view(np.float32)
     make_target(tmp_path, vocab_size=len(values) // 32, hidden_size=32)
-    weights = random_weights(target_shapes(load_checkpoint(tmp_path).dims, tied=True), seed=0)
+    weights = random_weights(language_model_shapes(load_checkpoint(tmp_path).dims, tied=True), seed=0)
     weights[EMBEDDING] = values.reshape(-1, 32)
     write_safetensors(tmp_path / "model.safetensors", weights, "bf16")
     got = load_checkpoint(tmp_path).tensor(EMBEDDING)
@@ -57,7 +49,7 @@ def test_bf16_is_widened_exactly(tmp_path: Path) -> None:
 def test_drafter_and_its_dims(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(make_drafter(tmp_path, dtype="bf16", shards=2))
     dims = checkpoint.dims
-    assert isinstance(dims, DrafterDims) and checkpoint.is_dflash
+    assert isinstance(dims, DrafterDims) and checkpoint.kind.name == "dflash"
     assert (dims.block_size, dims.mask_token_id, dims.tap_layers, dims.num_target_layers) == (4, 95, (0, 2), 3)
     assert checkpoint.tensor("fc.weight").shape == (32, 64)
     assert not checkpoint.has("lm_head.weight")
@@ -68,7 +60,7 @@ def test_drafter_and_its_dims(tmp_path: Path) -> None:
 def test_a_plain_checkpoint_is_an_autoregressive_drafter(tmp_path: Path) -> None:
     target, drafter = make_target(tmp_path / "t"), make_target(tmp_path / "d", hidden_size=16, num_layers=1)
     loaded = load_checkpoint(drafter)
-    assert not loaded.is_dflash
+    assert loaded.kind.name == "autoregressive"
     check_pair(load_checkpoint(target), loaded)
 
 
@@ -144,7 +136,7 @@ def test_identity_covers_the_configuration_and_every_weight_file(tmp_path: Path)
 
 def test_tied_weights_stored_twice_and_buffers_are_no_mismatch(tmp_path: Path) -> None:
     make_target(tmp_path)
-    weights = random_weights(target_shapes(TARGET_DIMS, tied=False), seed=0)
+    weights = random_weights(language_model_shapes(TARGET_DIMS, tied=False), seed=0)
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
     write_safetensors(tmp_path / "model.safetensors", weights, "fp32")
     assert not load_checkpoint(tmp_path).has("lm_head.weight")

@@ -21,9 +21,10 @@ from checkpoints import (
     write_safetensors,
 )
 
-from ddtree_trt.build.checkpoint.reader import Checkpoint, check_pair, load_checkpoint, target_shapes
+from ddtree_trt.build.checkpoint.reader import Checkpoint, check_pair, load_checkpoint
 from ddtree_trt.build.checkpoint.tensorfile import open_tensors
 from ddtree_trt.errors import CheckpointError
+from ddtree_trt.models.decoder import language_model_shapes
 
 
 def test_no_checkpoint_at_all(tmp_path: Path) -> None:
@@ -116,7 +117,7 @@ def test_incomplete_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
 def test_weights_that_are_not_finite(tmp_path: Path, bad: float, dtype: str) -> None:
     make_target(tmp_path)
-    weights = random_weights(target_shapes(TARGET_DIMS, tied=True), seed=0)
+    weights = random_weights(language_model_shapes(TARGET_DIMS, tied=True), seed=0)
     weights["model.layers.1.self_attn.k_proj.weight"][5, 7] = bad
     write_safetensors(tmp_path / "model.safetensors", weights, dtype)
     checkpoint = load_checkpoint(tmp_path)

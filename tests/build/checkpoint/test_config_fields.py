@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from transformers import Qwen3Config
 
-from ddtree_trt.artifact.manifest import DrafterDims
 from ddtree_trt.build.checkpoint.config import ModelConfig, read_config
 from ddtree_trt.errors import CheckpointError
+from ddtree_trt.models.drafters.dflash import DrafterDims
 
 # As the hub has them for Qwen3-8B and its DFlash drafter; the 4B models differ in sizes and tied tables.
 QWEN3_8B: dict[str, Any] = {

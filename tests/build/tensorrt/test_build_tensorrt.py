@@ -20,10 +20,13 @@ from safetensors.torch import load_file
 from tensorrt_builds import DIMS, ENGINE_MODULE, Machine, build
 
 from ddtree_trt import plugins
-from ddtree_trt.artifact.manifest import Limits, rebuild_command, sha256_file
+from ddtree_trt.artifact.files import sha256_file
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt import profiles as tensorrt_profiles
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD, load_checkpoint
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.models.decoder import EMBEDDING, HEAD
 from ddtree_trt.plugins import library
 
 
@@ -162,26 +165,21 @@ def test_an_autoregressive_drafter(machine: Machine, tmp_path: Path) -> None:
 
 
 LEAN = """
-import os, sys, types
+import os, sys
 from pathlib import Path
 import tensorrt_lean_bindings as lean
 
-stand = types.ModuleType("tensorrt")
-stand.__getattr__ = lambda name: object if name == "IProgressMonitor" else getattr(lean, name)
-stand.__version__ = lean.__version__
-sys.modules["tensorrt"] = stand
-from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder, _Log
+from ddtree_trt.device.tensorrt_library import load_plugins, make_log
 from ddtree_trt.errors import BuildError
 
-builder = EngineBuilder.__new__(EngineBuilder)
-builder._log = _Log()
+log = make_log(lean)
 library, other = map(Path, sys.argv[1:])
 try:
-    builder._load_plugins(other)
+    load_plugins(lean, log, other, BuildError)
 except BuildError as error:
     print(error)
 for _ in range(2):
-    builder._load_plugins(library)
+    load_plugins(lean, log, library, BuildError)
 ours = [c.name for c in lean.get_plugin_registry().all_creators if c.plugin_namespace == "ddtree"]
 print(*sorted(ours), flush=True)
 os._exit(0)  # TensorRT's objects have no order to be destroyed in without a driver
@@ -201,7 +199,7 @@ def test_the_plugins_are_loaded_into_a_real_registry(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     refusal, ours = run.stdout.splitlines()[-2:]
     assert "does not take the plugin library" in refusal and "other.so" in refusal
-    assert ours == "DDTreeAttention DDTreeKVCompact"
+    assert ours == "DDTreeAttention"
 
 
 # Profiles

@@ -219,7 +219,7 @@ def test_pairs_without_kernels(machine: Machine, tmp_path: Path) -> None:
     mine = {"target": "mine", "checkpoint": target, "drafter": autoregressive}
     refused(machine, tmp_path / "1", UsageError, "heads of 16 values have no kernel", **mine)
     machine.device.major, machine.device.minor = 8, 6
-    fp8 = {**mine, "checkpoint": quantize(make_target(tmp_path / "fp8", **DIMS))}
+    fp8: dict[str, Any] = {**mine, "checkpoint": quantize(make_target(tmp_path / "fp8", **DIMS))}
     fp8["drafter"] = make_drafter(tmp_path / "dflash", **DIMS)
     refused(machine, tmp_path / "3", UsageError, "FP8, which needs compute capability 8.9 or newer", "has 8.6", **fp8)
     int4 = quantize(make_target(tmp_path / "int4", **DIMS), "W4A16_AWQ")

@@ -4,7 +4,9 @@ inference, and no operator that TensorRT's parser does not have."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -14,23 +16,35 @@ from onnx import ModelProto, TensorProto, helper
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, TransformerDims
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD, drafter_shapes, target_shapes
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.build.graph.networks import build_drafter_graph, build_target_graph
 from ddtree_trt.build.graph.ops import TYPES, Make
 from ddtree_trt.build.presets import PRESETS
+from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims, language_model_shapes
+from ddtree_trt.models.drafters.dflash import DrafterDims, dflash_shapes
 from ddtree_trt.plugins import MaskMode
 
 # The shapes in the config.json files of Qwen/Qwen3-4B, Qwen/Qwen3-8B and of their drafters at z-lab.
-_COMMON = {"vocab_size": 151936, "num_kv_heads": 8, "head_dim": 128, "num_heads": 32, "rms_norm_eps": 1e-6}
+_COMMON: dict[str, Any] = {
+    "vocab_size": 151936,
+    "num_kv_heads": 8,
+    "head_dim": 128,
+    "num_heads": 32,
+    "rms_norm_eps": 1e-6,
+}
 _COMMON |= {"rope_theta": 1e6, "max_positions": 40960}
-_WIDTHS = {
+_WIDTHS: dict[str, dict[str, Any]] = {
     "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728},
     "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288},
 }
 _TIED = {"qwen3-4b": True, "qwen3-8b": False}
-_DFLASH = {"block_size": 16, "mask_token_id": 151669, "tap_layers": (1, 9, 17, 25, 33), "num_target_layers": 36}
+_DFLASH: dict[str, Any] = {
+    "block_size": 16,
+    "mask_token_id": 151669,
+    "tap_layers": (1, 9, 17, 25, 33),
+    "num_target_layers": 36,
+}
 
 
 class SparseWeights:
@@ -57,7 +71,7 @@ class SparseWeights:
             file.truncate(self._end)
 
 
-def zeros(shapes: dict[str, tuple[int, ...]]) -> object:
+def zeros(shapes: dict[str, tuple[int, ...]]) -> Callable[[str], np.ndarray]:
     """Weights by name that take one byte each kind, however large."""
     return lambda name: np.broadcast_to(np.zeros((), np.int8), shapes[name])
 
@@ -69,7 +83,7 @@ def graphs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     dims = TransformerDims(**_COMMON, **_WIDTHS[name], num_layers=36)
     drafter = DrafterDims(**_COMMON, **_WIDTHS[name], **_DFLASH, num_layers=5)
     limits, tied = PRESETS[name].limits, _TIED[name]
-    weights = zeros(target_shapes(dims, tied=tied))
+    weights = zeros(language_model_shapes(dims, tied=tied))
     paths = {}
     for network in ("target", "drafter"):
         sink = SparseWeights(folder / f"{network}.bin")
@@ -77,7 +91,7 @@ def graphs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         if network == "target":
             model = build_target_graph(g, dims, weights, tap_layers=drafter.tap_layers, limits=limits, tied=tied)
         else:
-            own = zeros(drafter_shapes(drafter))
+            own = zeros(dflash_shapes(drafter))
             model = build_drafter_graph(g, drafter, own, target_weights=weights, target_tied=tied, limits=limits)
         sink.close()
         paths[network] = folder / f"{network}.onnx"

@@ -11,6 +11,7 @@ import onnxruntime as ort
 import pytest
 from checkpoints import make_drafter, make_target
 from engine_builds import PACKAGED, build_engine
+from families import OTHERS, offered
 from lowered import LoweredPair, attention_body
 from numerics import TOLERANCE, Array, path_to, random_tree
 from onnx import TensorProto, helper
@@ -22,8 +23,7 @@ from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.graph.lowering_tensorrt import MAX_CANDIDATES
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.plugins.reference import attention, packed_mask
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
-from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
+from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, VerifyRequest
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.tree import token_chain
 
@@ -32,6 +32,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "untied": {"tied": False, "head_dim": 64, "num_heads": 4, "num_kv_heads": 1},
     "one-layer": {"num_layers": 1, "head_dim": 128, "num_heads": 2, "num_kv_heads": 2, "rope_theta": 1e6},
     "wide": {"head_dim": 64, "num_heads": 6, "num_kv_heads": 2, "rms_norm_eps": 1e-5, "hidden_size": 48},
+    **{name: {"head_dim": 64, "family": family} for name, family in OTHERS.items()},
 }
 TOLERANCES = {"float32": TOLERANCE, "float16": 1e-2}
 TREE_BUDGET = 40
@@ -53,7 +54,7 @@ class Beside:
     def prefill(self, slot: int, size: int) -> None:
         tokens = self.rng.integers(0, self.vocab, size)
         expected = self.engine.prefill(slot, tokens, rows="all", taps=True).logits
-        self.close(self.lowered.prefill(slot, tokens), expected, f"prefill of {size} in slot {slot}")
+        self.close(self.lowered.prefill(slot, tokens), np.asarray(expected), f"prefill of {size} in slot {slot}")
 
     def round(self, nodes: dict[int, int]) -> None:
         """Trees of so many nodes by slot in one pass; a random path of each is kept."""
@@ -62,7 +63,7 @@ class Beside:
         verdicts = self.engine.verify([VerifyRequest(slot, tree) for slot, tree in trees.items()])
         for (slot, tree), verdict in zip(trees.items(), verdicts, strict=True):
             choices, logits = found[slot]
-            self.close(logits, verdict.logits, f"tree of {len(tree)} in slot {slot}")
+            self.close(logits, np.asarray(verdict.logits), f"tree of {len(tree)} in slot {slot}")
             np.testing.assert_array_equal(choices, logits.argmax(-1))
             assert choices.dtype == np.int32
             path = path_to(tree, int(self.rng.integers(len(tree))))
@@ -87,7 +88,10 @@ def refuse_to_draw(*_: object) -> DrawnFrom:
     raise AssertionError("a block drafter draws nothing")
 
 
-@pytest.fixture(scope="module", params=[("tiny", "float32"), ("tiny", "float16"), *((s, "float32") for s in SHAPES)])
+@pytest.fixture(
+    scope="module",
+    params=[*((name, "float32") for name in ("tiny", *SHAPES)), *((name, "float16") for name in ("tiny", *OTHERS))],
+)
 def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Beside:
     name, floats = request.param
     path = tmp_path_factory.mktemp("lowered")
@@ -99,9 +103,11 @@ def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         layers = dims.get("num_layers", 3)
         taps = {"tap_layers": (0, layers - 1) if layers > 1 else (0,), "num_target_layers": layers}
         drafter = make_drafter(path / "drafter", **{**dims, **taps, "num_layers": 2})
-    engine = build_engine(target, drafter, path / "engine", max_batch=3, max_tree_budget=TREE_BUDGET, max_seq_len=128)
-    limits = engine.manifest.limits
-    lowered = LoweredPair(path / "graphs", load_checkpoint(target), load_checkpoint(drafter), limits, floats)
+    limits = {"max_batch": 3, "max_tree_budget": TREE_BUDGET, "max_seq_len": 128}
+    with offered(*OTHERS.values()):
+        engine = build_engine(target, drafter, path / "engine", **limits)
+        pair = load_checkpoint(target), load_checkpoint(drafter)
+    lowered = LoweredPair(path / "graphs", *pair, engine.manifest.limits, floats)
     return Beside(lowered, engine, TOLERANCES[floats])
 
 
@@ -136,16 +142,14 @@ def test_the_body_is_what_the_kernels_compute(mode: MaskMode) -> None:
     """The stand-in for the plugin against the reference the kernels are tested against."""
     rng = np.random.default_rng(5)
     n, t, heads, kv, d, slots, s = 2, 37, 4, 2, 8, 3, 64
-    arrays = [
-        rng.standard_normal(shape).astype(np.float32) for shape in ((n, t, heads, d), (n, t, kv, d), (n, t, kv, d))
-    ]
-    caches = [rng.standard_normal((slots, kv, s, d)).astype(np.float32) for _ in range(2)]
+    q, k, v = (rng.standard_normal((n, t, rows, d)).astype(np.float32) for rows in (heads, kv, kv))
+    past_k, past_v = (rng.standard_normal((slots, kv, s, d)).astype(np.float32) for _ in range(2))
     parents = np.array([-1, *(int(rng.integers(i)) for i in range(1, t))], np.int32)
     mask = np.stack([packed_mask(parents, 2), packed_mask(parents[::-1] * 0 - 1, 2)])
-    control = [np.array([2, 0], np.int32), np.array([11, 0], np.int32), mask]
+    slot_ids, past_len = np.array([2, 0], np.int32), np.array([11, 0], np.int32)
     scale = 0.37
-    expected = attention(*arrays, *caches, *control, mode, scale)
-    attrs = dict.fromkeys(plugins.ATTENTION_ATTRIBUTES, 1) | {plugins.SCALE: scale}
+    expected = attention(q, k, v, past_k, past_v, slot_ids, past_len, mask, mode, scale)
+    attrs: dict[str, Any] = dict.fromkeys(plugins.ATTENTION_ATTRIBUTES, 1) | {plugins.SCALE: scale}
     inputs = [f"x{i}" for i in range(8)]
     node = helper.make_node(
         plugins.ATTENTION, inputs, ["a", "b", "c"], domain="ddtree", plugin_namespace="", plugin_version="", **attrs
@@ -157,7 +161,7 @@ def test_the_body_is_what_the_kernels_compute(mode: MaskMode) -> None:
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("ddtree", 1)]
     model = helper.make_model(graph, opset_imports=opsets, ir_version=10, functions=[attention_body(mode)])
     session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    found = session.run(None, dict(zip(inputs, [*arrays, *caches, *control], strict=True)))
+    found = session.run(None, dict(zip(inputs, [q, k, v, past_k, past_v, slot_ids, past_len, mask], strict=True)))
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -17,17 +18,18 @@ from numerics import TOLERANCE, Array, Truth, path_to, random_tree
 from onnx import TensorProto, numpy_helper
 from quantized import ALGORITHMS, GROUP, projections, quantize
 
-from ddtree_trt.artifact.manifest import DrafterDims, Limits
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.ops import TYPES
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.errors import BuildError
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.plugins import MaskMode
 
 LIMITS = Limits(max_seq_len=64, max_batch=2, max_tree_budget=20, prefill_chunk=32)
-DIMS = {"head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_positions": 128}
+DIMS: dict[str, Any] = {"head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_positions": 128}
 # What ModelOpt leaves of AWQ's scales: those before which there is no norm to fold them into.
 LEFT = ("o_proj", "down_proj")
 EVERY = ("_proj",)
@@ -55,7 +57,7 @@ def error(found: Array, expected: Array) -> float:
     return float(np.abs(found - expected).max() / np.sqrt(np.mean(np.square(expected))))
 
 
-CASES = {
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "FP8": ("FP8", {}),
     "FP8, a scale each": ("FP8", {"shared": False}),
     "INT8": ("W8A8_SQ_PER_CHANNEL", {"smooth": EVERY}),
@@ -105,7 +107,7 @@ def test_other_backends_compute_with_what_the_values_stand_for(checkpoint: Check
     engine = build_engine(checkpoint.directory, drafter, tmp_path / "engine", max_batch=1)
     prompt = np.random.default_rng(2).integers(0, 96, 20)
     truth = QuantizedTruth(tmp_path / "truth", checkpoint, rounded=False)
-    assert error(engine.prefill(0, prompt, rows="all", taps=False).logits, truth(prompt)[0]) < TOLERANCE
+    assert error(np.asarray(engine.prefill(0, prompt, rows="all", taps=False).logits), truth(prompt)[0]) < TOLERANCE
 
 
 def bf16_graph(checkpoint: Checkpoint, folder: Path, floats: str = "bfloat16") -> onnx.ModelProto:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from scripted_models import MarkovTarget, Useless
 from simulated import CPU, MACHINES, random_tree, walk_with
 
 from ddtree_trt import LLM, SamplingParams, _native
-from ddtree_trt.artifact.manifest import PROFILE
+from ddtree_trt.artifact.files import PROFILE
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.runtime.decoding import latency as profiles
 from ddtree_trt.runtime.decoding.budget import AutoBudget, AutoBudgets, Decision
@@ -68,7 +69,8 @@ def test_ratios_against_a_plain_statement(with_parent: bool) -> None:
         tree = random_tree(rng, 30, depth, sharp=0.3)
         path = walk_with(rng, tree, 1.0)
         priors = None if parent is None else parent.ratios()
-        ratios, expected = calibration.ratios(), []
+        ratios = calibration.ratios()
+        expected: list[float] = []
         for d in range(depth):
             towards = priors[d] if priors is not None else expected[-1] if expected else 1.0
             ratio = (prior * towards + observed[d]) / (prior + predicted[d])
@@ -273,7 +275,7 @@ def test_auto_is_lossless_and_says_why(tiny_engine: Path) -> None:
     with LLM(tiny_engine) as llm:
         prompt = [{"role": "user", "content": "Lars has 9 keys. Lenlot has double that number. How many has Lenlot?"}]
         truth = llm.generate(prompt, SamplingParams(method="ar", max_tokens=60, ignore_eos=True))[0]
-        rounds = []
+        rounds: list[Any] = []
         params = SamplingParams(max_tokens=60, ignore_eos=True)
         tokens = [t for part in llm.stream(prompt, params, on_round=rounds.append) for t in part.outputs[0].token_ids]
         assert tokens == truth.outputs[0].token_ids
@@ -301,7 +303,7 @@ def test_rows_are_filled_also_with_nodes_that_promise_nothing() -> None:
     weights, depths = np.array([-0.1, -900.0, -900.0, -900.0]), np.ones(4, np.int32)
     filled, costs = np.array([0, 3, 3, 3, 4]), np.array([1.0, 1.1, 1.1, 1.1, 1.5])
     nodes, expected = _native.best_prefix(weights, depths, np.ones(1), 0.1, costs, filled)
-    assert (nodes, expected) == (3, pytest.approx(1 + np.exp(-0.1)))
+    assert nodes == 3 and expected == pytest.approx(1 + np.exp(-0.1))
     assert _native.best_prefix(weights[:2], depths[:2], np.ones(1), 0.1, costs, filled)[0] == 2, (
         "no more than there are"
     )
@@ -320,7 +322,7 @@ def test_an_engine_that_pads_is_measured_at_the_sizes_it_pads_to() -> None:
 def test_a_drafted_token_has_its_own_cost_where_tokens_are_drafted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ScriptedEngine(MarkovTarget(), Useless(6), kind="autoregressive")
     clock = [0.0]
-    monkeypatch.setattr(profiles.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
 
     def spend(verb: str, slots: tuple[int, ...]) -> None:
         call = engine.calls[-1]
@@ -328,7 +330,7 @@ def test_a_drafted_token_has_its_own_cost_where_tokens_are_drafted_one_by_one(mo
 
     engine.fail = spend
     (cost,) = measure(engine, seconds=0.0).contexts
-    assert (cost.draft_s, cost.draft_token_s) == (pytest.approx(0.5), pytest.approx(0.25))
+    assert cost.draft_s == pytest.approx(0.5) and cost.draft_token_s == pytest.approx(0.25)
 
 
 def test_a_drafter_that_can_never_pay_is_never_asked() -> None:

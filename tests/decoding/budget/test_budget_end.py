@@ -9,7 +9,7 @@ import pytest
 from simulated import CHAINS, CPU, GOOD, MACHINES, Machine, Request, Spent
 
 from ddtree_trt import LLM, SamplingParams
-from ddtree_trt.runtime import request_maker as requests
+from ddtree_trt.runtime import core
 from ddtree_trt.runtime.decoding.budget import AutoBudgets
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.tree import EMPTY, chain
@@ -37,7 +37,7 @@ def test_answers_too_short_to_gain_take_no_longer_than_single_tokens() -> None:
 
 def test_two_tokens_are_never_drafted_for(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first comes from the prompt's pass, and a draft for the last one alone cannot pay."""
-    monkeypatch.setattr(requests, "load_or_measure", lambda *_: MACHINES["gpu"])
+    monkeypatch.setattr(core, "load_or_measure", lambda *_: MACHINES["gpu"])
     for tokens, drafted in ((2, [0]), (40, None)):
         rounds: list[Round] = []
         with LLM(tiny_engine) as llm:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -130,8 +131,8 @@ def test_mixed_traffic_is_about_as_fast_as_the_best_choice_for_each_request(name
     """To 1.05, but for drafters of middling quality that draft token by token, and where a draft costs 1.5 passes, so
     that the one trial a request can afford is a chain of three, which good requests fail as well."""
     rng = np.random.default_rng(7)
-    qualities = rng.permutation([GOOD, (POOR | MIDDLING)[other]] * 60)
-    requests = [Request(q, int(rng.integers(32, 129)), i) for i, q in enumerate(qualities)]
+    qualities: Any = [GOOD, (POOR | MIDDLING)[other]] * 60  # NumPy takes any objects, which its types do not say
+    requests = [Request(q, int(rng.integers(32, 129)), i) for i, q in enumerate(rng.permutation(qualities))]
     best = sum(in_hindsight(name, r) for r in requests)
     most = 1.08 if name == "slow-cpu" else SLOW.get((name, other), 1.05)
     assert total(machine(name).run(requests)).seconds <= most * best

@@ -12,7 +12,7 @@ from serving import ThreadServer, thread_server
 from simulated import CPU
 
 import ddtree_trt
-from ddtree_trt.runtime import request_maker as requests
+from ddtree_trt.runtime import core
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
@@ -26,7 +26,7 @@ def test_expected_and_observed_tokens_agree(
     tiny_engine: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Costs are given, not measured, so that every run chooses the same budgets."""
-    monkeypatch.setattr(requests, "load_or_measure", lambda *_: make_profile(draft_s=1.0, slope=0.1))
+    monkeypatch.setattr(core, "load_or_measure", lambda *_: make_profile(draft_s=1.0, slope=0.1))
     rows = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
     rounds: list[Round] = []
     with LLM(tiny_engine) as llm:
@@ -64,7 +64,7 @@ def test_poor_requests_do_not_end_drafting_for_a_server(
     tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, poor: int, tokens: int, good: int, answer: int
 ) -> None:
     """Random tokens at a temperature, then questions the pair knows, beside a fresh server."""
-    monkeypatch.setattr(requests, "load_or_measure", lambda *_: CPU)
+    monkeypatch.setattr(core, "load_or_measure", lambda *_: CPU)
     asked = good_prompts(good)
     with thread_server(tiny_engine) as server:
         fresh = tokens_per_round(server, asked, answer)
@@ -77,7 +77,7 @@ def test_poor_requests_do_not_end_drafting_for_a_server(
 
 
 def test_short_answers_half_of_them_poor_keep_their_drafts(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "load_or_measure", lambda *_: CPU)
+    monkeypatch.setattr(core, "load_or_measure", lambda *_: CPU)
     chats = [[{"role": "user", "content": p}] for p in good_prompts(24)]
 
     def per_round(mixed: bool) -> float:

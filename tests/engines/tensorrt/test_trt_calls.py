@@ -15,7 +15,7 @@ from fake_trt_engine import BLOCK, LIMITS, PROMPTS, FakeContext, Machine, genera
 from numerics import random_tree
 
 from ddtree_trt.device.buckets import buckets
-from ddtree_trt.device.cuda import Device, Upload
+from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins.reference import packed_mask
 from ddtree_trt.runtime.engines.base import VerifyRequest
@@ -79,14 +79,14 @@ def test_profiling_waits_once_more_per_stage_on_the_device(machine: Machine, mon
         """One request's output, the host's waits, and what was left on the stream after each step."""
         left: list[int] = []
         with LLM(machine.directory, profile=profile) as llm:
-            engine, step = llm.engine, llm._scheduler.step
+            engine, step = llm.engine, llm.core.scheduler.step
 
             def watched() -> list[Any]:
                 moved = step()
                 left.append(machine.cuda.pending)
                 return moved
 
-            monkeypatch.setattr(llm._scheduler, "step", watched)
+            monkeypatch.setattr(llm.core.scheduler, "step", watched)
             assert isinstance(engine, TrtEngine)
             before = engine.waits
             (output,) = generate(llm, PROMPTS[:1], method="ddtree", tree_budget=16)
@@ -151,7 +151,7 @@ def test_a_single_request_captures_nothing(machine: Machine, options: dict[str, 
         start = len(machine.cuda.log)
         generate(llm, PROMPTS[1:2], **options)
         assert ("capture",) not in machine.cuda.log[start:]
-    engine = open_engine(machine.directory)  # type: ignore[assignment]
+    engine = open_engine(machine.directory)
     assert engine.length(0) == 0 and machine.cuda.log[-1][0] != "capture"
     engine.close()
 

@@ -11,13 +11,20 @@ from engine_builds import PACKAGED
 from fake_trt_engine import LIMITS, PROMPTS, Lowerings, Machine, generate, installed
 
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.device import memory
+from ddtree_trt.device import buffers
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 from ddtree_trt.runtime.llm import LLM
 
 # Another network: other shapes, one layer, a head that is not its embedding.
-OTHER = {"vocab_size": 2048, "hidden_size": 48, "num_layers": 1, "head_dim": 64, "num_heads": 2, "num_kv_heads": 1}
+OTHER: dict[str, Any] = {
+    "vocab_size": 2048,
+    "hidden_size": 48,
+    "num_layers": 1,
+    "head_dim": 64,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+}
 
 
 @pytest.fixture(scope="module", params=["the target itself", "another network"])
@@ -58,7 +65,7 @@ def test_greedy_output_is_that_of_ar(pair: Any) -> None:
     assert [o.outputs[0].token_ids for o in drafted] == [o.outputs[0].token_ids for o in plain]
     engine = llm.engine
     assert isinstance(engine, TrtEngine) and isinstance(engine.drafter, AutoregressiveDrafter)
-    assert not {memory.TAPS, memory.STATES, memory.CONTEXT} & set(engine.layout.sizes), "nobody asks for states"
+    assert not {buffers.TAPS, buffers.STATES, buffers.CONTEXT} & set(engine.layout.sizes), "nobody asks for states"
 
 
 def test_drafted_tokens_are_one_captured_pass_each(pair: Any) -> None:

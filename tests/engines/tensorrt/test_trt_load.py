@@ -18,15 +18,17 @@ from fake_trt_engine import VERSION, Lowerings, Machine, installed
 from safetensors.numpy import load_file
 
 from ddtree_trt import plugins
-from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import FileEntry, Limits, load_manifest
-from ddtree_trt.device import memory
+from ddtree_trt.artifact.number_bytes import decode
+from ddtree_trt.artifact.precisions import PRECISIONS
+from ddtree_trt.artifact.safetensor_header import STORED
+from ddtree_trt.device import buffers
 from ddtree_trt.errors import ArtifactError, DDTreeError, EngineError, MissingDependency
 from ddtree_trt.inspection import inspect_engine
 from ddtree_trt.plugins import library
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
-from ddtree_trt.runtime.engines.tensorrt.opening import _single
 
 LIMITS = Limits(max_seq_len=64, max_batch=2, max_tree_budget=8, prefill_chunk=16)
 
@@ -97,6 +99,7 @@ def test_another_cuda_and_an_old_driver(machine: Machine) -> None:
 @pytest.mark.parametrize("field", ["name", "version", "namespace", "abi"])
 def test_another_plugin(machine: Machine, field: str) -> None:
     plugin = load_manifest(machine.directory).plugin
+    assert plugin is not None
     machine.edit(plugin={**plugin, field: "7"})
     refused(machine, ArtifactError, f"plugin {field} '7'")
 
@@ -215,7 +218,7 @@ def test_one_block_laid_out_before_it_is_allocated(machine: Machine) -> None:
     assert [entry for entry in machine.cuda.log if entry[0] == "malloc"] == [("malloc", layout.total_bytes)]
     ends = [layout.offsets[name] + size for name, size in layout.sizes.items()]
     starts = [*layout.offsets.values(), layout.total_bytes]
-    assert all(start % memory.ALIGNMENT == 0 for start in starts)
+    assert all(start % buffers.ALIGNMENT == 0 for start in starts)
     assert all(end <= start for end, start in zip(ends, starts[1:], strict=True))
     engine.close()
 
@@ -225,7 +228,8 @@ def test_one_block_laid_out_before_it_is_allocated(machine: Machine) -> None:
 )
 def test_a_head_becomes_float32_on_its_way(precision: str, dtype: torch.dtype) -> None:
     values = torch.tensor([0.0, -0.0, 1.0, -1.0078125, 6e-5, 3.0e4, -65280.0, float("inf")]).to(dtype)
-    found = _single(values.view(torch.uint8).numpy().copy(), precision)
+    stored = values.view(torch.uint8).numpy().copy().view(STORED[PRECISIONS[precision].safetensors])
+    found = decode(stored)
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found.view(np.uint32), values.float().numpy().view(np.uint32))
 
@@ -240,10 +244,10 @@ def test_the_head_is_on_the_device_once_more_in_float32(
     assert isinstance(engine, TrtEngine)
     sizes, at = engine.layout.sizes, engine._loaded.addresses
     dims = engine.manifest.target_dims
-    assert sizes[memory.HEAD] == 4 * dims.vocab_size * dims.hidden_size
+    assert sizes[buffers.HEAD] == 4 * dims.vocab_size * dims.hidden_size
     stored = load_file(machine.directory / artifact.SHARED_WEIGHTS)
     assert set(stored) == {"embedding"}
-    head = machine.cuda.device.view(at[memory.HEAD], sizes[memory.HEAD]).view(np.float32)
+    head = machine.cuda.device.view(at[buffers.HEAD], sizes[buffers.HEAD]).view(np.float32)
     np.testing.assert_array_equal(head.reshape(stored["embedding"].shape), stored["embedding"].astype(np.float32))
-    assert engine._loaded.target_tables == {"embedding": at[memory.EMBEDDING], "lm_head": at[memory.HEAD]}
+    assert engine._loaded.target_tables == {"embedding": at[buffers.EMBEDDING], "lm_head": at[buffers.HEAD]}
     engine.close()

@@ -12,7 +12,7 @@ from fake_cuda import FakeCuda
 from fake_trt_engine import PROMPTS, generate
 from real_tensorrt import check_call, cuda_names, real_tensorrt, site
 
-from ddtree_trt.runtime.engines.tensorrt.opening import make_log
+from ddtree_trt.device.tensorrt_library import make_log
 
 # The shipping interfaces
 

@@ -118,11 +118,11 @@ def test_what_a_graph_would_replay_is_all_that_changes(
     with LLM(directory) as llm:
         engine = llm.engine
         assert isinstance(engine, TorchEngine) and isinstance(engine.drafter, BlockDrafter)
-        engine.buckets = buckets(engine.limits.max_tokens_per_pass)
+        engine.target.buckets = buckets(engine.limits.max_tokens_per_pass)
         replayed.clear()
         for options in ({"method": "dflash"}, {"method": "ddtree", "tree_budget": 20}):
             assert outputs(llm, prompts, **options) == plain
-        sizes = {key for graphs, key in replayed if graphs is engine.graphs}
+        sizes = {key for graphs, key in replayed if graphs is engine.target.graphs}
         chain = next(t for t in engine.buckets if t >= engine.manifest.dflash.block_size)
         assert sizes <= {(n, t) for n in (1, 2, 3) for t in (chain, 32)} and (3, 32) in sizes
         assert sum(replayed.values()) > 5 * len(replayed)
@@ -130,7 +130,7 @@ def test_what_a_graph_would_replay_is_all_that_changes(
 
 def test_bf16_is_lossless_up_to_its_rounding(tmp_path: Path) -> None:
     engine = build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", tmp_path / "e", precision="bf16")
-    assert engine.cache.slab.dtype == torch.bfloat16
+    assert engine.target.cache.slab.dtype == torch.bfloat16
     engine.close()
     engine.close()  # again is no error
     settings = CheckSettings(str(tmp_path / "e"), limit=3, max_tokens=32, seeds=0, threads=1)
@@ -145,7 +145,7 @@ def test_an_autoregressive_drafter(tmp_path: Path) -> None:
     target = make_target(tmp_path / "t")
     drafter = make_target(tmp_path / "d", tokenizer=False)
     build_torch_engine(target, drafter, tmp_path / "e").close()
-    params = {"max_tokens": 1 + 5 * 8, "ignore_eos": True}
+    params: dict[str, Any] = {"max_tokens": 1 + 5 * 8, "ignore_eos": True}
     prompt = [5, 9, 2, 40, 7]
     with LLM(tmp_path / "e") as llm:
         (expected,) = llm.generate(prompt, SamplingParams(method="ar", **params))

@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from ddtree_trt.errors import MissingDependency, UsageError
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
-from ddtree_trt.runtime.engines.torch import flash as torch_flash
 from ddtree_trt.runtime.engines.torch.attention import DenseAttention, KernelAttention, Scratch
 from ddtree_trt.runtime.engines.torch.flash import OPTION, find_flash
 
@@ -69,7 +68,7 @@ def install(monkeypatch: pytest.MonkeyPatch, function: Any) -> None:
 
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(torch_flash.importlib, "import_module", import_module)
+    monkeypatch.setattr("importlib.import_module", import_module)
 
 
 @pytest.mark.parametrize("mode", [MaskMode.CAUSAL, MaskMode.NONE])
@@ -81,13 +80,13 @@ def test_flash_attention_takes_passes_without_a_tree(
     if option:
         monkeypatch.setenv(OPTION, option)
     tensors, place = case(6)
-    copies = [t.clone() for t in tensors]
-    expected = DenseAttention()(*copies, place, mode, 0.25)  # type: ignore[arg-type]
+    q, k, v, cache_k, cache_v = (t.clone() for t in tensors)
+    expected = DenseAttention()(q, k, v, cache_k, cache_v, place, mode, 0.25)
     flash = find_flash(CPU, torch.float32, 16)
     assert flash is flash_attn_with_kvcache
-    found = KernelAttention(Scratch(0, CPU), flash)(*tensors, place, mode, 0.25)  # type: ignore[arg-type]
+    found = KernelAttention(Scratch(0, CPU), flash)(*tensors, place, mode, 0.25)
     torch.testing.assert_close(found, expected)
-    for tensor, copy in zip(tensors[3:], copies[3:], strict=True):
+    for tensor, copy in zip(tensors[3:], (cache_k, cache_v), strict=True):
         assert torch.equal(tensor, copy)
 
 

@@ -13,16 +13,19 @@ from plugin_libraries import torch_operators
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddtree_trt.artifact.manifest import Limits, TransformerDims
+from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.bench.pairs.random_pair import find_shape
 from ddtree_trt.bench.pairs.random_torch import random_torch_engine
 from ddtree_trt.errors import MissingDependency
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import MaskMode, reference
+from ddtree_trt.plugins.operators import OPERATORS
 from ddtree_trt.runtime.engines.base import DraftRequest
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
 from ddtree_trt.runtime.engines.torch.attention import DenseAttention
 from ddtree_trt.runtime.engines.torch.graphs import Download, Upload
 from ddtree_trt.runtime.engines.torch.pointwise import KernelMath, PlainMath, rotary_tables
+from ddtree_trt.runtime.engines.torch.target import SlotClaims
 
 CPU = torch.device("cpu")
 
@@ -31,11 +34,11 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_dense_attention_is_the_reference(mode: MaskMode, tokens: int) -> None:
     tensors, place = case(tokens)
-    arrays = [t.numpy().copy() for t in tensors]
+    q, k, v, past_k, past_v = (t.numpy().copy() for t in tensors)
     assert place.mask is not None
-    control = [t.numpy() for t in (place.slots, place.past, place.mask)]
-    expected, keys, values = reference.attention(*arrays, *control, mode, 0.3)  # type: ignore[call-arg]
-    found = DenseAttention()(*tensors, place, mode, 0.3)  # type: ignore[arg-type]
+    slots, past, mask = (t.numpy() for t in (place.slots, place.past, place.mask))
+    expected, keys, values = reference.attention(q, k, v, past_k, past_v, slots, past, mask, mode, 0.3)
+    found = DenseAttention()(*tensors, place, mode, 0.3)
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
     np.testing.assert_array_equal(tensors[3].numpy(), keys)
     np.testing.assert_array_equal(tensors[4].numpy(), values)
@@ -78,10 +81,11 @@ def test_the_kernels_split_and_turn(operators: None, precision: str, heads: tupl
     dims = TransformerDims(8, 8, 1, q_heads, kv_heads, size, 8, 1e-6, 1e4, 64)
     tables = rotary_tables(dims, 50, CPU)
     qkv = torch.randn(2, 3, (q_heads + 2 * kv_heads) * size).to(dtype)
-    norms = [torch.rand(size).to(dtype) + 0.5 for _ in range(2)]
+    q_norm, k_norm = (torch.rand(size).to(dtype) + 0.5 for _ in range(2))
     positions = torch.tensor([[0, 7, 49], [3, 3, 31]], dtype=torch.int32)
-    found = KernelMath().split_qkv(qkv, *norms, tables, positions, 1e-6, q_heads)
-    exact = PlainMath().split_qkv(qkv.double(), *(n.double() for n in norms), tables.double(), positions, 1e-6, q_heads)
+    found = KernelMath().split_qkv(qkv, q_norm, k_norm, tables, positions, 1e-6, q_heads)
+    wide, wide_tables = (qkv.double(), q_norm.double(), k_norm.double()), tables.double()
+    exact = PlainMath().split_qkv(*wide, wide_tables, positions, 1e-6, q_heads)
     for part, (x, expected) in enumerate(zip(found, exact, strict=True)):
         assert x.is_contiguous() and x.shape == expected.shape
         if part == 2:
@@ -132,7 +136,7 @@ def test_a_library_of_before_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
         pass
 
     def load(path: str) -> None:
-        for name in torch_attention.OPERATORS[:-1]:
+        for name in OPERATORS[:-1]:
             setattr(namespace, name, None)
 
     namespace = Namespace()
@@ -141,6 +145,17 @@ def test_a_library_of_before_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(torch_attention, "find", lambda name: tmp_path / name)
     with pytest.raises(MissingDependency, match="older than this version: no swiglu; run `make plugins`"):
         torch_attention.load_operators()
+
+
+def test_a_later_claim_of_a_slot_ends_an_earlier_one() -> None:
+    claims = SlotClaims(3)
+    first = claims.take([0, 1])
+    other = claims.take([2])
+    assert claims.holds(first, [0, 1]) and claims.holds(other, [2])
+    assert not claims.holds(first, [2]) and not claims.holds(first, [0, 2])
+    second = claims.take([1, 2])
+    assert claims.holds(second, [1, 2]) and claims.holds(first, [0])
+    assert not claims.holds(first, [0, 1]) and not claims.holds(other, [2])
 
 
 def test_equal_shapes_go_up_to_equal_addresses() -> None:

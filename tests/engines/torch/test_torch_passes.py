@@ -128,7 +128,7 @@ def test_padding_changes_nothing(tmp_path: Path) -> None:
     """The padded sizes of a GPU, on the CPU: logits, states told to the drafter and later rounds are the truth's."""
     target, drafter = make_pair(tmp_path, max_positions=512)
     engine = build_torch_engine(target, drafter, tmp_path / "engine", max_batch=2)
-    engine.buckets = buckets(engine.limits.max_tokens_per_pass)
+    engine.target.buckets = buckets(engine.limits.max_tokens_per_pass)
     truth = Truth(target, engine.manifest.dflash.tap_layers)
     followers = [Follower(engine, slot, truth) for slot in range(2)]
     rng = np.random.default_rng(2)
@@ -155,7 +155,7 @@ def test_a_single_sequence_finds_every_graph_captured(engine: TorchEngine, monke
     monkeypatch.setattr(Graphs, "run", record)
     limits, device = engine.limits, engine.device
     sizes = buckets(limits.max_tokens_per_pass)
-    monkeypatch.setattr(engine, "buckets", sizes)
+    monkeypatch.setattr(engine.target, "buckets", sizes)
     engine.warm_up()
     assert not captured  # a CPU captures nothing
     monkeypatch.setattr(engine, "device", torch.device("cuda"))
@@ -163,7 +163,7 @@ def test_a_single_sequence_finds_every_graph_captured(engine: TorchEngine, monke
     monkeypatch.setattr(engine, "device", device)
     before = set(captured)
     largest = next(size for size in sizes if size > limits.max_tree_budget)
-    assert {key for graphs, key in captured if graphs == id(engine.graphs)} == {
+    assert {key for graphs, key in captured if graphs == id(engine.target.graphs)} == {
         (1, size) for size in sizes if size <= largest
     }
     assert not any(engine.length(slot) or engine.draftable_length(slot) for slot in range(limits.max_batch))
@@ -191,7 +191,7 @@ def test_the_kernels_are_called_right(tmp_path: Path, monkeypatch: pytest.Monkey
         "ddtree_trt.runtime.engines.torch.engine.attention_for", lambda *given: KernelAttention(given[-1])
     )
     kernels = open_engine(tmp_path / "e")
-    assert isinstance(kernels, TorchEngine) and kernels.cache._kernels
+    assert isinstance(kernels, TorchEngine) and kernels.target.kernels
     rng = np.random.default_rng(1)
     for engine in (plain, kernels):
         fill(engine, (9, 70))
@@ -222,7 +222,7 @@ def test_greedy_decoding_reads_no_logits(engine: TorchEngine, monkeypatch: pytes
 
         return LazyRows(*logits.shape, fetch)
 
-    monkeypatch.setattr("ddtree_trt.runtime.engines.torch.engine._readable", lazy)
+    monkeypatch.setattr("ddtree_trt.runtime.engines.torch.target.readable", lazy)
     for logprobs, expected in ((None, [1]), (1, [1] * 20)):
         params = SamplingParams(max_tokens=20, ignore_eos=True, method="ddtree", tree_budget=8, logprobs=logprobs)
         fetched.clear()

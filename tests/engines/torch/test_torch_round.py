@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +26,11 @@ from ddtree_trt.device.buckets import buckets
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins import reference as plugin_reference
 from ddtree_trt.runtime.decoding.noise import Noise
-from ddtree_trt.runtime.engines.base import RoundRequest
+from ddtree_trt.runtime.engines.base import DraftRequest, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
 from ddtree_trt.runtime.engines.torch.attention import KernelAttention
+from ddtree_trt.runtime.engines.torch.device_round import DeviceRound
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.noise import gumbel
 from ddtree_trt.runtime.engines.torch.round_ops import HostOps, KernelOps
@@ -35,6 +38,7 @@ from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text.codec import TextCodec
+from ddtree_trt.runtime.tree import token_chain
 
 TOKENS = 50
 
@@ -122,7 +126,7 @@ def test_the_engine_goes_on_where_rounds_stopped(
 ) -> None:
     """Rounds launched in vain leave no trace: what comes after a flight was left, also in the middle of a round's
     tokens, is what one long run says. Another slot, and rounds of two slots, in between."""
-    monkeypatch.setattr("ddtree_trt.runtime.engines.torch.flight.AHEAD", ahead)
+    monkeypatch.setattr("ddtree_trt.runtime.engines.torch.rounds.AHEAD", ahead)
     budget, outputs = expected
     bonus = prefill(engine, prompts[:2])
     said, other = [bonus[0]], [bonus[1]]
@@ -156,7 +160,7 @@ def test_padding_changes_nothing(engine: TorchEngine, prompts: list[Any], monkey
     """The sizes of a GPU: trees of 3, 16 and 40 nodes in passes of 4, 32 and 48 tokens, which other budgets share."""
     assert engine.rounds is not None
     expected = [decode(engine, prefill(engine, prompts[:1]), 20, budget=budget) for budget in (3, 16, 40)]
-    engine.buckets = buckets(engine.limits.max_tokens_per_pass)
+    engine.target.buckets = buckets(engine.limits.max_tokens_per_pass)
     found = [decode(engine, prefill(engine, prompts[:1]), 20, budget=budget) for budget in (3, 16, 40)]
     assert found == expected
     made = [engine.rounds.made_for([RoundRequest(0, 0, budget)]) for budget in (3, 16, 17, 31, 40)]
@@ -168,7 +172,7 @@ def test_rounds_go_on_to_the_slots_end(engine: TorchEngine, prompts: list[Any]) 
     (bonus,) = prefill(engine, prompts[:1])
     with pytest.raises(EngineError, match="cache rows, 17 more do not fit"):
         decode(engine, [bonus], 10_000)
-    rows, block = engine.cache.rows, engine.manifest.dflash.block_size
+    rows, block = engine.target.cache.rows, engine.manifest.dflash.block_size
     assert engine.limits.max_seq_len <= rows - 17 - block < engine.length(0) <= rows
 
 
@@ -221,9 +225,9 @@ def test_logits_lie_where_the_engine_has_room_for_them(
 ) -> None:
     """Nothing that a pass writes is larger, and the memory plan counts it once."""
     bonus = prefill(engine, prompts[:2])
-    engine.logits.fill_(torch.nan)
+    engine.target.logits.fill_(torch.nan)
     decode(engine, bonus, 1, temperature=temperature)
-    assert torch.isfinite(engine.logits[: 2 * 17]).all()
+    assert torch.isfinite(engine.target.logits[: 2 * 17]).all()
 
 
 def test_forced_rounds_commit_what_is_forced(engine: TorchEngine, prompts: list[Any]) -> None:
@@ -245,8 +249,63 @@ def test_forced_rounds_commit_what_is_forced(engine: TorchEngine, prompts: list[
     assert engine.length(0) == length + len(result.tokens)
     assert length == len(prompts[0]) + len(plain[0].tokens) + 18
     forced.close()
-    assert forced not in engine.flights and engine.rounds in engine.flights
+    closed = weakref.ref(forced)
+    del forced
+    gc.collect()
+    assert closed() is None, "the engine keeps no rounds but its own"
+    assert engine.rounds.round([replace(expected, bonus_token=result.tokens[-1])])[0].tokens
     assert "forced" not in {field.name for field in fields(RoundRequest)}
+
+
+def test_closing_gives_the_memory_back_at_once(engine: TorchEngine, prompts: list[Any]) -> None:
+    """Rounds of its own and forced ones hold nothing that only a garbage collection would free."""
+    forced = ForcedEngine(engine, 3)
+    assert forced.rounds is not None
+    (bonus,) = prefill(engine, prompts[:1])
+    decode(engine, [bonus], 4)
+    forced.rounds.round([RoundRequest(0, bonus, 16)])
+    held = [weakref.ref(t) for t in (engine.target.cache.slab, engine.target.logits, engine.target.network.embedding)]
+    gc.disable()
+    try:
+        forced.close()
+        assert [h() for h in held] == [None] * len(held)
+    finally:
+        gc.enable()
+
+
+OTHER_WORK: dict[str, Callable[[TorchEngine], Any]] = {
+    "truncate": lambda engine: engine.truncate(0, engine.length(0)),
+    "prefill": lambda engine: engine.prefill(0, np.array([9]), rows="none", taps=True),
+    "draft": lambda engine: engine.draft([DraftRequest(0, 9, 4, 4, lambda *_: pytest.fail("draws nothing"))]),
+    "verify": lambda engine: engine.verify([VerifyRequest(0, token_chain(np.array([9, 8])))]),
+    "rounds": lambda engine: ForcedRounds(engine, 3).round([RoundRequest(0, 9, 16)]),
+}
+
+
+@pytest.mark.parametrize("work", OTHER_WORK)
+def test_other_work_on_a_slot_ends_its_flight(
+    engine: TorchEngine, prompts: list[Any], work: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next round begins from the host's counts; work on another slot changes nothing."""
+    assert engine.rounds is not None
+    starts: list[DeviceRound] = []
+    start = DeviceRound.start
+
+    def record(self: DeviceRound, requests: Any) -> None:
+        starts.append(self)
+        start(self, requests)
+
+    (bonus,) = prefill(engine, prompts[:1])
+    own = engine.rounds.made_for([RoundRequest(0, bonus, 16)])
+    monkeypatch.setattr(DeviceRound, "start", record)
+    for _ in range(2):
+        (result,) = engine.rounds.round([RoundRequest(0, bonus, 16)])
+        bonus = result.tokens[-1]
+        engine.prefill(1, np.array([7, 8]), rows="none", taps=True)
+    assert starts.count(own) == 1
+    OTHER_WORK[work](engine)
+    engine.rounds.round([RoundRequest(0, bonus, 16)])
+    assert starts.count(own) == 2
 
 
 @given(seed=st.integers(0, 10_000), sizes=st.lists(st.integers(1, 70), min_size=1, max_size=3))
@@ -270,7 +329,8 @@ def test_the_hosts_operators_are_the_reference(seed: int, sizes: list[int]) -> N
         np.testing.assert_array_equal(mask[n].numpy(), plugin_reference.packed_mask(parents[n], words))
         nodes = plugin_reference.walk(parents[n], token_ids[n], choices[n], size)
         assert path[n].tolist() == [*nodes, *[-1] * (tokens - len(nodes))]
-        assert (lengths[n], following[n], new_past[n]) == (len(nodes), choices[n, nodes[-1]], past[n] + len(nodes))
+        found = (int(lengths[n]), int(following[n]), int(new_past[n]))
+        assert found == (len(nodes), choices[n, nodes[-1]], past[n] + len(nodes))
 
 
 def test_rounds_on_the_kernels(
@@ -287,7 +347,7 @@ def test_rounds_on_the_kernels(
     found = {}
     for way in ("device", "host"):
         engine = open_engine(tmp_path / "e")
-        assert isinstance(engine, TorchEngine) and engine.kernels
+        assert isinstance(engine, TorchEngine) and engine.target.kernels
         assert engine.rounds is not None
         rounds = engine.rounds.made_for([RoundRequest(0, 0, 16)])
         assert isinstance(rounds._ops, KernelOps)

@@ -6,7 +6,8 @@ import hashlib
 import re
 from pathlib import Path
 
-from ddtree_trt.artifact.manifest import load_manifest, verify_files
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 
 

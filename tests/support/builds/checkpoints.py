@@ -15,10 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ddtree_trt.artifact.manifest import DrafterDims, TransformerDims
-from ddtree_trt.bench.pairs.random_pair import shape_entries
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD, drafter_shapes, load_checkpoint, target_shapes
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.errors import CheckpointError
+from ddtree_trt.models.decoder import BIAS, EMBEDDING, HEAD, TransformerDims
+from ddtree_trt.models.drafters import dflash
+from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.families import QWEN3, Family
+from ddtree_trt.models.pairs import checkpoint_shapes
 
 TARGET_DIMS = TransformerDims(
     vocab_size=96,
@@ -47,16 +50,18 @@ def make_target(
     seed: int = 0,
     tokenizer: bool = True,
     config: Mapping[str, Any] | None = None,
+    family: Family = QWEN3,
     **dims: Any,
 ) -> Path:
-    """Write a Qwen3 target (or, without a tokenizer, an autoregressive drafter) and return its directory.
+    """Write a target (or, without a tokenizer, an autoregressive drafter) and return its directory.
 
     `dims` are fields of TransformerDims that differ from TARGET_DIMS; `config` overrides entries of config.json, where
     None removes one.
     """
-    shape = TransformerDims(**{**vars(TARGET_DIMS), **dims})
-    write_config(path, {**_config(shape), "architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": tied}, config)
-    weights = random_weights(target_shapes(shape, tied=tied), seed)
+    shape = TransformerDims(**{**vars(TARGET_DIMS), **family.switches, **dims})
+    entries = {**_config(shape, family), "architectures": [family.architecture], "tie_word_embeddings": tied}
+    write_config(path, entries, config)
+    weights = random_weights(checkpoint_shapes(shape, tied=tied), seed)
     write_weights(path, weights, dtype=dtype, shards=shards)
     if tokenizer:
         make_tokenizer(path, shape.vocab_size)
@@ -70,26 +75,22 @@ def make_drafter(
     shards: int = 1,
     seed: int = 1,
     config: Mapping[str, Any] | None = None,
+    family: Family = QWEN3,
     **dims: Any,
 ) -> Path:
     """Write a DFlash drafter and return its directory. `dims` are fields of DrafterDims; two layers by default."""
-    shape = DrafterDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, "num_layers": 2, **dims})
-    dflash = {"mask_token_id": shape.mask_token_id, "target_layer_ids": list(shape.tap_layers)}
-    entries = {
-        **_config(shape),
-        "architectures": ["DFlashDraftModel"],
-        "block_size": shape.block_size,
-        "num_target_layers": shape.num_target_layers,
-        "dflash_config": dflash,
-    }
-    write_config(path, entries, config)
-    write_weights(path, random_weights(drafter_shapes(shape), seed), dtype=dtype, shards=shards)
+    shape = DrafterDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, "num_layers": 2, **family.switches, **dims})
+    write_config(path, {**_config(shape, family), **dflash.config_entries(shape)}, config)
+    weights = random_weights(checkpoint_shapes(shape, tied=False), seed)
+    write_weights(path, weights, dtype=dtype, shards=shards)
     return path
 
 
-def make_pair(path: Path, *, dtype: str = "fp32", tied: bool = True, **dims: Any) -> tuple[Path, Path]:
+def make_pair(
+    path: Path, *, dtype: str = "fp32", tied: bool = True, family: Family = QWEN3, **dims: Any
+) -> tuple[Path, Path]:
     """A target and a DFlash drafter that fits it: the directories `target` and `drafter` below `path`."""
-    target = make_target(path / "target", dtype=dtype, tied=tied, **dims)
+    target = make_target(path / "target", dtype=dtype, tied=tied, family=family, **dims)
     shape = TransformerDims(**{**vars(TARGET_DIMS), **dims})
     last = shape.num_layers - 1
     extra = {
@@ -97,11 +98,11 @@ def make_pair(path: Path, *, dtype: str = "fp32", tied: bool = True, **dims: Any
         "num_target_layers": shape.num_layers,
         "mask_token_id": shape.vocab_size - 1,
     }
-    return target, make_drafter(path / "drafter", dtype=dtype, **{**dims, "num_layers": 2, **extra})
+    return target, make_drafter(path / "drafter", dtype=dtype, family=family, **{**dims, "num_layers": 2, **extra})
 
 
-def _config(dims: TransformerDims) -> dict[str, Any]:
-    return {**shape_entries(dims), "eos_token_id": STOP_TOKEN}
+def _config(dims: TransformerDims, family: Family) -> dict[str, Any]:
+    return {**family.config_entries(dims), "eos_token_id": STOP_TOKEN}
 
 
 def write_config(path: Path, entries: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> None:
@@ -122,7 +123,9 @@ def random_weights(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str
     weights = {}
     for name, shape in shapes.items():
         values = rng.standard_normal(shape, np.float32)
-        if len(shape) == 1:
+        if name.endswith(BIAS):
+            values *= 0.5
+        elif len(shape) == 1:
             # A norm; queries are stretched so that attention is not flat.
             values = (1.5 if "q_norm" in name else 1.0) + 0.1 * values
         else:
@@ -156,7 +159,7 @@ def write_weights(path: Path, weights: Mapping[str, np.ndarray], *, dtype: str, 
     if shards == 1:
         write_safetensors(path / "model.safetensors", weights, dtype)
         return
-    placed = {}
+    placed: dict[str, str] = {}
     for i in range(shards):
         names = list(weights)[i::shards]
         file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
@@ -169,7 +172,7 @@ def make_tokenizer(path: Path, vocab_size: int) -> None:
     """A word-level tokenizer whose words are t0, t1, …: enough for everything but real text."""
     path.mkdir(parents=True, exist_ok=True)
     vocabulary = {f"t{i}": i for i in range(vocab_size)}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

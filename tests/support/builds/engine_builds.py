@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 import ddtree_trt
-from ddtree_trt.artifact.manifest import installed_versions, load_manifest, verify_files
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.toolchain import installed_versions
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine

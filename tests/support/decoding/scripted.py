@@ -9,20 +9,23 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 from scripted_models import Array, Drafter, Target
 
-from ddtree_trt.artifact.manifest import CheckpointIdentity, DrafterDims, Limits, Manifest, TransformerDims
+from ddtree_trt.artifact.manifest import CheckpointIdentity, Limits, Manifest
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.decoding.budget import FixedBudget
-from ddtree_trt.runtime.decoding.methods import default_budget, resolve_method
+from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
+from ddtree_trt.runtime.decoding.routing import Route
 from ddtree_trt.runtime.decoding.sampling import Sampler
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Engine, LogitRows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.base import DeviceRounds, Draft, DraftRequest, Engine, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.sequence import Sequence as Completion
-from ddtree_trt.runtime.text.codec import TextStream
+from ddtree_trt.runtime.text.codec import TextCodec, TextStream
 from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 Kind = Literal["dflash", "autoregressive"]
@@ -48,7 +51,9 @@ class _Slot:
 class ScriptedEngine:
     """See the module. `fail` is called before every verb's work with (verb, slots) and may raise."""
 
-    threads, rounds, buckets = 1, None, None
+    threads = 1
+    rounds: DeviceRounds | None = None
+    buckets: Sequence[int] | None = None
 
     def __init__(
         self,
@@ -92,7 +97,7 @@ class ScriptedEngine:
         (verdict,) = self._pass("prefill", [VerifyRequest(slot, tree)])
         self._keep(slot, np.arange(size), taps)
         first = {"all": 0, "last": size - 1, "none": size}[rows]
-        return Verdict(verdict.choices[first:], verdict.logits[first:])
+        return Verdict(verdict.choices[first:], np.asarray(verdict.logits)[first:])
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         slots = [r.slot for r in requests]
@@ -124,11 +129,11 @@ class ScriptedEngine:
         return [self._draft(r) for r in requests]
 
     def _draft(self, request: DraftRequest) -> Draft:
-        state, dims = self._slots[request.slot], self.manifest.drafter_dims
+        state, kind = self._slots[request.slot], self.manifest.drafting
         assert state.known == len(state.tokens), "drafting needs the states of every committed token"
         context = [*state.tokens, request.bonus_token]
-        if isinstance(dims, DrafterDims):
-            return Draft(*_most_probable(self.drafter.block(context, dims.block_size - 1), request.top_k))
+        if kind.at_once:
+            return Draft(*_most_probable(self.drafter.block(context, kind.longest_draft), request.top_k))
         rows, drawn = [], []
         for depth in range(request.length):
             rows.append(_most_probable(self.drafter.block(context, 1), request.top_k))
@@ -220,19 +225,19 @@ def completion(
     prompt: Sequence[int],
     params: SamplingParams,
     *,
-    codec: Letters | None = None,
+    codec: Letters | TextCodec | None = None,
     eos: Sequence[int] = (),
     index: int = 0,
     sampler: type[Sampler] = Sampler,
 ) -> Completion:
     """A sequence as `requests` makes it; where it would choose budgets by costs, whole blocks or chains of CHAIN."""
     manifest, stops = engine.manifest, frozenset(() if params.ignore_eos else eos)
-    params = replace(params, method=resolve_method(params.method, manifest.drafter_kind))
+    params = replace(params, method=resolve_method(params.method, manifest.drafter_kind).name)
     budget = params.tree_budget
     if budget == "auto":
-        budget = default_budget(params.method, manifest.drafter_dims)
+        budget = METHODS[params.method].default_budget(manifest.drafting)
         if budget is None:
-            budget = manifest.dflash.block_size - 1 if manifest.drafter_kind == "dflash" else CHAIN
+            budget = manifest.drafting.longest_draft if manifest.drafting.at_once else CHAIN
     return Completion(
         index=index,
         prompt=list(prompt),
@@ -243,12 +248,13 @@ def completion(
             params, manifest.target_dims.vocab_size, list(prompt), stops | set(params.stop_token_ids), index
         ),
         stream=TextStream(
-            codec or Letters(),
+            cast(TextCodec, codec or Letters()),
             params.stop,
             skip_special_tokens=params.skip_special_tokens,
             keep_stop=params.include_stop_str_in_output,
         ),
         budget=FixedBudget(budget),
+        route=Route("a scripted engine has no rounds of its own"),
     )
 
 

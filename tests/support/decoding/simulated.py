@@ -145,7 +145,8 @@ class Machine:
     def run(self, requests: Iterable[Request]) -> list[Spent]:
         """The requests one after the other, or `slots` of them side by side; what each took of the machine."""
         waiting = [Decoding(r, self.auto.for_sequence(), self.auto.costs, chains=self._chains) for r in requests]
-        everyone, running = list(waiting), []
+        everyone = list(waiting)
+        running: list[Decoding] = []
         while waiting or running:
             while waiting and len(running) < self.slots:
                 running.append(waiting.pop(0))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
-from ddtree_trt.runtime.engines.torch.flight import TorchRounds
+from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 from scipy.stats import chi2
@@ -15,6 +15,8 @@ from ddtree_trt.runtime.params import SamplingParams
 # Every statistical test here fails on a right implementation with this probability at most. Seeds are fixed, so a test
 # that passes keeps passing; the level says how sure a failure is to be a fault.
 FALSE_ALARM = 1e-6
+
+Outcome = TypeVar("Outcome")
 
 
 def distribution(
@@ -70,7 +72,7 @@ def joint(
     return found
 
 
-def chi_square(counts: Counter[tuple[int, ...]], expected: Mapping[tuple[int, ...], float]) -> float:
+def chi_square(counts: Mapping[Outcome, int], expected: Mapping[Outcome, float]) -> float:
     """p-value of draws against their exact distribution. Outcomes expected fewer than five times are pooled; one that
     cannot happen is a certain failure."""
     draws = sum(counts.values())
@@ -79,10 +81,10 @@ def chi_square(counts: Counter[tuple[int, ...]], expected: Mapping[tuple[int, ..
     seen, wanted, rest_seen, rest_wanted = [], [], 0, 0.0
     for outcome, p in expected.items():
         if p * draws >= 5:
-            seen.append(counts[outcome])
+            seen.append(counts.get(outcome, 0))
             wanted.append(p * draws)
         else:
-            rest_seen += counts[outcome]
+            rest_seen += counts.get(outcome, 0)
             rest_wanted += p * draws
     if rest_wanted >= 5:
         seen.append(rest_seen)

@@ -13,12 +13,18 @@ N, SLOTS, S, HQ, HKV, D = 2, 3, 40, 4, 2, 16
 PAST, SLOT_IDS = (7, 20), (2, 0)
 
 
-def case(tokens: int) -> tuple[list[Tensor], Place]:
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def case(tokens: int) -> tuple[Inputs, Place]:
     """q, k, v and caches in float32, and a random tree's mask."""
     generator = torch.Generator().manual_seed(tokens)
-    shapes = [(N, tokens, HQ, D), *[(N, tokens, HKV, D)] * 2, *[(SLOTS, HKV, S, D)] * 2]
+    new, cache = (N, tokens, HKV, D), (SLOTS, HKV, S, D)
     rng = np.random.default_rng(tokens)
     parents = np.array([[-1, *(rng.integers(0, i) for i in range(1, tokens))] for _ in range(N)], np.int32)
     mask = torch.from_numpy(np.stack([reference.packed_mask(p) for p in parents]))
     place = Place(torch.tensor(SLOT_IDS, dtype=torch.int32), torch.tensor(PAST, dtype=torch.int32), mask)
-    return [torch.randn(shape, generator=generator) for shape in shapes], place
+    q, k, v, cache_k, cache_v = (
+        torch.randn(shape, generator=generator) for shape in ((N, tokens, HQ, D), new, new, cache, cache)
+    )
+    return (q, k, v, cache_k, cache_v), place

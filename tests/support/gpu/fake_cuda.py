@@ -115,7 +115,7 @@ class FakeCuda:
             return lambda *_: (status, *([None] if name != "cudaStreamSynchronize" else []))
         return found
 
-    def cudaGetErrorString(self, status: cudaError_t) -> tuple[Any, ...]:
+    def cudaGetErrorString(self, status: IntEnum) -> tuple[Any, ...]:
         return cudaError_t.cudaSuccess, f"words for {int(status)}".encode()
 
     def cudaGetDeviceCount(self) -> tuple[Any, ...]:
@@ -198,7 +198,7 @@ class FakeCuda:
         self.enqueue(work, name, size)
         return (cudaError_t.cudaSuccess,)
 
-    def cudaStreamBeginCapture(self, stream: int, mode: cudaStreamCaptureMode) -> tuple[Any, ...]:
+    def cudaStreamBeginCapture(self, stream: int, mode: IntEnum) -> tuple[Any, ...]:
         assert self.capturing is None
         self.capturing = []
         self.log.append(("capture",))

@@ -21,7 +21,7 @@ from real_tensorrt import check_call, real_tensorrt
 
 from ddtree_trt.plugins import ATTENTION, NAMESPACE, VERSION, library
 
-_TYPES = {
+_TYPES: dict[int, str] = {
     TensorProto.FLOAT: "FLOAT",
     TensorProto.FLOAT16: "HALF",
     TensorProto.BFLOAT16: "BF16",
@@ -88,8 +88,8 @@ class FakeTensorRt:
     def _load_library(self, path: str) -> object | None:
         if library.abi_of(Path(path)) is None:
             return None
-        wanted = {"name": ATTENTION, "plugin_version": VERSION, "plugin_namespace": NAMESPACE}
-        self.creators.append(self._stand("IPluginCreatorV3One", **wanted))
+        creator = self._stand("IPluginCreatorV3One", name=ATTENTION, plugin_version=VERSION, plugin_namespace=NAMESPACE)
+        self.creators.append(creator)
         return object()
 
     def _builder(self, logger: Any) -> Stand:

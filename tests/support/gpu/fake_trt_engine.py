@@ -26,8 +26,11 @@ from lowered import Lowered, LoweredPair
 from plugin_libraries import emulated_kernels
 
 from ddtree_trt import plugins
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import TOKENIZER_FILES, FileEntry, Limits, Manifest, load_manifest
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.files import TOKENIZER_FILES
+from ddtree_trt.artifact.manifest import FileEntry, Limits, Manifest, load_manifest
+from ddtree_trt.artifact.precisions import PrecisionName
+from ddtree_trt.artifact.progress import no_progress
 from ddtree_trt.build.backends.tensorrt.backend import write_shared
 from ddtree_trt.build.backends.tensorrt.profiles import drafter_sizes, target_sizes
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
@@ -88,7 +91,7 @@ class FakeTrt:
         self.loaded.append(path)
         return object()
 
-    def Runtime(self, log: ILogger) -> Any:
+    def Runtime(self, log: Any) -> Any:
         def deserialize_cuda_engine(buffer: Any) -> Any:
             assert self.loaded, "plugins come before the plans that use them"
             plan = bytes(buffer)
@@ -238,14 +241,16 @@ class Lowerings:
     """Engine directories of one pair, in one precision, as they would be built; lowered once, opened any number of
     times."""
 
-    def __init__(self, folder: Path, target: Path, drafter: Path, like: Path, limits: Limits, precision: str) -> None:
+    def __init__(
+        self, folder: Path, target: Path, drafter: Path, like: Path, limits: Limits, precision: PrecisionName
+    ) -> None:
         """`like` is an engine directory of the same pair whose tokenizer and stop tokens are taken."""
         self._folder, self._like, self._limits, self._precision = folder, like, limits, precision
         self._machines = 0
         self._target, self._drafter = load_checkpoint(target), load_checkpoint(drafter)
         self.pair = LoweredPair(folder / "graphs", self._target, self._drafter, limits, FLOATS[precision])
-        if target.is_relative_to(PACKAGED) and self.pair.block:
-            assert self.pair.block.block_size == BLOCK
+        if target.is_relative_to(PACKAGED) and self.pair.kind.at_once:
+            assert self.pair.kind.block_size == BLOCK
 
     def machine(self) -> Machine:
         """Another machine, with an engine directory of its own."""
@@ -257,12 +262,10 @@ class Lowerings:
         plugin_library.write_bytes(b"plugins")
         (folder / artifact.TARGET_PLAN).write_bytes(b"the target's plan")
         (folder / artifact.DRAFTER_PLAN).write_bytes(b"the drafter's plan")
-        precision: Any = self._precision
-        write_shared(folder / artifact.SHARED_WEIGHTS, self._target, self._drafter, precision, artifact.no_progress)
-        sizes, block = target_sizes(self._limits), self.pair.block
-        drafter_ranges = drafter_sizes(self._limits, block.block_size) if block else sizes
+        write_shared(folder / artifact.SHARED_WEIGHTS, self._target, self._drafter, self._precision, no_progress)
+        drafter_ranges = drafter_sizes(self._limits, self.pair.kind.block_size)
         engines = {
-            b"the target's plan": FakeEngine("target", self.pair.target, sizes),
+            b"the target's plan": FakeEngine("target", self.pair.target, target_sizes(self._limits)),
             b"the drafter's plan": FakeEngine("drafter", self.pair.drafter, drafter_ranges),
         }
         manifest = self._manifest(folder, plugin_library, engines.values())

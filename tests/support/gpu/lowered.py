@@ -17,12 +17,14 @@ from onnx import FunctionProto, ModelProto
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, TransformerDims
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD, Checkpoint
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.build.checkpoint.reader import Checkpoint
+from ddtree_trt.build.graph.drafters import build_drafter
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
-from ddtree_trt.build.graph.networks import build_drafter_graph, build_target_graph
+from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.ops import OPSET
 from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.plugins.reference import compact, packed_mask
 from ddtree_trt.runtime.tree import TokenTree, token_chain
@@ -193,32 +195,22 @@ class LoweredPair:
 
     def __init__(self, folder: Path, target: Checkpoint, drafter: Checkpoint, limits: Limits, floats: str) -> None:
         folder.mkdir()
-        dims, tied = drafter.dims, target.tie_word_embeddings
-        block = dims if isinstance(dims, DrafterDims) else None
+        kind, tied = drafter.kind, target.tie_word_embeddings
         with WeightFile(folder / "weights.bin") as sink:
             graph = build_target_graph(
                 TensorRtGraph("target", sink, floats),
                 target.dims,
                 target.tensor,
-                tap_layers=block.tap_layers if block else (),
+                tap_layers=kind.tap_layers,
                 limits=limits,
                 tied=tied,
                 quantized=target,
             )
-            g, own = TensorRtGraph("drafter", sink, floats), drafter.tensor
-            if block:
-                drafter_graph = build_drafter_graph(
-                    g, block, own, target_weights=target.tensor, target_tied=tied, limits=limits
-                )
-            else:
-                own_tied = drafter.tie_word_embeddings
-                drafter_graph = build_target_graph(
-                    g, dims, own, tap_layers=(), limits=limits, tied=own_tied, prefix="drafter."
-                )
-        self.block, self.words = block, -(-limits.max_tokens_per_pass // 32)
+            drafter_graph = build_drafter(TensorRtGraph("drafter", sink, floats), drafter, target, limits)
+        self.kind, self.words = kind, -(-limits.max_tokens_per_pass // 32)
         self.target = Lowered(folder / "target.onnx", graph, MaskMode.TREE, target.dims, limits)
-        mode = MaskMode.NONE if block else MaskMode.TREE
-        self.drafter = Lowered(folder / "drafter.onnx", drafter_graph, mode, dims, limits)
+        mode = MaskMode.TREE if kind.language_model else MaskMode.NONE
+        self.drafter = Lowered(folder / "drafter.onnx", drafter_graph, mode, drafter.dims, limits)
         self.tables = {
             names.EMBEDDING: target.tensor(EMBEDDING),
             names.HEAD: target.tensor(EMBEDDING if tied else HEAD),
@@ -266,11 +258,12 @@ class LoweredPair:
     def draft(self, slots: Sequence[int], bonus: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """(log_probs, candidates) [N, L, K] of slots with equally many new states."""
         states = np.stack([np.concatenate(self.states[slot]) for slot in slots])
-        assert self.block is not None, "an autoregressive drafter is a language model like the target"
-        block = np.full((len(slots), self.block.block_size), self.block.mask_token_id)
+        length = self.kind.block_size
+        assert length is not None, "an autoregressive drafter is a language model like the target"
+        block = np.full((len(slots), length), self.kind.mask_token_id)
         block[:, 0] = bonus
         size = states.shape[1]
-        positions = self.drafter.lengths[list(slots), None] + np.arange(size + self.block.block_size)
+        positions = self.drafter.lengths[list(slots), None] + np.arange(size + length)
         inputs = {names.TAPS: states, names.TOKEN_IDS: block, names.POSITIONS: positions, **self.tables}
         said = self.drafter.run(slots, inputs)
         for slot in slots:

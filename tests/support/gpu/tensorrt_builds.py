@@ -12,7 +12,8 @@ import pytest
 from fake_tensorrt import FakeTensorRt
 from real_tensorrt import ROOT
 
-from ddtree_trt.artifact.manifest import Manifest, load_manifest, verify_files
+from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.plugins import library
@@ -20,7 +21,7 @@ from ddtree_trt.plugins import library
 ENGINE_MODULE = "ddtree_trt.build.backends.tensorrt.plan"
 SOURCE = ROOT / "ddtree_trt" / "build" / "backends" / "tensorrt" / "plan.py"
 SUCCESS, NO_DRIVER = SimpleNamespace(name="cudaSuccess"), SimpleNamespace(name="cudaErrorInsufficientDriver")
-DIMS = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "max_positions": 512}
+DIMS: dict[str, Any] = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "max_positions": 512}
 
 
 class Machine:
@@ -35,6 +36,7 @@ class Machine:
         self.device = device
         for name, value in {
             "cudaError_t": SimpleNamespace(cudaSuccess=SUCCESS),
+            "cudaGetErrorString": lambda status: (SUCCESS, b"words for it"),
             "cudaGetDeviceCount": lambda: (SUCCESS, 1),
             "cudaGetDevice": lambda: (SUCCESS, 0),
             "cudaGetDeviceProperties": lambda index: (SUCCESS, device),

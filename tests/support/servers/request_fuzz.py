@@ -39,9 +39,8 @@ NUMBERS = (
     1e308,
     0.5,
 )
-TEXTS = ("", "x", "auto", "ar", "5", "true", "null", "\ud800", "a\udfff", "\x00", "é" * 50, "😀", "x" * 300, "y" * 5000)
 TEXTS = (
-    *TEXTS,
+    *("", "x", "auto", "ar", "5", "true", "null", "\ud800", "a\udfff", "\x00", "é" * 50, "😀", "x" * 300, "y" * 5000),
     "\u202e",
     "../../etc/passwd",
     "{{ 7 * 7 }}",
@@ -154,7 +153,17 @@ def _wide(rng: random.Random) -> Sent:
 
 
 def _odd_request(rng: random.Random) -> Sent:
-    paths = (CHAT, COMPLETIONS, "/v1/models", "/v1/models/x", "/v1/models/%00", "/", "/v1/", "/health", "/metrics")
+    paths: tuple[str, ...] = (
+        CHAT,
+        COMPLETIONS,
+        "/v1/models",
+        "/v1/models/x",
+        "/v1/models/%00",
+        "/",
+        "/v1/",
+        "/health",
+        "/metrics",
+    )
     paths = (*paths, "/openapi.json", "/metrics/", "//", "/v1/../health", "/docs", "/%ff", "/v1/models/" + "x" * 3000)
     types = (
         "application/json",

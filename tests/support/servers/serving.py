@@ -22,7 +22,7 @@ from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.server import Server, listen, make_server
 
 # Keeps a slot for as long as a test needs it: one token a round.
-LONG = {"max_tokens": 1900, "ignore_eos": True, "temperature": 0, "method": "ar"}
+LONG: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True, "temperature": 0, "method": "ar"}
 
 
 class ThreadServer:

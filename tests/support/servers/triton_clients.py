@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpcclient
-from triton_server import TritonServer
+
+from tools.triton_server import TritonServer
 
 WAIT_S = 120.0  # a guard against hangs
 # Slow on purpose: one token a round, and no end before the last token.
-LONG = {"max_tokens": 1900, "ignore_eos": True, "method": "ar"}
+LONG: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True, "method": "ar"}
 
 
 def values(model: str, prompt: str, *, stream: bool, **sampling: Any) -> dict[str, Any]:

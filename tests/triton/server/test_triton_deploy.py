@@ -12,11 +12,11 @@ from typing import Any
 import kubernetes_validate
 import pytest
 import yaml
-from triton_server import TritonServer
 
 from ddtree_trt import __version__
-from ddtree_trt.build.triton_export import ExportRequest, export_triton
+from ddtree_trt.triton.export import ExportRequest, export_triton
 from ddtree_trt.triton.metrics import GAUGES
+from tools.triton_server import TritonServer
 
 ROOT = Path(__file__).resolve().parents[3]
 OLDEST = "1.31"

@@ -9,16 +9,17 @@ import threading
 import urllib.error
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from triton_clients import WAIT_S, ask, eventually, generate, grpc_stream, metric, text, values
-from triton_server import TritonServer
 
 from ddtree_trt import LLM, SamplingParams
-from ddtree_trt.build.triton_export import ExportRequest, export_triton
+from ddtree_trt.triton.export import ExportRequest, export_triton
+from tools.triton_server import TritonServer
 
 PROMPT = "def fib(n):"
-SAMPLING = {"max_tokens": 1900, "ignore_eos": True, "method": "ar"}
+SAMPLING: dict[str, Any] = {"max_tokens": 1900, "ignore_eos": True, "method": "ar"}
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def test_unloading_waits_and_the_model_can_come_back(tiny_engine: Path, tmp_path
 
 def test_instances_share_the_requests(tiny_engine: Path, tmp_path: Path, llm: LLM) -> None:
     export_triton(ExportRequest(tiny_engine, tmp_path, "tiny", link=True, instances=2))
-    sampling = {"max_tokens": 40, "ignore_eos": True}
+    sampling: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True}
     truth = llm.generate(PROMPT, SamplingParams(**sampling))[0].outputs[0].text
     with TritonServer(tmp_path) as server:
         with ThreadPoolExecutor(4) as pool:

@@ -26,10 +26,10 @@ from triton_clients import (
     text,
     values,
 )
-from triton_server import TritonServer
 from tritonclient.utils import InferenceServerException
 
-from ddtree_trt.triton.requests import REFUSED
+from ddtree_trt.triton.inputs import REFUSED
+from tools.triton_server import TritonServer
 
 PROMPT = {"text_input": "def fib(n):"}
 # Body of `generate`, status, part of the message: of either layout.

@@ -7,16 +7,17 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tritonclient.grpc as grpcclient
 import tritonclient.http as httpclient
 from google.protobuf import text_format
 from triton_clients import LONG, ask, eventually, generate, generate_stream, grpc_stream, idle, metric, text, values
-from triton_server import TritonServer
 from tritonclient.grpc.model_config_pb2 import ModelConfig
 
 from ddtree_trt import LLM, SamplingParams
+from tools.triton_server import TritonServer
 
 DEPLOYMENT = Path(__file__).resolve().parents[3] / "docs" / "deployment.md"
 GREEDY = {"max_tokens": 48}
@@ -40,7 +41,9 @@ def test_clients_see_the_model_as_it_was_exported(server: TritonServer, model: s
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_text_equals_generate(server: TritonServer, llm: LLM, prompts: list[str], model: str, sampling: dict) -> None:
+def test_text_equals_generate(
+    server: TritonServer, llm: LLM, prompts: list[str], model: str, sampling: dict[str, Any]
+) -> None:
     for prompt in prompts:
         truth = expected(llm, prompt, **sampling)
         status, answer = generate(server, model, values(model, prompt, stream=False, **sampling))
@@ -51,7 +54,7 @@ def test_text_equals_generate(server: TritonServer, llm: LLM, prompts: list[str]
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_joined_streams_equal_generate(
-    server: TritonServer, llm: LLM, prompts: list[str], model: str, sampling: dict
+    server: TritonServer, llm: LLM, prompts: list[str], model: str, sampling: dict[str, Any]
 ) -> None:
     for prompt in prompts:
         truth = expected(llm, prompt, **sampling)
@@ -81,7 +84,12 @@ def test_figures_equal_the_runtimes(server: TritonServer, llm: LLM, prompts: lis
 
 
 def test_several_sequences_and_log_probs(server: TritonServer, llm: LLM, prompts: list[str]) -> None:
-    sampling = {"max_tokens": 12, "temperature": 2.0, "seed": 3, "tree_budget": BUDGET}  # hot: two unlike texts
+    sampling: dict[str, Any] = {
+        "max_tokens": 12,
+        "temperature": 2.0,
+        "seed": 3,
+        "tree_budget": BUDGET,
+    }  # hot: two unlike texts
     truth = llm.generate(prompts[1], SamplingParams(**sampling, n=2, logprobs=0))[0].outputs
     request = values("tiny", prompts[1], stream=True, **sampling)
     responses = ask(server, "tiny", {**request, "num_return_sequences": 2, "return_log_probs": True})
@@ -95,12 +103,13 @@ def test_several_sequences_and_log_probs(server: TritonServer, llm: LLM, prompts
     (whole,) = ask(server, "tiny-vllm", {**request, "return_logprobs": True})
     tokens = json.loads(whole["logprobs"][0])
     assert [next(iter(t)) for t in tokens] == [str(token) for token in truth[0].token_ids]
+    assert truth[0].logprobs is not None
     assert tokens[0][str(truth[0].token_ids[0])]["logprob"] == pytest.approx(truth[0].logprobs[0].logprob, abs=1e-3)
 
 
 def test_the_prompt_comes_first_where_the_layout_says_so(server: TritonServer, llm: LLM, prompts: list[str]) -> None:
     truth = expected(llm, prompts[0], max_tokens=8)
-    body = {"text_input": prompts[0], "parameters": {"max_tokens": 8}}
+    body: dict[str, Any] = {"text_input": prompts[0], "parameters": {"max_tokens": 8}}
     assert generate(server, "tiny", body)[1]["text_output"] == truth
     assert generate(server, "tiny-vllm", body)[1]["text_output"] == prompts[0] + truth
     body["exclude_input_in_output"] = False
@@ -158,7 +167,7 @@ def test_sixteen_streams_while_metrics_are_scraped(
     assert eventually(lambda: grown() == 16 * sampling["max_tokens"])
 
 
-def curl_lines(path: Path) -> list[tuple[str, str, dict[str, object]]]:
+def curl_lines(path: Path) -> list[tuple[str, str, dict[str, Any]]]:
     """Model, verb and body of every curl line of a document."""
     found = re.findall(r"^curl -sN? localhost:8000/v2/models/([\w-]+)/(\w+) -d '(.*)'$", path.read_text(), re.MULTILINE)
     return [(model, verb, json.loads(body)) for model, verb, body in found]

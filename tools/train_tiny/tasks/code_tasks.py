@@ -191,7 +191,8 @@ def function(w: Writer, param: str, steps: list[Step], example: Callable[[random
     source = f"def {name}({param}):\n" + "\n".join(lines)
     check: dict[str, Any] = {}
     if w.held_out:
-        rng, scope = random.Random(words.digest(request)), {}
+        rng = random.Random(words.digest(request))
+        scope: dict[str, Any] = {}
         exec(source, scope)  # our own text, two lines above
         arguments = [[example(rng)] for _ in range(8)]
         check = {"name": name, "tests": [[args, repr(scope[name](*args))] for args in arguments]}

@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
 from numpy.typing import NDArray
+from torch.multiprocessing.spawn import spawn
 
 from tools.train_tiny.generation import continue_batch
 from tools.train_tiny.model import Target, load_target
@@ -122,4 +122,4 @@ def _work(rank: int, workers: int, files: dict[str, Path], settings: DraftDataSe
 
 def build(files: dict[str, Path], workers: int, settings: DraftDataSettings, taps: tuple[int, ...]) -> None:
     """files: target, train (read); out, the folder that gets draft-RANK.* (written)."""
-    mp.spawn(_work, (workers, files, settings, taps), nprocs=workers)
+    spawn(_work, (workers, files, settings, taps), nprocs=workers)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Worker:
             p.data = p.data.bfloat16()  # not the buffers: angles of rotary embedding need float32
         named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self.parameters = [p for _, p in named]
-        self.copied = [p for p in self.copy.parameters() if p.requires_grad]
+        self.copied: list[Tensor] = [p for p in self.copy.parameters() if p.requires_grad]
         self.places: dict[int, slice] = {}
         offset = 0
         for p in self.parameters:
@@ -135,7 +136,7 @@ class Worker:
         """Take micro-batches until none is left; write their gradient and loss into this worker's rows."""
         shared, total, count = self.shared, 0.0, 0
         with torch.no_grad():
-            torch._foreach_copy_(self.copied, self.parameters)
+            torch._foreach_copy_(self.copied, list[Tensor](self.parameters))
         for p in self.copied:
             p.grad = None
         while True:
@@ -198,7 +199,7 @@ def launch(entry: Callable[..., None], workers: int, model: nn.Module, *argument
         if workers == 1:
             entry(0, shared, model, *arguments)
         else:
-            mp.spawn(_child, (entry, ends, shared, model, *arguments), nprocs=workers)
+            spawn(_child, (entry, ends, shared, model, *arguments), nprocs=workers)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -8,16 +8,18 @@ import sys
 import threading
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
 try:
-    from ddtree_trt.artifact.triton_layouts import ENGINE_FOLDER
     from ddtree_trt.errors import DDTreeError
+    from ddtree_trt.triton import ENGINE_FOLDER
     from ddtree_trt.triton.metrics import Metrics
-    from ddtree_trt.triton.requests import parse
-    from ddtree_trt.triton.service import Service
+    from ddtree_trt.triton.requests import Call, parse
+    from ddtree_trt.triton.responses import Arrays
+    from ddtree_trt.triton.service import Code, Service
     from ddtree_trt.triton.settings import Settings, select_device
 except ImportError as error:
     raise ImportError(
@@ -33,29 +35,31 @@ class Reply:
     after, reads freed memory there.
     """
 
-    def __init__(self, request):
-        self._sender, self._lock, self._ended = request.get_response_sender(), threading.Lock(), False
+    def __init__(self, request: Any) -> None:
+        self._sender = request.get_response_sender()
+        self._lock = threading.Lock()
+        self._ended = False
 
-    def send(self, arrays, *, final):
+    def send(self, arrays: Arrays, *, final: bool) -> None:
         tensors = [pb_utils.Tensor(name, array) for name, array in arrays.items()]
         self._send(pb_utils.InferenceResponse(output_tensors=tensors), final)
 
-    def fail(self, code, message):
+    def fail(self, code: Code, message: str) -> None:
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, code))
         self._send(pb_utils.InferenceResponse(output_tensors=[], error=error), True)
 
-    def cancelled(self):
+    def cancelled(self) -> bool:
         with self._lock:
             return not self._ended and self._sender.is_cancelled()
 
-    def _send(self, response, final):
+    def _send(self, response: Any, final: bool) -> None:
         with self._lock:
             self._ended = final
             self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0)
 
 
 class TritonPythonModel:
-    def initialize(self, args):
+    def initialize(self, args: dict[str, str]) -> None:
         try:
             self._settings = Settings.read(json.loads(args["model_config"]))
             _check_numpy()
@@ -70,11 +74,11 @@ class TritonPythonModel:
         except DDTreeError as error:
             raise pb_utils.TritonModelException(str(error)) from error
 
-    def execute(self, requests):
+    def execute(self, requests: list[Any]) -> None:
         for request in requests:
             self._service.receive(partial(self._parse, request), Reply(request))
 
-    def _parse(self, request):
+    def _parse(self, request: Any) -> Call:
         return parse(
             {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
             self._settings.layout,
@@ -84,11 +88,11 @@ class TritonPythonModel:
             declared=self._settings.outputs,
         )
 
-    def finalize(self):
+    def finalize(self) -> None:
         self._service.close()
 
 
-def _check_numpy():
+def _check_numpy() -> None:
     """A backend built for NumPy 1 misreads the arrays of NumPy 2: texts end the process, strides come out wrong."""
     probe = np.array([[1.5, 2.5]], np.float32)
     tensor = pb_utils.Tensor.from_dlpack("probe", pb_utils.Tensor("probe", probe).to_dlpack())

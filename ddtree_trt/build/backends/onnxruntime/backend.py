@@ -8,11 +8,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, Progress, always_causal, installed_versions
-from ddtree_trt.build.backends.base import BackendName, PrecisionName, Written
-from ddtree_trt.build.checkpoint.reader import EMBEDDING, FC, HEAD
-from ddtree_trt.device.memory import FLOAT_BYTES
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.progress import Progress
+from ddtree_trt.artifact.toolchain import always_causal, installed_versions
+from ddtree_trt.build.backends.base import Written
+from ddtree_trt.device.buffers import FLOAT_BYTES
+from ddtree_trt.models.decoder import EMBEDDING, HEAD
+from ddtree_trt.models.drafters.dflash import FC
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -24,7 +28,7 @@ class OnnxRuntimeBuild:
     """`BackendBuild` for the CPU."""
 
     name: BackendName = "onnxruntime"
-    precisions: tuple[PrecisionName, ...] = ("fp32", "int8")
+    precisions = BACKEND_PRECISIONS["onnxruntime"]
 
     def __init__(self) -> None:
         self.toolchain = {
@@ -47,32 +51,23 @@ class OnnxRuntimeBuild:
         precision: PrecisionName,
         progress: Progress,
     ) -> Written:
+        from ddtree_trt.build.graph.drafters import build_drafter
         from ddtree_trt.build.graph.lowering_int8 import Int8Graph
         from ddtree_trt.build.graph.lowering_onnxruntime import OnnxRuntimeGraph
-        from ddtree_trt.build.graph.networks import build_drafter_graph, build_target_graph
+        from ddtree_trt.build.graph.networks import build_target_graph
         from ddtree_trt.build.graph.weights import WeightFile
 
         expected = self.bytes_on_disk(target, drafter, precision)
-        dims = drafter.dims
-        taps = dims.tap_layers if isinstance(dims, DrafterDims) else ()
-        graphs = Int8Graph if precision == "int8" else OnnxRuntimeGraph
+        taps = drafter.kind.tap_layers
+        graphs = Int8Graph if PRECISIONS[precision].quantized else OnnxRuntimeGraph
         names = {}
         with WeightFile(directory / artifact.WEIGHTS, expected_bytes=expected, progress=progress) as sink:
             tied = target.tie_word_embeddings
             g = graphs("target", sink)
             graph = build_target_graph(g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied)
             names["target"] = _write_graph(directory / artifact.TARGET_GRAPH, graph)
-            if isinstance(dims, DrafterDims):
-                g = graphs("drafter", sink, always_causal=always_causal(self.toolchain))
-                graph = build_drafter_graph(
-                    g, dims, drafter.tensor, target_weights=target.tensor, target_tied=tied, limits=limits
-                )
-            else:
-                g = graphs("target", sink)
-                tied = drafter.tie_word_embeddings
-                graph = build_target_graph(
-                    g, dims, drafter.tensor, tap_layers=(), limits=limits, tied=tied, prefix="drafter."
-                )
+            g = graphs("drafter", sink, always_causal=always_causal(self.toolchain))
+            graph = build_drafter(g, drafter, target, limits)
             names["drafter"] = _write_graph(directory / artifact.DRAFTER_GRAPH, graph)
         return Written(names)
 
@@ -81,7 +76,7 @@ def weight_bytes(shapes: Mapping[str, tuple[int, ...]], precision: PrecisionName
     """What the tensors of a network take in the weight file. In int8 a projection [out, in] takes a byte a value and a
     scale for each output; so does the head, beside the embedding even when it is tied to it."""
     sizes = {name: FLOAT_BYTES * math.prod(shape) for name, shape in shapes.items()}
-    if precision == "int8":
+    if PRECISIONS[precision].quantized:
         heads = {HEAD: shapes[EMBEDDING]} if EMBEDDING in shapes else {}
         for name, shape in {**heads, **shapes}.items():
             if len(shape) == 2 and name not in (EMBEDDING, FC):

@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddtree_trt import plugins
-from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import DrafterDims, Limits, Progress, installed_versions, sha256_file
-from ddtree_trt.build.backends.base import BackendName, BuilderOptions, PrecisionName, Written
+from ddtree_trt.artifact.files import sha256_file
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.progress import Progress
+from ddtree_trt.artifact.toolchain import installed_versions
+from ddtree_trt.build.backends.base import BuilderOptions, Written
 from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, Machine, examine
 from ddtree_trt.errors import UsageError
 
@@ -23,14 +27,12 @@ if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
     from ddtree_trt.build.graph.ops import Sink
 
-_FLOATS: dict[PrecisionName, str] = {"bf16": "bfloat16", "fp16": "float16"}
-
 
 class TensorRtBuild:
     """`BackendBuild` for NVIDIA GPUs. Plans run on the GPU model and the TensorRT version they were compiled with."""
 
     name: BackendName = "tensorrt"
-    precisions: tuple[PrecisionName, ...] = ("bf16", "fp16")
+    precisions: tuple[PrecisionName, ...] = tuple(p for p in BACKEND_PRECISIONS["tensorrt"] if PRECISIONS[p].half)
 
     def __init__(self, options: BuilderOptions) -> None:
         self._options = options
@@ -72,34 +74,32 @@ class TensorRtBuild:
         _check_supported(target, drafter, self.machine)
         from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
         from ddtree_trt.build.backends.tensorrt.profiles import drafter_sizes, profile, target_sizes
+        from ddtree_trt.build.graph.drafters import build_drafter
         from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
-        from ddtree_trt.build.graph.networks import build_drafter_graph, build_target_graph
+        from ddtree_trt.build.graph.networks import build_target_graph
 
-        machine, floats, dims = self.machine, _FLOATS[precision], drafter.dims
-        weights, tied = target.tensor, target.tie_word_embeddings
-        taps = dims.tap_layers if isinstance(dims, DrafterDims) else ()
-        sizes = target_sizes(limits)
+        machine, floats = self.machine, PRECISIONS[precision].dtype
+        taps, tied = drafter.kind.tap_layers, target.tie_word_embeddings
 
         def target_graph(sink: Sink) -> ModelProto:
             g = TensorRtGraph("target", sink, floats)
             return build_target_graph(
-                g, target.dims, weights, tap_layers=taps, limits=limits, tied=tied, quantized=target
+                g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied, quantized=target
             )
 
         def drafter_graph(sink: Sink) -> ModelProto:
-            g, own, own_tied = TensorRtGraph("drafter", sink, floats), drafter.tensor, drafter.tie_word_embeddings
-            if isinstance(dims, DrafterDims):
-                return build_drafter_graph(g, dims, own, target_weights=weights, target_tied=tied, limits=limits)
-            return build_target_graph(g, dims, own, tap_layers=(), limits=limits, tied=own_tied, prefix=names.DRAFTER)
+            return build_drafter(TensorRtGraph("drafter", sink, floats), drafter, target, limits)
 
         # Not in the directory that is built: it serves the next build too.
         cache = directory.parent / f"tensorrt-{machine.tensorrt}-sm{machine.sm}.timing"
         builder = EngineBuilder(machine.plugins, cache, self._options, progress)
         tensors = {}
-        drafter_ranges = drafter_sizes(limits, dims.block_size) if isinstance(dims, DrafterDims) else sizes
         for name, plan, network, make, ranges, expected in (
-            ("target", artifact.TARGET_PLAN, target, target_graph, sizes, target.stored_bytes(2)),
-            ("drafter", artifact.DRAFTER_PLAN, drafter, drafter_graph, drafter_ranges, 2 * drafter.num_values),
+            ("target", artifact.TARGET_PLAN, target, target_graph, target_sizes(limits), target.stored_bytes(2)),
+            (
+                *("drafter", artifact.DRAFTER_PLAN, drafter, drafter_graph),
+                *(drafter_sizes(limits, drafter.kind.block_size), 2 * drafter.num_values),
+            ),
         ):
             with tempfile.TemporaryDirectory(dir=directory) as folder:
                 path = Path(folder) / f"{name}.onnx"
@@ -109,14 +109,7 @@ class TensorRtBuild:
                     name, path, directory / plan, profiles, attentions=network.dims.num_layers
                 )
         write_shared(directory / artifact.SHARED_WEIGHTS, target, drafter, precision, progress)
-        plugin = {
-            "name": plugins.ATTENTION,
-            "version": plugins.VERSION,
-            "namespace": plugins.NAMESPACE,
-            "abi": str(plugins.ABI),
-            "sha256": sha256_file(machine.plugins),
-        }
-        return Written(tensors, plugin)
+        return Written(tensors, {**plugins.IDENTITY, "sha256": sha256_file(machine.plugins)})
 
 
 def _write_graph(
@@ -134,22 +127,24 @@ def _write_graph(
 def write_shared(
     path: Path, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName, progress: Progress
 ) -> None:
-    """The tables the engines read, [V, H] each: the embedding and, where it is another, the language-model head. An
-    autoregressive drafter's are its own, a block drafter's are the target's."""
-    from ddtree_trt.build.backends.storage import encode, safetensors_header
-    from ddtree_trt.build.checkpoint.reader import EMBEDDING, HEAD
+    """The tables the engines read, [V, H] each: the embedding and, where it is another, the language-model head, of
+    the target and of a drafter that has its own."""
+    from ddtree_trt.artifact.number_bytes import encode
+    from ddtree_trt.artifact.safetensor_header import safetensors_header
+    from ddtree_trt.models.decoder import EMBEDDING, HEAD
 
     tables = {}
-    for prefix, network in {"": target, **({} if drafter.is_dflash else {names.DRAFTER: drafter})}.items():
+    for prefix, network in {"": target, **({names.DRAFTER: drafter} if drafter.kind.own_tables else {})}.items():
         tables[prefix + names.EMBEDDING] = network, EMBEDDING
         if not network.tie_word_embeddings:
             tables[prefix + names.HEAD] = network, HEAD
     shapes = {name: network.shapes[source] for name, (network, source) in tables.items()}
+    stored = PRECISIONS[precision]
     with path.open("xb") as file:
-        file.write(safetensors_header(shapes, precision))
+        file.write(safetensors_header(shapes, stored))
         for done, (network, source) in enumerate(tables.values()):
             progress("write shared tables", done, len(tables))
-            file.write(encode(network.tensor(source), precision, source).data)
+            file.write(encode(network.tensor(source), stored.dtype, source).data)
     progress("write shared tables", len(tables), len(tables))
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 import tensorrt as trt
 
 from ddtree_trt import plugins
-from ddtree_trt.artifact.manifest import Progress
+from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt.profiles import Profile
+from ddtree_trt.device.tensorrt_library import load_plugins, make_log
 from ddtree_trt.errors import BuildError
 
 _SHOWN = 5  # lines of TensorRT's own words in one error
@@ -25,12 +26,12 @@ class EngineBuilder:
     def __init__(self, plugin_library: Path, timing_cache: Path, options: BuilderOptions, progress: Progress) -> None:
         """Raises BuildError when TensorRT does not start or does not take the plugin library."""
         self._options, self._timing_cache, self._progress = options, timing_cache, progress
-        self._log = _Log()
+        self._log = make_log(trt)
         try:
             self._builder = trt.Builder(self._log)
         except (TypeError, RuntimeError) as error:  # what the binding makes of a null builder
             raise BuildError(f"TensorRT's builder does not start: {self._log.words() or error}") from error
-        self._load_plugins(plugin_library)
+        load_plugins(trt, self._log, plugin_library, BuildError)
 
     def build(
         self, name: str, graph: Path, plan: Path, profiles: Sequence[Profile], *, attentions: int
@@ -58,22 +59,6 @@ class EngineBuilder:
         if self._options.inspect:
             self._write_layers(name, serialized, plan.with_name(f"{name}.layers.json"))
         return {"inputs": [t.name for t in inputs], "outputs": [t.name for t in outputs]}
-
-    def _load_plugins(self, path: Path) -> None:
-        """Into the process's registry, once."""
-        registry = trt.get_plugin_registry()
-        wanted = (plugins.ATTENTION, plugins.VERSION, plugins.NAMESPACE)
-
-        def there() -> bool:
-            found = ((c.name, c.plugin_version, c.plugin_namespace) for c in registry.all_creators)
-            return wanted in found
-
-        if not there() and (registry.load_library(str(path)) is None or not there()):
-            raise BuildError(
-                f"TensorRT {trt.__version__} does not take the plugin library {path}: it registered no "
-                f"{plugins.NAMESPACE}::{plugins.ATTENTION} version {plugins.VERSION}; run `make plugins` again with "
-                f"the headers of this TensorRT. {self._log.words()}".rstrip()
-            )
 
     def _parse(self, name: str, graph: Path) -> trt.INetworkDefinition:
         network = self._builder.create_network(0)  # strongly typed, the only kind from version 11 on
@@ -140,25 +125,6 @@ class EngineBuilder:
 def _described(error: trt.ParserError) -> str:
     """One complaint of the parser: the node, by the name `ops.Graph` gave it, and the reason."""
     return f"node {error.node_name()!r} ({error.node_operator()}): {error.desc()} [{error.code()}]"
-
-
-class _Log(trt.ILogger):  # type: ignore[misc]
-    """Keeps what TensorRT calls errors; they become part of ours."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._errors: list[str] = []
-
-    def log(self, severity: trt.ILogger.Severity, msg: str) -> None:
-        if severity in (trt.ILogger.Severity.INTERNAL_ERROR, trt.ILogger.Severity.ERROR):
-            self._errors.append(msg)
-
-    def clear(self) -> None:
-        self._errors.clear()
-
-    def words(self) -> str:
-        """The latest errors in one line."""
-        return "; ".join(" ".join(message.split()) for message in self._errors[-_SHOWN:])
 
 
 class _Monitor(trt.IProgressMonitor):  # type: ignore[misc]

@@ -29,8 +29,11 @@ def target_sizes(limits: Limits) -> tuple[dict[str, Range], dict[str, Range]]:
     )
 
 
-def drafter_sizes(limits: Limits, block: int) -> tuple[dict[str, Range], dict[str, Range]]:
-    """Dimension → range: context rows of one round, at most a block; and of a prompt's chunk."""
+def drafter_sizes(limits: Limits, block: int | None) -> tuple[dict[str, Range], dict[str, Range]]:
+    """Dimension → range: context rows of one round, at most a block; and of a prompt's chunk. Without a block it is a
+    language model, of the target's sizes."""
+    if block is None:
+        return target_sizes(limits)
     # With the block behind them they must fit a cache, which may be shorter than a chunk.
     round_, chunk = (min(rows, limits.max_seq_len) for rows in (block, max(limits.prefill_chunk, block)))
 

@@ -10,11 +10,15 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact.manifest import Limits, Progress, installed_versions
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.artifact.number_bytes import encode
+from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.progress import Progress
+from ddtree_trt.artifact.safetensor_header import safetensors_header
+from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.artifact.weight_layout import stored_weights
-from ddtree_trt.build.backends.base import BackendName, PrecisionName, Written
-from ddtree_trt.build.backends.storage import ITEM_BYTES, encode, safetensors_header
+from ddtree_trt.build.backends.base import Written
 
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
@@ -30,14 +34,15 @@ class TorchBuild:
     def __init__(self, *, on_gpu: bool | None = None) -> None:
         """`on_gpu`: whether it is for a machine with a GPU; None looks at this one."""
         on_gpu = _GPU_CONTROL.exists() if on_gpu is None else on_gpu
-        self.precisions: tuple[PrecisionName, ...] = ("bf16", "fp16", "fp32") if on_gpu else ("fp32", "bf16", "fp16")
+        known = BACKEND_PRECISIONS["torch"]
+        self.precisions = tuple(sorted(known, key=lambda p: not PRECISIONS[p].half)) if on_gpu else known
         self.toolchain = {"python": platform.python_version(), **installed_versions("numpy", "torch")}
 
     def drafter_rows(self, block: int) -> int:
         return block
 
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
-        return ITEM_BYTES[precision] * (target.num_values + drafter.num_values)
+        return PRECISIONS[precision].value_bytes * (target.num_values + drafter.num_values)
 
     def write(
         self,
@@ -52,11 +57,12 @@ class TorchBuild:
         weights = stored_weights(target.dims, drafter.dims, **tied)
         checkpoints = {"target": target, "drafter": drafter}
         shapes = {w.name: w.shape for w in weights}
-        total, done = ITEM_BYTES[precision] * sum(map(math.prod, shapes.values())), 0
+        stored = PRECISIONS[precision]
+        total, done = stored.value_bytes * sum(map(math.prod, shapes.values())), 0
         with (directory / artifact.TORCH_WEIGHTS).open("xb") as file:
-            file.write(safetensors_header(shapes, precision))
+            file.write(safetensors_header(shapes, stored))
             for network, source in ((w.network, source) for w in weights for source in w.sources):
-                data = encode(checkpoints[network].tensor(source), precision, source)
+                data = encode(checkpoints[network].tensor(source), stored.dtype, source)
                 file.write(data.data)
                 done += data.nbytes
                 progress("write weights", done, total)

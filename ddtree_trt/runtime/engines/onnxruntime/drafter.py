@@ -1,17 +1,24 @@
-"""The block drafter behind the ONNX Runtime engine."""
+"""The drafters of the ONNX Runtime engine."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import DrafterDims
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.toolchain import always_causal
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.kinds import KindName
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
-from ddtree_trt.runtime.engines.onnxruntime.network import Network
+from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter
+from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel, OrtNetwork
 
 
 class _States:
@@ -36,10 +43,10 @@ class _States:
         return states
 
 
-class BlockDrafter:
+class BlockDrafter(Drafter):
     """DFlash: one pass over [bonus, MASK × L], conditioned on the tapped target states of every committed token."""
 
-    def __init__(self, network: Network, dims: DrafterDims, chunk: int, scratch: int) -> None:
+    def __init__(self, network: OrtNetwork, dims: DrafterDims, chunk: int, scratch: int) -> None:
         """`chunk`: most states one pass takes in; `scratch`: cache rows the graph writes behind the block."""
         self._network, self._dims, self._chunk, self._scratch = network, dims, chunk, scratch
         self._pending = [_States() for _ in range(network.cache.slots)]
@@ -57,7 +64,14 @@ class BlockDrafter:
         cache.truncate(slot, context)
         self._pending[slot].cut(length - context)
 
-    def draft(self, request: DraftRequest) -> Draft:
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One pass per slot, as the target's."""
+        return [self._draft(request) for request in requests]
+
+    def warm_up(self, budget: int) -> None:
+        """Sessions capture nothing."""
+
+    def _draft(self, request: DraftRequest) -> Draft:
         slot, dims, cache = request.slot, self._dims, self._network.cache
         if not self._pending[slot].rows:
             raise EngineError(f"slot {slot} has no new target states to draft from")
@@ -80,3 +94,27 @@ class BlockDrafter:
             self._network.run(slot, rows, inputs, outputs, scratch=self._scratch)
             cache.append(slot, len(piece))
         return Draft(log_probs[0].copy(), token_ids[0].astype(np.int32))
+
+
+def make_drafter(directory: Path, manifest: Manifest, threads: int) -> Drafter:
+    """The drafter of an engine directory. Raises ArtifactError when its graph is not that of the manifest."""
+    shape = (manifest.limits.max_batch, manifest.limits.cache_rows, threads)
+    return _MAKERS[manifest.drafter_kind](directory / artifact.DRAFTER_GRAPH, manifest, shape)
+
+
+def _dflash(path: Path, manifest: Manifest, shape: tuple[int, int, int]) -> Drafter:
+    dims = manifest.dflash
+    widths = {names.TOKEN_IDS: dims.block_size, names.TAPS: dims.taps_width}
+    scratch = dims.block_size if always_causal(manifest.toolchain) else 0
+    return BlockDrafter(OrtNetwork(path, dims, *shape, widths=widths), dims, manifest.limits.prefill_chunk, scratch)
+
+
+def _autoregressive(path: Path, manifest: Manifest, shape: tuple[int, int, int]) -> Drafter:
+    model = OrtLanguageModel(path, manifest.drafter_dims, *shape)
+    return AutoregressiveDrafter(model, manifest.limits.prefill_chunk)
+
+
+_MAKERS: Mapping[KindName, Callable[[Path, Manifest, tuple[int, int, int]], Drafter]] = {
+    "dflash": _dflash,
+    "autoregressive": _autoregressive,
+}

@@ -4,39 +4,42 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact import manifest as artifact
-from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import DrafterDims, Manifest, always_causal
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.precisions import PRECISIONS
+from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter, check_told
-from ddtree_trt.runtime.engines.onnxruntime.drafter import BlockDrafter
-from ddtree_trt.runtime.engines.onnxruntime.network import LanguageModel, Network
+from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
+from ddtree_trt.runtime.engines.onnxruntime.drafter import make_drafter
+from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel
 from ddtree_trt.runtime.tree import TokenTree, token_chain
 
-# Below this many bytes of weights a pass is too short for threads to help: waking them costs more than they save.
-SINGLE_THREAD_BYTES = 64 << 20
 
-# Where the last bits of single tokens matter, and are worth their cost: in 8 bits a difference in the last bit of a sum
-# decides to which integer a value is rounded, and grows from layer to layer.
-EXACT_PRECISIONS = ("int8",)
+@dataclass(frozen=True)
+class _Passed:
+    """A slot's last target pass."""
 
-_Passed = tuple[NDArray[np.int64], NDArray[np.float32] | None]  # token ids [T], tapped states [T, M·H]
+    token_ids: NDArray[np.int64]  # [T]
+    taps: NDArray[np.float32] | None  # [T, M·H]: the network's memory, unless it was copied
 
 
 class OrtEngine:
     """The `Engine` protocol over two ONNX Runtime sessions."""
 
-    rounds, buckets = None, None
+    rounds = None
+    buckets = None
 
     def __init__(self, directory: Path, manifest: Manifest, *, threads: int = 0, exact: bool | None = None) -> None:
         """`exact`: give a single token the same logits, bit for bit, as in a pass of several; None chooses."""
-        self.exact = manifest.precision in EXACT_PRECISIONS if exact is None else exact
+        # In 8 bits the last bits of single tokens matter, and are worth their cost: a difference in the last bit of a
+        # sum decides to which integer a value is rounded, and grows from layer to layer.
+        self.exact = PRECISIONS[manifest.precision].quantized if exact is None else exact
         if self.exact:
             # Single tokens cost more then: a profile is known by the toolchain it is for.
             manifest = replace(manifest, toolchain={**manifest.toolchain, "single_tokens": "exact"})
@@ -45,19 +48,18 @@ class OrtEngine:
         if threads <= 0:
             threads = 1 if weights < SINGLE_THREAD_BYTES else len(os.sched_getaffinity(0))
         self.threads = threads
-        limits, dims, draft_dims = manifest.limits, manifest.target_dims, manifest.drafter_dims
-        shape = (limits.max_batch, limits.cache_rows, threads)
-        taps = len(draft_dims.tap_layers) if isinstance(draft_dims, DrafterDims) else 0
-        self._target = LanguageModel(directory / artifact.TARGET_GRAPH, dims, *shape, taps=taps, exact=self.exact)
-        path, chunk = directory / artifact.DRAFTER_GRAPH, limits.prefill_chunk
-        self._drafter: Drafter
-        if isinstance(draft_dims, DrafterDims):
-            scratch = draft_dims.block_size if always_causal(manifest.toolchain) else 0
-            widths = {names.TOKEN_IDS: draft_dims.block_size, names.TAPS: taps * draft_dims.hidden_size}
-            self._drafter = BlockDrafter(Network(path, draft_dims, *shape, widths=widths), draft_dims, chunk, scratch)
-        else:
-            self._drafter = AutoregressiveDrafter(LanguageModel(path, draft_dims, *shape), chunk)
-        self._passed: dict[int, _Passed] = {}  # slot → its last target pass
+        limits, taps = manifest.limits, len(manifest.drafting.tap_layers)
+        self._target = OrtLanguageModel(
+            directory / artifact.TARGET_GRAPH,
+            manifest.target_dims,
+            limits.max_batch,
+            limits.cache_rows,
+            threads,
+            taps=taps,
+            exact=self.exact,
+        )
+        self._drafter = make_drafter(directory, manifest, threads)
+        self._passed: dict[int, _Passed] = {}  # by slot
 
     def length(self, slot: int) -> int:
         return self._target.cache.lengths[slot]
@@ -87,36 +89,33 @@ class OrtEngine:
         verdicts = []
         for r in requests:
             v = self._pass(r.slot, r.tree, np.arange(len(r.tree)))
-            token_ids, taps = self._passed[r.slot]
-            self._passed[r.slot] = (token_ids, None if taps is None else taps.copy())
+            passed = self._passed[r.slot]
+            if passed.taps is not None:
+                self._passed[r.slot] = replace(passed, taps=passed.taps.copy())
             verdicts.append(Verdict(v.choices, np.array(v.logits)))
         return verdicts
 
     def _pass(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Verdict:
         """Write a tree's rows behind the slot's committed ones; logits for the wanted rows [R]."""
-        said = self._target.extend(slot, tree, rows)
-        self._passed[slot] = (tree.token_ids, said.taps)
-        return Verdict(said.choices, said.logits)
+        output = self._target.extend(slot, tree, rows)
+        self._passed[slot] = _Passed(tree.token_ids, output.taps)
+        return Verdict(output.choices, output.logits)
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         if taps:
-            check_told(self._drafter, self._target.cache, slot)
-            token_ids, states = self._passed[slot]
-            self._drafter.learn(slot, token_ids[path], None if states is None else states[path])
+            check_up_to_date(self._drafter, self._target.cache, slot)
+            passed = self._passed[slot]
+            self._drafter.learn(slot, passed.token_ids[path], None if passed.taps is None else passed.taps[path])
         self._target.cache.compact(slot, path)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        drafts = []
-        for request in requests:
-            check_told(self._drafter, self._target.cache, request.slot)
-            drafts.append(self._drafter.draft(request))
-        return drafts
+        return draft_all(self._drafter, self._target.cache, requests)
 
     def warm_up(self) -> None:
-        """Its sessions set themselves up when they are made."""
+        """Nothing to do: sessions set themselves up when they are made."""
 
     def settle(self) -> None:
-        """Every verb returns when its work is done."""
+        """Nothing to wait for: every verb returns when its work is done."""
 
     def close(self) -> None:
         self._passed.clear()

@@ -1,6 +1,6 @@
 """One network in ONNX Runtime: a session with its cache, shared between past and present.
 
-Rules of `GroupQueryAttention` this file keeps (a wrong value gives garbage without an error):
+Rules of `GroupQueryAttention` this file keeps (a wrong value gives wrong numbers without an error):
 seqlens_k is past + T − 1 of each sequence, total_length the largest past + T, the bias exactly that wide, and the past
 and present of a layer are one buffer.
 """
@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from ddtree_trt import _native
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import TransformerDims
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError, EngineError
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.drafters import Pass
 from ddtree_trt.runtime.engines.kv import SlotCache
 from ddtree_trt.runtime.tree import TokenTree, token_chain
@@ -85,7 +85,7 @@ class _Binding:
             self._bound[name] = array
 
 
-class Network:
+class OrtNetwork:
     """A session and the cache of its slots: runs passes over one slot at a time."""
 
     def __init__(
@@ -114,11 +114,12 @@ class Network:
         self._bindings: dict[int, _Binding] = {}
 
     def _check_graph(self, path: Path, rows: int, widths: Mapping[str, int]) -> None:
-        """What is bound by name and shape must be there: a wrong shape is an error of the first pass, or garbage."""
-        there = {end.name: end.shape for end in (*self.session.get_inputs(), *self.session.get_outputs())}
+        """Raises ArtifactError for a tensor that is missing or of another shape than the passes bind: without this it
+        would be an error of the first pass, or wrong numbers."""
+        shapes = {end.name: end.shape for end in (*self.session.get_inputs(), *self.session.get_outputs())}
         heads, size = self.dims.num_kv_heads, self.dims.head_dim
         cache = [*names.past_names(self.dims.num_layers), *names.present_names(self.dims.num_layers)]
-        layers = sum(name.startswith("past_") for name in there) // 2
+        layers = sum(name.startswith("past_") for name in shapes) // 2
         if layers != self.dims.num_layers:
             raise ArtifactError(
                 f"{path} has {layers} layers, the manifest says {self.dims.num_layers}; rebuild the engine"
@@ -127,7 +128,7 @@ class Network:
             name: {-1: n} for name, n in widths.items()
         }
         for name, axes in expected.items():
-            shape = there.get(name)
+            shape = shapes.get(name)
             if shape is None or any(shape[axis:][:1] != [wanted] for axis, wanted in axes.items()):
                 wanted = " and ".join(f"{wanted} on axis {axis}" for axis, wanted in axes.items())
                 raise ArtifactError(f"{path}: {name} is {shape}, the manifest asks for {wanted}; rebuild the engine")
@@ -171,7 +172,7 @@ class Network:
             raise EngineError(f"ONNX Runtime failed: {error}") from error
 
 
-class LanguageModel(Network):
+class OrtLanguageModel(OrtNetwork):
     """A network with the target's graph: a tree of tokens in, logits out."""
 
     def __init__(

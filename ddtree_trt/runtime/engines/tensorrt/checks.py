@@ -5,14 +5,15 @@ A plan is native code for one TensorRT version and one kind of GPU.
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
 from ddtree_trt import plugins
-from ddtree_trt.artifact.manifest import Manifest, rebuild_command
-from ddtree_trt.device.cuda import call, cuda_bindings
-from ddtree_trt.errors import ArtifactError, EngineError, MissingDependency, install_with
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.device.cuda_calls import cuda_bindings, cuda_versions, current_gpu
+from ddtree_trt.device.tensorrt_library import import_tensorrt
+from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.plugins import library
 
 
@@ -21,21 +22,11 @@ def check_machine(directory: Path, manifest: Manifest) -> tuple[Any, Any, Path]:
 
     Raises MissingDependency for what is not installed, and ArtifactError with what differs and what to do.
     """
-    trt, cuda = import_tensorrt(directory, manifest), cuda_bindings()
+    version = manifest.toolchain.get("tensorrt", "of an unknown version")
+    refusal = f"{directory} was built with TensorRT {version}, which cannot be imported here"
+    trt, cuda = import_tensorrt(refusal), cuda_bindings()
     check_toolchain(directory, manifest, trt.__version__, cuda)
     return trt, cuda, check_plugins(directory, manifest)
-
-
-def import_tensorrt(directory: Path, manifest: Manifest) -> Any:
-    """The module `tensorrt`. Raises MissingDependency where it is not installed or its libraries are not there."""
-    try:
-        return importlib.import_module("tensorrt")
-    except (ImportError, OSError) as error:
-        version = manifest.toolchain.get("tensorrt", "of an unknown version")
-        raise MissingDependency(
-            f"{directory} was built with TensorRT {version}, which cannot be imported here "
-            f"({str(error).splitlines()[0]}); {install_with('tensorrt')}"
-        ) from error
 
 
 def check_toolchain(directory: Path, manifest: Manifest, tensorrt: str, cuda: Any) -> None:
@@ -49,24 +40,20 @@ def check_toolchain(directory: Path, manifest: Manifest, tensorrt: str, cuda: An
         raise refuse("TensorRT", built.get("tensorrt", "unknown"), tensorrt)
     # Asked first: where there is no driver, TensorRT's runtime may end the process.
     try:
-        gpus = call(cuda, "cudaGetDeviceCount")
+        gpu = current_gpu(cuda)
     except EngineError as error:
         raise refuse("a GPU of", f"sm_{built.get('sm')}", f"none that CUDA can use ({error})") from error
-    if not gpus:
+    if gpu is None:
         raise refuse("a GPU of", f"sm_{built.get('sm')}", "none")
-    properties = call(cuda, "cudaGetDeviceProperties", call(cuda, "cudaGetDevice"))
-    sm = str(10 * properties.major + properties.minor)
-    if built.get("sm") != sm:
-        name = properties.name.decode() if isinstance(properties.name, bytes) else str(properties.name)
+    if built.get("sm") != str(gpu.sm):
         expected = f"sm_{built.get('sm')} ({built.get('gpu', 'unknown')})"
-        raise refuse("a GPU of", expected, f"sm_{sm} ({name.rstrip(chr(0))})")
-    runtime, driver = (call(cuda, f"cuda{part}GetVersion") for part in ("Runtime", "Driver"))
-    major = built.get("cuda", "0").split(".")[0]
-    if str(runtime // 1000) != major:
-        raise refuse("CUDA", f"{major}.x", f"{runtime // 1000}.{runtime % 1000 // 10}")
-    if driver // 1000 < int(major):
+        raise refuse("a GPU of", expected, f"sm_{gpu.sm} ({gpu.name})")
+    versions, major = cuda_versions(cuda), built.get("cuda", "0").split(".")[0]
+    if versions.runtime.split(".")[0] != major:
+        raise refuse("CUDA", f"{major}.x", versions.runtime)
+    if int(versions.driver.split(".")[0]) < int(major):
         raise ArtifactError(
-            f"{directory} needs a driver for CUDA {major}, found one for CUDA {driver // 1000}.{driver % 1000 // 10}; "
+            f"{directory} needs a driver for CUDA {major}, found one for CUDA {versions.driver}; "
             "install a newer NVIDIA driver"
         )
 
@@ -79,13 +66,7 @@ def check_plugins(directory: Path, manifest: Manifest) -> Path:
     serves; the manifest's says which one it was built with.
     """
     built, rebuild = manifest.plugin or {}, f"rebuild with: {rebuild_command(directory, manifest)}"
-    here = {
-        "name": plugins.ATTENTION,
-        "version": plugins.VERSION,
-        "namespace": plugins.NAMESPACE,
-        "abi": str(plugins.ABI),
-    }
-    for field, found in here.items():
+    for field, found in plugins.IDENTITY.items():
         if built.get(field) != found:
             raise ArtifactError(
                 f"{directory} was built with plugin {field} {built.get(field)!r}, this ddtree-trt has {found!r}; "

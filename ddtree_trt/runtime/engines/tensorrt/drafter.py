@@ -1,31 +1,38 @@
-"""The DFlash drafter behind the TensorRT engine, and the tapped target states it is conditioned on, on the device."""
+"""The drafters of the TensorRT engine: DFlash, with the tapped target states on the device, and the language model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import DrafterDims, Limits
-from ddtree_trt.device.cuda import Device, Upload
-from ddtree_trt.device.memory import INT_BYTES, Rows, aligned
+from ddtree_trt.artifact.manifest import Limits, Manifest
+from ddtree_trt.artifact.precisions import PRECISIONS
+from ddtree_trt.device import buffers
+from ddtree_trt.device.buffers import INT_BYTES, Rows, aligned
+from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.kinds import KindName
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
+from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter
 from ddtree_trt.runtime.engines.kv import SlotLengths
-from ddtree_trt.runtime.engines.tensorrt.network import Network
+from ddtree_trt.runtime.engines.tensorrt.model import Outputs, TrtLanguageModel
+from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
+from ddtree_trt.runtime.engines.tensorrt.opening import Loaded
 
 ROUND, CHUNK = 0, 1  # optimisation profiles: context rows of one round, at most a block; of a prompt's chunk
 
 
 @dataclass
 class _Known:
-    """Which tapped states of a slot there are: those of rows first … end − 1, in a ring."""
+    """Which tapped states of a slot the ring holds: those of rows first … end − 1."""
 
     first: int = 0
-    end: int = 0  # committed tokens the drafter has been told of
+    end: int = 0  # committed tokens the drafter knows
 
 
 @dataclass(frozen=True)
@@ -38,30 +45,29 @@ class Buffers:
     host_results: NDArray[np.uint8]
 
 
-class BlockDrafter:
+class BlockDrafter(Drafter):
     """One pass over [bonus, MASK × L] of every slot, conditioned on the tapped target states of every committed token.
 
     The drafter's own cache holds `cache.lengths` context rows of a slot. States that it does not hold wait, one block
     of them at most: more, such as a prompt's, is taken in when it comes. Slots of one pass must bring equally many
     rows (C is exact, a padded row would become context), so a slot with fewer brings rows again that the cache already
-    holds, which writes what is there.
+    holds, which writes the same values.
     """
 
     def __init__(
-        self, network: Network, device: Device, dims: DrafterDims, limits: Limits, element_bytes: int, buffers: Buffers,
-        upload: Upload, candidates: int,
+        self, network: TrtNetwork, device: Device, dims: DrafterDims, limits: Limits, element_bytes: int,
+        buffers: Buffers, upload: Upload, candidates: int,
     ) -> None:  # fmt: skip
         """`candidates` is K of the engine."""
         self.network, self._device, self._dims, self._buffers = network, device, dims, buffers
         self._upload, self._candidates = upload, candidates
-        self._rows = Rows.of(dims, limits)
+        self._rows = Rows.of(dims.block_size, limits)
         self._state_bytes = len(dims.tap_layers) * dims.hidden_size * element_bytes
         self.cache = SlotLengths(limits.max_batch, limits.cache_rows)
         self._known = [_Known() for _ in range(limits.max_batch)]
         self._steps = [*(c for c in (1, 2, 4, 8, 16, 32, 64) if c < dims.block_size), dims.block_size]
 
     def known(self, slot: int) -> int:
-        """Leading committed tokens the drafter has been told of."""
         return self._known[slot].end
 
     def learn(self, slot: int, token_ids: NDArray[np.int64], states: int) -> None:
@@ -79,24 +85,22 @@ class BlockDrafter:
                 self._pass([slot], min(self._waiting(slot), self._rows.chunk), [0])
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget what lies behind the first `length` committed tokens; fewer may be known."""
         known = self._known[slot]
         known.end = min(known.end, length)
         known.first = min(known.first, known.end)
         self.cache.truncate(slot, min(self.cache.lengths[slot], known.end))
 
-    def draft_all(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One pass for all requests, which name distinct slots; another for a slot whose sequence is still shorter
-        than what the others bring."""
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One pass for all requests; another for a slot whose sequence is still shorter than what the others bring."""
         wanted = max(max(self._waiting(r.slot) for r in requests), 1)
         common = next(c for c in self._steps if c >= wanted)
         groups: dict[int, list[DraftRequest]] = {}
         for request in requests:
             known = self._known[request.slot]
-            there = known.end - known.first
-            if not there:
+            held = known.end - known.first
+            if not held:
                 raise EngineError(f"slot {request.slot} has no target states to draft from")
-            rows = common if there >= common else max(self._waiting(request.slot), 1)
+            rows = common if held >= common else max(self._waiting(request.slot), 1)
             groups.setdefault(rows, []).append(request)
         drafts: dict[int, Draft] = {}
         for rows, group in groups.items():
@@ -104,8 +108,8 @@ class BlockDrafter:
             drafts |= self._fetch(group)
         return [drafts[r.slot] for r in requests]
 
-    def warm_up(self) -> None:
-        """Capture the drafts of one sequence, on slot 0, for as many context rows as its known states allow."""
+    def warm_up(self, budget: int) -> None:
+        """For as many context rows as the known states of slot 0 allow; K is the engine's, whatever the budget."""
         known = self._known[0]
         for rows in self._steps:
             if rows <= known.end - known.first:
@@ -154,7 +158,7 @@ class BlockDrafter:
         profile = ROUND if rows <= block else CHUNK
         self.network.run(profile, shapes, addresses, key=(len(slots), rows) if capture else None)
         for slot, end in zip(slots, ends, strict=True):
-            self.cache.lengths[slot] = end
+            self.cache.append(slot, end - self.cache.lengths[slot])
 
     def _results(self, count: int) -> tuple[int, int]:
         """Addresses of log_probs and candidates of `count` slots."""
@@ -174,3 +178,35 @@ class BlockDrafter:
             r.slot: Draft(log_probs[n, :, : r.top_k].copy(), token_ids[n, :, : r.top_k].copy())
             for n, r in enumerate(group)
         }
+
+
+def make_drafter(
+    manifest: Manifest, loaded: Loaded, network: TrtNetwork, upload: Upload, host_results: NDArray[np.uint8]
+) -> Drafter:
+    """The drafter that runs `network`. `upload` takes its control data, `host_results` what it drafted."""
+    return _MAKERS[manifest.drafter_kind](manifest, loaded, network, upload, host_results)
+
+
+def _dflash(
+    manifest: Manifest, loaded: Loaded, network: TrtNetwork, upload: Upload, host_results: NDArray[np.uint8]
+) -> Drafter:
+    at, size = loaded.addresses, PRECISIONS[manifest.precision].value_bytes
+    regions = Buffers(at[buffers.STATES], at[buffers.CONTEXT], at[buffers.RESULTS], host_results)
+    return BlockDrafter(
+        network, loaded.device, manifest.dflash, manifest.limits, size, regions, upload, loaded.candidates
+    )
+
+
+def _autoregressive(
+    manifest: Manifest, loaded: Loaded, network: TrtNetwork, upload: Upload, host_results: NDArray[np.uint8]
+) -> Drafter:
+    at, vocab = loaded.addresses, manifest.drafter_dims.vocab_size
+    outputs = Outputs(at[buffers.RESULTS], host_results, at[buffers.DRAFT_LOGITS], None)
+    model = TrtLanguageModel(network, loaded.device, manifest.limits, vocab, upload, outputs)
+    return AutoregressiveDrafter(model, manifest.limits.prefill_chunk)
+
+
+_MAKERS: Mapping[KindName, Callable[[Manifest, Loaded, TrtNetwork, Upload, NDArray[np.uint8]], Drafter]] = {
+    "dflash": _dflash,
+    "autoregressive": _autoregressive,
+}

@@ -9,91 +9,85 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.manifest import DrafterDims, Manifest, TransformerDims
-from ddtree_trt.device import memory
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.precisions import PRECISIONS
+from ddtree_trt.device import buffers
 from ddtree_trt.device.buckets import buckets
-from ddtree_trt.device.cuda import Device, Upload
-from ddtree_trt.device.memory import CacheShape, Layout
+from ddtree_trt.device.buffers import CacheShape, Layout
+from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins.library import KernelLibrary
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, check_told
-from ddtree_trt.runtime.engines.tensorrt.drafter import BlockDrafter, Buffers
+from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
+from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, TappedStates
+from ddtree_trt.runtime.engines.tensorrt.drafter import make_drafter
 from ddtree_trt.runtime.engines.tensorrt.model import PREFILL, VERIFY, Outputs, TrtLanguageModel
-from ddtree_trt.runtime.engines.tensorrt.network import Network
+from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded, load_plans
+from ddtree_trt.runtime.engines.warming import make_single_passes
 from ddtree_trt.runtime.tree import token_chain
 
 
 @dataclass(frozen=True)
 class _Passed:
-    """A slot's last target pass, and where it left its tapped states [T, M·H], where there are any."""
+    """A slot's last target pass."""
 
     generation: int  # which pass it was: the next one overwrites the states
     token_ids: NDArray[np.int64]  # of the tree, padding aside
-    address: int
-    padded_rows: int  # T
+    states: TappedStates  # of 0 bytes a row where no layer is tapped
 
 
 class TrtEngine:
     """The `Engine` protocol over TensorRT. One thread calls it."""
 
-    threads, rounds = 1, None
+    threads = 1
+    rounds = None
 
     def __init__(self, manifest: Manifest, loaded: Loaded, kernels: KernelLibrary) -> None:
         """Owns what is `loaded`: `close` gives it back."""
-        self.manifest, self._loaded, self._kernels = manifest, loaded, kernels
+        self.manifest = manifest
+        self.limits = manifest.limits
         self.device: Device = loaded.device
-        self.limits, dims, drafter_dims = manifest.limits, manifest.target_dims, manifest.drafter_dims
-        size = memory.ELEMENT_BYTES[manifest.precision]
         self.buckets = buckets(1 + self.limits.max_tree_budget)
-        taps = drafter_dims.tap_layers if isinstance(drafter_dims, DrafterDims) else ()
+        self._loaded = loaded
+        self._passed: dict[int, _Passed] = {}
+        device, dims, drafter_dims = loaded.device, manifest.target_dims, manifest.drafter_dims
+        at, sizes, size = loaded.addresses, loaded.layout.sizes, PRECISIONS[manifest.precision].value_bytes
+        taps = manifest.drafting.tap_layers
         self._state_bytes = len(taps) * dims.hidden_size * size
-        self._cache_shape = CacheShape.of(dims, self.limits, size)
-        at, sizes = loaded.addresses, loaded.layout.sizes
-        device = self.device
-        self._taps = at[memory.TAPS] if taps else 0
+        self._taps = at[buffers.TAPS] if taps else 0
 
         def upload(name: str) -> Upload:
             return Upload(device, at[name], device.pinned(sizes[name]))
 
-        def network(name: str, engine: Any, tables: Mapping[str, int], dims: TransformerDims, cache: str) -> Network:
+        def network(name: str, engine: Any, tables: Mapping[str, int], dims: TransformerDims, cache: str) -> TrtNetwork:
             shape = CacheShape.of(dims, self.limits, size)
-            return Network(name, engine, loaded.shared, tables, dims, shape, at[cache])
+            return TrtNetwork(name, engine, loaded.shared, tables, dims, shape, at[cache])
 
-        results = device.pinned(sizes[memory.RESULTS])
-        outputs = Outputs(at[memory.RESULTS], results, at[memory.LOGITS], self._taps or None)
+        results = device.pinned(sizes[buffers.RESULTS])
+        outputs = Outputs(at[buffers.RESULTS], results, at[buffers.LOGITS], self._taps or None)
         self.target = TrtLanguageModel(
-            network("target", loaded.target, loaded.target_tables, dims, memory.TARGET_KV),
-            device, self.limits, dims.vocab_size, upload(memory.TARGET_CONTROL), outputs,
+            network("target", loaded.target, loaded.target_tables, dims, buffers.TARGET_KV),
+            device, self.limits, dims.vocab_size, upload(buffers.TARGET_CONTROL), outputs,
         )  # fmt: skip
-        self.cache = self.target.cache
-        # One for each slot: commits of a round follow each other without a wait.
-        each = sizes[memory.COMMIT_CONTROL] // self.limits.max_batch
-        self._commits = [
-            Upload(device, at[memory.COMMIT_CONTROL] + slot * each, device.pinned(each))
+        each = sizes[buffers.COMMIT_CONTROL] // self.limits.max_batch
+        uploads = [
+            Upload(device, at[buffers.COMMIT_CONTROL] + slot * each, device.pinned(each))
             for slot in range(self.limits.max_batch)
         ]
-        own = network("drafter", loaded.drafter, loaded.drafter_tables, drafter_dims, memory.DRAFTER_KV)
-        control = upload(memory.DRAFTER_CONTROL)
-        self.drafter: BlockDrafter | AutoregressiveDrafter
-        if isinstance(drafter_dims, DrafterDims):
-            buffers = Buffers(at[memory.STATES], at[memory.CONTEXT], at[memory.RESULTS], results)
-            self.drafter = BlockDrafter(
-                own, device, drafter_dims, self.limits, size, buffers, control, loaded.candidates
-            )
-        else:
-            outputs = Outputs(at[memory.RESULTS], results, at[memory.DRAFT_LOGITS], None)
-            model = TrtLanguageModel(own, device, self.limits, drafter_dims.vocab_size, control, outputs)
-            self.drafter = AutoregressiveDrafter(model, self.limits.prefill_chunk)
+        shape = CacheShape.of(dims, self.limits, size)
+        self._compaction = Compaction(kernels, device, shape, at[buffers.TARGET_KV], uploads)
+        own = network("drafter", loaded.drafter, loaded.drafter_tables, drafter_dims, buffers.DRAFTER_KV)
         self.networks = (self.target.network, own)
-        self._passed: dict[int, _Passed] = {}
+        self.drafter = make_drafter(manifest, loaded, own, upload(buffers.DRAFTER_CONTROL), results)
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest) -> TrtEngine:
@@ -120,13 +114,13 @@ class TrtEngine:
         return self.device.waits
 
     def length(self, slot: int) -> int:
-        return self.cache.lengths[slot]
+        return self.target.cache.lengths[slot]
 
     def draftable_length(self, slot: int) -> int:
         return self.drafter.known(slot)
 
     def truncate(self, slot: int, length: int) -> None:
-        self.cache.truncate(slot, length)
+        self.target.cache.truncate(slot, length)
         self.drafter.truncate(slot, length)
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
@@ -158,8 +152,8 @@ class TrtEngine:
         """One pass over all trees, T padded to `tokens`: the choices [R] at the wanted flat rows."""
         choices = self.target.run(requests, tokens, rows, profile)
         for n, request in enumerate(requests):
-            states = self._taps + n * tokens * self._state_bytes
-            self._passed[request.slot] = _Passed(self.target.generation, request.tree.token_ids, states, tokens)
+            states = TappedStates(self._taps + n * tokens * self._state_bytes, tokens, self._state_bytes)
+            self._passed[request.slot] = _Passed(self.target.generation, request.tree.token_ids, states)
         return choices
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
@@ -167,83 +161,25 @@ class TrtEngine:
         if passed is None or passed.generation != self.target.generation:
             raise EngineError(f"slot {slot} was not in the last target pass: there is nothing to commit")
         if taps:
-            check_told(self.drafter, self.cache, slot)
+            check_up_to_date(self.drafter, self.target.cache, slot)
         if int(path[-1]) != size - 1:
-            self._compact(slot, path, passed if taps and self._state_bytes else None)
+            states = passed.states if taps and self._state_bytes else None
+            self._compaction.move(slot, self.length(slot), path, states)
         if taps:
-            self.drafter.learn(slot, passed.token_ids[path], passed.address)
-        self.cache.append(slot, size)
+            self.drafter.learn(slot, passed.token_ids[path], passed.states.address)
+        self.target.cache.append(slot, size)
         del self._passed[slot]
 
-    def _compact(self, slot: int, path: NDArray[np.int32], passed: _Passed | None) -> None:
-        """Move the path's rows to the front: in the cache, and in the tapped states, which move like a cache of one
-        plane, slot and head."""
-        zero, cache = np.zeros(1, np.int32), self._cache_shape
-        at = self._commits[slot].send(
-            {
-                "slot": np.array([slot], np.int32),
-                "past": np.array([self.cache.lengths[slot]], np.int32),
-                "count": np.array([len(path)], np.int32),
-                "zero": zero,
-                "keep": path.astype(np.int32, copy=False),
-            }
-        )
-        moves: dict[str, Any] = {
-            "keep": at["keep"],
-            "keep_count": at["count"],
-            "sequences": 1,
-            "max_keep": len(path),
-        }
-        self._kernels.launch(
-            "compact",
-            self.device.stream,
-            cache=self._loaded.addresses[memory.TARGET_KV],
-            slot_ids=at["slot"],
-            past_len=at["past"],
-            planes=cache.planes,
-            slots=cache.stored_slots,
-            kv_heads=cache.kv_heads,
-            capacity=cache.rows,
-            row_bytes=cache.row_bytes,
-            **moves,
-        )
-        if passed is not None:
-            self._kernels.launch(
-                "compact",
-                self.device.stream,
-                cache=passed.address,
-                slot_ids=at["zero"],
-                past_len=at["zero"],
-                planes=1,
-                slots=1,
-                kv_heads=1,
-                capacity=passed.padded_rows,
-                row_bytes=self._state_bytes,
-                **moves,
-            )
-
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        for request in requests:
-            check_told(self.drafter, self.cache, request.slot)
-        if isinstance(self.drafter, BlockDrafter):
-            return self.drafter.draft_all(requests) if requests else []
-        return [self.drafter.draft(request) for request in requests]
+        return draft_all(self.drafter, self.target.cache, requests)
 
     def warm_up(self) -> None:
         """A prompt's chunk, and every graph of one sequence's rounds. Those of more sequences are captured at their
         first use."""
-        limits = self.limits
-        try:
-            for tokens in reversed(self.buckets):
-                self.verify([VerifyRequest(0, token_chain(np.zeros(tokens, np.int64)))])
-            chunk = min(limits.prefill_chunk, limits.max_seq_len - 1)
-            drafter = self.drafter if isinstance(self.drafter, BlockDrafter) else None
-            self.prefill(0, np.zeros(chunk, np.int64), rows="last", taps=drafter is not None)
-            if drafter is not None:
-                drafter.warm_up()
-        finally:
-            self.truncate(0, 0)
-            self._passed.clear()
+        # One that reads no states of the target is not given any: its passes are captured when it first drafts.
+        reads_states = bool(self.manifest.drafting.tap_layers)
+        drafts = partial(self.drafter.warm_up, self.limits.max_tree_budget) if reads_states else None
+        make_single_passes(self, self.buckets, drafts)
 
     def settle(self) -> None:
         self.device.synchronize()
@@ -251,7 +187,7 @@ class TrtEngine:
     def close(self) -> None:
         """Give all memory back; a second call does nothing. Raises EngineError when CUDA refuses."""
         self._passed.clear()
-        self.target.generation += 1
+        self.target.forget()
         try:
             self.device.stop()
         finally:

@@ -10,15 +10,15 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.device.cuda import Device, Upload
-from ddtree_trt.device.memory import FLOAT_BYTES, INT_BYTES
+from ddtree_trt.device.buffers import FLOAT_BYTES, INT_BYTES
+from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.drafters import Pass
 from ddtree_trt.runtime.engines.kv import SlotLengths
 from ddtree_trt.runtime.engines.lazy_rows import LazyRows
 from ddtree_trt.runtime.engines.padding import pad_trees
-from ddtree_trt.runtime.engines.tensorrt.network import Network
+from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.tree import TokenTree
 
 VERIFY, PREFILL = 0, 1  # optimisation profiles: trees of a round, a prompt's chunk
@@ -38,12 +38,16 @@ class TrtLanguageModel:
     """Passes over the trees of several slots, with the lengths of their caches."""
 
     def __init__(
-        self, network: Network, device: Device, limits: Limits, vocab: int, upload: Upload, outputs: Outputs
+        self, network: TrtNetwork, device: Device, limits: Limits, vocab: int, upload: Upload, outputs: Outputs
     ) -> None:
-        self.network, self.cache = network, SlotLengths(limits.max_batch, limits.cache_rows)
-        self._device, self._vocab, self._upload, self._outputs = device, vocab, upload, outputs
-        self._words = -(-limits.max_tokens_per_pass // 32)
-        self.generation = 0  # which pass the outputs are of: the next one overwrites them
+        self.network = network
+        self.cache = SlotLengths(limits.max_batch, limits.cache_rows)
+        self.generation = 0  # the number of the pass whose outputs are in memory: the next one overwrites them
+        self._device = device
+        self._vocab = vocab
+        self._upload = upload
+        self._outputs = outputs
+        self._mask_words = -(-limits.max_tokens_per_pass // 32)
 
     def run(
         self, requests: Sequence[VerifyRequest], tokens: int, rows: NDArray[np.int64], profile: int
@@ -51,7 +55,7 @@ class TrtLanguageModel:
         """One pass over all trees, T padded to `tokens`: the choices [R] at the wanted flat rows."""
         for request in requests:
             self.cache.check_room(request.slot, tokens)
-        trees = pad_trees(requests, self.cache.lengths, tokens, self._words)
+        trees = pad_trees(requests, self.cache.lengths, tokens, self._mask_words)
         control = {
             names.TOKEN_IDS: trees.token_ids,
             names.POSITIONS: trees.positions,
@@ -74,8 +78,12 @@ class TrtLanguageModel:
         self._device.synchronize()
         return found.view(np.int32).astype(np.int64)
 
+    def forget(self) -> None:
+        """Have the outputs of the last pass count no more: its logits can no longer be read."""
+        self.generation += 1
+
     def logits(self, first: int, rows: int) -> LazyRows:
-        """Rows of the last pass's logits, [rows, V] from row `first` on, brought over row by row when they are read."""
+        """Rows of the last pass's logits, [rows, V] from row `first` on, copied to the host when they are read."""
         generation, base = self.generation, self._outputs.logits + first * self._vocab * FLOAT_BYTES
 
         def fetch(start: int, stop: int) -> NDArray[np.float32]:

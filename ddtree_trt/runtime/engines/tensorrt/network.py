@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import TransformerDims
-from ddtree_trt.device.cuda import Device
-from ddtree_trt.device.memory import CacheShape
+from ddtree_trt.device.buffers import CacheShape
+from ddtree_trt.device.cuda_device import Device
+from ddtree_trt.device.tensorrt_library import io_tensors
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.decoder import TransformerDims
 
 Shape = tuple[int, ...]
 
@@ -24,7 +25,7 @@ class Shared:
     """What every network of an engine directory uses."""
 
     trt: Any  # the module
-    log: Any  # its log: `words()` are TensorRT's latest complaints, `clear()` forgets them
+    log: Any  # its log: `words()` are TensorRT's latest errors as one text, `clear()` forgets them
     device: Device
     workspace: tuple[int, int]  # address, bytes
 
@@ -36,8 +37,8 @@ class _Captured:
     addresses: Mapping[str, int]
 
 
-class Network:
-    """Runs passes; what they read and write lies where the caller says, and stays there for a captured key."""
+class TrtNetwork:
+    """Runs passes. The caller gives the addresses of what they read and write, equal ones for equal keys."""
 
     def __init__(
         self, name: str, engine: Any, shared: Shared, tables: Mapping[str, int], dims: TransformerDims,
@@ -45,14 +46,16 @@ class Network:
     ) -> None:  # fmt: skip
         """`engine` is an ICudaEngine, `tables` are the addresses of those it reads by input, `cache` the shape of its
         caches, at `cache_address`."""
-        self.name, self.engine, self.shared = name, engine, shared
+        self.name = name
+        self.engine = engine
+        self.shared = shared
         # In place: past and present are one address, which the plugin checks.
         self._fixed = dict(tables)
         for part in (names.past_names(dims.num_layers), names.present_names(dims.num_layers)):
             for plane, tensor in enumerate(part):
                 self._fixed[tensor] = cache_address + plane * cache.plane_bytes
-        there = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
-        self._fixed = {tensor: address for tensor, address in self._fixed.items() if tensor in there}
+        its = io_tensors(engine)
+        self._fixed = {tensor: address for tensor, address in self._fixed.items() if tensor in its}
         self._contexts: dict[int, Any] = {}  # profile → the context of passes that are not captured
         self._captured: dict[Hashable, _Captured] = {}
 

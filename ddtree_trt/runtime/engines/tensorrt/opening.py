@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import mmap
 from collections.abc import Mapping
@@ -10,31 +9,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from ddtree_trt import plugins
-from ddtree_trt.artifact import manifest as artifact
+from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import Manifest, rebuild_command
-from ddtree_trt.device import memory
-from ddtree_trt.device.cuda import Device
-from ddtree_trt.device.memory import Layout, tensorrt_buffers
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.number_bytes import decode
+from ddtree_trt.artifact.precisions import PRECISIONS
+from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.safetensor_header import StoredTensor, read_header
+from ddtree_trt.device import buffers
+from ddtree_trt.device.buffers import Layout, tensorrt_buffers
+from ddtree_trt.device.cuda_device import Device
+from ddtree_trt.device.tensorrt_library import io_tensors, load_plugins, make_log
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.plugins import library
 from ddtree_trt.plugins.library import KernelLibrary
+from ddtree_trt.reading import Source
 from ddtree_trt.runtime.engines.tensorrt.checks import check_machine
 from ddtree_trt.runtime.engines.tensorrt.network import Shared
 
 _logger = logging.getLogger("ddtree_trt.tensorrt")
-_STORED = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}  # a precision in safetensors' words
 _BUFFERS = {
-    names.EMBEDDING: memory.EMBEDDING,
-    names.HEAD: memory.HEAD,
-    names.DRAFTER + names.EMBEDDING: memory.DRAFTER_EMBEDDING,
-    names.DRAFTER + names.HEAD: memory.DRAFTER_HEAD,
+    names.EMBEDDING: buffers.EMBEDDING,
+    names.HEAD: buffers.HEAD,
+    names.DRAFTER + names.EMBEDDING: buffers.DRAFTER_EMBEDDING,
+    names.DRAFTER + names.HEAD: buffers.DRAFTER_HEAD,
 }
-_KEPT_WORDS = 5  # complaints of TensorRT in one error
 _PIECE_BYTES = 16 << 20  # of a table that is converted on its way
 
 
@@ -75,15 +74,14 @@ def _load(directory: Path, manifest: Manifest, trt: Any, device: Device, plugin_
     stored = _Tables(directory, manifest)
     plans = sum(manifest.files[name].size for name in (artifact.TARGET_PLAN, artifact.DRAFTER_PLAN))
     _check_memory(directory, manifest, device, plans, _layout(manifest, stored, None, 0).total_bytes)
-    log = make_log(trt)
-    _load_plugins(trt, log, plugin_library)
+    log = make_log(trt, _logger)
+    load_plugins(trt, log, plugin_library, EngineError)
     runtime = trt.Runtime(log)
     target = _deserialise(runtime, log, directory / artifact.TARGET_PLAN, manifest)
     drafter = _deserialise(runtime, log, directory / artifact.DRAFTER_PLAN, manifest)
     _check_engine(directory, manifest, "target", target)
     _check_engine(directory, manifest, "drafter", drafter)
-    block = manifest.drafter_kind == "dflash"
-    candidates = int(tuple(drafter.get_tensor_shape(names.LOG_PROBS))[-1]) if block else 0
+    candidates = int(tuple(drafter.get_tensor_shape(names.LOG_PROBS))[-1]) if manifest.drafting.at_once else 0
     workspace = max(int(target.device_memory_size_v2), int(drafter.device_memory_size_v2))
     layout = _layout(manifest, stored, candidates, workspace)
     _check_memory(directory, manifest, device, 0, layout.total_bytes)  # with what TensorRT wants beside the weights
@@ -95,7 +93,7 @@ def _load(directory: Path, manifest: Manifest, trt: Any, device: Device, plugin_
         tables |= {tensor: addresses[_BUFFERS[tensor]] for tensor in (embedding, head)}
         stored.upload(embedding, device, tables[embedding])
         stored.upload_single(head if stored.has(head) else embedding, device, tables[head])
-    for cache in (memory.TARGET_KV, memory.DRAFTER_KV):
+    for cache in (buffers.TARGET_KV, buffers.DRAFTER_KV):
         # Zeros, not garbage: a row that was never written must not turn a weight of zero into NaN.
         device.clear(addresses[cache], layout.sizes[cache])
     device.synchronize()
@@ -103,7 +101,7 @@ def _load(directory: Path, manifest: Manifest, trt: Any, device: Device, plugin_
         trt=trt,
         log=log,
         device=device,
-        workspace=(addresses[memory.WORKSPACE], workspace),
+        workspace=(addresses[buffers.WORKSPACE], workspace),
     )
     own = {t.removeprefix(names.DRAFTER): a for t, a in tables.items() if t.startswith(names.DRAFTER)}
     return Loaded(device, target, drafter, runtime, layout, addresses, candidates, tables, own or tables, shared)
@@ -115,7 +113,7 @@ def _layout(manifest: Manifest, stored: _Tables, candidates: int | None, workspa
             manifest.target_dims,
             manifest.drafter_dims,
             manifest.limits,
-            memory.ELEMENT_BYTES[manifest.precision],
+            PRECISIONS[manifest.precision].value_bytes,
             candidates=candidates,
             workspace_bytes=workspace,
         )
@@ -137,44 +135,6 @@ def _gb(count: int) -> str:
     return f"{count / 1e9:.2f} GB"
 
 
-def make_log(trt: Any) -> Any:
-    """TensorRT's log: warnings go to Python's logging, complaints are kept for our errors."""
-
-    class Log(trt.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            super().__init__()
-            self._words: list[str] = []
-
-        def log(self, severity: Any, msg: str) -> None:
-            if severity in (trt.ILogger.Severity.INTERNAL_ERROR, trt.ILogger.Severity.ERROR):
-                self._words.append(" ".join(msg.split()))
-            elif severity == trt.ILogger.Severity.WARNING:
-                _logger.warning("%s", msg)
-
-        def clear(self) -> None:
-            self._words.clear()
-
-        def words(self) -> str:
-            return "; ".join(self._words[-_KEPT_WORDS:])
-
-    return Log()
-
-
-def _load_plugins(trt: Any, log: Any, path: Path) -> None:
-    """Into the process's registry, once."""
-    registry = trt.get_plugin_registry()
-    wanted = (plugins.ATTENTION, plugins.VERSION, plugins.NAMESPACE)
-
-    def there() -> bool:
-        return wanted in ((c.name, c.plugin_version, c.plugin_namespace) for c in registry.all_creators)
-
-    if not there() and (registry.load_library(str(path)) is None or not there()):
-        raise EngineError(
-            f"TensorRT {trt.__version__} does not take the plugin library {path}: {log.words()}; run `make plugins` "
-            "again with the headers of this TensorRT"
-        )
-
-
 def _deserialise(runtime: Any, log: Any, path: Path, manifest: Manifest) -> Any:
     log.clear()
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as plan:
@@ -187,13 +147,13 @@ def _deserialise(runtime: Any, log: Any, path: Path, manifest: Manifest) -> Any:
 
 
 def _check_engine(directory: Path, manifest: Manifest, name: str, engine: Any) -> None:
-    """Digests cannot see that a plan and a manifest, each whole, do not belong together. Raises ArtifactError."""
-    there = {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}
+    """Raises ArtifactError for a plan that is not the manifest's: digests cannot show it where both files are whole."""
+    found = io_tensors(engine)
     listed = manifest.tensors.get(name, {})
     expected = {*listed.get("inputs", ()), *listed.get("outputs", ())}
     rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
-    if there != expected:
-        different = sorted(there ^ expected)
+    if found != expected:
+        different = sorted(found ^ expected)
         raise ArtifactError(
             f"{directory}: the manifest and the {name}'s plan differ in tensor {different[0]}; {rebuild}"
         )
@@ -205,71 +165,47 @@ def _check_engine(directory: Path, manifest: Manifest, name: str, engine: Any) -
     dims, limits = manifest.target_dims if name == "target" else manifest.drafter_dims, manifest.limits
     cache = (limits.max_batch, dims.num_kv_heads, limits.cache_rows, dims.head_dim)
     for tensor in names.past_names(dims.num_layers):
-        found = tuple(engine.get_tensor_shape(tensor)) if tensor in there else None
-        if found != cache:
-            raise ArtifactError(f"{directory}: {tensor} of the {name} should be {cache}, found {found}; {rebuild}")
+        shape = tuple(engine.get_tensor_shape(tensor)) if tensor in found else None
+        if shape != cache:
+            raise ArtifactError(f"{directory}: {tensor} of the {name} should be {cache}, found {shape}; {rebuild}")
 
 
 class _Tables:
     """The tables of shared.safetensors: [V, H] in the engine's precision."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
-        self._path = directory / artifact.SHARED_WEIGHTS
+        path = directory / artifact.SHARED_WEIGHTS
         rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
-        dtype, size = _STORED[manifest.precision], memory.ELEMENT_BYTES[manifest.precision]
         try:
-            file_bytes = self._path.stat().st_size
-            with self._path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                if length > file_bytes:
-                    raise ValueError(f"a header of {length} bytes in a file of {file_bytes}")
-                header = json.loads(file.read(length))
-                self._start = 8 + length
-            self._offsets: dict[str, list[int]] = {}
-            for name, entry in header.items():
-                if name == "__metadata__":
-                    continue
-                dims = manifest.drafter_dims if name.startswith(names.DRAFTER) else manifest.target_dims
-                expected = {"dtype": dtype, "shape": [dims.vocab_size, dims.hidden_size]}
-                if {key: entry[key] for key in expected} != expected:
-                    raise ArtifactError(f"{self._path}: {name} should be {expected}, found {entry}; {rebuild}")
-                begin, end = self._offsets[name] = entry["data_offsets"]
-                bytes_each = dims.vocab_size * dims.hidden_size * size
-                if not 0 <= begin <= begin + bytes_each == end <= file_bytes - self._start:
-                    raise ValueError(f"{name} at {entry['data_offsets']} is not {bytes_each} bytes of the file")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ArtifactError(f"{self._path} cannot be read ({error}); {rebuild}") from error
-        self._precision = manifest.precision
-        self.networks = ("",) if manifest.drafter_kind == "dflash" else ("", names.DRAFTER)  # with tables of their own
+            header = read_header(path, Source(f"{path} cannot be read", ArtifactError, rebuild))
+        except OSError as error:
+            raise ArtifactError(f"{path} cannot be read ({error}); {rebuild}") from error
+        dtype = PRECISIONS[manifest.precision].safetensors
+        for name, entry in header.entries.items():
+            dims = manifest.drafter_dims if name.startswith(names.DRAFTER) else manifest.target_dims
+            expected, found = (dtype, (dims.vocab_size, dims.hidden_size)), (entry.dtype, entry.shape)
+            if found != expected:
+                raise ArtifactError(f"{path}: {name} should be {expected}, found {found}; {rebuild}")
+        self._tensors: dict[str, StoredTensor] = header.locate()
+        self.networks = ("", names.DRAFTER) if manifest.drafting.own_tables else ("",)  # with tables of their own
         for prefix in self.networks:
             if not self.has(prefix + names.EMBEDDING):
-                raise ArtifactError(f"{self._path} has no tensor {prefix + names.EMBEDDING!r}; {rebuild}")
+                raise ArtifactError(f"{path} has no tensor {prefix + names.EMBEDDING!r}; {rebuild}")
 
     def has(self, tensor: str) -> bool:
-        return tensor in self._offsets
+        return tensor in self._tensors
 
     def upload(self, tensor: str, device: Device, address: int) -> None:
         """Put a table on the device and wait for it."""
-        device.upload(address, self._stored(tensor))
+        device.upload(address, self._tensors[tensor].mapped())
         device.synchronize()
 
     def upload_single(self, tensor: str, device: Device, address: int) -> None:
         """Put a table on the device in float32, which holds its values exactly, and wait for it."""
-        table = self._stored(tensor)
-        for start in range(0, len(table), _PIECE_BYTES):
-            piece = _single(table[start : start + _PIECE_BYTES], self._precision)
+        table = self._tensors[tensor].mapped()
+        step = _PIECE_BYTES // table.itemsize
+        for start in range(0, len(table), step):
+            piece = decode(table[start : start + step])
             device.upload(address, piece)
             device.synchronize()
             address += piece.nbytes
-
-    def _stored(self, tensor: str) -> NDArray[np.uint8]:
-        """A table's bytes in the file."""
-        begin, end = self._offsets[tensor]
-        return np.memmap(self._path, np.uint8, "r", self._start + begin, (end - begin,))
-
-
-def _single(stored: NDArray[np.uint8], precision: str) -> NDArray[np.float32]:
-    """Values of a precision as float32."""
-    if precision == "bf16":  # the upper half of a float32
-        return (stored.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    return stored.view(np.float16 if precision == "fp16" else np.float32).astype(np.float32, copy=False)

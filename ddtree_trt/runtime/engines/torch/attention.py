@@ -1,9 +1,9 @@
-"""Attention of T new rows over a slotted cache and themselves, in the three ways there are.
+"""Attention of T new rows over a slotted cache and themselves.
 
 - `KernelAttention`: our CUDA kernels, through `torch.ops.ddtree`; where flash-attn works (`flash.py`) it does
   the passes that have no tree.
 - `DenseAttention`: PyTorch's scaled_dot_product_attention under a mask. It runs everywhere, and it is what the kernels
-  are compared with; on a GPU it serves precisions and head sizes the kernels do not have.
+  are compared with; on a GPU it serves precisions and head sizes that have no kernel.
 """
 
 from __future__ import annotations
@@ -19,12 +19,8 @@ from torch.nn import functional as F
 from ddtree_trt.errors import MissingDependency
 from ddtree_trt.plugins import HEAD_DIMS, MaskMode
 from ddtree_trt.plugins.library import BUILD_HINT, TORCH, find
+from ddtree_trt.plugins.operators import OPERATORS
 from ddtree_trt.runtime.engines.torch.flash import Flash, find_flash
-
-OPERATORS = (
-    *("attention_workspace_bytes", "tree_attention", "build_tree", "packed_mask", "walk", "compact"),
-    *("add_rms_norm", "split_qkv", "swiglu"),
-)
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class Attention(Protocol):
 
 
 def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scratch: Scratch) -> Attention:
-    """The fastest there is for this device, type and head size.
+    """The fastest attention for this device, type and head size.
 
     Raises MissingDependency where the kernels would serve and are not built, and as `find_flash` does.
     """
@@ -67,11 +63,12 @@ def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scrat
 
 class Scratch:
     """The kernels' scratch memory of a whole engine: passes follow each other on one stream, so that one piece serves
-    every layer of every pass of both networks. It is allocated when the first asks for it and stays where it is."""
+    every layer of every pass of both networks. It is allocated at its first use and stays where it is."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        """`size` bytes, enough for the largest pass there will be: `memory.attention_workspace_bytes`."""
-        self.size, self._device = size, device
+        """`size` bytes, enough for the largest pass: `memory.attention_workspace_bytes`."""
+        self.size = size
+        self._device = device
 
     @cached_property
     def memory(self) -> Tensor:
@@ -89,13 +86,14 @@ def load_operators() -> None:
 
 
 class KernelAttention:
-    """See the module."""
+    """Our kernels, and flash-attn for passes without a tree where it was found."""
 
     kernels = True
 
     def __init__(self, scratch: Scratch, flash: Flash | None = None) -> None:
         """`torch.ops.ddtree` must be loaded."""
-        self._scratch, self._flash = scratch.memory, flash
+        self._scratch = scratch.memory
+        self._flash = flash
 
     def __call__(
         self,
@@ -129,8 +127,8 @@ class KernelAttention:
 
 
 class DenseAttention:
-    """See the module. On a CPU it looks at no more rows than are in use; on a GPU, where asking would cost a wait, at
-    the whole slot."""
+    """PyTorch's attention under a mask: on a CPU over the rows that are in use; on a GPU, where finding their number
+    would cost a wait, over the whole slot."""
 
     kernels = False
 

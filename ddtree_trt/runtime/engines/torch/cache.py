@@ -1,21 +1,17 @@
-"""The key-value cache of one network as one tensor, a slot of fixed size for every sequence."""
+"""The key-value cache of one network: one tensor, in which every slot has a fixed number of rows."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ddtree_trt.artifact.manifest import TransformerDims
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.kv import SlotLengths
-
-if TYPE_CHECKING:
-    from ddtree_trt.runtime.engines.torch.attention import Place
+from ddtree_trt.runtime.engines.torch.attention import Place
 
 
 class DeviceCache(SlotLengths):
-    """Slots in device memory, which never move. Lengths are the host's; passes get them as data (`Place`)."""
+    """Slots in device memory, which never move. The host counts their rows; passes get the counts as data (`Place`)."""
 
     def __init__(
         self, dims: TransformerDims, slots: int, rows: int, dtype: torch.dtype, device: torch.device, *, kernels: bool
@@ -39,7 +35,7 @@ class DeviceCache(SlotLengths):
     def compact(self, slots: Tensor, past: Tensor, keep: Tensor, count: Tensor) -> None:
         """Move rows past + keep[j] of each sequence's slot to past + j in every plane; nothing is counted.
 
-        slots, past and count are int32 [N], keep int32 [N, M]: strictly rising, of which the first `count` are meant.
+        slots, past and count are int32 [N], keep int32 [N, M], strictly rising; its first `count` columns are moved.
         """
         if self._kernels:
             torch.ops.ddtree.compact(self.slab, slots, past, keep, count)

@@ -1,8 +1,8 @@
-"""The drafters behind the PyTorch engine: DFlash, and the cache and passes of one that is a language model."""
+"""The drafters of the PyTorch engine: DFlash, and the cache and passes of one that is a language model."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -10,22 +10,24 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ddtree_trt import _native
-from ddtree_trt.artifact.manifest import DrafterDims
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.weight_layout import DRAFTER
+from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.kinds import KindName
 from ddtree_trt.plugins import MaskMode
-from ddtree_trt.runtime.decoding.sampling import DrawnFrom
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest
-from ddtree_trt.runtime.engines.drafters import Pass
-from ddtree_trt.runtime.engines.torch.attention import Attention, Place
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom
+from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter, Pass
+from ddtree_trt.runtime.engines.torch.attention import Attention, Place, Scratch, attention_for
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
 from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
-from ddtree_trt.runtime.engines.torch.model import DFlash, Qwen3, Weights
+from ddtree_trt.runtime.engines.torch.model import DFlash, LanguageModel, Weights
 from ddtree_trt.runtime.tree import TokenTree
 
 # Candidates per position a graph is captured for: a draft takes the next number up. The last is the largest budget.
 TOP_KS = (1, 16, 64, 256, 1024, 4096)
 
 
-class BlockDrafter:
+class BlockDrafter(Drafter):
     """DFlash: one pass over [bonus, MASK × L] of every slot, conditioned on the tapped target states of every committed
     token.
 
@@ -38,7 +40,7 @@ class BlockDrafter:
         self,
         dims: DrafterDims,
         weights: Weights,
-        target: Qwen3,
+        target: LanguageModel,
         cache: DeviceCache,
         attention: Attention,
         graphs: Graphs,
@@ -55,7 +57,6 @@ class BlockDrafter:
 
     @property
     def waits(self) -> int:
-        """How often the host has waited for a draft."""
         return self._result.waits
 
     def known(self, slot: int) -> int:
@@ -81,8 +82,8 @@ class BlockDrafter:
         self.cache.truncate(slot, context)
         self.counts[slot] = min(self.counts[slot], length - context)
 
-    def draft_all(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One pass for all requests, which name distinct slots."""
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """One pass for all requests."""
         slots = [r.slot for r in requests]
         for slot in slots:
             self.cache.check_room(slot, self.counts[slot] + self.dims.block_size)
@@ -108,15 +109,23 @@ class BlockDrafter:
         log_probs = found[0].view(np.float32)
         return [Draft(log_probs[n, :, : r.top_k], found[1, n, :, : r.top_k]) for n, r in enumerate(requests)]
 
-    def warm_up(self, largest: int) -> None:
-        """Capture what drafts of one sequence for budgets up to `largest` run, on slot 0."""
-
+    def warm_up(self, budget: int) -> None:
         def never(*_: object) -> DrawnFrom:
             raise AssertionError("a block drafter draws nothing")
 
-        wanted = min(largest, self.dims.vocab_size, TOP_KS[-1])
+        wanted = min(budget, self.dims.vocab_size, TOP_KS[-1])
         for top_k in TOP_KS[: 1 + next(i for i, k in enumerate(TOP_KS) if k >= wanted)]:
-            self.draft_all([DraftRequest(0, 0, min(top_k, wanted), self.dims.block_size - 1, never)])
+            self.draft([DraftRequest(0, 0, min(top_k, wanted), self.dims.block_size - 1, never)])
+
+    def hold(self, slots: Tensor, states: Tensor) -> None:
+        """Have tapped states [N, m, M·H], m at most a block, wait for the slots int32 [N]; nothing is counted."""
+        self.waiting[slots.long(), : states.shape[1]] = states
+
+    def advance(self, slot: int, committed: int, *, waiting: int) -> None:
+        """Count a round that ran on the device: the states of its last `waiting` tokens are held, those of all before
+        them are in the cache."""
+        self.cache.append(slot, self.counts[slot] + committed - waiting)
+        self.counts[slot] = waiting
 
     def run(
         self, slots: Tensor, past: Tensor, counts: Tensor, bonus_tokens: Tensor, top_k: int
@@ -129,7 +138,7 @@ class BlockDrafter:
 class TorchLanguageModel:
     """A language model of its own over one slot at a time, for an autoregressive drafter."""
 
-    def __init__(self, model: Qwen3) -> None:
+    def __init__(self, model: LanguageModel) -> None:
         self._model = model
         self.cache = model.cache
 
@@ -146,3 +155,42 @@ class TorchLanguageModel:
         hidden, _ = self._model.forward(ids, positions, place, MaskMode.TREE)
         logits = self._model.logits(hidden[0].index_select(0, moved(rows)))
         return Pass(logits.argmax(-1).cpu().numpy(), logits.cpu().numpy(), None)
+
+
+def make_drafter(
+    manifest: Manifest, weights: Weights, target: LanguageModel, scratch: Scratch, graphs: Graphs
+) -> Drafter:
+    """The drafter of an engine, with a cache of its own; its passes go into `graphs`' memory."""
+    dims, slab = manifest.drafter_dims, target.cache.slab
+    attention = attention_for(slab.device, slab.dtype, dims.head_dim, scratch)
+    cache = DeviceCache(dims, target.cache.slots, target.cache.rows, slab.dtype, slab.device, kernels=attention.kernels)
+    return _MAKERS[manifest.drafter_kind](manifest, weights, target, cache, attention, graphs)
+
+
+def _dflash(
+    manifest: Manifest,
+    weights: Weights,
+    target: LanguageModel,
+    cache: DeviceCache,
+    attention: Attention,
+    graphs: Graphs,
+) -> Drafter:
+    return BlockDrafter(manifest.dflash, weights, target, cache, attention, graphs.sharing())
+
+
+def _autoregressive(
+    manifest: Manifest,
+    weights: Weights,
+    target: LanguageModel,
+    cache: DeviceCache,
+    attention: Attention,
+    graphs: Graphs,
+) -> Drafter:
+    model = LanguageModel(manifest.drafter_dims, weights, DRAFTER, cache, attention)
+    return AutoregressiveDrafter(TorchLanguageModel(model), manifest.limits.prefill_chunk)
+
+
+_MAKERS: Mapping[KindName, Callable[[Manifest, Weights, LanguageModel, DeviceCache, Attention, Graphs], Drafter]] = {
+    "dflash": _dflash,
+    "autoregressive": _autoregressive,
+}

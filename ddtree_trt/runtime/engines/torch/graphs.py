@@ -1,4 +1,4 @@
-"""What keeps the host out of the device's way: one copy up and one down per stage, and passes captured as CUDA graphs.
+"""Copies between host and device, one up and one down per stage, and stages captured as CUDA graphs.
 
 On a CPU the same objects are plain memory and plain calls.
 """
@@ -6,7 +6,6 @@ On a CPU the same objects are plain memory and plain calls.
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -19,9 +18,10 @@ _ALIGN = 4  # int32 values: the kernels ask for multiples of 16 bytes
 
 
 class Upload:
-    """Control data of one stage: int32 arrays that cross over in one copy, always to the same addresses."""
+    """Control data of one stage: int32 arrays that go up in one copy, always to the same addresses."""
 
     def __init__(self, size: int, device: torch.device) -> None:
+        """`size`: most values of one copy, see `Upload.size`."""
         self._on_gpu = device.type == "cuda"
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=self._on_gpu)
         self._device = torch.zeros(size, dtype=torch.int32, device=device)
@@ -31,7 +31,7 @@ class Upload:
         """Tensors of these shapes and values on the device. Equal shapes give equal addresses, so that a graph
         captured with them reads what is sent next."""
         if self._sent is not None:
-            self._sent.synchronize()  # the copy before this one; it has long been made
+            self._sent.synchronize()  # the copy before this one reads the same host memory
         host, views, end = self._host.numpy(), [], 0
         for array in arrays:
             start = end
@@ -45,7 +45,7 @@ class Upload:
 
     @staticmethod
     def size(*shapes: Sequence[int]) -> int:
-        """Values that arrays of these shapes take."""
+        """Values that arrays of these shapes take, the gaps that align them included."""
         return sum(-(-int(np.prod(shape)) // _ALIGN) * _ALIGN for shape in shapes)
 
 
@@ -53,6 +53,7 @@ class Download:
     """Results of one stage: int32 values that come back in one copy. `waits` counts how often the host waited."""
 
     def __init__(self, size: int, device: torch.device) -> None:
+        """`size`: most values of one copy; the stage writes them to `on_device`."""
         self.on_device = torch.zeros(size, dtype=torch.int32, device=device)
         self._host = torch.zeros(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         self.waits = 0
@@ -73,15 +74,17 @@ class Graphs:
     of others that share with these, have one pool of memory: what is inside a pass may be overwritten by the next.
     """
 
-    def __init__(self, device: torch.device, *, capture: bool = True) -> None:
+    def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
+        """`recorder`: of the graphs to share memory with; None for memory of their own."""
+        self._device = device
         self._graphs: dict[Hashable, Any] = {}
-        self._capture = _Capture() if capture and device.type == "cuda" else None
+        self._recorder = recorder
+        if device.type == "cuda" and recorder is None:
+            self._recorder = Recorder()
 
     def sharing(self) -> Graphs:
         """Graphs with keys of their own in the same memory."""
-        other = copy.copy(self)
-        other._graphs = {}
-        return other
+        return Graphs(self._device, self._recorder)
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -94,12 +97,12 @@ class Graphs:
             graph.replay()
             return
         work()  # libraries set themselves up at the first call, which must not be captured; its results are the call's
-        if self._capture is not None:
-            self._graphs[key] = self._capture(work)
+        if self._recorder is not None:
+            self._graphs[key] = self._recorder.record(work)
 
     def replay(self, key: Hashable) -> bool:
-        """For measurements: put a captured stage on the stream once more, with the inputs it had last; False where
-        there is no such graph."""
+        """Whether the stage was captured; it is then put on the stream once more, with the inputs it had last. For
+        measurements."""
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
@@ -109,8 +112,8 @@ class Graphs:
         self._graphs.clear()
 
 
-class _Capture:
-    """Records work into a CUDA graph and does not do it.
+class Recorder:
+    """Records work into CUDA graphs, which share one pool of memory.
 
     `torch.cuda.graph` would do, but it waits for the device and empties the allocator's cache before each graph, which
     is what a capture takes most of its time for, and stays on its stream when the end of a capture fails.
@@ -120,7 +123,8 @@ class _Capture:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream: Any = None  # one for all: memory of the pool belongs to the stream it was taken on
 
-    def __call__(self, work: Callable[[], None]) -> Any:
+    def record(self, work: Callable[[], None]) -> Any:
+        """A `torch.cuda.CUDAGraph` of the work, which is not done."""
         graph = torch.cuda.CUDAGraph()
         if self._stream is None:
             self._stream = torch.cuda.Stream()
@@ -130,7 +134,7 @@ class _Capture:
             try:
                 work()
             except BaseException:
-                with contextlib.suppress(Exception):  # its own complaint would hide what went wrong
+                with contextlib.suppress(Exception):  # its error would hide what went wrong
                     graph.capture_end()
                 raise
             graph.capture_end()

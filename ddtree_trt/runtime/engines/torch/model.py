@@ -1,4 +1,4 @@
-"""Both networks in plain PyTorch: Qwen3, and the DFlash drafter on top of it.
+"""Both networks in PyTorch: a language model, and the DFlash drafter, which shares its target's embedding and head.
 
 Everything is a function of tensors of fixed shape, the committed lengths included, so that a pass can be captured into
 a CUDA graph once and replayed at any length. Rows behind the wanted ones are padding: they see themselves only, write
@@ -7,15 +7,16 @@ their keys and values behind those of the real rows, and nobody reads what comes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddtree_trt.artifact.manifest import DrafterDims, TransformerDims
 from ddtree_trt.artifact.weight_layout import DRAFTER
+from ddtree_trt.models.decoder import Part, TransformerDims, decoder_layers
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.torch.attention import Attention, Place
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
@@ -26,14 +27,17 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Layer:
+    """A layer's weights, named as its parts are."""
+
     qkv: Tensor  # [(Hq + 2·Hkv)·D, H]
-    q_norm: Tensor  # [D]
-    k_norm: Tensor  # [D]
     o: Tensor  # [H, Hq·D]
     input_norm: Tensor  # [H]
     post_norm: Tensor  # [H]
     gate_up: Tensor  # [2·inner, H]
     down: Tensor  # [H, inner]
+    qkv_bias: Tensor | None = None  # [(Hq + 2·Hkv)·D], where the family has one
+    q_norm: Tensor | None = None  # [D], likewise
+    k_norm: Tensor | None = None  # [D], likewise
 
 
 class Decoder:
@@ -49,11 +53,7 @@ class Decoder:
     ) -> None:
         self.dims, self.cache, self.attention = dims, cache, attention
         self.math = math_for(attention.kernels, dims)
-        stacked = weights.get(f"{prefix}qkv")
-        self.layers = [
-            _layer(weights, f"{prefix}layers.{i}.", None if stacked is None else stacked[i])
-            for i in range(dims.num_layers)
-        ]
+        self.layers = [_layer(weights, prefix, i, parts) for i, parts in enumerate(decoder_layers(dims))]
         self.norm = weights[f"{prefix}norm"]
         self.tables = rotary_tables(dims, cache.rows, cache.slab.device)
         self.scale = dims.head_dim**-0.5
@@ -62,7 +62,7 @@ class Decoder:
         """Attention of layer `index` over rows h [N, T, H], whose keys and values go into the cache: [N, T, H]."""
         d, layer = self.dims, self.layers[index]
         q, k, v = self.math.split_qkv(
-            F.linear(h, layer.qkv),
+            F.linear(h, layer.qkv, layer.qkv_bias),
             layer.q_norm,
             layer.k_norm,
             self.tables,
@@ -92,13 +92,17 @@ class Decoder:
         return h, tapped
 
 
-def _layer(weights: Weights, prefix: str, qkv: Tensor | None) -> Layer:
-    names = [field.name for field in fields(Layer) if field.name != "qkv"]
-    parts = {name: weights[f"{prefix}{name}"] for name in names}
-    return Layer(qkv=weights[f"{prefix}qkv"] if qkv is None else qkv, **parts)
+def _layer(weights: Weights, prefix: str, index: int, parts: Iterable[Part]) -> Layer:
+    """The weights of layer `index`; a part that the file keeps in one tensor over all layers is one of its rows."""
+
+    def find(name: str) -> Tensor:
+        stacked = weights.get(f"{prefix}{name}")
+        return weights[f"{prefix}layers.{index}.{name}"] if stacked is None else stacked[index]
+
+    return Layer(**{part.name: find(part.name) for part in parts})
 
 
-class Qwen3:
+class LanguageModel:
     """A target, or an autoregressive drafter: tokens in, logits and tapped states out."""
 
     def __init__(
@@ -139,14 +143,17 @@ class DFlash:
     """The block drafter: the context's keys and values from tapped target states, then one block on top of them."""
 
     def __init__(
-        self, dims: DrafterDims, weights: Weights, target: Qwen3, cache: DeviceCache, attention: Attention
+        self, dims: DrafterDims, weights: Weights, target: LanguageModel, cache: DeviceCache, attention: Attention
     ) -> None:
         self.dims, self.cache, self._target = dims, cache, target
         self._decoder = Decoder(dims, weights, DRAFTER, cache, attention)
         self._fc, self._context_norm = weights[f"{DRAFTER}fc"], weights[f"{DRAFTER}context_norm"]
-        first = dims.num_heads * dims.head_dim
+        first, *_ = dims.qkv_widths
         self._context_kv = weights[f"{DRAFTER}qkv"][:, first:]  # [layers, 2·Hkv·D, H]
-        self._k_norm = torch.stack([layer.k_norm for layer in self._decoder.layers])[:, None]  # [layers, 1, D]
+        bias = weights.get(f"{DRAFTER}qkv_bias")
+        self._context_bias = None if bias is None else bias[:, None, first:]  # [layers, 1, 2·Hkv·D]
+        norms = [layer.k_norm for layer in self._decoder.layers if layer.k_norm is not None]
+        self._k_norm = torch.stack(norms)[:, None, None, None] if norms else None  # [layers, 1, 1, 1, D]
         self._block = torch.arange(dims.block_size, dtype=torch.int32, device=cache.slab.device)
 
     def absorb(self, states: Tensor, place: Place) -> None:
@@ -157,8 +164,12 @@ class DFlash:
         context = context.flatten(0, 1)
         # [layers, N·C, 2·Hkv·D]; the layers' weights are read where they lie, between those of their queries.
         product = torch.bmm(context.expand(d.num_layers, -1, -1), self._context_kv.transpose(1, 2))
+        if self._context_bias is not None:
+            product = product + self._context_bias
         both = product.view(d.num_layers, batch, rows, 2, d.num_kv_heads, d.head_dim)
-        keys = F.rms_norm(both[:, :, :, 0], (d.head_dim,), None, d.rms_norm_eps) * self._k_norm[:, None, None]
+        keys = both[:, :, :, 0]
+        if self._k_norm is not None:
+            keys = F.rms_norm(keys, (d.head_dim,), None, d.rms_norm_eps) * self._k_norm
         positions = place.past[:, None] + torch.arange(rows, dtype=torch.int32, device=states.device)
         keys = rotate(keys, decoder.tables, positions).to(states.dtype)
         self.cache.write(torch.stack((keys, both[:, :, :, 1]), 1), place, positions)

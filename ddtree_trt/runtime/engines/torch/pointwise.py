@@ -1,7 +1,7 @@
-"""What lies between a layer's matrix products: norms, rotary embedding, SwiGLU.
+"""The operations between a layer's matrix products: norms, rotary embedding, SwiGLU.
 
 `KernelMath` is our CUDA kernels, one launch each; in a decoding round the number of launches is what these cost.
-`PlainMath` says the same in PyTorch, in any precision, and rounds where Hugging Face rounds.
+`PlainMath` computes the same in PyTorch, in any precision, and rounds where Hugging Face rounds.
 """
 
 from __future__ import annotations
@@ -12,51 +12,72 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ddtree_trt.artifact.manifest import TransformerDims
+from ddtree_trt.models import rotary
+from ddtree_trt.models.decoder import TransformerDims
 
 
 def rotary_tables(dims: TransformerDims, rows: int, device: torch.device) -> Tensor:
-    """float32 [2, rows, D]: cosines, and sines with the first half's sign turned; computed in float64, rounded once."""
-    inverse = dims.rope_theta ** (-torch.arange(0, dims.head_dim, 2, dtype=torch.float64) / dims.head_dim)
-    angles = torch.outer(torch.arange(rows, dtype=torch.float64), inverse)
-    cos, sin = angles.cos(), angles.sin()
-    return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))).float().to(device)
+    """float32 [2, rows, D]: cosines, and sines that are negative in the first half."""
+    cos, sin = map(torch.from_numpy, rotary.rotary_tables(dims.head_dim, dims.rope_theta, rows))
+    return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))).to(device)
+
+
+def norm_heads(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """The RMS norm of every head of x [..., D] by a weight [D]; x itself where the network has none."""
+    return x if weight is None else F.rms_norm(x, (x.shape[-1],), weight, eps)
 
 
 def rotate(x: Tensor, tables: Tensor, positions: Tensor) -> Tensor:
-    """Heads x [..., N, T, heads, D] turned to positions int [N, T], in float32, by `rotary_tables`."""
+    """Heads x [..., N, T, heads, D] rotated by the tables' angles at positions int [N, T], in float32."""
     cos, sin = (F.embedding(positions, table).unsqueeze(-2) for table in tables)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1).float(), sin)
 
 
 class Math(Protocol):
+    """The operations, on tensors of one precision."""
+
     def add_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(x + update, its RMS norm), [N, T, H] each; x itself where there is no update."""
+        """(x + update, its RMS norm), [N, T, H] each; without an update x itself and its norm."""
 
     def split_qkv(
-        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, tables: Tensor, positions: Tensor, eps: float, heads: int
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        tables: Tensor,
+        positions: Tensor,
+        eps: float,
+        heads: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, T, Hq, D], keys and values [N, T, Hkv, D], contiguous, of the fused projection's output
-        [N, T, (Hq + 2·Hkv)·D]: heads normed, queries and keys turned. `heads` is Hq."""
+        [N, T, (Hq + 2·Hkv)·D]: heads normed where there are norms [D], queries and keys rotated. `heads` is Hq."""
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
         """silu(gate) · up, [N, T, inner], of [N, T, 2·inner]."""
 
 
 class PlainMath:
+    """PyTorch's operators."""
+
     def add_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x if update is None else x + update
         return total, F.rms_norm(total, (total.shape[-1],), weight, eps)
 
     def split_qkv(
-        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, tables: Tensor, positions: Tensor, eps: float, heads: int
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        tables: Tensor,
+        positions: Tensor,
+        eps: float,
+        heads: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        size = q_norm.shape[0]
-        parts = qkv.unflatten(-1, (-1, size))
+        parts = qkv.unflatten(-1, (-1, tables.shape[-1]))
         kv_heads = (parts.shape[2] - heads) // 2
         q, k, v = parts.split([heads, kv_heads, kv_heads], 2)
-        turned = (rotate(F.rms_norm(x, (size,), w, eps), tables, positions) for x, w in ((q, q_norm), (k, k_norm)))
-        q, k = (x.to(qkv.dtype).contiguous() for x in turned)
+        rotated = (rotate(norm_heads(x, w, eps), tables, positions) for x, w in ((q, q_norm), (k, k_norm)))
+        q, k = (x.to(qkv.dtype).contiguous() for x in rotated)
         return q, k, v.contiguous()
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
@@ -64,8 +85,9 @@ class PlainMath:
         return F.silu(gate) * up
 
 
-class KernelMath:
-    """Rows are those of N and T together. Needs `torch.ops.ddtree`, bf16 or fp16, and widths in multiples of 8."""
+class KernelMath(PlainMath):
+    """Our kernels, over the N·T rows of a pass. Needs `torch.ops.ddtree`, bf16 or fp16, and widths in multiples of 8.
+    The kernel that splits queries, keys and values norms heads too: without those norms PyTorch splits."""
 
     def add_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         normed = torch.empty_like(x)
@@ -76,8 +98,17 @@ class KernelMath:
         return total, normed
 
     def split_qkv(
-        self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor, tables: Tensor, positions: Tensor, eps: float, heads: int
+        self,
+        qkv: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        tables: Tensor,
+        positions: Tensor,
+        eps: float,
+        heads: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        if q_norm is None or k_norm is None:
+            return super().split_qkv(qkv, q_norm, k_norm, tables, positions, eps, heads)
         size = q_norm.shape[0]
         parts = qkv.view(*qkv.shape[:2], -1, size)
         kv_heads = (parts.shape[2] - heads) // 2

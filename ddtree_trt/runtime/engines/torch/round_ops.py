@@ -1,4 +1,4 @@
-"""The operators of a round on the device: the kernels of `torch.ops.ddtree`, or the same on the host for a CPU."""
+"""The operators of a round on the device: the kernels of `torch.ops.ddtree`, or the host's C++ for a CPU."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ddtree_trt import _native
 from ddtree_trt.runtime.engines.padding import write_mask
+from ddtree_trt.runtime.engines.torch.attention import load_operators
 from ddtree_trt.runtime.tree import build_tree
 
 
@@ -33,6 +34,14 @@ class RoundOps(Protocol):
         """The accepted paths into path [N, T], padded with −1, and what follows from them into tensors [N]."""
 
 
+def round_ops(device: torch.device, kernels: bool) -> RoundOps:
+    """The kernels on a GPU, or on a CPU where they are emulated (`kernels`); else the host's operators. Raises
+    MissingDependency as `load_operators` does."""
+    if device.type == "cuda":
+        load_operators()  # attention in precisions and head sizes it has no kernel for has not loaded them
+    return KernelOps() if device.type == "cuda" or kernels else HostOps()
+
+
 class KernelOps:
     """`torch.ops.ddtree`."""
 
@@ -52,7 +61,7 @@ class KernelOps:
 
 
 class HostOps:
-    """The same by the host's C++, for a CPU."""
+    """The host's C++, for tensors of a CPU."""
 
     def build_tree(
         self, log_probs: Tensor, candidates: Tensor, root_tokens: Tensor, budgets: Tensor, past: Tensor,
@@ -79,10 +88,10 @@ class HostOps:
     ) -> None:  # fmt: skip
         path.fill_(-1)
         for n, size in enumerate(counts.tolist()):
-            tree, said = parents[n, :size].numpy(), choices[n, :size].numpy()
-            nodes = _native.walk(tree, token_ids[n, 1:size].numpy(), said)
+            tree, chosen = parents[n, :size].numpy(), choices[n, :size].numpy()
+            nodes = _native.walk(tree, token_ids[n, 1:size].numpy(), chosen)
             path[n, : len(nodes)] = torch.from_numpy(nodes)
-            lengths[n], next_tokens[n] = len(nodes), int(said[nodes[-1]])
+            lengths[n], next_tokens[n] = len(nodes), int(chosen[nodes[-1]])
         next_past.copy_(past + lengths)
 
 

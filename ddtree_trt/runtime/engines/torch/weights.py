@@ -8,12 +8,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ddtree_trt.artifact.manifest import TORCH_WEIGHTS, Manifest, rebuild_command
+from ddtree_trt.artifact.files import TORCH_WEIGHTS
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS
+from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET, StoredWeight, stored_weights
 from ddtree_trt.errors import ArtifactError
+from ddtree_trt.plugins import LOWEST_SM
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_BF16_CAPABILITY = (8, 0)
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, PRECISIONS[name].dtype) for name in BACKEND_PRECISIONS["torch"]}
 
 
 def choose_device() -> torch.device:
@@ -49,12 +52,12 @@ def check_device(directory: Path, manifest: Manifest, device: torch.device) -> N
             f"{rebuild.replace('--precision fp16', '--precision fp32')}"
         )
     if device.type == "cuda" and manifest.precision != "fp32":
-        capability = torch.cuda.get_device_capability(device)
-        if capability < _BF16_CAPABILITY:
-            found = f"{device_name(device)} (sm_{capability[0]}{capability[1]})"
+        major, minor = torch.cuda.get_device_capability(device)
+        if 10 * major + minor < LOWEST_SM:
+            found = f"{device_name(device)} (sm_{major}{minor})"
             raise ArtifactError(
-                f"{directory} was built in {manifest.precision}, which the kernels compute on sm_80 and later; "
-                f"found {found}; rebuild with: "
+                f"{directory} was built in {manifest.precision}, which the kernels compute on sm_{LOWEST_SM} and "
+                f"later; found {found}; rebuild with: "
                 f"{rebuild.replace(f'--precision {manifest.precision}', '--precision fp32')}"
             )
 

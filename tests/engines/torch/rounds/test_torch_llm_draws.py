@@ -39,8 +39,7 @@ def test_one_seed_gives_one_text(device: LLM, prompts: list[Any]) -> None:
     seed = Sampler(SamplingParams(seed=1), 8, [], frozenset()).noise.target_seed
     while len(said) < 24:
         said += rounds.round([RoundRequest(0, said[-1], 16, 3.0, seed)])[0].tokens
-    engine.truncate(0, 0)
-    device._scheduler._slots[0].tokens = []
+    device.reset_prefix_cache()
     assert said[:24] == texts[1, 16][0]
 
 
@@ -66,7 +65,7 @@ def test_rounds_draw_from_the_targets_distribution(
 ) -> None:
     """Two tokens, of one round or of two, beside their exact joint distribution."""
     monkeypatch.setattr(
-        "ddtree_trt.runtime.engines.torch.flight.AHEAD", 1
+        "ddtree_trt.runtime.engines.torch.rounds.AHEAD", 1
     )  # a third of the rounds would be for nothing
     engine, rounds, temperature = device.engine, rounds_of(device), 1.0
     prompt = device.codec.encode(prompts[2])
@@ -101,8 +100,7 @@ def test_rounds_draw_from_the_targets_distribution(
         pair = (said[1], said[2])
         counts[pair if pair in likely else ()] += 1
         engine.truncate(0, len(prompt))
-    device._scheduler._slots[0].tokens = []
-    engine.truncate(0, 0)
+    device.reset_prefix_cache()
     assert chi_square(counts, {**likely, (): 1 - sum(likely.values())}) > FALSE_ALARM
 
 
@@ -120,8 +118,7 @@ def test_every_token_of_long_texts_is_drawn_from_its_distribution(device: LLM, p
                     for i in range(0, len(whole), 128)
                 ]
             )
-            engine.truncate(0, 0)
-            device._scheduler._slots[0].tokens = []
+            device.reset_prefix_cache()
             for row, token in zip(logits[len(ids) - 1 :], tokens, strict=False):
                 place = place_in_distribution(row, token, 2.0, rng)
                 if place is not None:

@@ -1,0 +1,58 @@
+"""The files of an engine directory: their names, their digests, and where engines are found."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from ddtree_trt.errors import ArtifactError
+from ddtree_trt.reading import Pattern
+
+MANIFEST = "manifest.json"
+TARGET_GRAPH = "target.onnx"
+DRAFTER_GRAPH = "drafter.onnx"
+WEIGHTS = "weights.bin"
+TARGET_PLAN = "target.plan"
+DRAFTER_PLAN = "drafter.plan"
+SHARED_WEIGHTS = "shared.safetensors"  # the tables both plans read
+TORCH_WEIGHTS = "weights.safetensors"
+PROFILE = "profile.json"  # measured latencies; not in `files`, because another machine measures its own
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
+OPTIONAL_TOKENIZER_FILES = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
+ENGINES = Path("engines")  # where engines go, and are looked for, when no directory is named
+REQUIRED_FILES = {  # of an engine directory, by backend
+    "onnxruntime": (TARGET_GRAPH, DRAFTER_GRAPH, WEIGHTS, *TOKENIZER_FILES),
+    "torch": (TORCH_WEIGHTS, *TOKENIZER_FILES),
+    "tensorrt": (TARGET_PLAN, DRAFTER_PLAN, SHARED_WEIGHTS, *TOKENIZER_FILES),
+}
+_HASH_BLOCK = 4 << 20
+# Of engines and of files in them: nothing that leaves a directory, looks like an option, or means anything to a shell.
+NAME = Pattern("[A-Za-z0-9][A-Za-z0-9._-]{0,199}", "a name of letters, digits, '.', '_' and '-'")
+
+
+def sha256_file(*paths: Path, report: Callable[[int], None] = lambda read: None) -> str:
+    """sha256, as hex, of a file or of several as if they were one; `report` gets the bytes read so far.
+
+    Raises OSError.
+    """
+    digest, read = hashlib.sha256(), 0
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(_HASH_BLOCK):
+                digest.update(block)
+                read += len(block)
+                report(read)
+    return digest.hexdigest()
+
+
+def newest_engine() -> Path:
+    """The most recently built engine under `engines/`. Raises ArtifactError with the command that builds one.
+
+    Hidden directories are builds that run, or were killed.
+    """
+    found = (path for path in ENGINES.glob(f"*/{MANIFEST}") if not path.parent.name.startswith("."))
+    manifests = sorted(found, key=lambda path: path.stat().st_mtime)
+    if not manifests:
+        raise ArtifactError(f"no engine under {ENGINES}/; build one with: ddtree-trt build --target tiny")
+    return manifests[-1].parent

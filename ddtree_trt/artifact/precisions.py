@@ -1,0 +1,47 @@
+"""The precisions an engine can be built in, stated once: their types and sizes, and which backend computes in which."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+BackendName = Literal["onnxruntime", "torch", "tensorrt"]
+PrecisionName = Literal["fp32", "fp16", "bf16", "int8"]
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What an engine of this precision stores and computes in."""
+
+    dtype: str  # of states, caches and weights that are not quantised, as ONNX, PyTorch and NumPy call it
+    safetensors: str  # the same type in a safetensors header
+    value_bytes: int  # of one value of that type
+    # How far apart two roundings of the same logit may be, relative to the row's largest: an unfused fp32 network sums
+    # thousands of products, 2^8 roundings of 2^-24; in half precisions sums are kept in fp32, and 2^3 roundings of what
+    # is stored in between are what is seen. In int8 the last bit of a float32 sum decides to which integer a value is
+    # rounded, and layer by layer that grows to a few of 127: on random weights of Qwen3-0.6B's shape 2^-5 was seen. On
+    # trained ones it can be more: a difference that fails there may be rounding all the same, which no report can tell
+    # from a fault.
+    relative_rounding: float
+    quantized: bool = False  # weights are 8-bit integers with scales, and rows are while they are multiplied
+
+    @property
+    def half(self) -> bool:
+        """Whether it is one that the CUDA kernels compute in."""
+        return self.value_bytes == 2
+
+
+PRECISIONS: Mapping[str, Precision] = {
+    "fp32": Precision("float32", "F32", 4, relative_rounding=2.0**-16),
+    "fp16": Precision("float16", "F16", 2, relative_rounding=2.0**-8),
+    "bf16": Precision("bfloat16", "BF16", 2, relative_rounding=2.0**-5),
+    "int8": Precision("float32", "F32", 4, relative_rounding=2.0**-4, quantized=True),
+}
+
+# What each backend can compute in, the one to take first where no other is asked for; what `build` offers may be less.
+BACKEND_PRECISIONS: Mapping[str, tuple[PrecisionName, ...]] = {
+    "onnxruntime": ("fp32", "int8"),
+    "torch": ("fp32", "bf16", "fp16"),
+    "tensorrt": ("bf16", "fp16", "fp32"),
+}

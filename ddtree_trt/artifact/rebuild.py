@@ -1,0 +1,28 @@
+"""The command that builds an engine again, for every refusal that says to."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+from ddtree_trt.artifact.files import ENGINES
+from ddtree_trt.artifact.manifest import LOCAL, Limits, Manifest
+from ddtree_trt.reading import printable
+
+
+def rebuild_command(directory: Path, manifest: Manifest) -> str:
+    """The command that builds this engine again, quoted for a shell."""
+    words = ["ddtree-trt", "build", "--target", manifest.name]
+    for option, network in (("--checkpoint", manifest.target), ("--drafter", manifest.drafter)):
+        words += [option, "DIR"] if network.revision == LOCAL else []
+    for name in ("max_seq_len", "max_tree_budget", "max_batch"):
+        value = getattr(manifest.limits, name)
+        words += [f"--{name.replace('_', '-')}", str(value)] if value != getattr(Limits, name) else []
+    for name, value in manifest.chat_template_args.items():
+        words += ["--chat-template-arg", f"{name}={json.dumps(value)}"]
+    if (manifest.backend, manifest.precision) != ("onnxruntime", "fp32"):  # the defaults
+        words += ["--backend", manifest.backend, "--precision", manifest.precision]
+    if directory.absolute() != (ENGINES / manifest.name).absolute():
+        words += ["--output", str(directory)]
+    return printable(shlex.join([*words, "--force"]))

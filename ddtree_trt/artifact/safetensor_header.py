@@ -1,0 +1,147 @@
+"""Headers of safetensors files: which tensors a file has, of which type and shape, and where.
+
+Somebody else may have written the file: everything in its header is checked before anything is allocated by it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.artifact.precisions import Precision
+from ddtree_trt.reading import Between, Pattern, Source, parse_json, read_record, shown
+
+# The format's types as NumPy reads them: bfloat16 as its bits, quantised weights as bytes.
+STORED: Mapping[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+    "F8_E4M3": np.dtype("u1"),
+    "I8": np.dtype("u1"),
+    "U8": np.dtype("u1"),
+}
+MAX_HEADER_BYTES = 100 << 20  # the format's own bound
+_MAX_TENSORS = 100_000  # of one file; 1,000 quantised layers have a third of that
+_EXTENT, _OFFSET, _MAX_AXES = Between(0, 1 << 40), Between(0, 1 << 62), 8
+_DTYPE, _TENSOR_NAME = Pattern("[A-Z0-9_]{1,16}", "a type of safetensors"), r"[\w./:-]{1,256}"
+_ALIGNMENT = 64  # bytes: of the data in a mapped file, for what reads 16 and more at a time
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file."""
+
+    file: Path
+    dtype: str  # safetensors' name: F32, F16, BF16, …
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file
+
+    @property
+    def size(self) -> int:
+        """Number of values."""
+        return math.prod(self.shape)
+
+    def mapped(self) -> NDArray[Any]:
+        """The values [size] as they are stored, read when they are used. `dtype` must be in `STORED`, and `size` not 0.
+
+        Raises OSError or ValueError when the file is not what its header said any more.
+        """
+        return np.memmap(self.file, STORED[self.dtype], mode="r", offset=self.offset, shape=(self.size,))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor as a header has it."""
+
+    dtype: Annotated[str, _DTYPE]
+    shape: tuple[Annotated[int, _EXTENT], ...]
+    data_offsets: tuple[Annotated[int, _OFFSET], Annotated[int, _OFFSET]]  # begin and end, from the header's end
+
+
+@dataclass(frozen=True)
+class Header:
+    """A file's header, each entry of it by itself as it may be."""
+
+    file: Path
+    file_bytes: int
+    data_start: int  # bytes from the start of the file
+    entries: Mapping[str, Entry]
+    source: Source
+
+    def locate(self) -> dict[str, StoredTensor]:
+        """Tensor name → where it is. Tensors lie one behind the other and fill the file: so the format, and whatever
+        is not so raises the source's error."""
+        for name, entry in self.entries.items():
+            self._check_size(name, entry)
+        tensors, end = {}, 0
+        for name, entry in sorted(self.entries.items(), key=lambda item: item[1].data_offsets):
+            begin, tensor_end = entry.data_offsets
+            if begin != end:
+                raise self.source.fault(f"{name} begins at byte {begin} of the data, where {end} was to come")
+            tensors[name] = StoredTensor(self.file, entry.dtype, entry.shape, self.data_start + begin)
+            end = tensor_end
+        excess = self.data_start + end - self.file_bytes
+        if excess > 0:
+            raise self.source.fault(f"{name} ends {excess} bytes behind the end of the file")
+        if excess < 0:
+            raise self.source.fault(f"{-excess} bytes behind its last tensor belong to none")
+        return tensors
+
+    def _check_size(self, name: str, entry: Entry) -> None:
+        """Raises the source's error where a tensor is not as long as its shape and type say."""
+        stored, (begin, end) = STORED.get(entry.dtype), entry.data_offsets
+        if end < begin or (stored is not None and end - begin != math.prod(entry.shape) * stored.itemsize):
+            raise self.source.fault(f"{name} {list(entry.shape)} {entry.dtype} has {end - begin} bytes")
+
+
+def read_header(file: Path, source: Source) -> Header:
+    """The header of one safetensors file. Raises OSError, and the source's error for one that cannot be right."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        start = stream.read(8)
+        if start == b"version ":
+            raise source.error(f"{file} is a Git LFS pointer, not the weights; run: git lfs pull")
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise source.fault(f"its header of {length} bytes does not fit into it")
+        header = parse_json(stream.read(length), source)
+    if not isinstance(header, dict):
+        raise source.fault(f"its header is not a JSON object but {shown(header)}")
+    return Header(file, size, 8 + length, _entries(header, source), source)
+
+
+def _entries(header: dict[str, Any], source: Source) -> dict[str, Entry]:
+    """Tensor name → entry."""
+    if len(header) > _MAX_TENSORS:
+        raise source.fault(f"its header names {len(header)} tensors, at most {_MAX_TENSORS} are supported")
+    entries = {}
+    for name, data in header.items():
+        if name == "__metadata__":
+            continue
+        if not re.fullmatch(_TENSOR_NAME, name):
+            raise source.fault(f"{shown(name)} is no name of a tensor")
+        entry = entries[name] = read_record(Entry, data, source, name)
+        if len(entry.shape) > _MAX_AXES:
+            raise source.fault(f"{name} has {len(entry.shape)} axes")
+    return entries
+
+
+def safetensors_header(shapes: Mapping[str, Sequence[int]], precision: Precision) -> bytes:
+    """What a safetensors file of these tensors starts with; their data follows in the same order, without gaps."""
+    entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, shape in shapes.items():
+        begin, end = end, end + precision.value_bytes * math.prod(shape)
+        entries[name] = {"dtype": precision.safetensors, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text

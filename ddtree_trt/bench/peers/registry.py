@@ -1,0 +1,60 @@
+"""The peers by name. Each is loaded only when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ddtree_trt.bench.contender import Contender
+from ddtree_trt.bench.peers.base import PeerContext
+from ddtree_trt.errors import UsageError
+
+HELP = "hf, ddtree-reference=PATH, tensorrt-llm or openai=URL"
+
+
+def _hf(context: PeerContext, value: str) -> Contender:
+    from ddtree_trt.bench.peers.hf import HuggingFacePeer
+
+    return HuggingFacePeer(context)
+
+
+def _reference(context: PeerContext, value: str) -> Contender:
+    from ddtree_trt.bench.peers.reference import ReferencePeer
+
+    return ReferencePeer(context, value)
+
+
+def _tensorrt_llm(context: PeerContext, value: str) -> Contender:
+    from ddtree_trt.bench.peers.trtllm import TensorRTLLMPeer
+
+    return TensorRTLLMPeer(context)
+
+
+def _openai(context: PeerContext, value: str) -> Contender:
+    from ddtree_trt.bench.peers.openai_server import OpenAIPeer
+
+    return OpenAIPeer(context, value)
+
+
+_PEERS: dict[str, tuple[str, Callable[[PeerContext, str], Contender]]] = {
+    "hf": ("", _hf),
+    "ddtree-reference": ("PATH", _reference),
+    "tensorrt-llm": ("", _tensorrt_llm),
+    "openai": ("URL", _openai),
+}
+
+
+def check_peer(spec: str) -> tuple[str, str]:
+    """A peer's name and value. Raises UsageError for an unknown one, or a value that is missing or has no place."""
+    name, _, value = spec.partition("=")
+    if name not in _PEERS:
+        raise UsageError(f"unknown peer {spec!r}; known are {HELP}")
+    wanted = _PEERS[name][0]
+    if bool(wanted) != bool(value):
+        raise UsageError(f"--peer {name} takes {f'{name}={wanted}' if wanted else 'no value'}, not {spec!r}")
+    return name, value
+
+
+def open_peer(spec: str, context: PeerContext) -> Contender:
+    """Load a peer. Raises UsageError, or MissingDependency that says what to install."""
+    name, value = check_peer(spec)
+    return _PEERS[name][1](context, value)

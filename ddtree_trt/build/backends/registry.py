@@ -1,0 +1,47 @@
+"""The backends by name, and which precision a build takes. A backend is imported when it is asked for."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from ddtree_trt.artifact.precisions import BackendName, PrecisionName
+from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
+from ddtree_trt.errors import UsageError
+
+
+def backend_build(
+    name: Literal["auto", BackendName], options: BuilderOptions, *, dry_run: bool = False
+) -> BackendBuild:
+    """The named backend; `auto` is ONNX Runtime, which runs everywhere. For a dry run any machine will do.
+
+    Raises MissingDependency where its packages are not installed, BuildError where this machine cannot build it, and
+    UsageError for options it has no use for.
+    """
+    options.check("onnxruntime" if name == "auto" else name)
+    if name in ("auto", "onnxruntime"):
+        from ddtree_trt.build.backends.onnxruntime.backend import OnnxRuntimeBuild
+
+        return OnnxRuntimeBuild()
+    if name == "torch":
+        from ddtree_trt.build.backends.torch.backend import TorchBuild
+
+        return TorchBuild()
+    from ddtree_trt.build.backends.tensorrt.backend import TensorRtBuild
+
+    build = TensorRtBuild(options)
+    if not dry_run:
+        _ = build.machine  # refuses one that cannot build, before any work
+    return build
+
+
+def resolve_precision(backend: BackendBuild, wanted: Literal["auto", PrecisionName]) -> PrecisionName:
+    """The precision to compute in. Raises UsageError when the backend has no such one."""
+    if wanted == "auto":
+        return backend.precisions[0]
+    if wanted not in backend.precisions:
+        known = ", ".join(backend.precisions)
+        raise UsageError(
+            f"precision {wanted!r} is not available: the {backend.name} backend computes in {known}; "
+            f"use --precision {backend.precisions[0]}"
+        )
+    return wanted

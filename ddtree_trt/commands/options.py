@@ -1,0 +1,28 @@
+"""Arguments and options that several commands have, each stated once; defaults are the commands' own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EngineDirectory = Annotated[Path, typer.Argument(metavar="ENGINE_DIR", help="An engine directory.")]
+NewestByDefault = Annotated[
+    Path | None, typer.Argument(metavar="[ENGINE_DIR]", help="Default: the newest engine under engines/.")
+]
+Threads = Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")]
+DeviceRounds = Annotated[
+    str,
+    typer.Option(
+        metavar="auto|on|off", help="Rounds that stay on the GPU: auto where they can, on refuses other requests."
+    ),
+]
+Exact = Annotated[
+    bool | None,
+    typer.Option(
+        "--exact/--no-exact",
+        help="CPU engines: the same logits for a token alone as among others. Default: int8 only.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -1,0 +1,73 @@
+"""Options of a command for the sampling parameters, made of their table."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import typer
+
+from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.runtime.params import PARAMETERS, Parameter
+from ddtree_trt.runtime.values import Choice, Flag, Integer, Kind, NodeCount, Number, Texts
+
+# What makes drafts is what this program is about: its options come first.
+_OPTIONS = sorted(
+    (row for row in PARAMETERS.values() if row.metavar is not None),
+    key=lambda row: row.name not in ("method", "tree_budget"),
+)
+_TYPES: dict[type[Kind], Any] = {
+    Integer: int | None,
+    Number: float | None,
+    Choice: str | None,
+    NodeCount: str | None,
+    Flag: bool,
+    Texts: list[str] | None,
+}
+
+
+def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with an option for each sampling parameter that has one, in the place of its argument `sampling`.
+
+    That argument gets what was given, under the names of `SamplingParams`.
+    """
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        by_name = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)  # as Typer calls it
+        parameters += map(_option, _OPTIONS) if parameter.name == "sampling" else [by_name]
+
+    @functools.wraps(command)
+    def with_options(**values: Any) -> None:
+        given = {row.name: _value(row, values.pop(row.name)) for row in _OPTIONS}
+        command(**values, sampling={name: value for name, value in given.items() if value is not None})
+
+    with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    with_options.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_options
+
+
+def _option(row: Parameter) -> inspect.Parameter:
+    text = row.help
+    if isinstance(row.kind, Choice):
+        *others, last = row.kind.others
+        text = f"{row.kind.default} (default), {', '.join(others)} or {last}."
+    if isinstance(row.kind, Texts):
+        text = f"{text.removesuffix('.')}; repeatable."
+    option = typer.Option(row.option, metavar=row.metavar or None, help=text)
+    default = False if isinstance(row.kind, Flag) else None
+    annotation: Any = Annotated[_TYPES[type(row.kind)], option]
+    return inspect.Parameter(row.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _value(row: Parameter, value: Any) -> Any:
+    """What an option was given, as its kind takes it; None where it was not."""
+    if isinstance(row.kind, NodeCount) and value not in (None, "auto"):
+        try:
+            return int(value)
+        except ValueError:
+            raise UsageError(f"{row.option} must be a number or auto, not {shown(value)}") from None
+    if isinstance(row.kind, Flag | Texts):
+        return value or None
+    return value

@@ -1,0 +1,177 @@
+"""The TensorRT engine's memory on the device: its buffers by name, their sizes and their places in one block.
+
+The engine allocates by this, and the memory plan counts by it. Letters as in `artifact`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.kinds import kind_of
+
+ALIGNMENT = 256  # bytes: what TensorRT asks of every tensor's address
+INT_BYTES = FLOAT_BYTES = 4
+
+# Names of the TensorRT engine's buffers.
+EMBEDDING, HEAD = "embedding", "head"
+TARGET_KV, DRAFTER_KV = "target_kv", "drafter_kv"
+LOGITS, TAPS, STATES, CONTEXT = "logits", "taps", "states", "context"
+DRAFTER_EMBEDDING, DRAFTER_HEAD, DRAFT_LOGITS = "drafter_embedding", "drafter_head", "draft_logits"  # autoregressive
+RESULTS = "results"
+TARGET_CONTROL, DRAFTER_CONTROL, COMMIT_CONTROL = "target_control", "drafter_control", "commit_control"
+WORKSPACE = "workspace"
+# What a memory plan counts as weights, as cache or as workspace.
+NOT_COUNTED_AS_BUFFERS = frozenset((EMBEDDING, HEAD, DRAFTER_EMBEDDING, DRAFTER_HEAD, TARGET_KV, DRAFTER_KV, WORKSPACE))
+
+
+def aligned(count: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-count // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Buffers one behind the other in one block of memory."""
+
+    offsets: Mapping[str, int]  # name → byte offset
+    sizes: Mapping[str, int]  # name → bytes, as asked for
+    total_bytes: int
+
+    @staticmethod
+    def of(sizes: Mapping[str, int]) -> Layout:
+        offsets, end = {}, 0
+        for name, size in sizes.items():
+            offsets[name] = end
+            end += aligned(size)
+        return Layout(offsets, dict(sizes), end)
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """One network's key-value cache as one block [planes, stored slots, Hkv, S, D]; a plane is the keys or the values
+    of one layer."""
+
+    planes: int
+    slots: int
+    kv_heads: int
+    rows: int  # S
+    row_bytes: int  # D elements
+
+    @staticmethod
+    def of(dims: TransformerDims, limits: Limits, element_bytes: int) -> CacheShape:
+        row_bytes = dims.head_dim * element_bytes
+        return CacheShape(2 * dims.num_layers, limits.max_batch, dims.num_kv_heads, limits.cache_rows, row_bytes)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of one slot in one plane."""
+        return self.kv_heads * self.rows * self.row_bytes
+
+    @property
+    def stored_slots(self) -> int:
+        """Slots and what it takes behind them for the next plane to begin at a multiple of `ALIGNMENT`."""
+        step = ALIGNMENT // math.gcd(ALIGNMENT, self.slot_bytes)
+        return -(-self.slots // step) * step
+
+    @property
+    def plane_bytes(self) -> int:
+        return self.stored_slots * self.slot_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        return self.planes * self.plane_bytes
+
+
+def target_rows(limits: Limits) -> int:
+    """Most rows of one target pass over all slots: T padded, or one chunk."""
+    return max(limits.max_batch * (1 + limits.max_tree_budget), limits.prefill_chunk)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How many rows of tapped states the buffers of the TensorRT engine hold for a drafter."""
+
+    waiting: int  # per slot: tapped states the drafter may be given again
+    context: int  # of one drafter pass over all slots
+    chunk: int  # most context rows of one slot in one drafter pass
+
+    @staticmethod
+    def of(block: int, limits: Limits) -> Rows:
+        """For a drafter whose block has `block` tokens."""
+        chunk = max(limits.prefill_chunk, block)
+        return Rows(waiting=chunk + block, context=max(limits.max_batch * block, chunk), chunk=chunk)
+
+
+def tensorrt_buffers(
+    target: TransformerDims,
+    drafter: TransformerDims,
+    limits: Limits,
+    element_bytes: int,
+    *,
+    candidates: int | None = None,
+    workspace_bytes: int = 0,
+) -> dict[str, int]:
+    """Bytes of every buffer of a TensorRT engine on the device, weights inside the plans aside.
+
+    `candidates` is K of a block drafter; None takes the most there can be. Heads are in float32, tied or not; a drafter
+    has tables where its kind has its own.
+    """
+    rows, slots = target_rows(limits), limits.max_batch
+    own, results = _drafter_buffers(target, drafter, limits, element_bytes, candidates)
+    return {
+        **_tables(target, EMBEDDING, HEAD, element_bytes),
+        TARGET_KV: CacheShape.of(target, limits, element_bytes).total_bytes,
+        DRAFTER_KV: CacheShape.of(drafter, limits, element_bytes).total_bytes,
+        LOGITS: rows * target.vocab_size * FLOAT_BYTES,
+        RESULTS: max(rows * INT_BYTES, results),
+        TARGET_CONTROL: _pass_control_bytes(slots, rows, limits),
+        COMMIT_CONTROL: slots * _control_bytes(1, 1, 1, 1, limits.max_tokens_per_pass),
+        **own,
+        WORKSPACE: workspace_bytes,
+    }
+
+
+def _tables(dims: TransformerDims, embedding: str, head: str, element_bytes: int) -> dict[str, int]:
+    """A network's embedding and head [V, H], under these names."""
+    values = math.prod(dims.table)
+    return {embedding: values * element_bytes, head: values * FLOAT_BYTES}
+
+
+def _drafter_buffers(
+    target: TransformerDims, drafter: TransformerDims, limits: Limits, element_bytes: int, candidates: int | None
+) -> tuple[dict[str, int], int]:
+    """What a drafter of this kind has beside its cache, and how many bytes its results take."""
+    kind, slots = kind_of(drafter), limits.max_batch
+    block = kind.block_size or 1
+    rows = Rows.of(block, limits)
+    buffers = _tables(drafter, DRAFTER_EMBEDDING, DRAFTER_HEAD, element_bytes) if kind.own_tables else {}
+    if kind.tap_layers:
+        width = len(kind.tap_layers) * target.hidden_size * element_bytes
+        buffers |= {
+            TAPS: target_rows(limits) * width,
+            STATES: slots * rows.waiting * width,
+            CONTEXT: rows.context * width,
+        }
+    if not kind.at_once:
+        buffers[DRAFT_LOGITS] = drafter.vocab_size * FLOAT_BYTES
+        buffers[DRAFTER_CONTROL] = _pass_control_bytes(1, limits.prefill_chunk, limits)
+        return buffers, 0
+    positions = max(slots * 2 * block, rows.chunk + block)
+    buffers[DRAFTER_CONTROL] = _control_bytes(slots, slots, slots * block, positions)
+    k = candidates or min(max(limits.max_tree_budget, 1), target.vocab_size)
+    drafts = slots * (block - 1) * k
+    return buffers, aligned(drafts * FLOAT_BYTES) + drafts * INT_BYTES
+
+
+def _pass_control_bytes(slots: int, rows: int, limits: Limits) -> int:
+    """Of a pass over trees, with at most `rows` rows in all."""
+    return _control_bytes(slots, slots, rows, rows, rows * -(-limits.max_tokens_per_pass // 32), rows)
+
+
+def _control_bytes(*values: int) -> int:
+    """Of int32 control data, each array aligned."""
+    return sum(aligned(n * INT_BYTES) for n in values)

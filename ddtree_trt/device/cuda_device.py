@@ -1,0 +1,166 @@
+"""The GPU as the TensorRT engine uses it: one stream, memory that is given back together, copies, graphs.
+
+Every call that CUDA refuses becomes an EngineError, as `cuda_calls` says; work that fails on the device surfaces at the
+next call.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.device.buffers import aligned
+from ddtree_trt.device.cuda_calls import call
+from ddtree_trt.errors import EngineError
+
+
+class Device:
+    """The GPU that is current where this is made. One thread at a time uses it; nothing waits but `synchronize`."""
+
+    def __init__(self, api: Any) -> None:
+        self.api = api
+        self._index = call(api, "cudaGetDevice")
+        self._thread = threading.get_ident()
+        self.waits = 0  # how often the host has waited
+        self._memory: list[int] = []
+        self._pinned: list[int] = []
+        self._graphs: list[Any] = []
+        self._stream: Any = self._call("cudaStreamCreateWithFlags", api.cudaStreamNonBlocking)
+
+    def _call(self, function: str, *arguments: Any) -> Any:
+        thread = threading.get_ident()
+        if thread != self._thread:  # each thread has a current GPU of its own, and an engine may be handed to another
+            call(self.api, "cudaSetDevice", self._index)
+            self._thread = thread
+        return call(self.api, function, *arguments)
+
+    @property
+    def stream(self) -> int:
+        """The stream as a cudaStream_t."""
+        return int(self._stream)
+
+    def free_bytes(self) -> tuple[int, int]:
+        """(free, total) bytes of the GPU's memory."""
+        free, total = self._call("cudaMemGetInfo")
+        return int(free), int(total)
+
+    def allocate(self, size: int) -> int:
+        """The address of `size` bytes on the device."""
+        address = int(self._call("cudaMalloc", size))
+        self._memory.append(address)
+        return address
+
+    def pinned(self, size: int) -> NDArray[np.uint8]:
+        """Host memory that copies reach without a detour, uint8 [size]."""
+        address = int(self._call("cudaHostAlloc", size, self.api.cudaHostAllocDefault))
+        self._pinned.append(address)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
+    def clear(self, address: int, size: int) -> None:
+        self._call("cudaMemsetAsync", address, 0, size, self._stream)
+
+    def upload(self, address: int, source: NDArray[Any]) -> None:
+        """Put a contiguous array on the device. Pinned memory is read later: it must not change before a wait."""
+        kind = self.api.cudaMemcpyKind.cudaMemcpyHostToDevice
+        self._call("cudaMemcpyAsync", address, source.ctypes.data, source.nbytes, kind, self._stream)
+
+    def download(self, target: NDArray[Any], address: int) -> None:
+        """Fill a contiguous array from the device; its content is there after the next wait."""
+        kind = self.api.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        self._call("cudaMemcpyAsync", target.ctypes.data, address, target.nbytes, kind, self._stream)
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        kind = self.api.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        self._call("cudaMemcpyAsync", target, source, size, kind, self._stream)
+
+    def synchronize(self) -> None:
+        """Wait for everything on the stream."""
+        self.waits += 1
+        self._call("cudaStreamSynchronize", self._stream)
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        """The work that `work` puts on the stream, recorded and not done: for `launch`."""
+        # Thread-local: other threads of the process may allocate while this one records.
+        mode = self.api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self._call("cudaStreamBeginCapture", self._stream, mode)
+        try:
+            work()
+        except BaseException:
+            # Its own complaint would hide what went wrong.
+            status, recorded = self.api.cudaStreamEndCapture(self._stream)
+            if status == self.api.cudaError_t.cudaSuccess:
+                self.api.cudaGraphDestroy(recorded)
+            raise
+        recorded = self._call("cudaStreamEndCapture", self._stream)
+        try:
+            graph = self._call("cudaGraphInstantiate", recorded, 0)
+        finally:
+            self._call("cudaGraphDestroy", recorded)
+        self._graphs.append(graph)
+        return graph
+
+    def launch(self, graph: Any) -> None:
+        self._call("cudaGraphLaunch", graph, self._stream)
+
+    def stop(self) -> None:
+        """Wait for what is on the stream and forget every graph, before what they use goes."""
+        self._give_back(("cudaGraphExecDestroy", self._graphs))
+
+    def close(self) -> None:
+        """Give everything back; a second call does nothing."""
+        streams = [] if self._stream is None else [self._stream]
+        try:
+            self._give_back(
+                ("cudaGraphExecDestroy", self._graphs),
+                ("cudaFreeHost", self._pinned),
+                ("cudaFree", self._memory),
+                ("cudaStreamDestroy", streams),
+            )
+        finally:
+            self._stream = None
+
+    def _give_back(self, *held: tuple[str, list[Any]]) -> None:
+        """Raises the first error after all has been tried."""
+        errors: list[EngineError] = []
+
+        def attempt(function: str, thing: Any) -> None:
+            try:
+                self._call(function, thing)
+            except EngineError as error:
+                errors.append(error)
+
+        if self._stream is not None:
+            attempt("cudaStreamSynchronize", self._stream)
+        for function, things in held:
+            while things:
+                attempt(function, things.pop())
+        if errors:
+            raise errors[0]
+
+
+class Upload:
+    """Control data of one stage: int32 arrays that cross over in one copy. Equal shapes give equal addresses, so that
+    a graph captured with them reads what is sent next."""
+
+    def __init__(self, device: Device, address: int, host: NDArray[np.uint8]) -> None:
+        """`address` is where `host`, pinned, goes."""
+        self._device, self._address, self._host = device, address, host
+        self._sent_after = -1  # the host's waits before the last copy
+
+    def send(self, arrays: dict[str, NDArray[np.int32]]) -> dict[str, int]:
+        """Addresses of the arrays on the device by name, each at a multiple of 256 bytes."""
+        if self._sent_after == self._device.waits:
+            self._device.synchronize()  # the copy before this one may not have been made yet
+        addresses, end = {}, 0
+        for name, array in arrays.items():
+            addresses[name] = self._address + end
+            self._host[end : end + array.nbytes].view(np.int32)[:] = array.reshape(-1)
+            end += aligned(array.nbytes)
+        self._device.upload(self._address, self._host[:end])
+        self._sent_after = self._device.waits
+        return addresses

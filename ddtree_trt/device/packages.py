@@ -1,0 +1,18 @@
+"""Importing the optional packages of NVIDIA, which may be absent or lack their shared libraries."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ddtree_trt.errors import MissingDependency, install_with
+
+
+def import_package(module: str, refusal: str | None = None) -> Any:
+    """The module. Raises MissingDependency where it cannot be imported; `refusal` begins its text."""
+    try:
+        return importlib.import_module(module)
+    except (ImportError, OSError) as error:  # OSError: a package whose shared libraries are absent
+        reason = str(error).splitlines()[0]
+        refusal = refusal or f"the tensorrt backend cannot import {module}"
+        raise MissingDependency(f"{refusal} ({reason}); {install_with('tensorrt')}") from error

@@ -1,0 +1,63 @@
+"""TensorRT as both halves use it: the module, its log, our plugins in its registry, an engine's tensors."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from ddtree_trt import plugins
+from ddtree_trt.device.packages import import_package
+from ddtree_trt.errors import DDTreeError
+
+_KEPT_ERRORS = 5  # of TensorRT's, in one of ours
+
+
+def import_tensorrt(refusal: str | None = None) -> Any:
+    """The module `tensorrt`. Raises MissingDependency where it cannot be imported; `refusal` begins its text."""
+    return import_package("tensorrt", refusal)
+
+
+def make_log(trt: Any, warnings: logging.Logger | None = None) -> Any:
+    """An `ILogger` that keeps what TensorRT calls errors, for ours: `words()` are the latest in one line, `clear()`
+    forgets them. What it calls warnings goes to `warnings`, or nowhere."""
+
+    class Log(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self._errors: list[str] = []
+
+        def log(self, severity: Any, msg: str) -> None:
+            if severity in (trt.ILogger.Severity.INTERNAL_ERROR, trt.ILogger.Severity.ERROR):
+                self._errors.append(" ".join(msg.split()))
+            elif severity == trt.ILogger.Severity.WARNING and warnings is not None:
+                warnings.warning("%s", msg)
+
+        def clear(self) -> None:
+            self._errors.clear()
+
+        def words(self) -> str:
+            return "; ".join(self._errors[-_KEPT_ERRORS:])
+
+    return Log()
+
+
+def load_plugins(trt: Any, log: Any, path: Path, refusal: type[DDTreeError]) -> None:
+    """Load the plugin library into the process's registry, once. Raises `refusal` where TensorRT does not take it."""
+    registry = trt.get_plugin_registry()
+    wanted = (plugins.ATTENTION, plugins.VERSION, plugins.NAMESPACE)
+
+    def registered() -> bool:
+        return wanted in ((c.name, c.plugin_version, c.plugin_namespace) for c in registry.all_creators)
+
+    if not registered() and (registry.load_library(str(path)) is None or not registered()):
+        raise refusal(
+            f"TensorRT {trt.__version__} does not take the plugin library {path}: it registered no "
+            f"{plugins.NAMESPACE}::{plugins.ATTENTION} version {plugins.VERSION}; run `make plugins` again with the "
+            f"headers of this TensorRT. {log.words()}".rstrip()
+        )
+
+
+def io_tensors(engine: Any) -> set[str]:
+    """Names of an ICudaEngine's inputs and outputs."""
+    return {engine.get_tensor_name(i) for i in range(engine.num_io_tensors)}

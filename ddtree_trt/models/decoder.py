@@ -1,0 +1,147 @@
+"""A decoder-only transformer: its dimensions, and its tensors by their Hugging Face names.
+
+Every network here has pre-norm layers of grouped-query attention with rotary embedding and SwiGLU. Families differ in
+the fields of `TransformerDims`; `families.py` lists them. Projections are [out, in], as in the checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated
+
+from ddtree_trt.reading import Between
+
+# Far above any use, far below what hangs or overflows. Checkpoints and manifests are both read by these bounds.
+VOCABULARY, WIDTH, LAYERS, HEADS, HEAD_DIM = (Between(1, n) for n in (1 << 24, 1 << 20, 1000, 4096, 4096))
+EPSILON, ROPE_BASE = Between(1e-30, 0.1), Between(1, 1e15)  # float32 holds both ends
+POSITIONS = Between(2, 1 << 27)  # one for a prompt, one for what follows it
+TOKEN = Between(0, (1 << 24) - 1)
+
+Token = Annotated[int, TOKEN]
+Shape = tuple[int, ...]
+Shapes = dict[str, Shape]  # Hugging Face tensor name → shape
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+BODY = "model."  # before the names of a language model's layers and final norm
+FINAL_NORM = "norm.weight"
+BIAS = ".bias"  # behind the name of what adds it
+
+
+@dataclass(frozen=True)
+class TransformerDims:
+    """Shape of a decoder-only transformer. Fields with a default are the switches families differ in."""
+
+    vocab_size: Annotated[int, VOCABULARY]  # V
+    hidden_size: Annotated[int, WIDTH]  # H
+    num_layers: Annotated[int, LAYERS]
+    num_heads: Annotated[int, HEADS]  # Hq
+    num_kv_heads: Annotated[int, HEADS]  # Hkv
+    head_dim: Annotated[int, HEAD_DIM]  # D
+    intermediate_size: Annotated[int, WIDTH]
+    rms_norm_eps: Annotated[float, EPSILON]
+    rope_theta: Annotated[float, ROPE_BASE]
+    max_positions: Annotated[int, POSITIONS]  # positions the rotary embedding was made for
+    qk_norm: bool = field(default=True, kw_only=True)  # every head of queries and keys is normed
+    qkv_bias: bool = field(default=False, kw_only=True)  # the projections of queries, keys and values add a bias
+
+    @property
+    def table(self) -> tuple[int, int]:
+        """Shape [V, H] of the embedding, and of the language-model head."""
+        return self.vocab_size, self.hidden_size
+
+    @property
+    def qkv_widths(self) -> tuple[int, int, int]:
+        """Widths of queries, keys and values, which one product computes side by side."""
+        kv = self.num_kv_heads * self.head_dim
+        return self.num_heads * self.head_dim, kv, kv
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor that is computed with: tensors of the checkpoint, joined along their first axis."""
+
+    name: str  # in our weight files
+    shapes: Mapping[str, Shape]  # of what is joined, by Hugging Face name and in order
+
+    @property
+    def shape(self) -> Shape:
+        """Of the joined tensor."""
+        first, *_ = shapes = list(self.shapes.values())
+        return sum(shape[0] for shape in shapes), *first[1:]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Hugging Face names of what is joined, in order."""
+        return tuple(self.shapes)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The parts of one layer; None for a part that the network's family does without."""
+
+    input_norm: Part
+    qkv: Part
+    qkv_bias: Part | None
+    q_norm: Part | None
+    k_norm: Part | None
+    o: Part
+    post_norm: Part
+    gate_up: Part
+    down: Part
+
+    def __iter__(self) -> Iterator[Part]:
+        """The parts it has, in the order of checkpoints."""
+        return (part for part in vars(self).values() if part is not None)
+
+
+def decoder_layer(dims: TransformerDims, index: int, body: str = BODY) -> Layer:
+    """The parts of layer `index`; `body` goes before the names of layers in the checkpoint."""
+    hidden, inner, head = dims.hidden_size, dims.intermediate_size, dims.head_dim
+    widths = dict(zip("qkv", dims.qkv_widths, strict=True))
+
+    def part(name: str, shapes: Mapping[str, Shape]) -> Part:
+        return Part(name, {f"{body}layers.{index}.{source}": shape for source, shape in shapes.items()})
+
+    biases = {f"self_attn.{p}_proj{BIAS}": (width,) for p, width in widths.items()}
+    return Layer(
+        input_norm=part("input_norm", {"input_layernorm.weight": (hidden,)}),
+        qkv=part("qkv", {f"self_attn.{p}_proj.weight": (width, hidden) for p, width in widths.items()}),
+        qkv_bias=part("qkv_bias", biases) if dims.qkv_bias else None,
+        q_norm=part("q_norm", {"self_attn.q_norm.weight": (head,)}) if dims.qk_norm else None,
+        k_norm=part("k_norm", {"self_attn.k_norm.weight": (head,)}) if dims.qk_norm else None,
+        o=part("o", {"self_attn.o_proj.weight": (hidden, widths["q"])}),
+        post_norm=part("post_norm", {"post_attention_layernorm.weight": (hidden,)}),
+        gate_up=part("gate_up", {f"mlp.{p}_proj.weight": (inner, hidden) for p in ("gate", "up")}),
+        down=part("down", {"mlp.down_proj.weight": (hidden, inner)}),
+    )
+
+
+def decoder_layers(dims: TransformerDims, body: str = BODY) -> list[Layer]:
+    """The parts of every layer."""
+    return [decoder_layer(dims, index, body) for index in range(dims.num_layers)]
+
+
+def final_norm(dims: TransformerDims, body: str = BODY) -> Part:
+    """The norm behind the last layer."""
+    return Part("norm", {body + FINAL_NORM: (dims.hidden_size,)})
+
+
+def embedding(dims: TransformerDims) -> Part:
+    return Part("embedding", {EMBEDDING: dims.table})
+
+
+def head(dims: TransformerDims) -> Part:
+    """The language-model head of a network whose head is not its embedding."""
+    return Part("head", {HEAD: dims.table})
+
+
+def language_model_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
+    """Every tensor of a target, or of an autoregressive drafter; with `tied` the head is the embedding."""
+    layers = (part for layer in decoder_layers(dims) for part in layer)
+    return shapes_of((embedding(dims), *layers, final_norm(dims), *(() if tied else (head(dims),))))
+
+
+def shapes_of(parts: Iterable[Part]) -> Shapes:
+    """Shapes of the checkpoint's tensors that parts are made of, in their order."""
+    return {name: shape for part in parts for name, shape in part.shapes.items()}

@@ -1,0 +1,80 @@
+"""The kinds of drafters: what each needs of the target and of an engine, and what it offers to methods.
+
+Everything that depends on the kind asks its record, or has a table by the record's name with a row for every kind: the
+checkpoint's tensors, the graph, the stored weights, and the drafter of each engine (`make_drafter`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
+
+KindName = Literal["dflash", "autoregressive"]  # as manifest.json has it
+
+LONGEST_CHAIN = 16  # γ: most tokens an automatic budget has a drafter without a block draft per round
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """A drafter of one kind and of given dimensions."""
+
+    name: KindName
+    title: str  # in messages: "a DFlash drafter"
+    # What it needs
+    language_model: bool  # its graph is the target's: a tree of tokens in, logits out
+    own_tables: bool  # has an embedding and a head; another uses the target's
+    tap_layers: tuple[int, ...] = ()  # target layers whose output it is conditioned on, M of them
+    target_layers: int | None = None  # layers of the target it was trained for; None where any will do
+    mask_token_id: int | None = None  # what stands for a token that is not known yet; None where nothing does
+    # What it offers
+    block_size: int | None = None  # tokens of its one pass, 1 + L; None where it drafts token by token
+    longest_draft: int = LONGEST_CHAIN  # most tokens of a chain that `auto` drafts in a round
+
+    @property
+    def at_once(self) -> bool:
+        """Whether one pass gives the marginals [L, K] of all positions, from which a tree can be made. Otherwise each
+        position costs a pass and follows from the token that was drawn before it."""
+        return self.block_size is not None
+
+
+def _dflash(dims: DrafterDims) -> DrafterKind:
+    return DrafterKind(
+        name="dflash",
+        title="DFlash drafter",
+        language_model=False,
+        own_tables=False,
+        tap_layers=dims.tap_layers,
+        target_layers=dims.num_target_layers,
+        mask_token_id=dims.mask_token_id,
+        block_size=dims.block_size,
+        longest_draft=dims.block_size - 1,
+    )
+
+
+def _autoregressive(dims: TransformerDims) -> DrafterKind:
+    return DrafterKind("autoregressive", "autoregressive drafter", language_model=True, own_tables=True)
+
+
+# By name: the record of a kind's dimensions, and what is made of one. The records of two kinds differ.
+_KINDS: Mapping[KindName, tuple[type[TransformerDims], Callable[[Any], DrafterKind]]] = {
+    "dflash": (DrafterDims, _dflash),
+    "autoregressive": (TransformerDims, _autoregressive),
+}
+KIND_NAMES: tuple[KindName, ...] = tuple(_KINDS)
+
+
+def kind_of(dims: TransformerDims) -> DrafterKind:
+    """The kind of the drafter that has these dimensions. A target's are those of an autoregressive drafter."""
+    for record, make in _KINDS.values():
+        if type(dims) is record:
+            return make(dims)
+    raise TypeError(f"no kind of drafter has dimensions of type {type(dims).__name__}")
+
+
+def dims_record(name: object) -> type[TransformerDims]:
+    """The record that a drafter's dimensions are read into, by the kind's name; TransformerDims for an unknown one."""
+    return next((record for kind, (record, _) in _KINDS.items() if kind == name), TransformerDims)

@@ -1,0 +1,74 @@
+"""The families of decoders that are supported, and how the config.json of each says what it is.
+
+A family is one entry of `FAMILIES`; nothing else names it. What sets it apart from the others are its switches, which
+`TransformerDims` carries to the graphs, to the engine's manifest and to the runtime.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddtree_trt.models.decoder import TransformerDims
+
+# Field of `TransformerDims` → its name in every family's config.json.
+CONFIG_NAMES: Mapping[str, str] = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "intermediate_size": "intermediate_size",
+    "rms_norm_eps": "rms_norm_eps",
+    "rope_theta": "rope_theta",
+    "max_positions": "max_position_embeddings",
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One kind of decoder. Names and defaults are those of its transformers configuration."""
+
+    title: str  # in messages: "dense Qwen3"
+    model_type: str
+    architecture: str  # the class of its language model
+    qk_norm: bool  # see `TransformerDims`
+    qkv_bias: bool
+    # Values of the fields a config.json may leave out. None follows from others: head_dim is hidden_size divided by
+    # num_attention_heads, num_key_value_heads is num_attention_heads.
+    defaults: Mapping[str, float | None]
+
+    @property
+    def switches(self) -> dict[str, bool]:
+        """Fields of `TransformerDims` that are the same in every checkpoint of the family."""
+        return {"qk_norm": self.qk_norm, "qkv_bias": self.qkv_bias}
+
+    @property
+    def neutral(self) -> dict[str, tuple[Any, ...]]:
+        """Fields of config.json that state a switch → the values that agree with it."""
+        return {"use_qk_norm": (self.qk_norm,), "qkv_bias": (self.qkv_bias,)}
+
+    def config_entries(self, dims: TransformerDims) -> dict[str, object]:
+        """What config.json says of a network of the family, whatever it is used as."""
+        sizes = {name: getattr(dims, field) for field, name in CONFIG_NAMES.items()}
+        plain = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
+        return {"model_type": self.model_type, **sizes, **plain}
+
+
+QWEN3 = Family(
+    title="dense Qwen3",
+    model_type="qwen3",
+    architecture="Qwen3ForCausalLM",
+    qk_norm=True,
+    qkv_bias=False,
+    defaults={"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 32768},
+)
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN3,)}
+
+
+def titles(word: str) -> str:
+    """The families by title, for a message: "dense Qwen3", or several with `word` between them."""
+    return f" {word} ".join(family.title for family in FAMILIES.values())

@@ -1,0 +1,39 @@
+"""What targets and drafters of every kind are asked alike: their tensors, and whether they fit each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ddtree_trt.models.decoder import Shapes, TransformerDims, language_model_shapes
+from ddtree_trt.models.drafters.dflash import dflash_shapes
+from ddtree_trt.models.drafters.kinds import KindName, kind_of
+
+# By the kind of drafter that has these dimensions: (dimensions, whether the head is the embedding) → shapes.
+_SHAPES: Mapping[KindName, Callable[[Any, bool], Shapes]] = {
+    "dflash": lambda dims, tied: dflash_shapes(dims),
+    "autoregressive": lambda dims, tied: language_model_shapes(dims, tied=tied),
+}
+
+
+def checkpoint_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
+    """Every tensor of a network's checkpoint. `tied` is for networks with a head of their own."""
+    return _SHAPES[kind_of(dims).name](dims, tied)
+
+
+def misfit(target: TransformerDims, drafter: TransformerDims) -> str | None:
+    """Why a drafter was not made for a target of these dimensions, in Hugging Face's names; None where it fits."""
+    kind = kind_of(drafter)
+    equal = [("vocab_size", drafter.vocab_size, "the target's", target.vocab_size)]
+    if not kind.own_tables:
+        equal.append(("hidden_size", drafter.hidden_size, "the target's", target.hidden_size))
+    if kind.target_layers is not None:
+        equal.append(("num_target_layers", kind.target_layers, "the target's layers", target.num_layers))
+    for name, found, whose, expected in equal:
+        if found != expected:
+            return f"{name} is {found}, {whose} {expected}"
+    if outside := [i for i in kind.tap_layers if not 0 <= i < target.num_layers]:
+        return f"target_layer_ids {outside} are not layers of the target, which has {target.num_layers}"
+    if kind.mask_token_id is not None and kind.mask_token_id >= target.vocab_size:
+        return f"mask_token_id {kind.mask_token_id} is not below vocab_size {target.vocab_size}"
+    return None

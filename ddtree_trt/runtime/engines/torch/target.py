@@ -1,0 +1,188 @@
+"""The target on a device: its network and cache, and passes over the trees of several slots.
+
+A verification on a GPU is one copy up, one captured graph and one copy down, at which the host waits; a commit puts its
+work on the stream and waits for nothing. Rounds that stay on the device (`device_round.py`) run the same network over
+the same cache and logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.weight_layout import TARGET
+from ddtree_trt.device.buckets import buckets
+from ddtree_trt.errors import EngineError
+from ddtree_trt.plugins import MaskMode
+from ddtree_trt.runtime.engines.base import LogitRows, Rows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.lazy_rows import LazyRows
+from ddtree_trt.runtime.engines.padding import pad_trees
+from ddtree_trt.runtime.engines.torch.attention import Attention, Place
+from ddtree_trt.runtime.engines.torch.cache import DeviceCache
+from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
+from ddtree_trt.runtime.engines.torch.model import LanguageModel, Weights
+from ddtree_trt.runtime.engines.torch.weights import DTYPES
+from ddtree_trt.runtime.tree import token_chain
+
+
+class SlotClaims:
+    """Which work on a slot came last, so that rounds launched ahead of the host know whether they still count."""
+
+    def __init__(self, slots: int) -> None:
+        self._holders = [0] * slots
+        self._latest = 0
+
+    def take(self, slots: Iterable[int]) -> int:
+        """Claim these slots: the claim's number."""
+        self._latest += 1
+        for slot in slots:
+            self._holders[slot] = self._latest
+        return self._latest
+
+    def holds(self, claim: int, slots: Iterable[int]) -> bool:
+        """Whether none of these slots was claimed after `claim`."""
+        return all(self._holders[slot] == claim for slot in slots)
+
+
+@dataclass(frozen=True)
+class _Passed:
+    """A slot's last pass."""
+
+    token_ids: NDArray[np.int64]  # [T]
+    taps: Tensor | None  # [T, M·H] on the device
+
+
+class TargetPass:
+    """What the engine and its rounds on the device share of the target.
+
+    `kernels`: whether `torch.ops.ddtree` works on this device. `buckets`: the sizes T of passes, rising. `logits`:
+    float32 [N·T, V] of the last pass over trees. `claims`: whoever is about to work on a slot takes a claim of it.
+    """
+
+    def __init__(
+        self, manifest: Manifest, weights: Weights, taps: tuple[int, ...], attention: Attention, device: torch.device
+    ) -> None:
+        """`weights` by the names of `weight_layout`; `taps`: the layers whose outputs the drafter is given."""
+        limits, dims, dtype = manifest.limits, manifest.target_dims, DTYPES[manifest.precision]
+        slots, tokens = limits.max_batch, limits.max_tokens_per_pass
+        self.device = device
+        self.kernels = attention.kernels
+        self.graphs = Graphs(device)
+        self.claims = SlotClaims(slots)
+        self.cache = DeviceCache(dims, slots, limits.cache_rows, dtype, device, kernels=attention.kernels)
+        self.network = LanguageModel(dims, weights, TARGET, self.cache, attention, taps)
+        # A CPU captures nothing: there a pass is as long as its longest tree.
+        self.buckets = buckets(tokens) if device.type == "cuda" else list(range(1, tokens + 1))
+        self.logits = torch.empty(slots * tokens, dims.vocab_size, device=device)
+        self._taps = torch.empty(slots * tokens, len(taps) * dims.hidden_size, dtype=dtype, device=device)
+        self._mask_words = -(-tokens // 32)
+        mask = (slots, tokens, self._mask_words)
+        self._control = Upload(Upload.size((slots,), (slots,), *[(slots, tokens)] * 2, mask), device)
+        # One for each slot: commits of a round follow each other without a wait.
+        self._commits = [Upload(Upload.size((1,), (1,), (1,), (tokens,)), device) for _ in range(slots)]
+        self._choices = Download(slots * tokens, device)
+        self._passed: dict[int, _Passed] = {}
+
+    @property
+    def waits(self) -> int:
+        """How often the host has waited for a verification."""
+        return self._choices.waits
+
+    def bucket(self, tokens: int) -> int:
+        """The T of a pass with so many real rows. Raises EngineError when there is none."""
+        for size in self.buckets:
+            if size >= tokens:
+                return size
+        raise EngineError(f"a pass of {tokens} tokens is longer than the {self.buckets[-1]} this engine was made for")
+
+    def run(self, token_ids: Tensor, positions: Tensor, place: Place) -> tuple[Tensor, Tensor | None]:
+        """A pass over trees, token_ids and positions int32 [N, T]: logits float32 [N, T, V] in `self.logits`, and the
+        tapped states [N, T, M·H] where layers are tapped."""
+        hidden, tapped = self.network.forward(token_ids, positions, place, MaskMode.TREE)
+        logits = self.network.logits(hidden.flatten(0, 1), out=self.logits[: token_ids.numel()])
+        return logits.unflatten(0, token_ids.shape), tapped
+
+    def prefill(self, slot: int, token_ids: NDArray[np.int64], rows: LogitRows) -> Verdict:
+        """Append tokens [T] causally, for `commit` to keep. Not captured: a chunk has work enough to hide its
+        launches."""
+        size = len(token_ids)
+        place, ids, positions = self._send([VerifyRequest(slot, token_chain(token_ids))], size, MaskMode.CAUSAL)
+        hidden, tapped = self.network.forward(ids, positions, place, MaskMode.CAUSAL)
+        self._passed[slot] = _Passed(token_ids, None if tapped is None else tapped[0, :size])
+        first = {"all": 0, "last": size - 1, "none": size}[rows]
+        logits = self.network.logits(hidden[0, first:size])
+        choices = logits.argmax(-1).cpu().numpy() if rows != "none" else np.empty(0, np.int64)
+        return Verdict(choices, readable(logits))
+
+    def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
+        """One pass over all trees. The host waits for the choices; logits stay on the device until they are read."""
+        place, ids, positions = self._send(requests, max(len(r.tree) for r in requests), MaskMode.TREE)
+        batch, tokens = ids.shape
+        rows, on_device = batch * tokens, self._choices.on_device
+
+        def work() -> None:
+            logits, tapped = self.run(ids, positions, place)
+            on_device[:rows].copy_(logits.argmax(-1).flatten())
+            if tapped is not None:
+                self._taps[:rows].copy_(tapped.flatten(0, 1))
+
+        self._passed.clear()  # the states of passes before this one are overwritten
+        self.graphs.run((batch, tokens), work)
+        choices = self._choices.fetch(rows).astype(np.int64).reshape(batch, tokens)
+        verdicts = []
+        for n, request in enumerate(requests):
+            size, start = len(request.tree), n * tokens
+            taps = self._taps[start : start + size] if self.network.taps else None
+            self._passed[request.slot] = _Passed(request.tree.token_ids, taps)
+            verdicts.append(Verdict(choices[n, :size], readable(self.logits[start : start + size])))
+        return verdicts
+
+    def commit(self, slot: int, path: NDArray[np.int32]) -> tuple[NDArray[np.int64], Tensor | None]:
+        """Keep the rows `path` [m] of the slot's last pass: their token ids [m] and, where layers are tapped, their
+        states [m, M·H] on the device. Raises EngineError for a slot that was not in the last pass."""
+        passed = self._passed.pop(slot, None)
+        if passed is None:
+            raise EngineError(f"slot {slot} was not in the last target pass: its states are gone")
+        size, states = len(path), passed.taps
+        if int(path[-1]) == size - 1:
+            states = None if states is None else states[:size]
+        else:
+            keep = self._compact(slot, path)
+            states = None if states is None else states.index_select(0, keep)
+        self.cache.append(slot, size)
+        return passed.token_ids[path], states
+
+    def _compact(self, slot: int, path: NDArray[np.int32]) -> Tensor:
+        """Move the rows of a path with gaps to the front of the cache's new ones: the path on the device."""
+        control = (np.array([v], np.int32) for v in (slot, self.cache.lengths[slot], len(path)))
+        slots, past, count, keep = self._commits[slot].send(*control, path.astype(np.int32, copy=False))
+        self.cache.compact(slots, past, keep[None], count)
+        return keep
+
+    def _send(self, requests: Sequence[VerifyRequest], longest: int, mode: MaskMode) -> tuple[Place, Tensor, Tensor]:
+        """Control data on the device, of a pass over trees of at most `longest` tokens: where its rows go, and token
+        ids and positions int32 [N, T]."""
+        tokens = self.bucket(longest)
+        for request in requests:
+            self.cache.check_room(request.slot, tokens)
+        padded = pad_trees(requests, self.cache.lengths, tokens, self._mask_words)
+        control = (padded.slot_ids, padded.past_len, padded.token_ids, padded.positions)
+        if mode is not MaskMode.TREE:
+            slots, past, ids, positions = self._control.send(*control)
+            return Place(slots, past), ids, positions
+        slots, past, ids, positions, mask = self._control.send(*control, padded.tree_mask)
+        return Place(slots, past, mask), ids, positions
+
+
+def readable(logits: Tensor) -> Rows:
+    """Logits [R, V] as the host reads them: on a CPU the same memory, from a GPU row by row when asked for."""
+    if logits.device.type == "cpu":
+        array: NDArray[np.float32] = logits.numpy()
+        return array
+    return LazyRows(logits.shape[0], logits.shape[1], lambda start, stop: logits[start:stop].cpu().numpy())

@@ -1,0 +1,197 @@
+"""Export of an engine directory as a model of a Triton model repository.
+
+The template is `triton_repo/` of the source tree, which the installed package has too. A model directory is written
+like an engine directory: under another name, the marker last, then renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from string import Template
+
+from ddtree_trt import __version__
+from ddtree_trt.artifact.files import MANIFEST, PROFILE, sha256_file
+from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.artifact.verify import verify_files
+from ddtree_trt.build.directory import atomic_directory
+from ddtree_trt.errors import MAX_COUNT, ArtifactError, BuildError, UsageError, check_range
+from ddtree_trt.triton import inputs
+from ddtree_trt.triton.layouts import ENGINE_FOLDER, LAYOUT_NAMES, LayoutName
+
+_log = logging.getLogger(__name__)
+
+MARKER = "export.json"
+VERSION_FOLDER = "1"
+_MAX_INSTANCES, _MAX_GPUS = 64, 1024  # far above any use: what is larger is a slip of the finger
+_CONVENTIONS = {
+    "trtllm": "TensorRT-LLM's `tensorrt_llm_bls` model",
+    "vllm": "Triton's vLLM backend",
+}
+# An example: a chat in the template of Qwen3. As JSON, and without apostrophes, because it stands between those of a
+# shell.
+_PROMPT = (
+    "<|im_start|>user\\nThere are 6 drawers, each with 32 cards. How many cards are there?<|im_end|>\\n"
+    "<|im_start|>assistant\\n"
+)
+_QUESTIONS = {  # layout → what curl asks for
+    "trtllm": f'{{"text_input": "{_PROMPT}", "max_tokens": 64, "stream": %s}}',
+    "vllm": f'{{"text_input": "{_PROMPT}", "parameters": {{"max_tokens": 64, "stream": %s}}}}',
+}
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What to export. The defaults are the command line's."""
+
+    engine_dir: Path
+    repository: Path
+    model_name: str | None = None  # None takes the engine's name
+    layout: LayoutName = "trtllm"
+    instances: int = 1  # processes, on each GPU if GPUs are named
+    gpus: tuple[int, ...] = ()  # as the server numbers them; () is the CPU, or GPU 0 for an engine that needs one
+    max_queue: int = 256  # sequences that may wait in one instance
+    link: bool = False  # link the engine by a relative path instead of copying it
+
+
+def export_triton(request: ExportRequest, progress: Progress = no_progress) -> Path:
+    """Write the model and return its directory, REPOSITORY/NAME. An earlier export of that name is replaced.
+
+    Raises UsageError for a wrong request, ArtifactError for an engine that cannot be used, and BuildError when the
+    directory cannot be written or holds something that no export wrote; then nothing was changed.
+    """
+    _check_numbers(request)
+    manifest = load_manifest(request.engine_dir)
+    gpus = _gpus(request, manifest)
+    name = manifest.name if request.model_name is None else request.model_name
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise UsageError(f"{name!r} cannot name a model; use letters, digits, '.', '_' and '-' in --model-name")
+    destination = request.repository.resolve() / name
+    _check_places(request.engine_dir.resolve(), destination)
+    _check_untouched(destination)
+    verify_files(request.engine_dir, manifest, progress)
+    values = {
+        "version": __version__,
+        "model_name": name,
+        "layout": request.layout,
+        "inputs": inputs.config(request.layout),
+        "instances": str(request.instances),
+        "kind": "KIND_GPU" if gpus else "KIND_CPU",
+        "gpus": ", ".join(map(str, gpus)),
+        "max_queue": str(request.max_queue),
+        "engine_name": manifest.name,
+        "backend": manifest.backend,
+        "precision": manifest.precision,
+        "convention": _CONVENTIONS[request.layout],
+        "repository": str(request.repository),
+        "curl_whole": _curl(name, request.layout, stream=False),
+        "curl_stream": _curl(name, request.layout, stream=True),
+    }
+    template = resources.files("ddtree_trt") / "triton_repo" / "model"
+    if not (template / "README.md").is_file():
+        raise BuildError(f"the installation lacks {template}; install ddtree-trt again")
+    with atomic_directory(destination, force=True, marker=MARKER) as directory:
+        version = directory / VERSION_FOLDER
+        version.mkdir()
+        (version / "model.py").write_bytes((template / VERSION_FOLDER / "model.py").read_bytes())
+        for source, target in ((f"config.{request.layout}.pbtxt", "config.pbtxt"), ("README.md", "README.md")):
+            text = Template((template / source).read_text(encoding="utf-8")).substitute(values)
+            (directory / target).write_text(text, encoding="utf-8")
+        written = {
+            path.relative_to(directory).as_posix(): sha256_file(path)
+            for path in sorted(directory.rglob("*"))
+            if path.is_file()
+        }
+        engine = version / ENGINE_FOLDER
+        if request.link:
+            # From where the model will be, not from the temporary directory; both have the same parent and depth.
+            engine.symlink_to(os.path.relpath(request.engine_dir.resolve(), destination / VERSION_FOLDER))
+        else:
+            _copy_engine(request.engine_dir, manifest, engine, progress)
+        record = {"product_version": __version__, "layout": request.layout, "files": written}
+        (directory / MARKER).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return destination
+
+
+def _check_numbers(request: ExportRequest) -> None:
+    if request.layout not in LAYOUT_NAMES:
+        raise UsageError(f"--layout must be one of {', '.join(LAYOUT_NAMES)}, not {request.layout!r}")
+    check_range("--instances", request.instances, 1, _MAX_INSTANCES)
+    check_range("--max-queue", request.max_queue, 0, MAX_COUNT)
+    if any(not 0 <= gpu < _MAX_GPUS for gpu in request.gpus) or len(set(request.gpus)) != len(request.gpus):
+        raise UsageError(f"--gpus must be different numbers from 0, not {','.join(map(str, request.gpus))}")
+
+
+def _gpus(request: ExportRequest, manifest: Manifest) -> tuple[int, ...]:
+    if manifest.backend != "onnxruntime":
+        return request.gpus or (0,)
+    if request.gpus:
+        raise UsageError("--gpus is for engines that run on GPUs; this one has backend onnxruntime and runs on the CPU")
+    return ()
+
+
+def _check_places(engine: Path, destination: Path) -> None:
+    if destination.is_relative_to(engine):
+        raise UsageError(f"{destination} lies inside the engine directory; choose another repository")
+    if engine.is_relative_to(destination):
+        raise UsageError(f"the engine {engine} lies inside {destination}, which would be replaced; name another model")
+
+
+def _check_untouched(destination: Path) -> None:
+    """Refuse a directory that holds anything but an export and what running it leaves behind."""
+    marker = destination / MARKER
+    if not marker.is_file():
+        return  # atomic_directory takes an empty or missing directory and refuses every other
+    try:
+        written: dict[str, str] = json.loads(marker.read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BuildError(f"{marker} is damaged ({error!r}); move {destination} away") from error
+    engine = destination / VERSION_FOLDER / ENGINE_FOLDER
+    expected = {marker, engine, *(engine / name for name in (MANIFEST, PROFILE))}
+    if not engine.is_symlink():
+        expected |= {engine / name for name in load_manifest(engine).files}
+    for path in sorted(destination.rglob("*")):
+        if path in expected or (path.is_dir() and not path.is_symlink()) or path.parent.name == "__pycache__":
+            continue
+        name = path.relative_to(destination).as_posix()
+        if name not in written:
+            raise BuildError(f"{path} was not written by an export; move it away, or give another --model-name")
+        if sha256_file(path) != written[name]:
+            raise BuildError(f"{path} was edited since its export; move it away, or give another --model-name")
+
+
+def _copy_engine(source: Path, manifest: Manifest, destination: Path, progress: Progress) -> None:
+    destination.mkdir()
+    total, done = sum(entry.size for entry in manifest.files.values()), 0
+    for name in (*manifest.files, MANIFEST):
+        _copy(source / name, destination / name)
+        done += manifest.files[name].size if name in manifest.files else 0
+        progress("copy engine", done, total)
+    if (source / PROFILE).is_file():
+        try:
+            _copy(source / PROFILE, destination / PROFILE)
+        except ArtifactError as error:
+            _log.warning("%s; the exported model measures latencies itself, at every start", error)
+
+
+def _copy(source: Path, destination: Path) -> None:
+    """Raises ArtifactError where the source cannot be read, OSError where the destination cannot be written."""
+    try:
+        with source.open("rb"):
+            pass
+    except OSError as error:
+        raise ArtifactError(f"{source} cannot be read ({error.strerror})") from error
+    shutil.copyfile(source, destination)
+
+
+def _curl(name: str, layout: str, *, stream: bool) -> str:
+    path = "generate_stream" if stream else "generate"
+    question = _QUESTIONS[layout] % ("true" if stream else "false")
+    return f"curl -s localhost:8000/v2/models/{name}/{path} -d '{question}'"

@@ -1,0 +1,62 @@
+"""The table of precisions: complete, and what ONNX, PyTorch, NumPy and safetensors say of the same types."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from onnx import TensorProto
+from safetensors.torch import save_file
+
+from ddtree_trt.artifact.files import REQUIRED_FILES
+from ddtree_trt.artifact.number_bytes import decode, encode
+from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.safetensor_header import STORED, read_header
+from ddtree_trt.build.backends.base import BuilderOptions
+from ddtree_trt.build.backends.registry import backend_build, resolve_precision
+from ddtree_trt.build.graph.ops import TYPES
+from ddtree_trt.errors import ArtifactError, UsageError
+from ddtree_trt.reading import Source
+
+
+def test_every_name_has_its_row() -> None:
+    assert tuple(PRECISIONS) == get_args(PrecisionName)
+    assert tuple(BACKEND_PRECISIONS) == tuple(REQUIRED_FILES) == get_args(BackendName)
+    assert set().union(*BACKEND_PRECISIONS.values()) == set(PRECISIONS)
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_row_is_one_type_everywhere(name: str, tmp_path: Path) -> None:
+    precision = PRECISIONS[name]
+    dtype = getattr(torch, precision.dtype)
+    assert dtype.itemsize == precision.value_bytes == STORED[precision.safetensors].itemsize
+    assert TYPES[precision.dtype] == getattr(TensorProto, precision.dtype.upper().removesuffix("32"))
+    values = torch.tensor([0.0, -0.0, 1.0, -1.0078125, 6e-5, 3.0e4, -65280.0]).to(dtype)
+    file = tmp_path / "x.safetensors"
+    save_file({"x": values}, file)
+    tensor = read_header(file, Source("x", ArtifactError, "again")).locate()["x"]
+    assert (tensor.dtype, tensor.shape) == (precision.safetensors, (7,))
+    np.testing.assert_array_equal(decode(tensor.mapped()), values.float().numpy())
+    np.testing.assert_array_equal(encode(values.float().numpy(), precision.dtype, "x"), tensor.mapped())
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+def test_a_build_offers_what_its_engines_may_have(backend: BackendName) -> None:
+    build = backend_build(backend, BuilderOptions())
+    assert build.name == backend
+    assert sorted(build.precisions) == sorted(BACKEND_PRECISIONS[backend])
+    for name in get_args(PrecisionName):
+        if name in build.precisions:
+            assert resolve_precision(build, name) == name
+        else:
+            with pytest.raises(UsageError, match=f"precision '{name}' is not available: the {backend} backend"):
+                resolve_precision(build, name)
+    assert resolve_precision(build, "auto") == build.precisions[0]
+
+
+def test_tensorrt_is_built_in_what_the_kernels_compute_in() -> None:
+    build = backend_build("tensorrt", BuilderOptions(), dry_run=True)
+    assert build.precisions == ("bf16", "fp16")

@@ -1,0 +1,183 @@
+"""The table of methods, and which requests decode in rounds on the device: a list of fields it honours, and everything
+else at its default."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted import ScriptedEngine, generate, make_manifest
+from scripted_models import Good, MarkovTarget
+
+import ddtree_trt
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.bench.settings import BenchSettings
+from ddtree_trt.check import engine_cases
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.decoding.methods import BASELINES, DFLASH, METHODS, Proposal, resolve_method
+from ddtree_trt.runtime.decoding.routing import choose_route
+from ddtree_trt.runtime.engines.base import Draft
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.tree import chain
+
+ROOT = Path(ddtree_trt.__file__).parents[1]
+
+# The table
+
+
+@pytest.mark.parametrize(("kind", "best"), [("dflash", "ddtree"), ("autoregressive", "draft-model")])
+def test_auto_is_the_first_method_the_drafter_is_for(kind: str, best: str) -> None:
+    assert resolve_method("auto", kind).name == best
+    assert resolve_method("ar", kind).name == "ar"
+
+
+@pytest.mark.parametrize(
+    ("method", "kind", "message"),
+    [
+        ("draft-model", "dflash", "of kind autoregressive, .* dflash; it can do ar, dflash, ddtree, dflash-sample$"),
+        ("ddtree", "autoregressive", "of kind dflash, .* autoregressive; it can do ar, draft-model$"),
+    ],
+)
+def test_a_method_the_drafter_cannot_serve_is_refused(method: str, kind: str, message: str) -> None:
+    with pytest.raises(UsageError, match=f"method '{method}' needs a drafter {message}"):
+        resolve_method(method, kind)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_documents_say_what_each_method_makes(name: str) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"| `{name}` | {METHODS[name].makes} |" in readme
+    row = next(line for line in (ROOT / "docs/generation.md").read_text("utf-8").splitlines() if "| `method` |" in line)
+    assert f"`{name}`" in row
+
+
+def test_automatic_budgets_without_costs_are_the_whole_draft() -> None:
+    block = make_manifest(6, "dflash", 16, Limits()).drafting
+    assert {name: method.default_budget(block) for name, method in METHODS.items()} == {
+        "ddtree": None,
+        "dflash": 15,
+        "ar": 0,
+        "dflash-sample": 15,
+        "draft-model": None,
+    }
+
+
+def test_a_method_is_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters take it, rounds decode by it, `check` and `bench` measure it."""
+    asked: list[int] = []
+
+    def first_two(draft: Draft, budget: int, draw: Any) -> Proposal:
+        asked.append(budget)
+        return Proposal(chain(draft.token_ids[:2, 0]))
+
+    monkeypatch.setitem(METHODS, "pairs", dataclasses.replace(DFLASH, name="pairs", propose=first_two))
+    target = MarkovTarget()
+    outputs = [
+        generate(ScriptedEngine(target, Good(target)), [1, 2], SamplingParams(max_tokens=20, method=method))
+        for method in ("pairs", "ar")
+    ]
+    assert outputs[0] == outputs[1] and set(asked) == {3}
+    with pytest.raises(UsageError, match=r"or one of ddtree, .*, pairs, not 'pears'"):
+        SamplingParams(method="pears")
+    assert "pairs" in [case.label for case in engine_cases(make_manifest(6, "dflash", 4, Limits()), ("auto",))]
+    cases = BenchSettings("engine", methods=("pairs",)).cases(dflash=True)
+    assert [case.label for case in cases] == [*(method.name for method in BASELINES), "pairs"]
+
+
+def comparisons(tree: ast.AST) -> list[str]:
+    """Expressions that compare something called a method with the name of one."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare) and "method" in ast.unparse(node):
+            names = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+            found += [ast.unparse(node)] if names & set(METHODS) else []
+    return found
+
+
+def test_nothing_compares_names_of_methods() -> None:
+    for path in [*(ROOT / "ddtree_trt").rglob("*.py"), *(ROOT / "tools").rglob("*.py")]:
+        assert comparisons(ast.parse(path.read_text(encoding="utf-8"))) == [], path
+    code = 'a.method == "ddtree"; method in ("ar", b); method == name; kind == "dflash"'
+    assert comparisons(ast.parse(code)) == ["a.method == 'ddtree'", "method in ('ar', b)"]
+
+
+# Rounds on the device
+
+
+# A value other than the default for every field, and whether the device honours it: always, for greedy requests only
+# (a filter of draws does nothing there), or never.
+FIELDS: dict[str, tuple[Any, str]] = {
+    "n": (3, "always"),
+    "max_tokens": (7, "always"),
+    "min_tokens": (2, "never"),
+    "temperature": (0.7, "always"),
+    "top_k": (5, "greedy"),
+    "top_p": (0.5, "greedy"),
+    "min_p": (0.1, "greedy"),
+    "seed": (1, "always"),
+    "stop": ("end", "always"),
+    "stop_token_ids": ((3,), "always"),
+    "include_stop_str_in_output": (True, "always"),
+    "ignore_eos": (True, "always"),
+    "logprobs": (0, "never"),
+    "prompt_logprobs": (0, "always"),
+    "repetition_penalty": (1.1, "never"),
+    "presence_penalty": (0.5, "never"),
+    "frequency_penalty": (-0.5, "never"),
+    "logit_bias": ({3: 1.0}, "never"),
+    "echo": (True, "always"),
+    "skip_special_tokens": (False, "always"),
+    "method": ("ddtree", "always"),
+    "tree_budget": (16, "always"),
+}
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    """As if it had device rounds, and a GPU."""
+    target = MarkovTarget()
+    scripted = ScriptedEngine(target, Good(target))
+    scripted.manifest = dataclasses.replace(scripted.manifest, backend="torch")
+    rounds = type("Rounds", (), {"by_default": True})()
+    scripted.rounds = rounds
+    return scripted
+
+
+def test_every_field_has_a_case() -> None:
+    assert set(FIELDS) == {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("name", FIELDS)
+def test_every_field_is_honoured_or_refused_by_name(engine: ScriptedEngine, name: str, temperature: float) -> None:
+    value, honoured = FIELDS[name]
+    options = {"method": "ddtree", "tree_budget": 16, "temperature": temperature}
+    params = SamplingParams(**{**options, name: value})
+    why = choose_route("auto", engine, params).host_reason
+    if honoured == "always" or (honoured == "greedy" and not params.stochastic):
+        assert why is None
+        return
+    assert why == f"{name} works on logits, which stay on the device"
+    with pytest.raises(UsageError, match=f"device_rounds is on, but {name} works on logits"):
+        choose_route("on", engine, params)
+
+
+def test_a_field_nobody_listed_is_the_hosts(engine: ScriptedEngine) -> None:
+    """A parameter added to SamplingParams is refused by the device until somebody says that it honours it."""
+
+    @dataclasses.dataclass(frozen=True)
+    class Wider(SamplingParams):
+        typical_p: float = 1.0
+        grammar: str | None = None
+
+    options: dict[str, Any] = {"method": "ddtree", "tree_budget": 16}
+    assert choose_route("auto", engine, Wider(**options)).on_device
+    assert choose_route("auto", engine, Wider(**options, typical_p=0.9)).host_reason == (
+        "typical_p works on logits, which stay on the device"
+    )
+    assert choose_route("auto", engine, Wider(**options, typical_p=0.9, grammar="x", logprobs=1)).host_reason == (
+        "logprobs, typical_p, grammar work on logits, which stay on the device"
+    )

@@ -1,0 +1,127 @@
+"""The drafter's one verb, `draft`: a batch of requests, none of them drafted for unless all can be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom
+from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter, Pass, check_up_to_date, draft_all
+from ddtree_trt.runtime.engines.kv import SlotLengths
+from ddtree_trt.runtime.tree import TokenTree
+
+VOCAB, CHUNK = 11, 3
+
+
+class Recording(Drafter):
+    """Knows what it is told to know, and lists the batches it drafted for."""
+
+    def __init__(self, *known: int) -> None:
+        self._known, self.batches = known, []  # type: tuple[int, ...], list[list[int]]
+
+    def known(self, slot: int) -> int:
+        return self._known[slot]
+
+    def learn(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
+        raise AssertionError("nothing is committed here")
+
+    def truncate(self, slot: int, length: int) -> None:
+        raise AssertionError("nothing is forgotten here")
+
+    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        self.batches.append([r.slot for r in requests])
+        empty = np.empty((0, 0))
+        return [Draft(empty.astype(np.float32), empty.astype(np.int32)) for _ in requests]
+
+    def warm_up(self, budget: int) -> None:
+        raise AssertionError("nothing is captured here")
+
+
+def greedy(log_probs: NDArray[np.float32], token_ids: NDArray[np.int32], depth: int) -> DrawnFrom:
+    return DrawnFrom(int(token_ids[0]), token_ids, np.exp(log_probs))
+
+
+def request(slot: int, bonus: int = 0) -> DraftRequest:
+    return DraftRequest(slot, bonus, top_k=4, length=5, draw=greedy)
+
+
+def lengths(*committed: int) -> SlotLengths:
+    target = SlotLengths(len(committed), 64)
+    target.lengths[:] = committed
+    return target
+
+
+def test_a_batch_is_drafted_in_one_call() -> None:
+    drafter = Recording(3, 9, 5)
+    assert len(draft_all(drafter, lengths(3, 9, 5), [request(2), request(0)])) == 2
+    assert drafter.batches == [[2, 0]]
+
+
+def test_no_request_asks_nothing_of_the_drafter() -> None:
+    drafter = Recording()
+    assert draft_all(drafter, lengths(), []) == []
+    assert drafter.batches == []
+
+
+def test_nothing_is_drafted_unless_every_slot_can_be() -> None:
+    drafter = Recording(3, 8)
+    with pytest.raises(EngineError, match=r"^slot 1 holds 9 tokens, the drafter was told of 8 of them$"):
+        draft_all(drafter, lengths(3, 9), [request(0), request(1)])
+    assert drafter.batches == []
+    check_up_to_date(drafter, lengths(3, 9), 0)
+
+
+class Sum:
+    """A language model whose next token is the sum of all tokens before it, and which counts its passes."""
+
+    def __init__(self, slots: int) -> None:
+        self.cache, self.passes = SlotLengths(slots, 64), 0
+        self._rows = np.zeros((slots, 64), np.int64)
+
+    def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
+        self.passes += 1
+        past, size = self.cache.lengths[slot], len(tree)
+        assert size <= CHUNK
+        self._rows[slot, past : past + size] = tree.token_ids
+        sums = np.array([self._rows[slot, : past + row + 1].sum() % VOCAB for row in rows])
+        logits = np.zeros((len(rows), VOCAB), np.float32)
+        logits[np.arange(len(rows)), sums] = 10
+        return Pass(sums, logits, None)
+
+
+def chain(tokens: Sequence[int], length: int) -> list[int]:
+    """What follows the tokens where each next one is the sum of all before it."""
+    found = list(tokens)
+    for _ in range(length):
+        found.append(sum(found) % VOCAB)
+    return found[len(tokens) :]
+
+
+def test_an_autoregressive_drafter_drafts_slot_by_slot() -> None:
+    model = Sum(3)
+    drafter = AutoregressiveDrafter(model, CHUNK)
+    texts = {0: [1, 2, 3, 4], 2: [5]}
+    for slot, text in texts.items():
+        drafter.learn(slot, np.array(text), None)
+    drafts = draft_all(drafter, lengths(4, 0, 1), [request(2, bonus=6), request(0, bonus=7)])
+    assert [[d.token for d in draft.drawn or ()] for draft in drafts] == [chain([5, 6], 5), chain([1, 2, 3, 4, 7], 5)]
+    assert all(draft.log_probs.shape == draft.token_ids.shape == (5, 4) for draft in drafts)
+    assert model.passes == (1 + 4) + (2 + 4)  # the prompt by chunks, then a token each
+
+
+def test_what_was_drafted_and_accepted_is_not_computed_again() -> None:
+    model = Sum(1)
+    drafter = AutoregressiveDrafter(model, CHUNK)
+    drafter.learn(0, np.array([1, 2]), None)
+    (draft,) = drafter.draft([request(0, bonus=3)])
+    accepted = [d.token for d in draft.drawn or ()][:2]
+    drafter.learn(0, np.array([3, *accepted]), None)
+    before = model.passes
+    (draft,) = drafter.draft([request(0, bonus=9)])
+    assert [d.token for d in draft.drawn or ()] == chain([1, 2, 3, *accepted, 9], 5)
+    assert model.passes - before == 5  # the bonus token and four drafted ones

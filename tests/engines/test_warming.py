@@ -1,0 +1,48 @@
+"""The passes that are made when an engine is opened, and what they leave behind."""
+
+from __future__ import annotations
+
+import pytest
+from scripted import Good, MarkovTarget, ScriptedEngine
+
+from ddtree_trt.runtime.engines.warming import make_single_passes
+
+
+@pytest.fixture
+def engine() -> ScriptedEngine:
+    return ScriptedEngine(MarkovTarget(), Good(MarkovTarget()))
+
+
+def passes(engine: ScriptedEngine) -> list[tuple[str, int]]:
+    assert all(list(call.slots) == [0] for call in engine.calls)
+    return [(call.verb, call.tokens) for call in engine.calls]
+
+
+def test_every_size_is_verified_then_a_chunk_then_drafts(engine: ScriptedEngine) -> None:
+    drafted_from: list[int] = []
+    make_single_passes(engine, [1, 2, 8], lambda: drafted_from.append(engine.draftable_length(0)))
+    chunk = engine.manifest.limits.prefill_chunk
+    assert passes(engine) == [("verify", 8), ("verify", 2), ("verify", 1), ("prefill", chunk)]
+    assert drafted_from == [chunk]
+    assert engine.length(0) == engine.draftable_length(0) == 0
+
+
+def test_a_drafter_without_target_states_is_given_none(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        engine, "truncate", lambda slot, length: ends.append((engine.length(slot), engine.draftable_length(slot)))
+    )
+    make_single_passes(engine, [1], None)
+    assert ends == [(engine.manifest.limits.prefill_chunk, 0)]
+
+
+@pytest.mark.parametrize("at", ["verify", "prefill", "drafts"])
+def test_a_pass_that_fails_leaves_the_slot_empty(engine: ScriptedEngine, at: str) -> None:
+    def fail(verb: str = "drafts", slots: tuple[int, ...] = ()) -> None:
+        if verb == at:
+            raise RuntimeError("the device is lost")
+
+    engine.fail = fail
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        make_single_passes(engine, [4, 1], fail)
+    assert engine.length(0) == engine.draftable_length(0) == 0

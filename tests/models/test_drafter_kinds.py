@@ -1,0 +1,100 @@
+"""What depends on the kind of drafter: its record, and the tables that have a row for every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import import_module
+
+import pytest
+
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.device import buffers as sizes
+from ddtree_trt.device.buffers import tensorrt_buffers
+from ddtree_trt.device.memory import plan_engine
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters import kinds
+from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.kinds import KIND_NAMES, LONGEST_CHAIN, DrafterKind, dims_record, kind_of
+from ddtree_trt.models.pairs import misfit
+
+_SHAPE = (512, 64, 6, 4, 2, 64, 128, 1e-6, 1e4, 2048)
+TARGET = TransformerDims(*_SHAPE)
+DFLASH = DrafterDims(*_SHAPE, block_size=8, mask_token_id=511, tap_layers=(1, 3), num_target_layers=6)
+LIMITS = Limits(max_seq_len=256, max_batch=4, max_tree_budget=32, prefill_chunk=64)
+
+
+def test_what_a_dflash_drafter_needs_and_offers() -> None:
+    kind = kind_of(DFLASH)
+    assert kind.name == "dflash" and not kind.language_model and not kind.own_tables
+    assert (kind.tap_layers, kind.target_layers, kind.mask_token_id) == ((1, 3), 6, 511)
+    assert kind.at_once and (kind.block_size, kind.longest_draft) == (8, 7)
+
+
+def test_what_an_autoregressive_drafter_needs_and_offers() -> None:
+    kind = kind_of(TARGET)
+    assert kind.name == "autoregressive" and kind.language_model and kind.own_tables
+    assert (kind.tap_layers, kind.target_layers, kind.mask_token_id, kind.block_size) == ((), None, None, None)
+    assert not kind.at_once and kind.longest_draft == LONGEST_CHAIN
+
+
+def test_dimensions_tell_the_kind() -> None:
+    of_kind: dict[type[TransformerDims], TransformerDims] = {DrafterDims: DFLASH, TransformerDims: TARGET}
+    for name in KIND_NAMES:
+        assert kind_of(of_kind[dims_record(name)]).name == name
+    unknown: list[object] = ["medusa", None, []]
+    assert all(dims_record(name) is TransformerDims for name in unknown)
+
+    class Unknown(TransformerDims):
+        pass
+
+    with pytest.raises(TypeError, match="no kind of drafter has dimensions of type Unknown"):
+        kind_of(Unknown(*_SHAPE))
+
+
+@pytest.mark.parametrize(
+    ("module", "table"),
+    [
+        ("ddtree_trt.artifact.weight_layout", "_DRAFTERS"),
+        ("ddtree_trt.models.pairs", "_SHAPES"),
+        ("ddtree_trt.build.graph.drafters", "_BUILDERS"),
+        ("ddtree_trt.runtime.engines.onnxruntime.drafter", "_MAKERS"),
+        ("ddtree_trt.runtime.engines.tensorrt.drafter", "_MAKERS"),
+        ("ddtree_trt.runtime.engines.torch.drafters", "_MAKERS"),
+    ],
+)
+def test_every_table_has_a_row_for_every_kind(module: str, table: str) -> None:
+    if ".torch." in module:
+        pytest.importorskip("torch")
+    rows: Mapping[str, object] = getattr(import_module(module), table)
+    assert set(rows) == set(KIND_NAMES)
+
+
+def test_a_language_model_fits_by_its_vocabulary_alone() -> None:
+    assert misfit(TARGET, replace(TARGET, hidden_size=32, num_layers=1)) is None
+    assert misfit(TARGET, replace(TARGET, vocab_size=500)) == "vocab_size is 500, the target's 512"
+
+
+@dataclass(frozen=True)
+class TappedDims(TransformerDims):
+    """A drafter that taps the target and drafts token by token, with the target's embedding and head."""
+
+    taps: tuple[int, ...] = (1, 2, 4)
+
+
+def _tapped(dims: TappedDims) -> DrafterKind:
+    return DrafterKind("dflash", "tapped drafter", language_model=False, own_tables=False, tap_layers=dims.taps)
+
+
+def test_a_kind_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is laid out and refused for a new kind follows from what its record says it needs."""
+    table: dict[str, object] = {"tapped": (TappedDims, _tapped), **dict(kinds._KINDS.items())}
+    monkeypatch.setattr(kinds, "_KINDS", table)
+    dims = TappedDims(*_SHAPE)
+    buffers = tensorrt_buffers(TARGET, dims, LIMITS, 2)
+    assert buffers[sizes.TAPS] == sizes.target_rows(LIMITS) * 3 * 64 * 2  # its taps, as a DFlash drafter's
+    assert buffers[sizes.DRAFT_LOGITS] == 512 * 4  # its logits, as a language model's
+    assert sizes.DRAFTER_EMBEDDING not in buffers
+    plan = plan_engine("tensorrt", "bf16", TARGET, dims, LIMITS, 0)
+    assert plan.weights_bytes == 512 * 64 * 4  # one head, the target's
+    assert misfit(TARGET, replace(dims, taps=(6,))) == "target_layer_ids [6] are not layers of the target, which has 6"

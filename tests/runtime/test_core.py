@@ -1,0 +1,187 @@
+"""The engine core: how it is put together, what runs on it, and forgetting cached prefixes."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+from profiles import make_profile
+from scripted import Letters, ScriptedEngine, completion, finish
+from scripted_models import Good, MarkovTarget
+
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime import core as core_module
+from ddtree_trt.runtime.core import EngineCore, assemble_core
+from ddtree_trt.runtime.decoding.budget import AutoBudgets
+from ddtree_trt.runtime.decoding.routing import Route
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.scheduler import Scheduler
+
+PROMPT = [1, 2, 3, 4, 5, 0, 5, 4, 3, 2, 1, 0]
+
+
+class Codec(Letters):
+    """Prompts are token ids."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def encode(self, prompt: list[int]) -> list[int]:
+        return list(prompt)
+
+
+def make_engine(slots: int = 2) -> ScriptedEngine:
+    target = MarkovTarget()
+    return ScriptedEngine(target, Good(target), max_batch=slots)
+
+
+def make_core(engine: ScriptedEngine) -> EngineCore:
+    return EngineCore(engine, Codec(), AutoBudgets(make_profile(), 64, 3))  # type: ignore[arg-type]
+
+
+# Putting together
+
+
+def test_a_core_is_made_without_touching_the_engine() -> None:
+    engine = make_engine()
+    make_core(engine)
+    assert engine.calls == []
+
+
+def test_latencies_are_measured_while_opening(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    engine, measured = make_engine(), []
+
+    def measure(directory: Path, of: object) -> object:
+        measured.append((directory, of))
+        return make_profile()
+
+    monkeypatch.setattr(core_module, "load_or_measure", measure)
+    monkeypatch.setattr(core_module, "TextCodec", Codec)
+    assemble_core(tmp_path, engine)
+    assert measured == [(tmp_path, engine)]
+    with pytest.raises(UsageError, match="device_rounds is on, but the onnxruntime backend"):
+        assemble_core(tmp_path, engine, device_rounds="on")
+    assert len(measured) == 1, "what is refused anyhow is not measured for"
+
+
+# Running
+
+
+def test_requests_run_together_to_their_ends() -> None:
+    core = make_core(make_engine())
+    requests = [core.maker.make(PROMPT[:size], SamplingParams(max_tokens=6, n=2)) for size in (3, 5, 7)]
+    core.run(requests)
+    assert all(len(c.token_ids) == 6 for request in requests for c in request.output().outputs)
+    assert core.scheduler.free_slots == 2 and not core.scheduler.busy
+
+
+def test_what_a_failing_step_leaves_is_cancelled() -> None:
+    engine = make_engine(1)
+    core = make_core(engine)
+
+    def interrupt(verb: str, slots: tuple[int, ...]) -> None:
+        if verb == "verify":
+            raise KeyboardInterrupt
+
+    engine.fail = interrupt
+    requests = [core.maker.make(PROMPT, SamplingParams(max_tokens=6)) for _ in range(3)]
+    with pytest.raises(KeyboardInterrupt):
+        core.run(requests)
+    assert all(request.finished for request in requests)
+    assert core.scheduler.free_slots == 1 and not core.scheduler.busy
+
+
+def test_a_request_cancelled_before_it_is_added_never_runs() -> None:
+    engine = make_engine()
+    core = make_core(engine)
+    request = core.maker.make(PROMPT, SamplingParams(max_tokens=6))
+    core.cancel(request)
+    core.add(request)
+    assert not core.scheduler.busy
+    assert engine.calls == []
+
+
+def test_another_engine_may_stand_in() -> None:
+    first, second = make_engine(), make_engine()
+    core = make_core(first)
+    stand_in = core.with_engine(second)
+    stand_in.run([stand_in.maker.make(PROMPT, SamplingParams(max_tokens=6))])
+    assert first.calls == [] and second.calls
+    assert stand_in.codec is core.codec
+
+
+class Rounds:
+    """Rounds of a GPU, for as long as it is there."""
+
+    by_default = True
+
+
+def test_a_route_is_chosen_once_for_a_request() -> None:
+    """Its sequences keep it whatever the engine says later, and its metrics copy it."""
+    engine = make_engine()
+    engine.manifest = dataclasses.replace(engine.manifest, backend="torch")
+    engine.rounds = Rounds()  # type: ignore[assignment]
+    core, params = make_core(engine), SamplingParams(max_tokens=6, n=2, tree_budget=8)
+    before = core.maker.make(PROMPT, params)
+    engine.rounds.by_default = False  # type: ignore[attr-defined]
+    after = core.maker.make(PROMPT, params)
+    for request, reason in ((before, None), (after, "there is no GPU")):
+        assert [sequence.route for sequence in request.sequences] == [Route(reason)] * 2
+        metrics = request.output().metrics
+        assert (metrics.on_device, metrics.why_host) == (reason is None, reason)
+
+
+# Forgetting cached prefixes
+
+
+def cached(scheduler: Scheduler, engine: ScriptedEngine) -> int:
+    """Tokens of PROMPT that a request finds."""
+    c = completion(engine, PROMPT, SamplingParams(max_tokens=4))
+    finish(scheduler, [c])
+    return c.metrics.cached_tokens
+
+
+def test_nothing_is_found_after_a_reset() -> None:
+    engine = make_engine()
+    scheduler = Scheduler(engine)
+    assert [cached(scheduler, engine) for _ in range(2)] == [0, len(PROMPT) - 1]
+    scheduler.reset_prefix_cache()
+    assert [engine.length(slot) for slot in range(2)] == [0, 0]
+    assert [cached(scheduler, engine) for _ in range(2)] == [0, len(PROMPT) - 1]
+
+
+def test_a_reset_makes_slots_as_good_as_unused() -> None:
+    """So that requests one after the other, each from an empty cache, all have the same slot."""
+    engine = make_engine(3)
+    scheduler = Scheduler(engine)
+    for _ in range(3):
+        scheduler.reset_prefix_cache()
+        c = completion(engine, PROMPT, SamplingParams(max_tokens=4))
+        finish(scheduler, [c])
+        assert c.slot == 0
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3])
+def test_who_runs_goes_on_and_leaves_nothing(steps: int) -> None:
+    """A reset while requests wait, are prefilled, or are decoded."""
+    params = SamplingParams(max_tokens=12)
+    alone = completion(make_engine(1), PROMPT, params)
+    finish(Scheduler(make_engine(1)), [alone])
+
+    engine = make_engine(1)
+    scheduler = Scheduler(engine)
+    cached(scheduler, engine)
+    running, waiting = (completion(engine, PROMPT, params) for _ in range(2))
+    scheduler.add(running)
+    scheduler.add(waiting)
+    for _ in range(steps):
+        scheduler.step()
+    scheduler.reset_prefix_cache()
+    while not waiting.finished:
+        scheduler.step()
+    assert running.output == waiting.output == alone.output
+    assert running.metrics.cached_tokens == (0 if steps == 0 else len(PROMPT) - 1)
+    assert waiting.metrics.cached_tokens == (len(PROMPT) - 1 if steps == 0 else 0)
+    assert cached(scheduler, engine) == len(PROMPT) - 1

@@ -1,0 +1,145 @@
+"""The table of figures: what the HTTP server and the Triton model publish of it, and what their pages say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import prometheus_client.metrics_core as core
+import pytest
+
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.runtime.figures import COUNTERS, FIGURES, GAUGES, HISTOGRAMS, Figure
+from ddtree_trt.runtime.stats import RequestMetrics, merge
+from ddtree_trt.serve.metrics import Metrics as HttpMetrics
+from ddtree_trt.triton import metrics as triton
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+KINDS = {
+    row: kind for kind, rows in (("counter", COUNTERS), ("histogram", HISTOGRAMS), ("gauge", GAUGES)) for row in rows
+}
+ENGINE: Any = SimpleNamespace(running=1, waiting=2, slots=3, failure=ValueError())
+# What each publishes beside the table.
+HTTP_ALONE = {"ddtree_requests_finished_total", "ddtree_requests_refused_total"}
+TRITON_ALONE = {triton.REQUESTS, triton.RESPONSES, triton.FORWARD_SECONDS, triton.FORWARD_CPU_SECONDS}
+
+
+class Family:
+    """Triton's MetricFamily, which keeps what was made and set."""
+
+    COUNTER, GAUGE = "counter", "gauge"
+    made: ClassVar[dict[str, Family]]
+
+    def __init__(self, name: str, description: str, kind: str) -> None:
+        self.made[name] = self
+        self.text, self.kind, self.value = description, kind, 0.0
+
+    def Metric(self, labels: dict[str, str]) -> Family:
+        return self
+
+    def increment(self, amount: float) -> None:
+        self.value += amount
+
+    def set(self, value: float) -> None:
+        self.value = value
+
+
+def metrics_of(accepted: list[int], **others: Any) -> RequestMetrics:
+    """Figures of a sequence whose rounds drafted 8 tokens each and committed these."""
+    made = RequestMetrics(arrival_s=1.0, first_token_s=1.5, last_token_s=3.5, output_tokens=1 + sum(accepted), **others)
+    for tokens in accepted:
+        made.add_round(tokens, 8)
+    return made
+
+
+PARTS = [
+    metrics_of([3, 1], prompt_tokens=7, cached_tokens=0, on_device=True),
+    metrics_of([2], prompt_tokens=7, cached_tokens=6, on_device=True),
+]
+
+
+@pytest.fixture
+def http(tiny_engine: Path) -> dict[str, core.Metric]:
+    """The HTTP server's families after a request of two sequences, by the name that a scrape shows."""
+    metrics = HttpMetrics(load_manifest(tiny_engine))
+    metrics.watch(ENGINE)
+    sequences = [SimpleNamespace(metrics=part, error=None, finish_reason="stop") for part in PARTS]
+    request: Any = SimpleNamespace(prompt_ids=[5] * 7, sequences=sequences)
+    metrics.finished(request)
+    families = [f for f in metrics.registry.collect() if f.name.startswith("ddtree_")]
+    return {f.name + ("_total" if f.type == "counter" else ""): f for f in families}
+
+
+@pytest.fixture
+def families() -> dict[str, Family]:
+    class Own(Family):
+        made: ClassVar[dict[str, Family]] = {}
+
+    metrics = triton.Metrics(Own, {})
+    whole = merge(PARTS)
+    metrics.add(**{name: row.read(whole) for name, row in triton.OF_REQUESTS.items()})
+    metrics.flush({name: row.read(ENGINE) for name, row in triton.OF_ENGINE.items()})
+    return Own.made
+
+
+def test_the_http_server_publishes_the_table(http: dict[str, core.Metric]) -> None:
+    rows = {row.published: row for row in FIGURES if row.http is not None}
+    assert set(http) == set(rows) | HTTP_ALONE
+    for name, row in rows.items():
+        assert (http[name].type, http[name].documentation) == (KINDS[row], row.http)
+
+
+def test_triton_publishes_the_table(families: dict[str, Family]) -> None:
+    rows = {row.published: row for row in FIGURES if row.triton is not None}
+    assert set(families) == set(rows) | TRITON_ALONE
+    for name, row in rows.items():
+        assert (families[name].kind, families[name].text) == (KINDS[row], row.triton)
+
+
+def test_every_row_is_published_under_a_name_of_its_own() -> None:
+    assert len({row.published for row in FIGURES}) == len(FIGURES)
+    assert all(row.http or row.triton for row in FIGURES)
+    assert not [row for row in HISTOGRAMS if row.triton], "Triton's Python backend has counters and gauges"
+
+
+@pytest.mark.parametrize("row", [r for r in FIGURES if r.http and r.triton], ids=lambda r: r.name)
+def test_both_publish_the_same_value(row: Figure, http: dict[str, core.Metric], families: dict[str, Family]) -> None:
+    (sample,) = (s for s in http[row.published].samples if s.name == row.published)
+    assert sample.value == families[row.published].value > 0
+
+
+def test_values(http: dict[str, core.Metric]) -> None:
+    samples = {s.name: s.value for family in http.values() for s in family.samples if "le" not in s.labels}
+    expected = {
+        "prompt_tokens_total": 7,  # of the request, not of each sequence
+        "prompt_tokens_cached_total": 6,
+        "generation_tokens_total": 8,
+        "rounds_total": 3,
+        "rounds_on_device_total": 3,
+        "draft_tokens_total": 24,
+        "draft_tokens_accepted_total": 3,
+        "time_to_first_token_seconds_sum": 1.0,
+        "time_per_output_token_seconds_sum": 2.0 / 4 + 2.0 / 2,
+        "e2e_request_latency_seconds_sum": 5.0,
+        "e2e_request_latency_seconds_count": 2,
+        "acceptance_length_sum": 6,
+        "acceptance_length_count": 3,
+        "requests_running": 1,
+        "requests_waiting": 2,
+        "slots": 3,
+    }
+    assert {name: samples[f"ddtree_{name}"] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("page", "column", "alone"),
+    [("serving.md", "http", HTTP_ALONE), ("deployment.md", "triton", TRITON_ALONE)],
+)
+def test_the_documents_list_what_is_published(page: str, column: str, alone: set[str]) -> None:
+    section = (DOCS / page).read_text(encoding="utf-8").split("\n## Metrics\n")[1].split("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("|")]
+    listed = [name for cell in rows for name in re.findall(r"`(ddtree_\w+)(?:\{\w+\})?`", cell)]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == alone | {row.published for row in FIGURES if getattr(row, column) is not None}

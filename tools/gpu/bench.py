@@ -1,0 +1,282 @@
+"""What a GPU makes of the PyTorch engine: right answers first, then round times, and everything into one JSON file.
+
+    python -m tools.gpu.bench RESULT.json [--random-weights qwen3-8b,qwen3-4b] [--reference CHECKOUT] [--dry-run]
+
+Full-size pairs are made at random on the device, and acceptance is forced: the times are those of a trained pair of
+that shape, the text means nothing. tools/gpu_bench.sh builds the kernels first. --dry-run does all of it on a CPU with
+tiny shapes, to check the script; its figures mean nothing.
+
+Every part is tried by itself: `steps` in the result says ok, or why it was left out or failed. Exits 1 if any failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddtree_trt import __version__
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.bench.pairs.random_pair import PairShape, find_shape
+from ddtree_trt.bench.pairs.random_torch import random_torch_engine
+from ddtree_trt.errors import DDTreeError, UsageError
+from ddtree_trt.plugins.library import TORCH, find
+from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.engines.torch.weights import choose_device
+from tools.gpu import correct
+from tools.gpu.published import Published
+from tools.gpu.rounds import ceilings, fill, time_device, time_host
+
+SCHEMA_VERSION = 1
+FORCED = 7  # tokens each round commits: the mean over benchmarks of the published pairs
+# With its root each tree fills a size that passes are padded to: one node more would pay for the next.
+BUDGETS = [15, 31, 63, 127, 255]
+DRY_BUDGETS = [3, 15]
+REFERENCE_BUDGET = 63
+# What is wanted on an H200, from the work this script belongs to.
+AR_OVER_FLOOR, ROUND_OVER_AR, GAP_US, REFERENCE_OVER_ROUND = 1.15, 1.40, 50.0, 5.0
+
+
+class Report:
+    """The result as it grows; written after every step, so that a run cut short leaves what it had."""
+
+    def __init__(self, path: Path, body: dict[str, Any], minutes: float) -> None:
+        self.path, self.body = path, {**body, "steps": {}}
+        self._began = time.monotonic()
+        self._deadline = self._began + 60 * minutes
+
+    def step(self, name: str, work: Callable[[], Any]) -> Any:
+        """What `work` returns; None when it failed or there was no time for it."""
+        began = time.monotonic()
+        if began > self._deadline:
+            self.note(name, "skipped: out of time")
+            return None
+        try:
+            result = work()
+        except Exception as error:
+            traceback.print_exc()
+            self.note(name, f"failed: {type(error).__name__}: {error}")
+            return None
+        self.note(name, f"ok, {time.monotonic() - began:.1f} s")
+        return result
+
+    def note(self, name: str, outcome: str) -> None:
+        self.body["steps"][name] = outcome
+        self.body["seconds"] = round(time.monotonic() - self._began, 1)
+        self.path.write_text(json.dumps(self.body, indent=1) + "\n")
+        print(f"[{self.body['seconds']:6.1f} s] {name}: {outcome}", flush=True)
+
+    @property
+    def failed(self) -> bool:
+        return any(outcome.startswith("failed") for outcome in self.body["steps"].values())
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    on_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or platform.machine(),
+        "device_memory_bytes": torch.cuda.get_device_properties(device).total_memory if on_gpu else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "kernels": str(find(TORCH).name) if on_gpu else None,
+        "product": __version__,
+    }
+
+
+def measure_pair(name: str, args: argparse.Namespace, device: torch.device, report: Report) -> dict[str, Any]:
+    """Every round time of one shape."""
+    shape = find_shape(name)
+    room = (args.rounds + 8) * shape.block_size
+    limits = Limits(
+        max_seq_len=max(args.pasts) + room,
+        max_batch=1,
+        max_tree_budget=max([*args.budgets, shape.block_size]),
+        prefill_chunk=min(1024, max(args.pasts)),
+    )
+    result: dict[str, Any] = {"shape": name, "precision": args.precision, "runs": []}
+    made = report.step(
+        f"{name}: weights", lambda: random_torch_engine(name, shape, args.precision, limits, device, args.seed)
+    )
+    if made is None:
+        return result
+    engine, weights = made
+    result["weight_bytes"] = streamed_bytes(weights)
+    slab = engine.target.cache.slab
+    result["kv_bytes_per_token"] = slab[:, 0, :, 0].numel() * slab.element_size()
+    published = None
+    if args.reference is not None:
+        published = report.step(f"{name}: published code", lambda: Published(args.reference, shape, weights, device))
+    for past in args.pasts:
+        result["runs"].append(measure_past(name, shape, engine, published, past, args, report))
+    engine.close()
+    return result
+
+
+def streamed_bytes(weights: dict[str, Tensor]) -> int:
+    """Bytes of target weights that one token needs: all but the embedding, unless that is the head too."""
+    target = {n: w for n, w in weights.items() if n.startswith("target.")}
+    if "target.head" in target:
+        del target["target.embedding"]
+    return sum(w.numel() * w.element_size() for w in target.values())
+
+
+def measure_past(
+    name: str,
+    shape: PairShape,
+    engine: TorchEngine,
+    published: Published | None,
+    past: int,
+    args: argparse.Namespace,
+    report: Report,
+) -> dict[str, Any]:
+    run: dict[str, Any] = {"past": past, "ddtree": [], "published": []}
+    where, rounds, forced = f"{name}, past {past}", args.rounds, min(FORCED, shape.block_size - 1)
+    tokens = np.random.default_rng(args.seed).integers(0, shape.target.vocab_size - 1, past)
+    bonus = report.step(f"{where}: prefill", lambda: fill(engine, tokens))
+    if bonus is None:
+        return run
+
+    def host(budget: int, **kind: bool) -> Callable[[], dict[str, Any]]:
+        return lambda: time_host(engine, bonus, budget=budget, forced=forced, rounds=rounds, **kind)
+
+    def on_device(budget: int) -> Callable[[], dict[str, Any]]:
+        return lambda: time_device(engine, bonus, budget=budget, forced=forced, rounds=rounds)
+
+    run["ar"] = report.step(f"{where}: ar", host(0))
+    run["dflash"] = report.step(f"{where}: dflash", host(shape.block_size - 1, dflash=True))
+    for budget in args.budgets:
+        run["ddtree"].append(
+            {
+                "budget": budget,
+                "host": report.step(f"{where}: ddtree {budget}, tree on the host", host(budget)),
+                "device": report.step(f"{where}: ddtree {budget}, tree on the device", on_device(budget)),
+            }
+        )
+    if published is not None:
+        for budget in (0, min(REFERENCE_BUDGET, max(args.budgets))):
+            timed = report.step(
+                f"{where}: published, budget {budget}",
+                partial(published.time, past, budget, forced, min(rounds, 12)),
+            )
+            run["published"].append(timed)
+    return run
+
+
+def kernel_check(path: Path) -> dict[str, Any]:
+    """The report of the kernels' own check. Raises AssertionError when a part of it failed."""
+    found = json.loads(path.read_text())
+    bad = [name for name, part in found.items() if not part["ok"]]
+    assert not bad, f"{', '.join(bad)}: see {path}"
+    return found
+
+
+def pointwise(device: torch.device) -> dict[str, float] | None:
+    """Errors of the kernels between matrix products; None where there are none."""
+    return correct.check_pointwise(device) if device.type == "cuda" else None
+
+
+def targets(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """What was wanted beside what was found, for every shape and past."""
+    rows: list[dict[str, Any]] = []
+
+    def add(where: str, what: str, found: float | None, wanted: float, *, at_least: bool = False) -> None:
+        if found is not None:
+            met = found >= wanted if at_least else found <= wanted
+            rows.append({"where": where, "what": what, "found": found, "wanted": wanted, "met": met})
+
+    copy = (body.get("ceilings") or {}).get("copy_gb_per_s")
+    for pair in body["pairs"]:
+        for run in pair["runs"]:
+            where, ar = f"{pair['shape']}, past {run['past']}", run.get("ar")
+            step_ms = ar["round_ms"]["median"] if ar else None
+            if step_ms and copy:
+                floor_ms = (pair["weight_bytes"] + run["past"] * pair["kv_bytes_per_token"]) / copy / 1e6
+                add(where, "ar step over the time to read weights and cache", step_ms / floor_ms, AR_OVER_FLOOR)
+            rounds = {row["budget"]: row for row in run["ddtree"]}
+            row = rounds.get(min(REFERENCE_BUDGET, max(rounds, default=0)), {})
+            device, host = row.get("device"), row.get("host")
+            if device and step_ms:
+                add(where, "ddtree round over ar step", device["round_ms"] / step_ms, ROUND_OVER_AR)
+            if device:
+                add(where, "gap between rounds the host sees, us", device["gap_us"], GAP_US)
+            theirs = next((p["round_ms"] for p in run["published"] if p and p["budget"]), None)
+            if theirs and host:
+                best = min(r["round_ms"] for r in (device, {"round_ms": host["round_ms"]["median"]}) if r)
+                add(where, "published round over ours", theirs / best, REFERENCE_OVER_ROUND, at_least=True)
+    return rows
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--random-weights", metavar="SHAPES", default="qwen3-8b,qwen3-4b")
+    parser.add_argument("--precision", choices=["bf16", "fp16"], default="bf16", help="of the round times")
+    parser.add_argument("--pasts", type=numbers, default=[1024, 8192])
+    parser.add_argument("--budgets", type=numbers, default=BUDGETS)
+    parser.add_argument("--rounds", type=int, default=20, help="timed for each figure")
+    parser.add_argument("--reference", type=Path, help="a checkout of the published DDTree code")
+    parser.add_argument("--kernel-check", type=Path, help="what tools.gpu.kernel_check found")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=9.0, help="no part begins after this")
+    parser.add_argument("--dry-run", action="store_true")
+    args = parser.parse_args()
+    if args.dry_run:
+        args.random_weights, args.pasts, args.budgets, args.rounds = "micro", [16, 40], DRY_BUDGETS, 2
+    device = torch.device("cpu") if args.dry_run else choose_device()
+    if device.type == "cpu" and not args.dry_run:
+        raise UsageError("no GPU was found; --dry-run checks this script without one")
+    shapes = args.random_weights.split(",")
+    for name in shapes:
+        find_shape(name)
+    if args.dry_run:
+        torch.set_num_threads(1)
+    args.result.parent.mkdir(parents=True, exist_ok=True)
+    body = {"schema_version": SCHEMA_VERSION, "dry_run": args.dry_run, "machine": machine(device)}
+    body |= {"forced_tokens_per_round": FORCED, "correctness": {}, "ceilings": None, "pairs": [], "targets": []}
+    report = Report(args.result, body, args.minutes)
+    if args.kernel_check is not None:
+        report.body["kernels"] = report.step("kernels", lambda: kernel_check(args.kernel_check))
+    report.body["pointwise"] = report.step("norms, rotary, swiglu", lambda: pointwise(device))
+    with tempfile.TemporaryDirectory() as folder:
+        for precision in ["fp32", "bf16"] if args.dry_run else ["bf16", "fp16", "fp32"]:
+            size = (1, 12) if args.dry_run else (6, 96)
+            report.body["correctness"][precision] = report.step(
+                f"correctness in {precision}",
+                partial(correct.check, Path(folder), precision, device, *size),
+            )
+    report.body["ceilings"] = report.step("ceilings", lambda: ceilings(device))
+    if args.reference is None:
+        report.note("published code", "skipped: no --reference CHECKOUT")
+    for name in shapes:
+        report.body["pairs"].append(measure_pair(name, args, device, report))
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    report.body["targets"] = report.step("targets", lambda: targets(report.body)) or []
+    report.note("end", "ok")
+    for row in report.body["targets"]:
+        print(f"{row['where']}: {row['what']}: {row['found']:.2f} (wanted {row['wanted']}): {row['met']}")
+    return 1 if report.failed else 0
+
+
+if __name__ == "__main__":
+    try:
+        raise SystemExit(main())
+    except DDTreeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(error.exit_code) from None

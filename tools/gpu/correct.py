@@ -1,0 +1,174 @@
+"""Is the PyTorch engine right on this device? The packaged pair beside float32 on the CPU: for `bench.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import ddtree_trt
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.bench.pairs.random_pair import find_shape
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.runtime.engines.base import RoundRequest, VerifyRequest
+from ddtree_trt.runtime.engines.torch.attention import load_operators
+from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.engines.torch.pointwise import KernelMath, PlainMath, rotary_tables
+from ddtree_trt.runtime.engines.torch.weights import DTYPES, read_weights
+from ddtree_trt.runtime.tree import TokenTree
+from tools.gpu.rounds import HostRounds, fill
+
+TINY = Path(ddtree_trt.__file__).parent / "assets" / "tiny"
+RELATIVE_ERROR = {"fp32": 2e-3, "fp16": 2e-2, "bf16": 1.5e-1}  # of logits, in units of their root mean square
+# Two logits this near, relative to the row's largest, may change places between a pass of one token and one of many.
+NEAR_TIE = {"fp32": 2.0**-10, "fp16": 2.0**-8, "bf16": 2.0**-5}
+BUDGETS = (4, 16, 64)
+
+
+def open_tiny(folder: Path, precision: Any, device: torch.device) -> TorchEngine:
+    directory = folder / f"tiny-{precision}"
+    if not directory.exists():
+        request = BuildRequest(
+            target="tiny", backend="torch", precision=precision, output=directory, max_batch=2, max_seq_len=512
+        )
+        compile_engine(request)
+    manifest = load_manifest(directory)
+    return TorchEngine(manifest, read_weights(directory, manifest, device), device)
+
+
+def check(folder: Path, precision: str, device: torch.device, count: int, tokens: int) -> dict[str, Any]:
+    """Logits of branching trees beside float32, and `tokens` tokens behind `count` prompts, decoded in every way,
+    beside those decoded one by one. Raises AssertionError with what differs."""
+    truth, engine = open_tiny(folder, "fp32", torch.device("cpu")), open_tiny(folder, precision, device)
+    error = compare_trees(truth, engine)
+    assert error <= RELATIVE_ERROR[precision], f"logits are off by {error:.3g} of their scale"
+    outputs, ties = 0, 0
+    for prompt in prompts(count):
+        bonus = fill(engine, prompt)
+        expected = HostRounds(engine, budget=0).decode(bonus, tokens)[:tokens]
+        for name, decode in ways(engine).items():
+            found = decode(fill(engine, prompt), tokens)[:tokens]
+            outputs += 1
+            ties += differ_at_a_tie(truth, prompt, expected, found, precision, name)
+    return {"relative_error": error, "kernels": engine.target.kernels, "outputs": outputs, "differ_at_a_tie": ties}
+
+
+def check_pointwise(device: torch.device) -> dict[str, float]:
+    """Largest errors of the kernels between matrix products at an 8B model's widths, in half steps of the precision.
+    Raises AssertionError where one is above what a single rounding explains."""
+    load_operators()
+    dims = find_shape("qwen3-8b").target
+    eps, heads = dims.rms_norm_eps, dims.num_heads
+    tables = rotary_tables(dims, 1000, device)
+    errors: dict[str, float] = {}
+    for precision, half_step in (("bf16", 2.0**-8), ("fp16", 2.0**-11)):
+        dtype = DTYPES[precision]
+
+        def normal(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+            return torch.randn(*shape, device=device).to(dtype)
+
+        x, update, weight = normal(2, 33, dims.hidden_size), normal(2, 33, dims.hidden_size), normal(dims.hidden_size)
+        qkv, norm = normal(2, 33, (heads + 2 * dims.num_kv_heads) * dims.head_dim), normal(dims.head_dim)
+        gate_up = normal(2, 33, 2 * dims.intermediate_size)
+        positions = torch.arange(66, dtype=torch.int32, device=device).view(2, 33) * 15
+        total, normed = KernelMath().add_norm(x, update, weight, eps)
+        exact = [x.double() + update.double(), PlainMath().add_norm(total.double(), None, weight.double(), eps)[1]]
+        found = [total, normed]
+        found += KernelMath().split_qkv(qkv, norm, norm, tables, positions, eps, heads)
+        wide, wide_norm = qkv.double(), norm.double()
+        exact += PlainMath().split_qkv(wide, wide_norm, wide_norm, tables.double(), positions, eps, heads)
+        found.append(KernelMath().swiglu(gate_up))
+        exact.append(PlainMath().swiglu(gate_up.double()))
+        for name, a, b in zip(("sum", "norm", "q", "k", "v", "swiglu"), found, exact, strict=True):
+            # Against the value, and where two terms cancel against the size of the terms.
+            error = float(((a.double() - b).abs() / (half_step * b.abs() + 1e-3 * half_step + 1e-5)).max())
+            errors[f"{name} {precision}"] = error
+            assert error <= 1.1, f"{name} in {precision} is off by {error:.2f} half steps"
+    return errors
+
+
+def compare_trees(truth: TorchEngine, engine: TorchEngine) -> float:
+    """Largest error of logits, in units of their root mean square: two slots of one pass, three rounds that move
+    rows."""
+    rng, worst = np.random.default_rng(0), 0.0
+    vocab = truth.manifest.target_dims.vocab_size
+    for e in (truth, engine):
+        for slot, length in enumerate((7, 300)):
+            tokens = np.random.default_rng(slot).integers(5, vocab, length)
+            for start in range(0, length, 256):
+                e.prefill(slot, tokens[start : start + 256], rows="none", taps=True)
+    for sizes in ((10, 65), (33, 2), (5, 40)):
+        trees = [random_tree(rng, size, vocab) for size in sizes]
+        said = [
+            [np.asarray(v.logits) for v in e.verify([VerifyRequest(s, t) for s, t in enumerate(trees)])]
+            for e in (truth, engine)
+        ]
+        for expected, found in zip(*said, strict=True):
+            worst = max(worst, float(np.abs(found - expected).max() / np.sqrt(np.mean(np.square(expected)))))
+        for e in (truth, engine):
+            for slot, tree in enumerate(trees):
+                path = [len(tree) - 1]
+                while tree.parents[path[-1]] >= 0:
+                    path.append(int(tree.parents[path[-1]]))
+                e.commit(slot, np.array(path[::-1], np.int32), taps=True)
+    for e in (truth, engine):
+        e.truncate(1, 0)
+    return worst
+
+
+def random_tree(rng: np.random.Generator, size: int, vocab: int) -> TokenTree:
+    parents = np.array([-1, *(rng.integers(0, i) for i in range(1, size))], np.int32)
+    depths = np.zeros(size, np.int32)
+    for node in range(1, size):
+        depths[node] = depths[parents[node]] + 1
+    return TokenTree(rng.integers(5, vocab, size), parents, depths)
+
+
+def ways(engine: TorchEngine) -> dict[str, Any]:
+    """Every way of decoding, as a function of the bonus token and a number of tokens."""
+    block = engine.manifest.dflash.block_size
+    found: dict[str, Any] = {"dflash": HostRounds(engine, budget=block - 1, dflash=True).decode}
+    for budget in BUDGETS:
+        found[f"host-{budget}"] = HostRounds(engine, budget=budget).decode
+        found[f"device-{budget}"] = lambda bonus, tokens, budget=budget: on_device(engine, budget, bonus, tokens)
+    return found
+
+
+def on_device(engine: TorchEngine, budget: int, bonus: int, tokens: int) -> list[int]:
+    assert engine.rounds is not None, "the tiny pair has a block drafter"
+    output = [bonus]
+    while len(output) < tokens:
+        (result,) = engine.rounds.round([RoundRequest(0, output[-1], budget)])
+        output += result.tokens
+    return output
+
+
+def differ_at_a_tie(
+    truth: TorchEngine, prompt: np.ndarray, expected: list[int], found: list[int], precision: str, name: str
+) -> bool:
+    """Whether the outputs part, which they may where the target cannot tell its two best tokens apart. Raises
+    AssertionError where it can."""
+    if found == expected:
+        return False
+    assert len(found) == len(expected), f"{name}: {len(found)} tokens instead of {len(expected)}"
+    place = next(i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+    fill(truth, np.concatenate((prompt, expected[:place])).astype(np.int64))
+    truth.truncate(0, truth.length(0) - 1)
+    last = expected[place - 1] if place else int(prompt[-1])
+    row = truth.prefill(0, np.array([last], np.int64), rows="last", taps=False).logits[-1]
+    gap = float(row.max() - min(row[expected[place]], row[found[place]]))
+    allowed = NEAR_TIE[precision] * float(np.abs(row).max())
+    assert gap <= allowed, (
+        f"{name} parts at token {place}, where {gap:.3g} lies between the two, more than {allowed:.3g}"
+    )
+    return True
+
+
+def prompts(count: int) -> list[np.ndarray]:
+    """The shortest packaged prompts as token ids of their bytes: what they say does not matter here."""
+    rows = (TINY / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    texts = sorted((json.loads(row)["prompt"] for row in rows), key=len)[:count]
+    return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) + 5 for text in texts]

@@ -1,0 +1,273 @@
+"""Checks the torch operators on a GPU: attention against fp32 SDPA, tree build and walk against the host, compaction.
+
+    python -m tools.gpu.kernel_check TORCH_LIBRARY HOST_TREE_LIBRARY RESULT.json [--device cpu]
+
+With --device cpu the library is the one on emulated kernels: few, small cases, to check this script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+TREE, CAUSAL, NONE = 0, 1, 2
+MODES = {"tree": TREE, "causal": CAUSAL, "none": NONE}
+
+
+def random_parents(rng: np.random.Generator, tokens: int) -> np.ndarray:
+    return np.array([-1, *(rng.integers(0, i) for i in range(1, tokens))], np.int32)
+
+
+class Attention:
+    """One call's tensors; unused cache rows and the output are NaN, so that a wrong read or a missing write shows."""
+
+    def __init__(
+        self,
+        device: str,
+        n: int,
+        tokens: int,
+        hq: int,
+        hkv: int,
+        dim: int,
+        capacity: int,
+        dtype: torch.dtype,
+        mode: int,
+        seed: int = 0,
+    ) -> None:
+        rng = np.random.default_rng(seed)
+        make = torch.Generator(device).manual_seed(seed)
+        normal = lambda *shape: torch.randn(*shape, generator=make, device=device).to(dtype)  # noqa: E731
+        self.mode, self.scale, self.capacity, slots = mode, dim**-0.5, capacity, n + 1
+        self.q, self.k, self.v = (normal(n, tokens, heads, dim) for heads in (hq, hkv, hkv))
+        self.full_k, self.full_v = normal(slots, hkv, capacity, dim), normal(slots, hkv, capacity, dim)
+        self.slots = torch.tensor(rng.permutation(slots)[:n].astype(np.int32), device=device)
+        parents = torch.tensor(np.stack([random_parents(rng, tokens) for _ in range(n)]), device=device)
+        self.mask = torch.zeros(n, tokens, -(-tokens // 32), dtype=torch.int32, device=device)
+        torch.ops.ddtree.packed_mask(parents, self.mask)
+        self.past = torch.zeros(n, dtype=torch.int32, device=device)
+        self.cache_k, self.cache_v = torch.empty_like(self.full_k), torch.empty_like(self.full_v)
+        self.out = torch.empty_like(self.q)
+        size = torch.ops.ddtree.attention_workspace_bytes(self.q, self.cache_k, self.mask.size(2), mode, self.scale, 0)
+        self.workspace = torch.empty(size, dtype=torch.uint8, device=device)
+
+    def reset(self, past: tuple[int, ...]) -> None:
+        self.past.copy_(torch.tensor(past, dtype=torch.int32))
+        self.cache_k.fill_(float("nan"))
+        self.cache_v.fill_(float("nan"))
+        self.out.fill_(float("nan"))
+        for slot, length in zip(self.slots.tolist(), past, strict=True):
+            self.cache_k[slot, :, :length] = self.full_k[slot, :, :length]
+            self.cache_v[slot, :, :length] = self.full_v[slot, :, :length]
+
+    def launch(self) -> None:
+        torch.ops.ddtree.tree_attention(
+            self.q, self.k, self.v, self.cache_k, self.cache_v, self.slots, self.past, self.mask, self.mode,
+            self.scale, self.out, self.workspace, 0,
+        )  # fmt: skip
+
+    def visible(self, n: int) -> Tensor:
+        tokens = self.q.size(1)
+        if self.mode == NONE:
+            return torch.ones(tokens, tokens, dtype=torch.bool, device=self.q.device)
+        if self.mode == CAUSAL:
+            return torch.ones(tokens, tokens, dtype=torch.bool, device=self.q.device).tril()
+        column = torch.arange(tokens, device=self.q.device)
+        return (self.mask[n][:, column // 32] >> (column % 32)) & 1 == 1
+
+    def errors(self, past: tuple[int, ...]) -> tuple[float, float]:
+        """(largest absolute error, relative norm) against dense fp32 SDPA; raises when the cache is wrong."""
+        worst, wrong, whole = 0.0, 0.0, 0.0
+        group = self.q.size(2) // self.k.size(2)
+        for n, (slot, length) in enumerate(zip(self.slots.tolist(), past, strict=True)):
+            for cache, full, new in ((self.cache_k, self.full_k, self.k), (self.cache_v, self.full_v, self.v)):
+                rows = slice(length, length + self.q.size(1))
+                assert torch.equal(cache[slot, :, :length], full[slot, :, :length]), "a committed row changed"
+                assert torch.equal(cache[slot, :, rows], new[n].transpose(0, 1)), "a new row was not appended"
+                assert cache[slot, :, rows.stop :].isnan().all(), "a row after the new ones was written"
+            keys = torch.cat((self.full_k[slot, :, :length], self.k[n].transpose(0, 1)), 1).float()
+            values = torch.cat((self.full_v[slot, :, :length], self.v[n].transpose(0, 1)), 1).float()
+            seen = F.pad(self.visible(n), (length, 0), value=True)
+            expected = F.scaled_dot_product_attention(
+                self.q[n].transpose(0, 1).float()[None],
+                keys.repeat_interleave(group, 0)[None],
+                values.repeat_interleave(group, 0)[None],
+                attn_mask=seen,
+                scale=self.scale,
+            )[0].transpose(0, 1)
+            found = self.out[n].float()
+            assert found.isfinite().all(), "the output has NaN: an unused row was read or an element was not written"
+            worst = max(worst, (found - expected).abs().max().item())
+            wrong += (found - expected).double().square().sum().item()
+            whole += expected.double().square().sum().item()
+        return worst, (wrong / whole) ** 0.5
+
+
+def check_attention(device: str) -> dict[str, Any]:
+    """Every case eagerly and, on a GPU, as one captured graph replayed for several lengths."""
+    cuda = device == "cuda"
+    heads = [(8, 8), (8, 4), (32, 8), (16, 2)] if cuda else [(4, 2)]
+    results: list[dict[str, Any]] = []
+    for dim in (64, 128):
+        for dtype in (torch.bfloat16, torch.float16):
+            for mode_name, mode in MODES.items():
+                for hq, hkv in heads:
+                    for tokens in (1, 2, 17, 33, 65, 129, 513, 1025) if cuda else (1, 17):
+                        if tokens > 65 and hq == 16:
+                            continue
+                        capacity = (5200 if cuda else 300) + tokens
+                        case = Attention(device, 2, tokens, hq, hkv, dim, capacity, dtype, mode, seed=tokens)
+                        lengths = [(0, 63), (64, 65), (129, 4096), (5000, 1)] if cuda else [(129, 0)]
+                        for past in lengths:
+                            case.reset(past)
+                            case.launch()
+                            eager = case.errors(past)
+                            results.append({"tokens": tokens, "past": past, "heads": (hq, hkv), "dim": dim,
+                                            "dtype": str(dtype), "mode": mode_name, "max_abs": eager[0],
+                                            "relative": eager[1]})  # fmt: skip
+                        if cuda:
+                            check_capture(case, lengths)
+    worst = max(r["max_abs"] for r in results)
+    relative = max(r["relative"] for r in results)
+    return {
+        "cases": len(results),
+        "max_abs": worst,
+        "relative": relative,
+        "ok": worst <= 2e-2 and relative <= 1e-2,
+        "worst_cases": sorted(results, key=lambda r: -r["relative"])[:5],
+    }
+
+
+def check_capture(case: Attention, lengths: list[tuple[int, int]]) -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        case.launch()
+    for past in lengths:
+        case.reset(past)
+        case.launch()
+        eager = case.out.clone()
+        case.reset(past)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(eager, case.out), "a replayed graph differs from the eager launch"
+
+
+def as_pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return array.ctypes.data_as(ctypes.c_void_p)
+
+
+def check_trees(device: str, host: ctypes.CDLL, cases: int) -> dict[str, Any]:
+    """Build and walk of `cases` random trees, a third of them full of ties, bit for bit as the host's."""
+    rng = np.random.default_rng(0)
+    batch = min(cases, 500)
+    done = 0
+    while done < cases:
+        length, width, tokens = int(rng.integers(1, 17)), int(rng.integers(1, 65)), int(rng.choice([1, 2, 17, 65, 257]))
+        shape = (batch, length, width)
+        values = rng.choice([0.0, -0.25, -0.5, -1.0, -np.inf], shape) if done % 3 == 0 else -rng.exponential(2.0, shape)
+        log_probs = -np.sort(-values.astype(np.float32), axis=2)
+        # Few distinct tokens make long walks; siblings may share one, and then the first must win.
+        candidates = rng.integers(0, 5, shape).astype(np.int32)
+        budgets = rng.integers(0, tokens, batch).astype(np.int32)
+        roots = rng.integers(0, 5, batch).astype(np.int32)
+        dev = lambda a: torch.tensor(a, device=device)  # noqa: E731
+        ids, parents, depths = (torch.full((batch, tokens), -7, dtype=torch.int32, device=device) for _ in range(3))
+        weights = torch.full((batch, tokens), float("nan"), dtype=torch.float64, device=device)
+        counts = torch.full((batch,), -7, dtype=torch.int32, device=device)
+        torch.ops.ddtree.build_tree(
+            dev(log_probs), dev(candidates), dev(roots), dev(budgets), None, ids, parents, depths, None, weights, counts
+        )
+        choices = rng.integers(0, 5, (batch, tokens)).astype(np.int32)
+        path = torch.full((batch, tokens), -7, dtype=torch.int32, device=device)
+        lengths, bonus = (torch.full((batch,), -7, dtype=torch.int32, device=device) for _ in range(2))
+        torch.ops.ddtree.walk(parents, ids, dev(choices), counts, None, path, lengths, bonus, None)
+
+        want_parents = np.full((batch, tokens), -1, np.int32)
+        want_ranks, want_depths = np.zeros((2, batch, tokens), np.int32)
+        want_weights, want_counts = np.zeros((batch, tokens)), np.zeros(batch, np.int32)
+        bad = host.host_build_trees(
+            as_pointer(log_probs), batch, length, width, as_pointer(budgets), tokens, as_pointer(want_parents),
+            as_pointer(want_ranks), as_pointer(want_depths), as_pointer(want_weights), as_pointer(want_counts),
+        )  # fmt: skip
+        assert bad == -1, f"the host refused case {bad}"
+        case, column = np.ogrid[:batch, :tokens]
+        drafted = (column > 0) & (column < want_counts[:, None])
+        want_ids = np.where(drafted, candidates[case, np.maximum(want_depths - 1, 0), want_ranks], roots[:, None])
+        want_ids = want_ids.astype(np.int32)
+        want_path, want_lengths = np.full((batch, tokens), -1, np.int32), np.zeros(batch, np.int32)
+        host.host_walks(
+            as_pointer(want_parents), as_pointer(want_ids), as_pointer(choices), as_pointer(want_counts), batch, tokens,
+            as_pointer(want_path), as_pointer(want_lengths),
+        )  # fmt: skip
+        last = want_path[np.arange(batch), want_lengths - 1]
+        for name, found, wanted in (
+            ("counts", counts, want_counts), ("parents", parents, want_parents), ("depths", depths, want_depths),
+            ("token_ids", ids, want_ids), ("log_weights", weights, want_weights), ("path", path, want_path),
+            ("lengths", lengths, want_lengths), ("next_tokens", bonus, choices[np.arange(batch), last]),
+        ):  # fmt: skip
+            np.testing.assert_array_equal(found.cpu().numpy(), wanted, err_msg=f"{name} at L={length} K={width}")
+        done += batch
+    return {"cases": done, "ok": True}
+
+
+def check_compaction(device: str, cases: int) -> dict[str, Any]:
+    rng = np.random.default_rng(1)
+    for case in range(cases):
+        planes, slots, heads, capacity, dim = 6, 3, int(rng.integers(1, 9)), 300, int(rng.choice([64, 128]))
+        cache = torch.randint(-(2**15), 2**15, (planes, slots, heads, capacity, dim), dtype=torch.int16, device=device)
+        expected = cache.clone()
+        slot_ids, past = rng.permutation(slots)[:2].astype(np.int32), rng.integers(0, capacity, 2).astype(np.int32)
+        keep, count = np.full((2, 40), -1, np.int32), np.zeros(2, np.int32)
+        for n in range(2):
+            rows = np.sort(rng.permutation(capacity - past[n])[: rng.integers(0, 41)])
+            keep[n, : len(rows)], count[n] = rows, len(rows)
+            moved = cache[:, slot_ids[n]][:, :, torch.tensor(past[n] + rows, device=device, dtype=torch.long)]
+            expected[:, slot_ids[n], :, past[n] : past[n] + len(rows)] = moved
+        control = [torch.tensor(a, device=device) for a in (slot_ids, past, keep, count)]
+        torch.ops.ddtree.compact(cache, *control)
+        assert torch.equal(cache, expected), f"compaction of case {case} differs"
+    return {"cases": cases, "ok": True}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("library", type=Path)
+    parser.add_argument("host", type=Path)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    args = parser.parse_args()
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.ops.load_library(str(args.library))
+    host = ctypes.CDLL(str(args.host))
+    host.host_build_trees.restype = ctypes.c_int64
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    host.host_build_trees.argtypes = (pointer, *[number] * 3, pointer, number, *[pointer] * 5)
+    host.host_walks.argtypes = (*[pointer] * 4, *[number] * 2, *[pointer] * 2)
+    small = args.device == "cpu"
+    report = {}
+    for name, check in (
+        ("trees", lambda: check_trees(args.device, host, 100 if small else 10_000)),
+        ("compaction", lambda: check_compaction(args.device, 10 if small else 200)),
+        ("attention", lambda: check_attention(args.device)),
+    ):
+        began = time.perf_counter()
+        try:
+            report[name] = check()
+        except (AssertionError, RuntimeError) as error:
+            report[name] = {"ok": False, "error": str(error)[:2000]}
+        report[name]["seconds"] = round(time.perf_counter() - began, 1)
+        print(name, json.dumps({k: v for k, v in report[name].items() if k != "worst_cases"}), flush=True)
+    args.result.write_text(json.dumps(report, indent=1))
+    return 0 if all(part["ok"] for part in report.values()) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,211 @@
+"""Decoding rounds on the PyTorch engine, and what they take: for `bench.py`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+
+from ddtree_trt.bench.pairs.forced import ForcedEngine
+from ddtree_trt.bench.pairs.forced_torch import ForcedRounds
+from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine, RoundRequest, VerifyRequest
+from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.stats import ROUND_STAGES, StageClock
+from ddtree_trt.runtime.tree import EMPTY, build_tree, chain, compile_tree, walk
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def fill(engine: TorchEngine, tokens: np.ndarray) -> int:
+    """Slot 0 emptied and given these tokens; the target's next one."""
+    chunk = engine.limits.prefill_chunk
+    engine.truncate(0, 0)
+    for start in range(0, len(tokens), chunk):
+        verdict = engine.prefill(0, tokens[start : start + chunk], rows="last", taps=True)
+    return int(verdict.choices[-1])
+
+
+class HostRounds:
+    """Greedy rounds by the engine's verbs with the tree built on the host: `decode.decode_round` for one slot, without
+    the bookkeeping of requests."""
+
+    def __init__(self, engine: Engine, *, budget: int, dflash: bool = False, profile: bool = False):
+        """`profile`: stages wait for the device, to be timed one by one."""
+        self.engine, self.budget, self.dflash = engine, budget, dflash
+        self.clock = StageClock(engine.settle if profile else None)
+
+    def round(self, bonus: int) -> list[int]:
+        """The tokens of one round."""
+        engine, tree = self.engine, EMPTY
+        if self.budget:
+            with self.clock("draft"):
+                top_k = 1 if self.dflash else self.budget
+                (draft,) = engine.draft([DraftRequest(0, bonus, top_k, self.budget, _refuse)])
+            with self.clock("tree_build"):
+                if self.dflash:
+                    tree = chain(draft.token_ids[: self.budget, 0], draft.log_probs[: self.budget, 0])
+                else:
+                    tree = build_tree(draft.log_probs, draft.token_ids, self.budget)
+        with self.clock("tree_compile"):
+            request = VerifyRequest(0, compile_tree(bonus, tree))
+        with self.clock("verify"):
+            (verdict,) = engine.verify([request])
+            path = walk(tree, verdict.choices)
+        with self.clock("commit"):
+            engine.commit(0, path, taps=self.budget > 0)
+        return verdict.choices[path].tolist()
+
+    def decode(self, bonus: int, tokens: int) -> list[int]:
+        """At least so many tokens, the bonus token first."""
+        output = [bonus]
+        while len(output) < tokens:
+            output += self.round(output[-1])
+        return output
+
+
+def _refuse(*_: object) -> DrawnFrom:
+    raise AssertionError("a block drafter draws nothing")
+
+
+def spread(times_s: list[float]) -> dict[str, float]:
+    """Median and the tenth and ninetieth percentile, in milliseconds."""
+    ordered = sorted(1e3 * t for t in times_s)
+    at = lambda share: ordered[min(len(ordered) - 1, int(share * len(ordered)))]  # noqa: E731
+    return {"median": statistics.median(ordered), "low": at(0.1), "high": at(0.9)}
+
+
+def events_ms(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
+    """Milliseconds of `work` put on the stream `repeats` times in a row, per call, by the device's clock; on a CPU by
+    the host's."""
+    synchronize(device)
+    if device.type != "cuda":
+        start_s = time.perf_counter()
+        for _ in range(repeats):
+            work()
+        return 1e3 * (time.perf_counter() - start_s) / repeats
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(repeats):
+        work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / repeats
+
+
+def time_host(
+    engine: TorchEngine, bonus: int, *, budget: int, forced: int, rounds: int, dflash: bool = False
+) -> dict[str, Any]:
+    """Round times with the tree built on the host: the whole round as it runs, and stages with a wait after each."""
+    past = engine.length(0)
+    chosen: Engine = ForcedEngine(engine, forced) if budget else engine
+    result: dict[str, Any] = {"budget": budget}
+
+    def measure(*, profile: bool) -> tuple[list[float], dict[str, float], list[int]]:
+        runner = HostRounds(chosen, budget=budget, dflash=dflash, profile=profile)
+        times, lengths, last = [], [], bonus
+        for i in range(rounds + 3):
+            if i == 3:  # by now every graph is captured
+                runner.clock.take()
+                synchronize(engine.device)
+            start_s = time.perf_counter()
+            tokens = runner.round(last)
+            times.append(time.perf_counter() - start_s)
+            lengths.append(len(tokens))
+            last = tokens[-1]
+        synchronize(engine.device)
+        stages = {stage: 1e3 * runner.clock.seconds[stage] / rounds for stage in ROUND_STAGES}
+        engine.truncate(0, past)
+        return times[3:], stages, lengths[3:]
+
+    times, _, lengths = measure(profile=False)
+    result |= {"round_ms": spread(times), "tokens_per_round": statistics.mean(lengths)}
+    _, result["stage_ms"], _ = measure(profile=True)
+    if not budget:
+        key = (1, 1)
+        graphs = engine.target.graphs
+        if graphs.replay(key):
+            result["graph_ms"] = events_ms(lambda: graphs.replay(key), engine.device, 20)
+    return result
+
+
+def time_device(engine: TorchEngine, bonus: int, *, budget: int, forced: int, rounds: int) -> dict[str, Any]:
+    """Round times with everything on the device: rounds launched one behind the other, the stages as graphs of their
+    own, and the whole loop as the host sees it."""
+    past, rounds_of = engine.length(0), ForcedRounds(engine, forced)
+    request = RoundRequest(0, bonus, budget)
+    device_round = rounds_of.made_for([request])
+
+    def restart() -> None:
+        engine.truncate(0, past)
+        device_round.start([request])
+
+    restart()
+    for _ in range(3):
+        device_round.step()
+    restart()
+    round_ms = events_ms(device_round.step, engine.device, rounds)
+
+    restart()
+    device_round.step_by_stages(lambda stage: None)
+    stage_ms = dict.fromkeys(ROUND_STAGES, 0.0)
+    marks: list[Any] = []
+
+    def mark(stage: str = "") -> None:
+        if engine.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            marks.append((stage, event))
+        else:
+            marks.append((stage, time.perf_counter()))
+
+    for _ in range(rounds):
+        mark()
+        device_round.step_by_stages(mark)
+    synchronize(engine.device)
+    for (_, before), (stage, after) in pairwise(marks):
+        if stage:
+            on_gpu = engine.device.type == "cuda"
+            stage_ms[stage] += (before.elapsed_time(after) if on_gpu else 1e3 * (after - before)) / rounds
+
+    engine.truncate(0, past)
+    seen: list[float] = []
+    lengths: list[int] = []
+    while len(seen) <= rounds:
+        (result,) = rounds_of.round([request])
+        seen.append(time.perf_counter())
+        lengths.append(len(result.tokens))
+        request = replace(request, bonus_token=result.tokens[-1])
+    synchronize(engine.device)
+    engine.truncate(0, past)
+    rounds_of.close()
+    visible_ms = 1e3 * (seen[-1] - seen[0]) / max(1, len(seen) - 1)
+    return {
+        "budget": budget,
+        "round_ms": round_ms,
+        "stage_ms": stage_ms,
+        "visible_round_ms": visible_ms,
+        "gap_us": 1e3 * (visible_ms - round_ms),
+        "tokens_per_round": statistics.mean(lengths),
+    }
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """What the device can do: bytes read plus written per second of a large copy, and a bf16 matrix product's rate."""
+    on_gpu = device.type == "cuda"
+    size, n = (4 << 30, 8192) if on_gpu else (16 << 20, 256)
+    source = torch.ones(size, dtype=torch.uint8, device=device)
+    copy = source.clone()
+    a, b = (torch.randn(n, n, device=device).to(torch.bfloat16) for _ in range(2))
+    torch.mm(a, b)
+    copy_ms = min(events_ms(lambda: copy.copy_(source), device, 5) for _ in range(3))
+    product_ms = min(events_ms(lambda: torch.mm(a, b), device, 10) for _ in range(3))
+    return {"copy_gb_per_s": 2 * size / copy_ms / 1e6, "bf16_tflop_per_s": 2 * n**3 / product_ms / 1e9}

@@ -1,0 +1,66 @@
+"""Writes the table of sampling parameters in docs/generation.md from the one in ddtree_trt/runtime/params.py.
+
+    python tools/parameter_table.py
+
+The table is the text between `<!-- begin parameters -->` and `<!-- end parameters -->`. A test compares the two.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ddtree_trt.runtime.params import BOTH, PARAMETERS, Parameter
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "generation.md"
+BEGIN, END = "<!-- begin parameters -->\n", "\n<!-- end parameters -->"
+HEAD = (
+    "| parameter | default | values | meaning | on the device | `run` | HTTP | Triton |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
+)
+ON_DEVICE = {"always": "yes", "greedy": "if greedy", "never": "no"}
+
+
+def with_table(document: str) -> str:
+    """The document with the table of today."""
+    before, _, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{DOCUMENT} lacks the lines {BEGIN.strip()} and {END.strip()}; put them around the table")
+    return before + BEGIN + table() + END + after
+
+
+def table() -> str:
+    """All rows in Markdown."""
+    return HEAD + "".join(f"| {' | '.join(_cells(row))} |\n" for row in PARAMETERS.values())
+
+
+def _cells(row: Parameter) -> list[str]:
+    return [
+        f"`{row.name}`",
+        _default(row.default),
+        row.kind.range,
+        f"{row.help} {row.more}".strip(),
+        ON_DEVICE[row.device],
+        "" if row.metavar is None else f"`{row.option}`",
+        _http(row),
+        ", ".join(f"`{name}`" for name in row.tensors),
+    ]
+
+
+def _http(row: Parameter) -> str:
+    if row.http == BOTH:
+        return "both"
+    return ", ".join(e if row.http_name(e) == row.name else f"`{row.http_name(e)}` of {e}" for e in row.http)
+
+
+def _default(value: Any) -> str:
+    if value is None or value == () or value == {}:
+        return "–"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"`{value}`" if isinstance(value, str) else f"{value:g}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(with_table(DOCUMENT.read_text(encoding="utf-8")), encoding="utf-8")
