@@ -52,7 +52,8 @@ def request(slot: int, bonus: int = 0) -> DraftRequest:
 
 def lengths(*committed: int) -> SlotLengths:
     target = SlotLengths(len(committed), 64)
-    target.lengths[:] = committed
+    for slot, tokens in enumerate(committed):
+        target.append(slot, tokens)
     return target
 
 
