@@ -14,6 +14,7 @@ from ddtree_trt.bench.contender import Outcome
 from ddtree_trt.bench.environment import EngineInfo, Environment
 from ddtree_trt.bench.settings import BenchSettings, Case, Shard
 from ddtree_trt.errors import UsageError
+from ddtree_trt.models.drafters.kinds import KindName
 
 SCHEMA_VERSION = 1
 
@@ -72,8 +73,8 @@ class BenchResult:
 
 def sorted_by_case(result: BenchResult) -> list[Sample]:
     """Samples with the engine's cases first, in the settings' order, then the peers'."""
-    dflash = result.engine.block_size is not None
-    labels = [c.label for c in result.settings.cases(dflash=dflash)]
+    kind: KindName = "autoregressive" if result.engine.block_size is None else "dflash"
+    labels = [c.label for c in result.settings.cases(kind)]
     peers = sorted({s.case for s in result.samples} - set(labels), key=_peer_order)
     rank = {label: i for i, label in enumerate([*labels, *peers])}
     return sorted(result.samples, key=lambda s: rank[s.case])

@@ -63,7 +63,7 @@ class EngineContender:
     def __init__(self, session: Session, settings: BenchSettings) -> None:
         self._session = session
         manifest = session.manifest
-        self.cases = settings.cases(dflash=manifest.drafting.at_once)
+        self.cases = settings.cases(manifest.drafter_kind)
         for case in self.cases:
             resolve_method(case.method, manifest.drafter_kind)
         self._core = session.core

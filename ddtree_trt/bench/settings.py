@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.errors import MAX_COUNT, MAX_THREADS, UsageError, check_range
+from ddtree_trt.models.drafters.kinds import KindName
 from ddtree_trt.runtime.decoding.methods import AUTO, AUTOREGRESSIVE, BASELINES, DDTREE, DFLASH, METHODS, resolve_method
 from ddtree_trt.runtime.params import DEVICE_ROUNDS, MAX_SEED
 
@@ -125,7 +126,7 @@ class BenchSettings:
             raise UsageError(f"an engine directory has its precision; {self.precision} is for random weights")
         if self.prompt_tokens != BenchSettings.prompt_tokens and not self.random_weights:
             raise UsageError("prompt_tokens is for the random prompts of random weights; prompts have their length")
-        if self.device_rounds in ("on", "both") and not any(case.device for case in self.cases(dflash=True)):
+        if self.device_rounds in ("on", "both") and not any(case.device for case in self.cases("dflash")):
             raise UsageError(
                 f"device_rounds {self.device_rounds} is for method {DDTREE.name} with a number as its budget, which is "
                 "not among what is measured"
@@ -144,15 +145,14 @@ class BenchSettings:
         if other := [p for p in self.peers if p.partition("=")[0] != "ddtree-reference"]:
             raise UsageError(f"acceptance cannot be forced in peer {other[0]}; only in ddtree-reference")
 
-    def cases(self, *, dflash: bool) -> tuple[Case, ...]:
+    def cases(self, drafter_kind: KindName) -> tuple[Case, ...]:
         """The engine's own cases: the baselines first, then what was asked for, each once. Trees have every budget.
 
-        dflash: whether the engine has a block drafter; without one that baseline does not exist.
+        A baseline that the engine's kind of drafter cannot do is left out.
         """
-        kind = "dflash" if dflash else "autoregressive"
-        chosen = [METHODS[name] for name in self.methods] or [resolve_method(AUTO, kind)]
+        chosen = [METHODS[name] for name in self.methods] or [resolve_method(AUTO, drafter_kind)]
         cases = []
-        for method in dict.fromkeys([*(m for m in BASELINES if m.serves(kind)), *chosen]):
+        for method in dict.fromkeys([*(m for m in BASELINES if m.serves(drafter_kind)), *chosen]):
             if not method.branches:
                 cases.append(Case(method.name))
                 continue

@@ -275,9 +275,8 @@ class AsyncLLM:
                     del self._active[active.request.request_id]
 
     def _hand_over(self, active: _Active, item: RequestOutput | Exception) -> None:
-        submission = active.submission
         try:
-            submission._loop.call_soon_threadsafe(submission._put, item)
+            active.submission.deliver(item)
         except RuntimeError:  # the caller's event loop has been closed: nobody is left to read
             self._command(lambda: self.core.cancel(active.request))
 
@@ -292,4 +291,4 @@ class AsyncLLM:
             self._admitted = 0
         for active in everyone:
             with suppress(RuntimeError):  # as in _hand_over
-                active.submission._loop.call_soon_threadsafe(active.submission._put, failure)
+                active.submission.deliver(failure)

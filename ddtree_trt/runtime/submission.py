@@ -57,6 +57,11 @@ class Submission:
     def __exit__(self, *_: object) -> None:
         self.cancel()
 
+    def deliver(self, item: RequestOutput | Exception) -> None:
+        """Hand over a part, or what ended the request, from any thread. Raises RuntimeError when the caller's event
+        loop has been closed."""
+        self._loop.call_soon_threadsafe(self._put, item)
+
     def _put(self, item: RequestOutput | Exception) -> None:
         if isinstance(item, Exception):
             self._error = item

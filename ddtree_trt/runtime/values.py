@@ -88,7 +88,7 @@ class Choice:
     """A default, or one of several names."""
 
     default: str
-    others: Collection[str]
+    others: Collection[str]  # read whenever a value is checked, so that a table may have grown
 
     @property
     def range(self) -> str:

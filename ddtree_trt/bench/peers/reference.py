@@ -51,7 +51,7 @@ class ReferencePeer:
         self._published.ddtree.maybe_enable_cpp_compact(True)
         # The walk of its chain cannot be overruled.
         chains = [SINGLE_TOKENS, BLOCK_CHAIN] if self._forced is None else [SINGLE_TOKENS]
-        trees = [c for c in context.settings.cases(dflash=True) if c.method == DDTREE.name and c.budget != "auto"]
+        trees = [c for c in context.settings.cases("dflash") if c.method == DDTREE.name and c.budget != "auto"]
         self.cases = tuple(Case(case.method, case.budget, PEER) for case in (*chains, *trees))
 
     def describe(self) -> dict[str, str]:

@@ -36,6 +36,11 @@ def write_mask(mask: NDArray[np.uint32], parents: Int32) -> None:
     mask[padding, padding // 32] = np.uint32(1) << padding % np.uint32(32)
 
 
+def mask_words(tokens: int) -> int:
+    """W: the 32-bit words that hold one row of a mask over `tokens` new rows."""
+    return -(-tokens // 32)
+
+
 def pad_trees(requests: Sequence[VerifyRequest], lengths: Sequence[int], tokens: int, words: int) -> PaddedTrees:
     """The requests' trees, T = `tokens`, behind `lengths`[slot] committed rows; W = `words` words per mask row."""
     count = len(requests)

@@ -17,7 +17,7 @@ from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.drafters import Pass
 from ddtree_trt.runtime.engines.kv import SlotLengths
 from ddtree_trt.runtime.engines.lazy_rows import LazyRows
-from ddtree_trt.runtime.engines.padding import pad_trees
+from ddtree_trt.runtime.engines.padding import mask_words, pad_trees
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.tree import TokenTree
 
@@ -47,7 +47,7 @@ class TrtLanguageModel:
         self._vocab = vocab
         self._upload = upload
         self._outputs = outputs
-        self._mask_words = -(-limits.max_tokens_per_pass // 32)
+        self._mask_words = mask_words(limits.max_tokens_per_pass)
 
     def run(
         self, requests: Sequence[VerifyRequest], tokens: int, rows: NDArray[np.int64], profile: int

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ddtree_trt.runtime.engines.base import RoundRequest, RoundResult
+from ddtree_trt.runtime.engines.padding import mask_words
 from ddtree_trt.runtime.engines.torch.attention import Place
 from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
@@ -72,7 +73,7 @@ class DeviceRound:
         self.depths = zeros(batch, tokens)
         self._positions = zeros(batch, tokens)
         self._counts = zeros(batch)
-        self._mask = zeros(batch, tokens, -(-tokens // 32))  # [N, T, W]
+        self._mask = zeros(batch, tokens, mask_words(tokens))  # [N, T, W]
         # The verification, [N, T] and [N, T, M·H], and the walk that follows from it.
         self._choices = zeros(batch, tokens)
         self._taps = zeros(batch, tokens, width, dtype=states)

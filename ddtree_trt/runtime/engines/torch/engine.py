@@ -95,9 +95,12 @@ class TorchEngine:
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         self.target.claims.take([slot])
-        verdict = self.target.prefill(slot, token_ids, rows)
-        self.commit(slot, np.arange(len(token_ids), dtype=np.int32), taps=taps)
-        return verdict
+        size = len(token_ids)
+        hidden = self.target.prefill(slot, token_ids)
+        # First the commit: what the drafter takes in of the prompt is on the stream before the host waits.
+        self.commit(slot, np.arange(size, dtype=np.int32), taps=taps)
+        first = {"all": 0, "last": size - 1, "none": size}[rows]
+        return self.target.verdict(hidden[first:])
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         self.target.claims.take(r.slot for r in requests)

@@ -55,6 +55,7 @@ class TorchRounds:
         asked = list(requests)
         flight = self._flight
         if flight is None or not self._continues(flight, asked):
+            self._flight = None  # a start that fails leaves tensors that it wrote in part
             flight = self._flight = self._start(asked)
         self._launch_ahead(flight, asked)
         _wait(flight.ends.popleft())

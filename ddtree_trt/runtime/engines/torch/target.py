@@ -20,9 +20,9 @@ from ddtree_trt.artifact.weight_layout import TARGET
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins import MaskMode
-from ddtree_trt.runtime.engines.base import LogitRows, Rows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.base import Rows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.lazy_rows import LazyRows
-from ddtree_trt.runtime.engines.padding import pad_trees
+from ddtree_trt.runtime.engines.padding import mask_words, pad_trees
 from ddtree_trt.runtime.engines.torch.attention import Attention, Place
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
 from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
@@ -81,8 +81,7 @@ class TargetPass:
         self.buckets = buckets(tokens) if device.type == "cuda" else list(range(1, tokens + 1))
         self.logits = torch.empty(slots * tokens, dims.vocab_size, device=device)
         self._taps = torch.empty(slots * tokens, len(taps) * dims.hidden_size, dtype=dtype, device=device)
-        self._mask_words = -(-tokens // 32)
-        mask = (slots, tokens, self._mask_words)
+        mask = (slots, tokens, mask_words(tokens))
         self._control = Upload(Upload.size((slots,), (slots,), *[(slots, tokens)] * 2, mask), device)
         # One for each slot: commits of a round follow each other without a wait.
         self._commits = [Upload(Upload.size((1,), (1,), (1,), (tokens,)), device) for _ in range(slots)]
@@ -108,16 +107,19 @@ class TargetPass:
         logits = self.network.logits(hidden.flatten(0, 1), out=self.logits[: token_ids.numel()])
         return logits.unflatten(0, token_ids.shape), tapped
 
-    def prefill(self, slot: int, token_ids: NDArray[np.int64], rows: LogitRows) -> Verdict:
-        """Append tokens [T] causally, for `commit` to keep. Not captured: a chunk has work enough to hide its
-        launches."""
+    def prefill(self, slot: int, token_ids: NDArray[np.int64]) -> Tensor:
+        """Append tokens [T] causally, for `commit` to keep: the network's output [T, H]. Not captured: a chunk has work
+        enough to hide its launches."""
         size = len(token_ids)
         place, ids, positions = self._send([VerifyRequest(slot, token_chain(token_ids))], size, MaskMode.CAUSAL)
         hidden, tapped = self.network.forward(ids, positions, place, MaskMode.CAUSAL)
         self._passed[slot] = _Passed(token_ids, None if tapped is None else tapped[0, :size])
-        first = {"all": 0, "last": size - 1, "none": size}[rows]
-        logits = self.network.logits(hidden[0, first:size])
-        choices = logits.argmax(-1).cpu().numpy() if rows != "none" else np.empty(0, np.int64)
+        return hidden[0, :size]
+
+    def verdict(self, hidden: Tensor) -> Verdict:
+        """The results at rows [R, H] of a prompt's output. The host waits for the choices, unless R is 0."""
+        logits = self.network.logits(hidden)
+        choices = logits.argmax(-1).cpu().numpy() if len(hidden) else np.empty(0, np.int64)
         return Verdict(choices, readable(logits))
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
@@ -171,7 +173,7 @@ class TargetPass:
         tokens = self.bucket(longest)
         for request in requests:
             self.cache.check_room(request.slot, tokens)
-        padded = pad_trees(requests, self.cache.lengths, tokens, self._mask_words)
+        padded = pad_trees(requests, self.cache.lengths, tokens, mask_words(tokens))
         control = (padded.slot_ids, padded.past_len, padded.token_ids, padded.positions)
         if mode is not MaskMode.TREE:
             slots, past, ids, positions = self._control.send(*control)
