@@ -195,7 +195,7 @@ class SamplingParams:
     ).field()
     method: str = Parameter(
         AUTO,
-        Choice(AUTO, tuple(METHODS)),
+        Choice(AUTO, METHODS),
         "How drafts are made.",
         "`auto` is `ddtree`, or `draft-model` where the drafter is autoregressive.",
         device="always",

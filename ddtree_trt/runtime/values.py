@@ -7,7 +7,7 @@ with a sentence that begins with the name. `range` says in the documentation whi
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Protocol
@@ -88,7 +88,7 @@ class Choice:
     """A default, or one of several names."""
 
     default: str
-    others: tuple[str, ...]
+    others: Collection[str]
 
     @property
     def range(self) -> str:

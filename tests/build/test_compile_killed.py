@@ -104,7 +104,7 @@ print(json.dumps({"peak": peak, "written": manifest.files["weights.bin"].size}))
 @pytest.mark.slow
 def test_peak_memory_is_below_two_and_a_half_times_the_weights(tmp_path: Path) -> None:
     """Against the checkpoint's bfloat16, half of what is written. VmHWM, because ru_maxrss is inherited over exec."""
-    dims = {"hidden_size": 1024, "num_layers": 5, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64}
+    dims: dict[str, Any] = {"hidden_size": 1024, "num_layers": 5, "num_heads": 16, "num_kv_heads": 8, "head_dim": 64}
     pair = make_pair(tmp_path / "pair", dtype="bf16", vocab_size=16384, intermediate_size=3072, **dims)
     weights = sum((directory / "model.safetensors").stat().st_size for directory in pair)
     assert weights > 200e6

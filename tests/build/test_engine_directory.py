@@ -31,7 +31,7 @@ def hidden(parent: Path) -> list[str]:
 @pytest.mark.parametrize("exchange", [True, False])
 def test_new_and_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool) -> None:
     if not exchange:
-        monkeypatch.setattr(writer.ctypes, "CDLL", lambda *args, **kwargs: object())
+        monkeypatch.setattr("ctypes.CDLL", lambda *args, **kwargs: object())
     destination = tmp_path / "deep" / "engine"
     write_engine(destination, "one")
     write_engine(destination, "two", force=True)
@@ -90,7 +90,7 @@ def test_a_failed_write_changes_nothing(tmp_path: Path, error: BaseException) ->
 def test_a_failed_exchange_puts_the_old_engine_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     destination = tmp_path / "engine"
     write_engine(destination, "old")
-    monkeypatch.setattr(writer.ctypes, "CDLL", lambda *args, **kwargs: object())
+    monkeypatch.setattr("ctypes.CDLL", lambda *args, **kwargs: object())
     rename, calls = os.rename, []
 
     def failing(source: Path, target: Path) -> None:
@@ -99,7 +99,7 @@ def test_a_failed_exchange_puts_the_old_engine_back(tmp_path: Path, monkeypatch:
             raise OSError(errno.EIO, "Input/output error")
         rename(source, target)
 
-    monkeypatch.setattr(writer.os, "rename", failing)
+    monkeypatch.setattr("os.rename", failing)
     with pytest.raises(BuildError, match="Input/output error"):
         write_engine(destination, "new", force=True)
     assert (destination / "data").read_text() == "old"

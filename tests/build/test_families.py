@@ -46,7 +46,8 @@ def test_names_are_in_one_room() -> None:
 def test_tensors_are_those_of_transformers(family: Family, tied: bool) -> None:
     """Every name and shape, and no other."""
     dims = TransformerDims(**{**vars(TARGET_DIMS), **family.switches})
-    config = transformers.AutoConfig.for_model(**family.config_entries(dims), tie_word_embeddings=tied)
+    entries: dict[str, Any] = family.config_entries(dims)
+    config = transformers.AutoConfig.for_model(**entries, tie_word_embeddings=tied)
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(config)
     assert type(model).__name__ == family.architecture

@@ -92,15 +92,13 @@ def test_a_drafter_that_says_nan_ends_its_sequence_only() -> None:
             return rows * np.nan if context[0] == 5 else rows
 
     engine = ScriptedEngine(TARGET, Broken(TARGET))
-    completions = [
-        completion(engine, [start, 1], SamplingParams(max_tokens=9, **options))
-        for start, options in [
-            (5, {}),
-            (5, {"method": "dflash-sample", "temperature": 1.0, "seed": 1}),
-            (4, {}),
-            (5, {"method": "dflash"}),
-        ]
+    asked: list[tuple[int, dict[str, Any]]] = [
+        (5, {}),
+        (5, {"method": "dflash-sample", "temperature": 1.0, "seed": 1}),
+        (4, {}),
+        (5, {"method": "dflash"}),
     ]
+    completions = [completion(engine, [start, 1], SamplingParams(max_tokens=9, **options)) for start, options in asked]
     scheduler = Scheduler(engine)
     for c in completions:
         scheduler.add(c)

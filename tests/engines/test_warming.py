@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from scripted import Good, MarkovTarget, ScriptedEngine
+from scripted import ScriptedEngine
+from scripted_models import Good, MarkovTarget
 
 from ddtree_trt.runtime.engines.warming import make_single_passes
 

@@ -122,10 +122,11 @@ def test_a_route_is_chosen_once_for_a_request() -> None:
     """Its sequences keep it whatever the engine says later, and its metrics copy it."""
     engine = make_engine()
     engine.manifest = dataclasses.replace(engine.manifest, backend="torch")
-    engine.rounds = Rounds()  # type: ignore[assignment]
+    rounds = Rounds()
+    engine.rounds = rounds  # type: ignore[assignment]
     core, params = make_core(engine), SamplingParams(max_tokens=6, n=2, tree_budget=8)
     before = core.maker.make(PROMPT, params)
-    engine.rounds.by_default = False  # type: ignore[attr-defined]
+    rounds.by_default = False
     after = core.maker.make(PROMPT, params)
     for request, reason in ((before, None), (after, "there is no GPU")):
         assert [sequence.route for sequence in request.sequences] == [Route(reason)] * 2

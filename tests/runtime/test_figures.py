@@ -17,7 +17,7 @@ from ddtree_trt.serve.metrics import Metrics as HttpMetrics
 from ddtree_trt.triton import metrics as triton
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-KINDS = {
+KINDS: dict[Figure, str] = {
     row: kind for kind, rows in (("counter", COUNTERS), ("histogram", HISTOGRAMS), ("gauge", GAUGES)) for row in rows
 }
 ENGINE: Any = SimpleNamespace(running=1, waiting=2, slots=3, failure=ValueError())

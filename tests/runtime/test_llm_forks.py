@@ -39,7 +39,7 @@ def test_a_closed_llm_says_so(tiny_engine: Path) -> None:
     stream.close()
 
 
-def in_a_fork(work: Callable[[], None]) -> str:
+def in_a_fork(work: Callable[[], object]) -> str:
     """The error `work` raises in a forked process."""
     reader, writer = os.pipe()
     child = os.fork()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from command_line import in_this_process
 from pacing import WAIT_S, wait_for
 from serving import LONG, ProcessServer, metrics
 
@@ -97,7 +98,9 @@ def serve(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-def test_wrong_calls_are_explained_in_one_line(tiny_engine: Path, tmp_path: Path) -> None:
+def test_wrong_calls_are_explained_in_one_line(
+    tiny_engine: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         code, error = serve(str(tiny_engine), "--port", port)
@@ -105,14 +108,15 @@ def test_wrong_calls_are_explained_in_one_line(tiny_engine: Path, tmp_path: Path
         2,
         f"error: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another with --port\n",
     )
-    code, error = serve(str(tmp_path / "none"), "--port", "0")
-    assert code == 1 and error.startswith("error: no engine at ") and error.count("\n") == 1
-    code, error = serve(str(tiny_engine), "--max-requests", "0")
-    assert (code, error) == (2, "error: max_requests must be from 1 to 1048576, not 0\n")
-    code, error = serve(str(tiny_engine), "--host", "no.such.host.invalid")
-    assert code == 2 and error.startswith("error: cannot listen on no.such.host.invalid: ")
-    code, error = serve(str(tiny_engine), "--api-key", "")
-    assert code == 2 and "API key" in error
+    call = in_this_process(capfd)
+    code, out, error = call("serve", tmp_path / "none", "--port", "0")
+    assert (code, out) == (1, "") and error.startswith("error: no engine at ") and error.count("\n") == 1
+    answer = call("serve", tiny_engine, "--max-requests", "0")
+    assert answer == (2, "", "error: max_requests must be from 1 to 1048576, not 0\n")
+    code, out, error = call("serve", tiny_engine, "--host", "no.such.host.invalid")
+    assert (code, out) == (2, "") and error.startswith("error: cannot listen on no.such.host.invalid: ")
+    code, out, error = call("serve", tiny_engine, "--api-key", "")
+    assert (code, out) == (2, "") and "API key" in error
 
 
 def test_help_loads_no_server() -> None:

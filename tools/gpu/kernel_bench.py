@@ -51,6 +51,23 @@ def copy_gb_per_s() -> float:
     return 2 * source.numel() / milliseconds(lambda: target.copy_(source), 1)["median"] / 1e6
 
 
+def compared(
+    tokens: int, past: int, mine: dict[str, float], theirs: dict[str, dict[str, float]], copy: float
+) -> dict[str, Any]:
+    """Times [ms] as shares of what the device can do: of its bandwidth, where `copy` is that of a copy [GB/s], and of
+    its arithmetic."""
+    kv_bytes = 2 * 2 * HKV * DIM * (past + tokens)
+    flops = 4 * HQ * DIM * tokens * (past + tokens)
+    return {
+        "ms": mine,
+        "gb_per_s": kv_bytes / mine["median"] / 1e6,
+        "of_copy": kv_bytes / mine["median"] / 1e6 / copy,
+        "tflop_per_s": flops / mine["median"] / 1e9,
+        "sdpa_mask_ms": theirs,
+        "over_sdpa": min(x["median"] for x in theirs.values()) / mine["median"],
+    }
+
+
 def attention(tokens: int, past: int, copy: float) -> dict[str, Any]:
     kv_bytes = 2 * 2 * HKV * DIM * (past + tokens)
     sets = max(4, -(-COLD_BYTES // kv_bytes))
@@ -99,18 +116,7 @@ def attention(tokens: int, past: int, copy: float) -> dict[str, Any]:
             F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
 
     theirs["repeated"] = milliseconds(sdpa_wide, sets)
-    flops = 4 * HQ * DIM * tokens * (past + tokens)
-    row = {
-        "tokens": tokens,
-        "past": past,
-        "sets": sets,
-        "ms": mine,
-        "gb_per_s": kv_bytes / mine["median"] / 1e6,
-        "of_copy": kv_bytes / mine["median"] / 1e6 / copy,
-        "tflop_per_s": flops / mine["median"] / 1e9,
-        "sdpa_mask_ms": theirs,
-        "over_sdpa": min(x["median"] for x in theirs.values()) / mine["median"],
-    }
+    row = {"tokens": tokens, "past": past, "sets": sets, **compared(tokens, past, mine, theirs, copy)}
     if past >= 4096 and tokens in (1, 65):
         row["ms_by_splits"] = {s: ours(s)["median"] for s in (4, 8, 16, 32, 48, 64) if s * 64 <= past}
     return row

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.runtime.decoding.budget import Decision
-from ddtree_trt.runtime.decoding.methods import NOTHING, Proposal
+from ddtree_trt.runtime.decoding.methods import Proposal
 from ddtree_trt.runtime.decoding.sampling import Row
 from ddtree_trt.runtime.engines.base import (
     Draft,
@@ -27,9 +27,10 @@ from ddtree_trt.runtime.engines.base import (
 )
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import DEVICE_ROUND, StageClock
-from ddtree_trt.runtime.tree import DraftTree, compile_tree, descend, walk
+from ddtree_trt.runtime.tree import EMPTY, DraftTree, compile_tree, descend, walk
 
 Path = NDArray[np.int32]
+NOTHING = Proposal(EMPTY)
 
 
 @dataclass(frozen=True)

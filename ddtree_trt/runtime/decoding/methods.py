@@ -1,18 +1,21 @@
 """Methods: the ways to make a round's tree. Everything else about decoding is common to all of them.
 
 A method is one `Method` object in the table `METHODS`. Nothing outside this module compares names of methods: what
-differs between them is a field here.
+differs between them is a field here. The command line reads the names: loading this module loads no NumPy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.models.drafters.kinds import DrafterKind
-from ddtree_trt.runtime.engines.base import Draft, Draw, DrawnFrom
-from ddtree_trt.runtime.tree import EMPTY, DraftTree, build_tree, chain
+
+if TYPE_CHECKING:
+    from ddtree_trt.runtime.engines.base import Draft, Draw, DrawnFrom
+    from ddtree_trt.runtime.tree import DraftTree
 
 AUTO = "auto"  # as a method: the first of METHODS that the engine's drafter is for
 SAMPLED_CANDIDATES = 64  # K a sampled chain draws from: q may be any distribution, this one keeps nearly all mass
@@ -27,14 +30,19 @@ class Proposal:
     drawn: tuple[DrawnFrom, ...] = ()
 
 
-NOTHING = Proposal(EMPTY)
-
-
 # How methods propose: the drafter's output, the budget (most nodes), and the request's way to draw a token.
+
+
+def _nothing(draft: Draft, budget: int, draw: Draw) -> Proposal:
+    from ddtree_trt.runtime.tree import EMPTY
+
+    return Proposal(EMPTY)
 
 
 def _tree(draft: Draft, budget: int, draw: Draw) -> Proposal:
     """The most probable prefixes. Raises EngineError where the drafter's output is none."""
+    from ddtree_trt.runtime.tree import build_tree
+
     try:
         return Proposal(build_tree(draft.log_probs, draft.token_ids, budget))
     except ValueError as error:
@@ -42,10 +50,14 @@ def _tree(draft: Draft, budget: int, draw: Draw) -> Proposal:
 
 
 def _most_probable_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
+    from ddtree_trt.runtime.tree import chain
+
     return Proposal(chain(draft.token_ids[:budget, 0], draft.log_probs[:budget, 0]))
 
 
 def _drawn_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
+    from ddtree_trt.runtime.tree import chain
+
     drawn = draft.drawn
     if drawn is None:
         rows = zip(draft.log_probs[:budget], draft.token_ids[:budget], strict=True)
@@ -119,7 +131,7 @@ AUTOREGRESSIVE = Method(
     name="ar",
     makes="none: plain autoregressive decoding",
     drafters=(),
-    propose=lambda draft, budget, draw: NOTHING,
+    propose=_nothing,
 )
 DFLASH_SAMPLE = Method(
     name="dflash-sample",

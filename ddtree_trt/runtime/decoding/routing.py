@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.errors import UsageError
 from ddtree_trt.plugins import MAX_DEVICE_BUDGET
 from ddtree_trt.runtime.decoding.methods import METHODS
-from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.params import PARAMETERS, DeviceRoundsMode, SamplingParams
+
+if TYPE_CHECKING:
+    from ddtree_trt.runtime.engines.base import Engine
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,10 @@ def test_int8_beyond_its_scale_is_read_as_it_is(tmp_path: Path) -> None:
     """Every byte, the lowest value that rounding never makes included."""
     name = "model.layers.0.mlp.gate_proj.weight"
     every = np.resize(np.arange(-128, 128, dtype=np.int8), (48, 32))
-    scale = {"0.mlp.gate_proj.weight_scale": np.ones(48, np.float32), "0.mlp.gate_proj.weight": every}
+    scale: dict[str, np.ndarray | None] = {
+        "0.mlp.gate_proj.weight_scale": np.ones(48, np.float32),
+        "0.mlp.gate_proj.weight": every,
+    }
     found = load_checkpoint(quantize(make_target(tmp_path), "W8A16", replace=scale)).tensor(name)
     np.testing.assert_array_equal(found, every)
 
@@ -85,7 +88,10 @@ def test_int4_rows_lie_in_pairs(tmp_path: Path) -> None:
     """Every pair of values: of two rows, the even one in the low bits."""
     name = "model.layers.0.mlp.gate_proj.weight"
     pairs = np.resize(np.arange(256, dtype=np.uint8), (24, 32))
-    replace = {"0.mlp.gate_proj.weight_scale": np.ones((48, 2), np.float32), "0.mlp.gate_proj.weight": pairs}
+    replace: dict[str, np.ndarray | None] = {
+        "0.mlp.gate_proj.weight_scale": np.ones((48, 2), np.float32),
+        "0.mlp.gate_proj.weight": pairs,
+    }
     found = load_checkpoint(quantize(make_target(tmp_path), "W4A16_AWQ", replace=replace)).tensor(name)
     for row, bits in ((0, pairs & 15), (1, pairs >> 4)):
         np.testing.assert_array_equal(found[row::2], np.where(bits < 8, bits, bits.astype(int) - 16))

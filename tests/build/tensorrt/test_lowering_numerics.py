@@ -103,7 +103,7 @@ def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         layers = dims.get("num_layers", 3)
         taps = {"tap_layers": (0, layers - 1) if layers > 1 else (0,), "num_target_layers": layers}
         drafter = make_drafter(path / "drafter", **{**dims, **taps, "num_layers": 2})
-    limits = {"max_batch": 3, "max_tree_budget": TREE_BUDGET, "max_seq_len": 128}
+    limits: dict[str, Any] = {"max_batch": 3, "max_tree_budget": TREE_BUDGET, "max_seq_len": 128}
     with offered(*OTHERS.values()):
         engine = build_engine(target, drafter, path / "engine", **limits)
         pair = load_checkpoint(target), load_checkpoint(drafter)

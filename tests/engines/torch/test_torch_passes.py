@@ -55,7 +55,7 @@ def commit(engine: TorchEngine, trees: dict[int, TokenTree]) -> None:
 
 
 def copied(verdict: Verdict) -> Verdict:
-    return Verdict(verdict.choices.copy(), verdict.logits.copy())
+    return Verdict(verdict.choices.copy(), np.array(verdict.logits))
 
 
 def verified(engine: TorchEngine, trees: dict[int, TokenTree]) -> dict[int, Verdict]:
@@ -81,7 +81,8 @@ def test_slots_of_one_pass_are_what_they_are_alone(engine: TorchEngine) -> None:
         commit(engine, trees)
     fill(engine, lengths)
     for trees in rounds:
-        drafts, verdicts = {}, {}
+        drafts: dict[int, Any] = {}
+        verdicts: dict[int, Verdict] = {}
         for slot, tree in trees.items():
             drafts |= drafted(engine, (slot,))
             verdicts |= verified(engine, {slot: tree})
@@ -220,7 +221,8 @@ def test_greedy_decoding_reads_no_logits(engine: TorchEngine, monkeypatch: pytes
             fetched.append(stop - start)
             return logits[start:stop].numpy().copy()
 
-        return LazyRows(*logits.shape, fetch)
+        rows, vocabulary = logits.shape
+        return LazyRows(rows, vocabulary, fetch)
 
     monkeypatch.setattr("ddtree_trt.runtime.engines.torch.target.readable", lazy)
     for logprobs, expected in ((None, [1]), (1, [1] * 20)):

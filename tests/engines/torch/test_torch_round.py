@@ -15,24 +15,19 @@ import pytest
 import torch
 from checkpoints import make_target
 from engine_builds import PACKAGED, build_torch_engine
-from hypothesis import given
-from hypothesis import strategies as st
 from plugin_libraries import torch_operators
-from truth import FALSE_ALARM, chi_square
+from torch_rounds import seed_of
 
 from ddtree_trt.bench.pairs.forced import ForcedEngine
 from ddtree_trt.bench.pairs.forced_torch import ForcedRounds
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.errors import EngineError
-from ddtree_trt.plugins import reference as plugin_reference
-from ddtree_trt.runtime.decoding.noise import Noise
 from ddtree_trt.runtime.engines.base import DraftRequest, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
 from ddtree_trt.runtime.engines.torch.attention import KernelAttention
 from ddtree_trt.runtime.engines.torch.device_round import DeviceRound
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
-from ddtree_trt.runtime.engines.torch.noise import gumbel
 from ddtree_trt.runtime.engines.torch.round_ops import HostOps, KernelOps
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
@@ -70,11 +65,6 @@ def expected(request: pytest.FixtureRequest, directory: Path, prompts: list[Any]
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, method="ddtree", tree_budget=request.param)
     with LLM(directory) as llm:
         return request.param, llm.generate(prompts, params)
-
-
-def seed_of(seed: int | None, index: int) -> int:
-    """What a request's completion `index` draws with on a device."""
-    return Noise(seed, index).target_seed
 
 
 def decode(engine: TorchEngine, bonus: list[int], tokens: int, **request: Any) -> tuple[list[Any], list[Any]]:
@@ -197,28 +187,6 @@ def test_temperature_0_is_greedy_beside_another(
     assert begins_with(outputs[0].outputs[0].token_ids, [bonus[0], *found[0].tokens])
 
 
-def test_noise_draws_from_the_distribution() -> None:
-    logits = torch.tensor([2.0, 0.0, -1.0, 1.0, -3.0, 0.5])
-    seeds = torch.tensor([seed_of(7, i) for i in range(40)])
-    for temperature in (0.6, 1.0):
-        noise = gumbel(seeds, torch.arange(500).expand(40, -1), len(logits))
-        assert noise.dtype == torch.float32 and torch.isfinite(noise).all()
-        drawn = (logits + temperature * noise).argmax(-1).flatten().tolist()
-        p = (logits / temperature).softmax(0).tolist()
-        counts = {(t,): drawn.count(t) for t in range(len(p))}
-        assert chi_square(counts, {(t,): q for t, q in enumerate(p)}) > FALSE_ALARM
-
-
-def test_noise_is_a_function_of_seed_position_and_token() -> None:
-    seeds = torch.tensor([seed_of(0, 0), seed_of(0, 1)])
-    whole = gumbel(seeds, torch.tensor([[5, 6], [6, 9]]), 50)
-    assert torch.equal(whole[:1, 1:], gumbel(seeds[:1], torch.tensor([[6]]), 50))
-    assert torch.equal(whole[..., :7], gumbel(seeds, torch.tensor([[5, 6], [6, 9]]), 7))
-    assert not torch.equal(whole[0, 1], whole[1, 0])
-    assert abs(float(np.corrcoef(whole.flatten(0, 1).numpy()[:2])[0, 1])) < 0.5
-    assert seed_of(None, 0) != seed_of(None, 0)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_lie_where_the_engine_has_room_for_them(
     engine: TorchEngine, prompts: list[Any], temperature: float
@@ -306,31 +274,6 @@ def test_other_work_on_a_slot_ends_its_flight(
     OTHER_WORK[work](engine)
     engine.rounds.round([RoundRequest(0, bonus, 16)])
     assert starts.count(own) == 2
-
-
-@given(seed=st.integers(0, 10_000), sizes=st.lists(st.integers(1, 70), min_size=1, max_size=3))
-def test_the_hosts_operators_are_the_reference(seed: int, sizes: list[int]) -> None:
-    """Masks and walks of padded trees, as the kernels compute them; neither is written in terms of the other."""
-    rng, tokens = np.random.default_rng(seed), 70
-    parents = np.full((len(sizes), tokens), -1, np.int32)
-    for row, size in zip(parents, sizes, strict=True):
-        row[1:size] = [rng.integers(0, i) for i in range(1, size)]
-    token_ids, choices = (rng.integers(0, 4, parents.shape).astype(np.int32) for _ in range(2))
-    past = rng.integers(0, 50, len(sizes)).astype(np.int32)
-    words = -(-tokens // 32) + 1
-    mask = torch.full((len(sizes), tokens, words), 7, dtype=torch.int32)
-    tree, said, drafted = (torch.from_numpy(a) for a in (parents, choices, token_ids))
-    HostOps().packed_mask(tree, mask)
-    path = torch.zeros(parents.shape, dtype=torch.int32)
-    lengths, following, new_past = (torch.zeros(len(sizes), dtype=torch.int32) for _ in range(3))
-    counts = torch.tensor(sizes, dtype=torch.int32)
-    HostOps().walk(tree, drafted, said, counts, torch.from_numpy(past), path, lengths, following, new_past)
-    for n, size in enumerate(sizes):
-        np.testing.assert_array_equal(mask[n].numpy(), plugin_reference.packed_mask(parents[n], words))
-        nodes = plugin_reference.walk(parents[n], token_ids[n], choices[n], size)
-        assert path[n].tolist() == [*nodes, *[-1] * (tokens - len(nodes))]
-        found = (int(lengths[n]), int(following[n]), int(new_past[n]))
-        assert found == (len(nodes), choices[n, nodes[-1]], past[n] + len(nodes))
 
 
 def test_rounds_on_the_kernels(

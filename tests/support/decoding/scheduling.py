@@ -38,7 +38,7 @@ MIXED: list[tuple[list[int], SamplingParams]] = [
     (prompt(9, 5), SamplingParams(max_tokens=15, temperature=1, seed=1)),
     (prompt(10, 5), SamplingParams(max_tokens=15, temperature=0.7, top_k=3, seed=2, method="dflash-sample")),
     (prompt(11, 16), SamplingParams(max_tokens=7, temperature=1, seed=3, method="ar", logprobs=2)),
-    (prompt(1, 3), SamplingParams(max_tokens=9, stop="ab")),
+    (prompt(1, 3), SamplingParams(max_tokens=9, stop=("ab",))),
     (prompt(12, 17), SamplingParams(max_tokens=8, stop_token_ids=(2,), prompt_logprobs=1)),
     (prompt(13, 6), SamplingParams(max_tokens=10, logit_bias={3: 2.0}, method="dflash")),
     (prompt(14, 7), SamplingParams(max_tokens=11, tree_budget=0)),

@@ -233,11 +233,10 @@ def completion(
     """A sequence as `requests` makes it; where it would choose budgets by costs, whole blocks or chains of CHAIN."""
     manifest, stops = engine.manifest, frozenset(() if params.ignore_eos else eos)
     params = replace(params, method=resolve_method(params.method, manifest.drafter_kind).name)
-    budget = params.tree_budget
-    if budget == "auto":
-        budget = METHODS[params.method].default_budget(manifest.drafting)
-        if budget is None:
-            budget = manifest.drafting.longest_draft if manifest.drafting.at_once else CHAIN
+    fixed = params.tree_budget
+    budget = METHODS[params.method].default_budget(manifest.drafting) if fixed == "auto" else fixed
+    if budget is None:
+        budget = manifest.drafting.longest_draft if manifest.drafting.at_once else CHAIN
     return Completion(
         index=index,
         prompt=list(prompt),

@@ -45,5 +45,8 @@ def prompts() -> list[Any]:
 @pytest.fixture(scope="module")
 def plain(host: LLM, prompts: list[Any]) -> dict[bool, list[Any]]:
     """What the target says by itself; by whether it goes on past its end."""
-    options = {"max_tokens": TOKENS, "method": "ar"}
-    return {going: host.generate(prompts, SamplingParams(ignore_eos=going, **options)) for going in (False, True)}
+
+    def alone(going: bool) -> list[Any]:
+        return host.generate(prompts, SamplingParams(max_tokens=TOKENS, method="ar", ignore_eos=going))
+
+    return {going: alone(going) for going in (False, True)}

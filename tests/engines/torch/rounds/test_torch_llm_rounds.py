@@ -128,7 +128,7 @@ def test_a_cancelled_request_frees_its_slot(host: LLM, device: LLM, prompts: lis
     stays = device.stream(prompts[1], greedy(16, ignore_eos=True))
     parts = [next(stays), next(stays)]
     assert next(gone)
-    gone.close()  # type: ignore[attr-defined]
+    gone.close()
     assert device.core.scheduler.free_slots == SLOTS - 1
     later = device.stream(prompts[2], greedy(16, ignore_eos=True))
     said = [next(later)]
