@@ -88,7 +88,8 @@ class Manifest:
 
     def to_json(self) -> str:
         """The manifest file's text: the record's fields and `digest`, the sha256 over them."""
-        body = dataclasses.asdict(self)
+        dims = {"target_dims": self.target_dims.stated(), "drafter_dims": self.drafter_dims.stated()}
+        body = {**dataclasses.asdict(self), **dims}
         return json.dumps({**body, "digest": _body_digest(body)}, indent=1) + "\n"
 
 

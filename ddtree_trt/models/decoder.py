@@ -7,8 +7,8 @@ the fields of `TransformerDims`; `families.py` lists them. Projections are [out,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any
 
 from ddtree_trt.reading import Between
 
@@ -55,6 +55,12 @@ class TransformerDims:
         """Widths of queries, keys and values, which one product computes side by side."""
         kv = self.num_kv_heads * self.head_dim
         return self.num_heads * self.head_dim, kv, kv
+
+    def stated(self) -> dict[str, Any]:
+        """Fields by name, without the switches at their default: an engine that needs none is described as before
+        there were any, and an older runtime reads it."""
+        defaults = {f.name: f.default for f in fields(self)}
+        return {name: value for name, value in vars(self).items() if value is not defaults[name]}
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,6 @@ GAUGES = (
         read=lambda llm: int(llm.failure is not None),
     ),
 )
-FIGURES: tuple[Figure, ...] = (*COUNTERS, *HISTOGRAMS, *GAUGES)
 
 
 def _known(value: float | None) -> tuple[float, ...]:

@@ -108,8 +108,8 @@ def print_engine(report: EngineReport) -> None:
         [
             ("target", f"{m.target.name} ({m.target.revision}) sha256 {m.target.sha256[:16]}"),
             ("drafter", f"{m.drafter.name} ({m.drafter.revision}) sha256 {m.drafter.sha256[:16]}, {m.drafter_kind}"),
-            ("target dims", _listing(vars(m.target_dims))),
-            ("drafter dims", _listing(vars(m.drafter_dims))),
+            ("target dims", _listing(m.target_dims.stated())),
+            ("drafter dims", _listing(m.drafter_dims.stated())),
             ("limits", _listing(vars(m.limits))),
             *_memory_fields(memory),
             ("stop tokens", ", ".join(map(str, m.stop_token_ids)) or "none"),

@@ -11,12 +11,13 @@ import prometheus_client.metrics_core as core
 import pytest
 
 from ddtree_trt.artifact.manifest import load_manifest
-from ddtree_trt.runtime.figures import COUNTERS, FIGURES, GAUGES, HISTOGRAMS, Figure
+from ddtree_trt.runtime.figures import COUNTERS, GAUGES, HISTOGRAMS, Figure
 from ddtree_trt.runtime.stats import RequestMetrics, merge
 from ddtree_trt.serve.metrics import Metrics as HttpMetrics
 from ddtree_trt.triton import metrics as triton
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+FIGURES: tuple[Figure, ...] = (*COUNTERS, *HISTOGRAMS, *GAUGES)
 KINDS: dict[Figure, str] = {
     row: kind for kind, rows in (("counter", COUNTERS), ("histogram", HISTOGRAMS), ("gauge", GAUGES)) for row in rows
 }

@@ -104,10 +104,6 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
-    @property
-    def is_quantized(self) -> bool:
-        return bool(self.quantizers)
-
     def tensor(self, name: str) -> NDArray[np.float32]:
         """A float32 copy of one tensor, of a quantised one what it stands for. Raises CheckpointError for an unknown
         name, NaN or Inf."""

@@ -64,7 +64,6 @@ _KINDS: Mapping[KindName, tuple[type[TransformerDims], Callable[[Any], DrafterKi
     "dflash": (DrafterDims, _dflash),
     "autoregressive": (TransformerDims, _autoregressive),
 }
-KIND_NAMES: tuple[KindName, ...] = tuple(_KINDS)
 
 
 def kind_of(dims: TransformerDims) -> DrafterKind:
