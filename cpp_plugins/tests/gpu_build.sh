@@ -1,5 +1,5 @@
 # Sourced by run_gpu.sh and tools/gpu_bench.sh, from the repository root: the kernels and the torch operators compiled
-# for the GPU that is there, with nvcc and g++ alone. Wants $python and $work set.
+# for the present GPU, with nvcc and g++ alone. $python and $work must be set.
 src=cpp_plugins
 nvcc=$(command -v nvcc || ls -d /usr/local/cuda*/bin/nvcc 2>/dev/null | sort -V | tail -1)
 

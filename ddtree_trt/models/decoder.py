@@ -13,8 +13,13 @@ from typing import Annotated, Any
 from ddtree_trt.reading import Between
 
 # Far above any use, far below what hangs or overflows. Checkpoints and manifests are both read by these bounds.
-VOCABULARY, WIDTH, LAYERS, HEADS, HEAD_DIM = (Between(1, n) for n in (1 << 24, 1 << 20, 1000, 4096, 4096))
-EPSILON, ROPE_BASE = Between(1e-30, 0.1), Between(1, 1e15)  # float32 holds both ends
+VOCABULARY = Between(1, 1 << 24)
+WIDTH = Between(1, 1 << 20)
+LAYERS = Between(1, 1000)
+HEADS = Between(1, 4096)
+HEAD_DIM = Between(1, 4096)
+EPSILON = Between(1e-30, 0.1)  # float32 holds both ends, here and of the next
+ROPE_BASE = Between(1, 1e15)
 POSITIONS = Between(2, 1 << 27)  # one for a prompt, one for what follows it
 TOKEN = Between(0, (1 << 24) - 1)
 
@@ -22,10 +27,11 @@ Token = Annotated[int, TOKEN]
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]  # Hugging Face tensor name → shape
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-BODY = "model."  # before the names of a language model's layers and final norm
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+BODY = "model."  # prefix of a language model's layers and final norm
 FINAL_NORM = "norm.weight"
-BIAS = ".bias"  # behind the name of what adds it
+BIAS = ".bias"  # suffix of the bias of a projection
 
 
 @dataclass(frozen=True)
@@ -65,26 +71,26 @@ class TransformerDims:
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor that is computed with: tensors of the checkpoint, joined along their first axis."""
+    """One tensor of a network in use: tensors of the checkpoint, joined along their first axis."""
 
     name: str  # in our weight files
-    shapes: Mapping[str, Shape]  # of what is joined, by Hugging Face name and in order
+    shapes: Mapping[str, Shape]  # of the joined tensors, by Hugging Face name and in order
 
     @property
     def shape(self) -> Shape:
-        """Of the joined tensor."""
+        """Shape of the whole."""
         first, *_ = shapes = list(self.shapes.values())
         return sum(shape[0] for shape in shapes), *first[1:]
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Hugging Face names of what is joined, in order."""
+        """Hugging Face names of the joined tensors, in order."""
         return tuple(self.shapes)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The parts of one layer; None for a part that the network's family does without."""
+    """The parts of one layer; None for a part that the network's family does not have."""
 
     input_norm: Part
     qkv: Part
@@ -102,7 +108,7 @@ class Layer:
 
 
 def decoder_layer(dims: TransformerDims, index: int, body: str = BODY) -> Layer:
-    """The parts of layer `index`; `body` goes before the names of layers in the checkpoint."""
+    """The parts of layer `index`; `body` is the prefix of layers in the checkpoint."""
     hidden, inner, head = dims.hidden_size, dims.intermediate_size, dims.head_dim
     widths = dict(zip("qkv", dims.qkv_widths, strict=True))
 
@@ -129,11 +135,12 @@ def decoder_layers(dims: TransformerDims, body: str = BODY) -> list[Layer]:
 
 
 def final_norm(dims: TransformerDims, body: str = BODY) -> Part:
-    """The norm behind the last layer."""
+    """The norm after the last layer."""
     return Part("norm", {body + FINAL_NORM: (dims.hidden_size,)})
 
 
 def embedding(dims: TransformerDims) -> Part:
+    """The table of token embeddings [V, H]."""
     return Part("embedding", {EMBEDDING: dims.table})
 
 
