@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,8 +140,16 @@ def test_the_drafter_takes_in_a_prompt_before_the_host_waits(
 ) -> None:
     order: list[str] = []
     absorb, logits = engine.drafter.learn, engine.target.network.logits
-    monkeypatch.setattr(engine.drafter, "learn", lambda *given: (order.append("drafter"), absorb(*given)))
-    monkeypatch.setattr(engine.target.network, "logits", lambda hidden: (order.append("logits"), logits(hidden))[1])
+
+    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*given: Any) -> Any:
+            order.append(name)
+            return work(*given)
+
+        return run
+
+    monkeypatch.setattr(engine.drafter, "learn", noted("drafter", absorb))
+    monkeypatch.setattr(engine.target.network, "logits", noted("logits", logits))
     engine.prefill(0, np.arange(40), rows="last", taps=True)
     assert order == ["drafter", "logits"]
 
