@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from starlette.responses import StreamingResponse
 
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
-from ddtree_trt.runtime.submission import Submission, as_they_come
+from ddtree_trt.runtime.submission import Submission, iterate_parts
 from ddtree_trt.serve.errors import as_api_error, error_event
 from ddtree_trt.serve.responses import DONE, Answer, event
 from ddtree_trt.serve.service import Service
@@ -33,7 +33,7 @@ async def _events(
 ) -> AsyncIterator[str]:
     latest: dict[int, RequestOutput] = {}
     try:
-        async for place, part in as_they_come(submissions):
+        async for place, part in iterate_parts(submissions):
             latest[place] = part
             answers = [a for output in part.outputs for a in chunks(place, part, output)]
             if last is not None:
