@@ -80,8 +80,8 @@ def families() -> dict[str, Family]:
 
     metrics = triton.Metrics(Own, {})
     whole = merge(PARTS)
-    metrics.add(**{name: row.read(whole) for name, row in triton.OF_REQUESTS.items()})
-    metrics.flush({name: row.read(ENGINE) for name, row in triton.OF_ENGINE.items()})
+    metrics.add(**{name: row.read(whole) for name, row in triton.REQUEST_FIGURES.items()})
+    metrics.flush({name: row.read(ENGINE) for name, row in triton.ENGINE_FIGURES.items()})
     return Own.made
 
 
