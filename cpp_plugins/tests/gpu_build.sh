@@ -13,7 +13,7 @@ gpu_toolchain() { # sets cuda and arch; fails where nvcc or the GPU is missing
 
 build_kernels() {
   local pids=() pid
-  while read -r file; do
+  while read -r file || [ -n "$file" ]; do # the last line may lack its end
     "$nvcc" -std=c++17 -O3 -arch="$arch" -lineinfo -Xptxas -v -Xcompiler -fPIC,-fvisibility=hidden \
       -I$src/include -I$src/kernels -c "$src/kernels/$file" -o "$work/${file%.cu}.o" &
     pids+=($!)
