@@ -138,9 +138,16 @@ def test_the_drafter_takes_in_a_prompt_before_the_host_waits(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    absorb, logits = engine.drafter.learn, engine.target.network.logits
-    monkeypatch.setattr(engine.drafter, "learn", lambda *given: (order.append("drafter"), absorb(*given)))
-    monkeypatch.setattr(engine.target.network, "logits", lambda hidden: (order.append("logits"), logits(hidden))[1])
+
+    def recorded(name: str, function: Any) -> Any:
+        def call(*given: Any) -> Any:
+            order.append(name)
+            return function(*given)
+
+        return call
+
+    monkeypatch.setattr(engine.drafter, "learn", recorded("drafter", engine.drafter.learn))
+    monkeypatch.setattr(engine.target.network, "logits", recorded("logits", engine.target.network.logits))
     engine.prefill(0, np.arange(40), rows="last", taps=True)
     assert order == ["drafter", "logits"]
 
