@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,17 +138,16 @@ def test_the_drafter_takes_in_a_prompt_before_the_host_waits(
     engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     order: list[str] = []
-    absorb, logits = engine.drafter.learn, engine.target.network.logits
 
-    def noted(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*given: Any) -> Any:
+    def recorded(name: str, function: Any) -> Any:
+        def call(*given: Any) -> Any:
             order.append(name)
-            return work(*given)
+            return function(*given)
 
-        return run
+        return call
 
-    monkeypatch.setattr(engine.drafter, "learn", noted("drafter", absorb))
-    monkeypatch.setattr(engine.target.network, "logits", noted("logits", logits))
+    monkeypatch.setattr(engine.drafter, "learn", recorded("drafter", engine.drafter.learn))
+    monkeypatch.setattr(engine.target.network, "logits", recorded("logits", engine.target.network.logits))
     engine.prefill(0, np.arange(40), rows="last", taps=True)
     assert order == ["drafter", "logits"]
 
