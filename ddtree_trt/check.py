@@ -2,7 +2,7 @@
 
 Greedy: every method gives the tokens of `ar`; where one differs, the target's logits of both tokens must be closer than
 the precision rounds. Distribution: every sampled token's place in the target's own distribution is uniform. Golden τ:
-the mean acceptance length lies where the pair's does.
+the mean acceptance length is within the pair's range.
 """
 
 from __future__ import annotations

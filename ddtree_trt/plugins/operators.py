@@ -1,6 +1,6 @@
 """The torch operators of `libddtree_torch.so`: names and schemas, as `cpp_plugins/torch/ops.cpp` registers them.
 
-They lie in the namespace `torch.ops.ddtree`. Letters in brackets name the tensors an operator writes to.
+Their namespace is `torch.ops.ddtree`. Letters in brackets name the tensors an operator writes to.
 """
 
 from __future__ import annotations

@@ -107,7 +107,7 @@ def _find_source(source: str) -> tuple[str, dict[str, Any]]:
 
 
 def mask_token_id(target: Target, wanted: str | None) -> int:
-    """The id that stands for a token to draft: `wanted` by text or number, else the first row past the tokenizer's."""
+    """The id of the mask token: `wanted` by text or number, else the first row past the tokenizer's."""
     tokenizer, rows = target.tokenizer, len(target.embedding)
     if wanted is None:
         if len(tokenizer) >= rows:

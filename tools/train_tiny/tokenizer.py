@@ -27,7 +27,7 @@ TRAINED_ON = 40_000
 
 
 def request_text(request: str, first: bool) -> str:
-    """What stands before an answer; the first turn has no line break left over from a turn before."""
+    """The text before an answer; the first turn has no line break left over from a turn before."""
     return f"{'' if first else chr(10)}<|im_start|>user\n{request}<|im_end|>\n<|im_start|>assistant\n"
 
 

@@ -31,8 +31,8 @@ class _ForcedRound(DeviceRound):
         super().__init__(*given, **options)
         self._accepted = accepted
         slots, length, width = self.candidates.shape
-        # Whether a token id is a candidate of a position [slots, L, K + 2]: of ids 0 … K, at least one of which is
-        # none; all larger ids share the last column.
+        # Whether a token id is a candidate of a position [slots, L, K + 2]: ids 0 … K, at least one of which is none;
+        # all larger ids share the last column.
         self._taken = self.candidates.new_zeros((slots, length, width + 2)).bool()
 
     def choose(self, logits: Tensor) -> Tensor:
