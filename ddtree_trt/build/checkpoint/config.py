@@ -47,7 +47,7 @@ def read_config(directory: Path) -> ModelConfig:
     refuse_others(fields, family, is_dflash=is_dflash)
     quantization = read_quantization(directory, fields.data)
     dims = _transformer_dims(fields, family)
-    _check_layer_types(fields, dims.num_layers)
+    _check_layer_types(fields, family, dims.num_layers)
     if is_dflash:
         dims = _drafter_dims(fields, dims)
     return ModelConfig(
@@ -94,23 +94,26 @@ def _family(fields: Fields, *, is_dflash: bool) -> Family:
     return family
 
 
-def _check_layer_types(fields: Fields, layers: int) -> None:
-    """Every layer must attend to the whole sequence; where config.json lists none, by transformers' derivation."""
-    windowed = fields.flag("use_sliding_window", False)
+def _check_layer_types(fields: Fields, family: Family, layers: int) -> None:
+    """Every layer must attend to the whole sequence. Windows of layers that config.json does not list are those that
+    transformers derives."""
+    switch = "sliding_window" if family.windowed else "use_sliding_window"
+    windowed = family.windowed or fields.flag("use_sliding_window", False)
     # 0 is written for none where none is used.
     within = Between(1 if windowed else 0, _LONGEST_WINDOW)
     no_window = fields.optional("sliding_window", Annotated[int, within]) is None and "sliding_window" in fields.data
     first = fields.integer("max_window_layers", Between(0, bounds.LAYERS.highest), 28)
     kinds = fields.optional("layer_types", list[str])
-    if kinds is None:
-        kinds = ["sliding_attention"] if windowed and not no_window and first < layers else []
-    elif len(kinds) != layers:
+    if kinds is not None and len(kinds) != layers:
         raise fields.fault("layer_types", f"has {len(kinds)} entries for num_hidden_layers {layers}")
-    for kind in kinds:
+    for kind in kinds or ():
         if kind != "full_attention":
             raise fields.fault(
                 "layer_types", f"is {shown(kind)}, which is not implemented: every layer must be 'full_attention'"
             )
+    if windowed and not no_window and (family.windowed or (kinds is None and first < layers)):
+        found = f"is {shown(fields.data[switch])}" if fields.has(switch) else "is left out, which means a window"
+        raise fields.fault(switch, f"{found}: layers with 'sliding_attention' are not implemented")
 
 
 def _rope_theta(fields: Fields) -> float | None:

@@ -1,8 +1,9 @@
 """Which fields of a config.json are understood; every other one is refused by its name.
 
 Three kinds: fields that `config` reads, bookkeeping that no number of the model depends on, and fields of which one
-value is implemented, the one that changes nothing. A field that is null is not set. Names are those of transformers'
-the families' configurations, their base class through all versions, and of the DFlash-like drafters people publish.
+value is implemented, the one that changes nothing. A field that is null is not set. Names are those
+of the families' configurations in transformers and of their base class through all versions, and of the DFlash-like
+drafters people publish.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _BOOKKEEPING = frozenset(
     """_name_or_path name_or_path _commit_hash attn_implementation _flash_attn_2_enabled
     _attn_implementation _attn_implementation_internal _attn_implementation_autoset
     _experts_implementation auto_map transformers_version transformers_weights torch_dtype dtype model_name
-    unsloth_fixed unsloth_version transformers.js_config pretraining_tp use_cache use_bfloat16
+    unsloth_fixed unsloth_version is_llama_config transformers.js_config pretraining_tp use_cache use_bfloat16
     initializer_range attention_dropout hidden_dropout resid_dropout embd_dropout dropout
     bos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id
     tokenizer_class model_max_length prefix num_labels id2label label2id problem_type finetuning_task
@@ -49,6 +50,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "partial_rotary_factor": (1,),
     "rope_interleave": (False,),
+    "rope_interleaved": (False,),
     "pruned_heads": ({},),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),

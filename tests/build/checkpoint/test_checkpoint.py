@@ -148,7 +148,7 @@ def test_tied_weights_stored_twice_and_buffers_are_no_mismatch(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "llama"}, "model_type is 'llama'"),
+        ({"model_type": "gemma"}, "model_type is 'gemma', only dense Qwen3, Llama, Mistral and dense Qwen2 models"),
         ({"model_type": "qwen3_moe"}, "mixture-of-experts"),
         ({"num_experts": 8}, "mixture-of-experts"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
