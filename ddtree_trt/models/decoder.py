@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from ddtree_trt.models.rope_scaling import ROPE_BASE, RopeScaling
 from ddtree_trt.reading import Between
 
 # Far above any use, far below what hangs or overflows. Checkpoints and manifests are both read by these bounds.
 VOCABULARY, WIDTH, LAYERS, HEADS, HEAD_DIM = (Between(1, n) for n in (1 << 24, 1 << 20, 1000, 4096, 4096))
-EPSILON, ROPE_BASE = Between(1e-30, 0.1), Between(1, 1e15)  # float32 holds both ends
+EPSILON = Between(1e-30, 0.1)  # float32 holds both ends
 POSITIONS = Between(2, 1 << 27)  # one for a prompt, one for what follows it
 TOKEN = Between(0, (1 << 24) - 1)
 
@@ -30,7 +31,8 @@ BIAS = ".bias"  # behind the name of what adds it
 
 @dataclass(frozen=True)
 class TransformerDims:
-    """Shape of a decoder-only transformer. Fields with a default are the switches families differ in."""
+    """Shape of a decoder-only transformer. Fields with a default are what families and
+    checkpoints differ in beyond sizes."""
 
     vocab_size: Annotated[int, VOCABULARY]  # V
     hidden_size: Annotated[int, WIDTH]  # H
@@ -44,6 +46,7 @@ class TransformerDims:
     max_positions: Annotated[int, POSITIONS]  # positions the rotary embedding was made for
     qk_norm: bool = field(default=True, kw_only=True)  # every head of queries and keys is normed
     qkv_bias: bool = field(default=False, kw_only=True)  # the projections of queries, keys and values add a bias
+    rope_scaling: RopeScaling | None = field(default=None, kw_only=True)  # None for plain rotary embedding
 
     @property
     def table(self) -> tuple[int, int]:

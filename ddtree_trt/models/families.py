@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.rope_scaling import scaling_entries
 
 # Field of `TransformerDims` → its name in every family's config.json.
 CONFIG_NAMES: Mapping[str, str] = {
@@ -57,7 +58,8 @@ class Family:
         """What config.json says of a network of the family, whatever it is used as."""
         sizes = {name: getattr(dims, field) for field, name in CONFIG_NAMES.items()}
         plain = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "sliding_window": None}
-        return {"model_type": self.model_type, **sizes, **plain}
+        scaling = {"rope_scaling": scaling_entries(dims.rope_scaling)} if dims.rope_scaling else {}
+        return {"model_type": self.model_type, **sizes, **plain, **scaling}
 
 
 QWEN3 = Family(

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import BY_SWITCHES, TARGET_DIMS, edit_json, make_drafter, make_pair, make_target, write_safetensors
+from checkpoints import (
+    BY_SWITCHES,
+    SCALINGS,
+    TARGET_DIMS,
+    edit_json,
+    make_drafter,
+    make_pair,
+    make_target,
+    write_safetensors,
+)
 from safetensors.numpy import load_file
 
 import ddtree_trt
@@ -144,11 +153,29 @@ def test_manifests_written_before_the_switches(tmp_path: Path) -> None:
     manifest = build(tmp_path, QWEN3)
     body = json.loads((tmp_path / "engine" / MANIFEST).read_text())
     for dims in ("target_dims", "drafter_dims"):
-        for name in QWEN3.switches:
+        for name in (*QWEN3.switches, "rope_scaling"):
             del body[dims][name]
     assert parse_manifest(json.dumps(body), "m") == manifest
     body["target_dims"]["qk_norm"] = 1
     with pytest.raises(ArtifactError, match=r"target_dims\.qk_norm must be true or false, found 1"):
+        parse_manifest(json.dumps(body), "m")
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_an_engine_carries_the_scalings_of_both_networks(name: str, tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", rope_scaling=SCALINGS[name])
+    drafter = make_drafter(tmp_path / "drafter", rope_scaling=SCALINGS["yarn"])
+    compile_engine(BuildRequest(target="mine", checkpoint=target, drafter=drafter, output=tmp_path / "engine"))
+    loaded = load_manifest(tmp_path / "engine")
+    assert (loaded.target_dims.rope_scaling, loaded.drafter_dims.rope_scaling) == (SCALINGS[name], SCALINGS["yarn"])
+    body = json.loads((tmp_path / "engine" / MANIFEST).read_text())
+    body["drafter_dims"]["rope_scaling"]["beta_slow"] = 5.0
+    with pytest.raises(ArtifactError, match=r"drafter_dims\.rope_scaling: beta_fast 4 is below beta_slow 5"):
+        parse_manifest(json.dumps(body), "m")
+    body["drafter_dims"]["rope_scaling"]["rope_type"] = "longrope"
+    with pytest.raises(
+        ArtifactError, match=r"rope_scaling\.rope_type must be 'linear' or 'llama3' or 'yarn', found 'lo"
+    ):
         parse_manifest(json.dumps(body), "m")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import BY_SWITCHES, TARGET_DIMS, make_drafter, make_target
+from checkpoints import BY_SWITCHES, SCALINGS, TARGET_DIMS, make_drafter, make_target
 from dflash_truth import DFlash, refuse_to_draw
 from engine_builds import CAUSAL, INSTALLED, PACKAGED, build_engine, build_torch_engine
 from numerics import Measured, Truth, assert_close, path_to, random_tree
@@ -25,6 +25,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "block-8": {"block_size": 8, "num_heads": 8, "num_kv_heads": 1, "intermediate_size": 40, "rope_theta": 1e6},
     "block-16": {"block_size": 16, "tap_layers": (0, 1, 2), "num_layers": 3, "head_dim": 32, "rms_norm_eps": 1e-5},
     **{name: {"family": family} for name, family in BY_SWITCHES.items()},  # its layers; the target's are Qwen3's
+    **{f"rope-{name}": {"rope_scaling": scaling} for name, scaling in SCALINGS.items()},
 }
 
 

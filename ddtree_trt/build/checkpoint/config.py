@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 from ddtree_trt.build.checkpoint.config_fields import refuse_others
 from ddtree_trt.build.checkpoint.quantization import Quantization, read_quantization
+from ddtree_trt.build.checkpoint.rope import positions_with, read_scaling, read_theta
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models import decoder as bounds
 from ddtree_trt.models.decoder import TransformerDims
@@ -116,23 +117,11 @@ def _check_layer_types(fields: Fields, family: Family, layers: int) -> None:
         raise fields.fault(switch, f"{found}: layers with 'sliding_attention' are not implemented")
 
 
-def _rope_theta(fields: Fields) -> float | None:
-    """The rotary base, from transformers 5's `rope_parameters` or the older `rope_theta` and `rope_scaling`; None where
-    none has it."""
-    places = (fields.section("rope_parameters"), fields.section("rope_scaling"), fields)
-    given = [part for part in places if part.has("rope_theta")]
-    found = {part.place("rope_theta"): part.number("rope_theta", bounds.ROPE_BASE) for part in given}
-    if len(set(found.values())) > 1:
-        values = " and ".join(f"{name} {value:g}" for name, value in found.items())
-        raise fields.source.fault(f"there are two values, {values}: which is it?")
-    return next(iter(found.values()), None)
-
-
 def _transformer_dims(fields: Fields, family: Family) -> TransformerDims:
     defaults = dict(family.defaults)
     if "num_key_value_heads" in fields.data:
         defaults.setdefault("num_key_value_heads", None)  # null means one per query head
-    if (theta := _rope_theta(fields)) is not None:
+    if (theta := read_theta(fields)) is not None:
         defaults["rope_theta"] = theta
     kinds, sizes = get_type_hints(TransformerDims, include_extras=True), {}
     for field, name in CONFIG_NAMES.items():
@@ -148,7 +137,11 @@ def _transformer_dims(fields: Fields, family: Family) -> TransformerDims:
     sizes["head_dim"] = size = sizes["head_dim"] or hidden // heads
     if size % _HEAD_DIM_MULTIPLE:
         raise fields.fault("head_dim", f"is {size}, it must be a multiple of {_HEAD_DIM_MULTIPLE}")
-    return TransformerDims(**sizes, **family.switches)
+    scaling = read_scaling(fields, sizes["rope_theta"], sizes["max_positions"])
+    sizes["max_positions"] = positions = positions_with(scaling, sizes["max_positions"])
+    if positions not in bounds.POSITIONS:
+        raise fields.source.fault(f"its rotary scaling is made for {positions} positions, more than are supported")
+    return TransformerDims(**sizes, **family.switches, rope_scaling=scaling)
 
 
 def _drafter_dims(fields: Fields, dims: TransformerDims) -> DrafterDims:

@@ -90,8 +90,6 @@ _NEUTRAL_OF_SECTION: Mapping[str, tuple[Any, ...]] = {
     "projector_type": (),
     "markov_rank": (0,),
 }
-_READ_OF_ROPE = frozenset(("rope_theta",))
-_NEUTRAL_OF_ROPE = {"rope_type": ("default",), "type": ("default",), "factor": (1,), "partial_rotary_factor": (1,)}
 
 
 def refuse_others(fields: Fields, family: Family, *, is_dflash: bool) -> None:
@@ -100,15 +98,15 @@ def refuse_others(fields: Fields, family: Family, *, is_dflash: bool) -> None:
     vocabulary = dict.fromkeys(("draft_vocab_size", "target_vocab_size"), (fields.data.get("vocab_size"),))
     own = {**_NEUTRAL_OF_DFLASH, **vocabulary} if is_dflash else _NEUTRAL_OF_LANGUAGE_MODELS
     read = _READ | _READ_OF_DFLASH if is_dflash else _READ
-    _refuse(fields, read | _BOOKKEEPING, {**_NEUTRAL, **family.neutral, **own})
-    for name in ("rope_parameters", "rope_scaling"):
-        _refuse(fields.section(name), _READ_OF_ROPE, _NEUTRAL_OF_ROPE)
+    refuse_unknown(fields, read | _BOOKKEEPING, {**_NEUTRAL, **family.neutral, **own})
     if is_dflash:
         neutral = {**_NEUTRAL_OF_SECTION, **vocabulary, "num_target_layers": (fields.data.get("num_target_layers"),)}
-        _refuse(fields.section(dflash.SECTION), _READ_OF_SECTION | _BOOKKEEPING_OF_SECTION, neutral)
+        refuse_unknown(fields.section(dflash.SECTION), _READ_OF_SECTION | _BOOKKEEPING_OF_SECTION, neutral)
 
 
-def _refuse(fields: Fields, known: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+def refuse_unknown(fields: Fields, known: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises the fields' error for the first entry of one object that is neither known nor one of the values that
+    `neutral` allows it."""
     given = {name: value for name, value in fields.data.items() if name not in known and value is not None}
     # Known ones first, in the table's order: they say more than what comes with them.
     for name in neutral:

@@ -41,8 +41,8 @@ class _Network:
     ) -> None:
         self.g, self.dims, self.weights, self.prefix, self.quantized = graph, dims, weights, prefix, quantized
         self.layers, self.body = decoder_layers(dims, body), body
-        rotary, half = (dims.head_dim, dims.rope_theta, limits.cache_rows), dims.head_dim // 2
-        key = f"{prefix}rotary.{half}.{dims.rope_theta:g}"
+        key = f"{prefix}rotary.{dims.head_dim // 2}.{dims.rope_theta:g}"
+        rotary = dims.head_dim, dims.rope_theta, limits.cache_rows, dims.rope_scaling
         cos = graph.weight(f"{key}.cos", lambda: rotary_tables(*rotary)[0], "float32")
         sin = graph.weight(f"{key}.sin", lambda: rotary_tables(*rotary)[1], "float32")
         self.rotary = (cos, sin)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
-from checkpoints import BY_SWITCHES, make_drafter, make_target
+from checkpoints import BY_SWITCHES, SCALINGS, make_drafter, make_target
 from engine_builds import PACKAGED, build_engine
 from lowered import LoweredPair, attention_body
 from numerics import TOLERANCE, Array, path_to, random_tree
@@ -31,6 +31,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "untied": {"tied": False, "head_dim": 64, "num_heads": 4, "num_kv_heads": 1},
     "one-layer": {"num_layers": 1, "head_dim": 128, "num_heads": 2, "num_kv_heads": 2, "rope_theta": 1e6},
     "wide": {"head_dim": 64, "num_heads": 6, "num_kv_heads": 2, "rms_norm_eps": 1e-5, "hidden_size": 48},
+    "rope-yarn": {"head_dim": 64, "rope_scaling": SCALINGS["yarn"]},
     **{name: {"head_dim": 64, "family": family} for name, family in BY_SWITCHES.items()},
 }
 TOLERANCES = {"float32": TOLERANCE, "float16": 1e-2}

@@ -22,6 +22,7 @@ from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.families import LLAMA, QWEN2, QWEN3, Family
 from ddtree_trt.models.pairs import checkpoint_shapes
+from ddtree_trt.models.rope_scaling import RopeScaling
 
 TARGET_DIMS = TransformerDims(
     vocab_size=96,
@@ -37,6 +38,11 @@ TARGET_DIMS = TransformerDims(
 )
 DRAFTER_EXTRA = {"block_size": 4, "mask_token_id": 95, "tap_layers": (0, 2), "num_target_layers": 3}
 STOP_TOKEN = 1
+SCALINGS = {  # of rotary embedding, at sizes that change every frequency of a small network differently
+    "linear": RopeScaling("linear", 3.0),
+    "llama3": RopeScaling("llama3", 8.0, 48, low_freq_factor=1.0, high_freq_factor=4.0),
+    "yarn": RopeScaling("yarn", 4.0, 64, beta_fast=4.0, attention_factor=1.2),
+}
 BY_SWITCHES = {"llama": LLAMA, "qwen2": QWEN2}  # beside Qwen3's, one family for every set of switches
 _LOGIT_STD = 3.0
 _STORED = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
