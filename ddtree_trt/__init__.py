@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_MODULES = {  # name → its module in `runtime`
     "LLM": "llm",
     "AsyncLLM": "async_llm",
     "SamplingParams": "params",
@@ -29,8 +29,8 @@ __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingPara
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'ddtree_trt' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"ddtree_trt.runtime.{_HOMES[name]}"), name)
+    return getattr(import_module(f"ddtree_trt.runtime.{_MODULES[name]}"), name)

@@ -1,11 +1,11 @@
-"""The command line's first lines, of `ddtree-trt` and of `python -m ddtree_trt`. Not to be imported by anything else:
-from here on Ctrl-C ends the process."""
+"""Entry point of `ddtree-trt` and of `python -m ddtree_trt`. Not to be imported by anything else: from here on Ctrl-C
+ends the process."""
 
 from __future__ import annotations
 
 from ddtree_trt import interrupts
 
-interrupts.end_at_once()  # here and not in `main`: the console script has a line in between that takes its time
+interrupts.end_at_once()  # here and not in `main`: the console script does slow work between import and call
 
 
 def main() -> None:

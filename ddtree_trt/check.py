@@ -1,4 +1,4 @@
-"""Is an engine lossless up to its rounding, and is its drafter wired right? The checks behind `ddtree-trt check`.
+"""Checks of `ddtree-trt check`: whether an engine is lossless up to its rounding, and its drafter wired right.
 
 Greedy: every method gives the tokens of `ar`; where one differs, the target's logits of both tokens must be closer than
 the precision rounds. Distribution: every sampled token's place in the target's own distribution is uniform. Golden τ:
@@ -68,8 +68,8 @@ def _encode(session: Session, prompts: Sequence[BenchPrompt], settings: CheckSet
 
 
 def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
-    """Every method the engine can do, `ar` first; trees at those of the budgets the engine takes, and once on the
-    device."""
+    """Every method the engine can do, `ar` first; trees at each of the budgets within the engine's limit, and once on
+    the device."""
     allowed = [b for b in budgets if b == "auto" or b <= manifest.limits.max_tree_budget]
     cases = []
     for method in METHODS.values():
@@ -82,7 +82,7 @@ def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
 
 
 def _generate(session: Session, prompt: list[int], case: Case, params: SamplingParams) -> RequestOutput:
-    """A request decoded as the case says, whatever `auto` would choose here."""
+    """The output of a request decoded on the device or the host as the case says, whatever `auto` would choose."""
     return session.generate(prompt, params, device_rounds="on" if case.device else "off")[0]
 
 
@@ -160,7 +160,7 @@ def target_logits(session: Session, prompt: list[int], output: Sequence[int]) ->
 def _check_distribution(
     session: Session, prompts: dict[str, list[int]], settings: CheckSettings, progress: Progress
 ) -> tuple[DistributionFinding, ...]:
-    """Every case draws with seeds of its own, so that the cases are independent evidence, at each of TEMPERATURES."""
+    """A finding per case. Every case draws with seeds of its own, at each of TEMPERATURES: cases are independent."""
     cases = engine_cases(session.manifest, SAMPLED_BUDGETS)
     chosen = list(prompts.values())[: settings.sampled_prompts]
     findings = []
@@ -197,7 +197,7 @@ def _check_tau(
 
 
 def _alternatives(session: Session, directory: Path, case: Case, settings: CheckSettings) -> dict[str, float]:
-    """τ of a few prompts with thinking switched on and off, and without the chat template: which one mends it?"""
+    """τ of a few prompts by prompt format: with thinking switched on, switched off, and without the chat template."""
     prompts = load_prompts(settings.prompts, HINT_PROMPTS)
     formats: dict[str, Any] = {
         "thinking off": {"enable_thinking": False},

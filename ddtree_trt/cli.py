@@ -27,7 +27,7 @@ from ddtree_trt.terminal import printing as terminal
 
 
 class Commands(TyperGroup):
-    """The command group; turns every exception into one line on stderr and an exit code."""
+    """The command group; it reports every exception in one line on stderr and by an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""What this machine has, and what each part of it enables. Nothing heavy is imported to find out."""
+"""Diagnosis of this machine: what is installed, and what each part enables. Imports nothing that is slow to load."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ _PACKAGES = (
     *("numpy", "onnx", "onnxruntime", "onnxruntime-gpu", "safetensors", "transformers", "tokenizers"),
     *("huggingface_hub", "typer", "rich", "torch", "tensorrt", "cuda-python", "tritonclient"),
 )
-# One of these is enough: the name under which TensorRT comes depends on the CUDA release.
+# One of these is enough: the name of TensorRT's package depends on the CUDA release.
 _TENSORRT = ("tensorrt", "tensorrt_cu13", "tensorrt_cu13_bindings", "tensorrt_cu12", "tensorrt_cu12_bindings")
 _CUDA_PYTHON = ("cuda-python", "cuda-bindings")
 
 _FLASH = ("flash-attn",)
 _FLASH_TIMEOUT_S = 60
-# The kernels carry CUDA's runtime inside, whatever CUDA the torch beside them was built for.
+# The kernels link CUDA's runtime statically, whatever CUDA the installed torch was built for.
 KERNELS_CUDA, KERNELS_DRIVER = 13, 580
 
 
 @dataclass(frozen=True)
 class Check:
-    """One part of the installation: is it there, what was seen of it, and what having it is for."""
+    """One part of the installation: whether it was found, its version or place, and what it is for."""
 
     name: str
     found: bool
@@ -59,7 +59,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Look at this machine. Never raises for something that is missing or broken: that is a finding."""
+    """The diagnosis of this machine. What is missing or broken is a finding; nothing is raised for it."""
     cpu, gpus = read_cpu(), find_gpus()
     return Diagnosis(
         version=__version__,
@@ -142,12 +142,12 @@ def _check_flash() -> Check:
     try:
         command = isolated("from flash_attn import flash_attn_with_kvcache")
         run = subprocess.run(command, capture_output=True, text=True, timeout=_FLASH_TIMEOUT_S)
-        status, words = run.returncode, run.stderr.strip().splitlines()
+        status, errors = run.returncode, run.stderr.strip().splitlines()
     except (EngineError, OSError, subprocess.SubprocessError) as error:
-        status, words = 1, [str(error)]
+        status, errors = 1, [str(error)]
     detail = _listing(found)
     if status:
-        detail += f", which cannot be imported ({words[-1] if words else f'exit status {status}'}): it is left out"
+        detail += f", which cannot be imported ({errors[-1] if errors else f'exit status {status}'}): it is left out"
     return Check("flash-attn", not status, detail, use)
 
 
@@ -161,7 +161,7 @@ def _check_plugins() -> tuple[Check, ...]:
 
 
 def _check_library(path: Path, use: str) -> Check:
-    """A native library counts as found when it is of this version's ABI."""
+    """The check of a native library, which counts as found when its ABI is this version's."""
     abi = library.abi_of(path) if path.is_file() and path.stat().st_size else None
     detail = f"{path}, plugin ABI {abi}" if path.is_file() else f"not built; {library.BUILD_HINT}"
     if path.is_file() and abi != ABI:
@@ -176,10 +176,10 @@ def _check_engine(gpus: tuple[Gpu, ...]) -> tuple[Check, ...]:
         plan = plan_manifest(load_manifest(directory))
     except ArtifactError:
         return ()
-    there = available_bytes(plan.place, gpus)
-    found = f"{there / 1e9:.1f} GB are there" if there else "no GPU whose memory is known"
+    available = available_bytes(plan.place, gpus)
+    found = f"{available / 1e9:.1f} GB are there" if available else "no GPU whose memory is known"
     detail = f"{directory} takes about {plan.total_bytes / 1e9:.2f} GB on the {plan.place}; {found}"
-    fits = there is not None and plan.total_bytes <= there
+    fits = available is not None and plan.total_bytes <= available
     return (Check("newest engine", fits, detail, "ddtree-trt run without naming an engine"),)
 
 

@@ -45,8 +45,8 @@ class MissingDependency(DDTreeError):
 
 
 class Shown(reprlib.Repr):
-    """Values in messages: `reprlib` without the parts that take as long as the value is large, or fail (it writes an
-    integer out, and sorts what has no order)."""
+    """Values in messages: `reprlib` without the parts whose time grows with the value, or which can fail (it writes
+    whole integers, and sorts values that have no order)."""
 
     def __init__(self, longest: int = SHOWN_CHARACTERS) -> None:
         super().__init__()
@@ -90,11 +90,11 @@ def install_with(extra: str = "") -> str:
     return f"run in a checkout of ddtree-trt: pip install {target}"
 
 
-MAX_COUNT = 1 << 20  # of things that cost memory or time each: far above any use, so what is larger is a slip
+MAX_COUNT = 1 << 20  # of things that each cost memory or time: far above any use, so a larger number is a mistake
 MAX_THREADS = 1024
 
 
 def check_range(name: str, value: float, lowest: float, highest: float) -> None:
-    """Raises UsageError where the number is below `lowest` or above `highest`, or is none."""
+    """Raises UsageError where `value` is below `lowest`, above `highest`, or not a number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
         raise UsageError(f"{name} must be from {lowest} to {highest}, not {shown(value)}")

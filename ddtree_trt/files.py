@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Writing files whole or not at all."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 
 def temporary_sibling(path: Path) -> Path:
-    """A new hidden name beside `path` that says which process it belongs to: `.NAME.tmp-PID-RANDOM`."""
+    """A new hidden name in the directory of `path`, with the process id: `.NAME.tmp-PID-RANDOM`."""
     return path.with_name(f".{path.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file in UTF-8, with the permissions that the umask leaves, in place of what was there.
+    """Write a text file in UTF-8, with the permissions of the umask; it replaces an existing one.
 
-    Raises OSError; then what was there is as it was, and no temporary file stays behind.
+    Raises OSError; then an existing file is unchanged, and no temporary file is left.
     """
     temporary = temporary_sibling(path)
     try:

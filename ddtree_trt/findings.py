@@ -1,4 +1,4 @@
-"""What the checks behind `ddtree-trt check` find of an engine, and how it is printed."""
+"""Findings of `ddtree-trt check`, and their text."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CAUSES = (
 
 @dataclass(frozen=True)
 class Difference:
-    """Where a method's greedy output parts from that of `ar`."""
+    """The first token at which a method's greedy output differs from that of `ar`."""
 
     prompt: str
     position: int  # output token, from 0
     expected: int | None  # token of `ar`; None when it had ended
     found: int | None
     gap: float | None  # logits: the target's best minus the worse of the two; None when one output had ended
-    rounding: float  # what the precision may move a logit of this row by
+    rounding: float  # largest change of a logit of this row that the precision explains
 
     @property
     def explained(self) -> bool:
@@ -35,6 +35,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class GreedyFinding:
+    """A case's greedy outputs beside those of `ar`."""
+
     case: str
     prompts: int
     differences: tuple[Difference, ...]
@@ -48,6 +50,8 @@ class GreedyFinding:
 
 @dataclass(frozen=True)
 class DistributionFinding:
+    """Whether a case's sampled tokens follow the target's distribution."""
+
     case: str
     test: UniformityTest
 
@@ -75,6 +79,8 @@ class TauFinding:
 
 @dataclass(frozen=True)
 class CheckReport:
+    """Everything `ddtree-trt check` prints."""
+
     engine: str
     precision: str
     prompts: int

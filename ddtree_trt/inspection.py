@@ -1,4 +1,4 @@
-"""What an engine directory holds, gathered for people (`ddtree-trt inspect`) and for programs (`--json`)."""
+"""The report on an engine directory that `ddtree-trt inspect` prints, as text or with `--json`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ from ddtree_trt.runtime.decoding.routing import engine_host_reason
 
 @dataclass(frozen=True)
 class EngineReport:
+    """What an engine is, takes and can do."""
+
     directory: str
     manifest: Manifest
     memory: MemoryPlan
-    problem: str | None  # why it cannot run on this machine, as far as that can be told without loading it
+    problem: str | None  # why it cannot run on this machine, as far as that is known without loading it
     total_bytes: int  # on disk
     has_profile: bool
     no_device_rounds: str | None  # why no request's rounds can stay on the device; None: those of fixed budgets can

@@ -1,7 +1,7 @@
 """Ctrl-C on the command line: exit code 130 without a word, whenever it comes.
 
 While the program starts and ends there is nothing to clean up, and the process ends at once. In between, while a
-command works, KeyboardInterrupt is raised, so that what was begun can be taken back.
+command works, KeyboardInterrupt is raised, so that unfinished work can be undone.
 
 Imports nothing that takes time to load: until the first handler is set, Ctrl-C is a traceback of Python's own.
 """
@@ -15,9 +15,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from types import FrameType
 
-EXIT_CODE = 130  # what shells say of a command that SIGINT ended
+EXIT_CODE = 130  # as shells report a command that SIGINT ended
 _RETRY_S = 0.02
-_waiting = False  # for an import to end
+_waiting_for_import = False
 _raised = False
 
 
@@ -39,12 +39,12 @@ def end_work() -> None:
     if signal.getsignal(signal.SIGINT) is _raise:
         signal.signal(signal.SIGINT, _end)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        if _waiting:
+        if _waiting_for_import:
             os._exit(EXIT_CODE)
 
 
 def happened() -> bool:
-    """Whether KeyboardInterrupt has been raised here: an error that follows may be what a library made of it."""
+    """Whether KeyboardInterrupt has been raised here: a library may have converted it to another error that follows."""
     return _raised
 
 
@@ -53,20 +53,20 @@ def _end(number: int, frame: FrameType | None) -> None:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    """KeyboardInterrupt, but not within an import: extension modules turn it into other errors, print it or crash. Then
-    it is raised once the import is done; a second Ctrl-C ends the process."""
-    global _waiting, _raised
-    if _waiting and number == signal.SIGINT:
+    """Raise KeyboardInterrupt; during an import only when it is done, because extension modules convert the exception
+    to another, print it or crash. A second Ctrl-C ends the process."""
+    global _waiting_for_import, _raised
+    if _waiting_for_import and number == signal.SIGINT:
         os._exit(EXIT_CODE)
-    _waiting = _imports(frame)
-    if not _waiting:
+    _waiting_for_import = _is_importing(frame)
+    if not _waiting_for_import:
         _raised = True
         raise KeyboardInterrupt
     signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
 
 
-def _imports(frame: FrameType | None) -> bool:
-    """Whether a module is being imported."""
+def _is_importing(frame: FrameType | None) -> bool:
+    """Whether a module is being imported in this frame or an outer one."""
     while frame is not None and not frame.f_code.co_filename.startswith("<frozen importlib"):
         frame = frame.f_back
     return frame is not None

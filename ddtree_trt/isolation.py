@@ -1,4 +1,4 @@
-"""Python processes that find the packages of this one, and nothing of the directory or variables they start in."""
+"""Commands for Python processes that use this process's packages, and nothing of their directory or variables."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Reading JSON that somebody else wrote: bounded, typed, and every complaint one line that names file and field.
+"""Reading JSON that somebody else wrote: bounded, typed, and every error one line that names file and field.
 
-`parse_json` accepts what JSON defines and nothing beside it. `read_value` reads one value as a type hint says:
+`parse_json` accepts what JSON defines and nothing else. `read_value` reads one value as a type hint says:
 `int`, `float`, `str`, `bool`, `X | None`, `Literal`, lists, tuples, dictionaries, frozen dataclasses, and `Annotated`
 with a `Between` or a `Pattern`. `read_record` reads a dataclass by its own hints, `Fields` single entries of an object.
 """
@@ -24,15 +24,15 @@ from ddtree_trt.errors import DDTreeError, Shown
 
 MAX_JSON_BYTES = 4 << 20  # of a configuration or manifest; real ones have some kilobytes
 MAX_NESTING = 64  # levels of objects and lists; real files have less than ten
-_ECHO = 120  # characters of a foreign value in one complaint
+_SHOWN_CHARACTERS = 120  # of a foreign value in one message
 _T = TypeVar("_T")
 
 
 class _ShownJson(Shown):
-    """JSON's own words for what it has words for."""
+    """Values as JSON writes them: true, false, null."""
 
     def __init__(self) -> None:
-        super().__init__(_ECHO)
+        super().__init__(_SHOWN_CHARACTERS)
         self.maxlevel, self.maxlist, self.maxdict, self.maxtuple = 2, 6, 4, 6
         self.maxstring = self.maxlong = self.maxother = 60
 
@@ -47,13 +47,13 @@ shown = _ShownJson()  # a JSON value for a message, control characters escaped
 
 
 def printable(text: str) -> str:
-    """The text with everything escaped that is no letter, mark or plain space: it can neither move a terminal's cursor
+    """The text with every unprintable character escaped, line ends included: it can neither move a terminal's cursor
     nor begin a new line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
 def _cut(text: str) -> str:
-    return text if len(text) <= _ECHO else f"{text[:_ECHO]}…"
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Between:
 
 @dataclass(frozen=True)
 class Pattern:
-    """What a text must match as a whole."""
+    """A regular expression that must match a whole text."""
 
     expression: str
     meaning: str  # for the message
@@ -87,14 +87,14 @@ class Source:
     advice: str  # what to do about a fault
 
     def fault(self, problem: str) -> DDTreeError:
-        """`problem` is a whole sentence, or begins with the name of a field."""
+        """The error for a problem, which is a whole sentence or begins with the name of a field."""
         return self.error(f"{self.where}: {printable(problem)}; {self.advice}")
 
 
 def read_json(path: Path, source: Source, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
     """The content of a JSON file in UTF-8 of at most `max_bytes`. Raises the source's error."""
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
+        with open(path, "rb", opener=_open_without_blocking) as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise source.fault("it is not a regular file")
             data = file.read(max_bytes + 1)
@@ -105,8 +105,8 @@ def read_json(path: Path, source: Source, *, max_bytes: int = MAX_JSON_BYTES) ->
     return parse_json(data, source)
 
 
-def _open_at_once(path: str, flags: int) -> int:
-    """Opening a pipe would wait for somebody to write into it."""
+def _open_without_blocking(path: str, flags: int) -> int:
+    """Open without blocking: opening a pipe would wait for its writer."""
     return os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY)
 
 
@@ -124,7 +124,7 @@ def parse_json(data: bytes | str, source: Source, max_nesting: int = MAX_NESTING
     too_deep = f"it is not valid JSON: nested too deeply, at most {max_nesting} levels are read"
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
-        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_twins)
+        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_repeated_names)
     except RecursionError as error:
         raise source.fault(too_deep) from error
     except ValueError as error:  # bytes that are no UTF-8 and integers of more than 4,300 digits, too
@@ -135,7 +135,7 @@ def parse_json(data: bytes | str, source: Source, max_nesting: int = MAX_NESTING
 
 
 def _is_nested_deeper(value: Any, levels: int) -> bool:
-    """Level by level, because a recursion would itself be too deep."""
+    """Whether a value has more levels of objects and lists; without recursion, which would itself be too deep."""
     level = [value]
     for _ in range(levels + 1):
         level = [v for v in level if isinstance(v, dict | list)]
@@ -156,12 +156,12 @@ def _finite(text: str) -> float:
     return value
 
 
-def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _no_repeated_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         seen: set[str] = set()
-        twin = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"{shown(twin)} is there twice")
+        repeated = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"{shown(repeated)} is there twice")
     return found
 
 
@@ -220,7 +220,7 @@ def read_value(kind: Any, value: Any, source: Source, path: str) -> Any:
 
 
 def _read_within(kind: Any, limit: Any, value: Any, source: Source, path: str) -> Any:
-    """A value with a `Between` or a `Pattern`, which the message states together with the type."""
+    """One JSON value of type `kind` within a `Between` or a `Pattern`, which the message states with the type."""
     numeric = isinstance(limit, Between)
     right = type(value) in ((int, float) if kind is float else (kind,))
     if right and (value in limit if numeric else re.fullmatch(limit.expression, value)):
@@ -243,7 +243,7 @@ def _named(kind: Any) -> str:
 
 
 def _join(path: str, name: str) -> str:
-    name = name if name.isidentifier() and len(name) <= _ECHO else shown(name)
+    name = name if name.isidentifier() and len(name) <= _SHOWN_CHARACTERS else shown(name)
     return f"{path}.{name}" if path else name
 
 
@@ -252,8 +252,8 @@ _REQUIRED: Any = object()
 
 @dataclass(frozen=True)
 class Fields:
-    """Typed access to the entries of one JSON object. What is absent or null takes the default, or is a fault
-    without one."""
+    """Typed access to the entries of one JSON object. An entry that is absent or null takes the default, or is a fault
+    where there is none."""
 
     data: dict[str, Any]
     source: Source
@@ -292,9 +292,9 @@ class Fields:
         return Fields(self.optional(name, dict[str, Any]) or {}, self.source, self.place(name))
 
     def has(self, name: str) -> bool:
-        """Whether the entry is there and not null."""
+        """Whether the entry is present and not null."""
         return self.data.get(name) is not None
 
     def fault(self, name: str, problem: str) -> DDTreeError:
-        """The error about one entry; `problem` goes on after its full name."""
+        """The error for one entry; its text is the entry's full name, then `problem`."""
         return self.source.fault(f"{self.place(name)} {problem}")

@@ -1,4 +1,4 @@
-"""Times the native host work of one round, and the same heap in plain Python next to it.
+"""Time the native host work of one round, and the same heap in plain Python for comparison.
 
     python tools/bench_host.py
 
@@ -56,6 +56,7 @@ def heap_in_python(log_probs: np.ndarray, token_ids: np.ndarray, budget: int) ->
 
 
 def median_us(call: Callable[[], object]) -> float:
+    """Median microseconds of a call."""
     call()
     samples_ns: list[int] = []
     until = time.perf_counter() + TIME_PER_CASE_S
@@ -76,7 +77,7 @@ def measure(budget: int) -> list[float]:
     tree_tokens = len(parents)
     bias = np.empty((tree_tokens, PAST + tree_tokens), np.float32)
     choices = np.zeros(tree_tokens, np.int64)
-    node = tree_tokens - 1  # the target agrees with the draft down to the last node added
+    node = tree_tokens - 1  # the target's choices follow the path to the last node added
     while node > 0:
         choices[parents[node]] = picked[node - 1]
         node = parents[node]

@@ -1,9 +1,9 @@
-"""An engine behind Triton beside the same engine without a server: latency per token and throughput, in one run.
+"""Compare an engine behind Triton with the same engine without a server: latency per token and throughput.
 
     make bench-triton          (ENGINE=DIR for another engine than the tiny one)
 
-The ways to ask are interleaved, so that a slow moment of the machine touches all of them, and the median is printed.
-Everything runs on this machine. "processor" is what the client, the server and the model's process used together.
+The clients are interleaved, so that a slow moment of the machine affects all of them, and the median is printed.
+Everything runs on this machine. "processor" is the time of the client, the server and the model's process together.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from tools.triton_server import TritonServer
 
 PROMPTS = Path(__file__).resolve().parents[1] / "ddtree_trt" / "assets" / "tiny" / "prompts.jsonl"
-# The same trees for everyone: automatic budgets follow the machine's mood.
+# A fixed budget gives all clients the same trees; automatic ones depend on measured times.
 SAMPLING: dict[str, Any] = {"ignore_eos": True, "tree_budget": 8}
 Sizes = Iterator[int]  # tokens of each response, as they come
 Ask = Callable[[list[str], int], list["Stream"]]
@@ -43,7 +43,7 @@ Ask = Callable[[list[str], int], list["Stream"]]
 
 @dataclass(frozen=True)
 class Stream:
-    """What one reader saw."""
+    """Times and sizes of one streamed answer."""
 
     first_s: float  # until the first response
     total_s: float
@@ -52,6 +52,7 @@ class Stream:
 
 
 def watch(sizes: Sizes) -> Stream:
+    """Read an answer to its end."""
     started = time.perf_counter()
     first, tokens, responses = 0.0, 0, 0
     for size in sizes:
@@ -61,7 +62,7 @@ def watch(sizes: Sizes) -> Stream:
 
 
 def direct(llm: LLM) -> Ask:
-    """`LLM.stream`, the streams read in turn."""
+    """A client of `LLM.stream` that reads the streams in turn."""
 
     def ask(prompts: list[str], tokens: int) -> list[Stream]:
         started = time.perf_counter()
@@ -86,7 +87,7 @@ def direct(llm: LLM) -> Ask:
 
 
 def at_once(read: Callable[[str, int], Sizes]) -> Ask:
-    """Every stream in a thread of its own."""
+    """A client that reads every stream in a thread of its own."""
 
     def ask(prompts: list[str], tokens: int) -> list[Stream]:
         streams: list[Stream] = []

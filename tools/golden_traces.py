@@ -1,11 +1,11 @@
-"""Record what the published DDTree code does with the tiny pair, as golden traces for our own tests.
+"""Record the output of the published DDTree code on the tiny pair, as golden traces for our own tests.
 
     git clone https://github.com/liranringel/ddtree ../ddtree
     python tools/golden_traces.py --reference ../ddtree
 
 Nothing of the published code is kept here: it is imported from that checkout and runs unchanged on the CPU, in float32
-with PyTorch SDPA. Around it stands only what it takes for granted: a CUDA device to synchronise with, two packages that
-it imports and does not need here, and a cache that can be cropped to a length.
+with PyTorch SDPA. Stand-ins replace only what it requires of its environment: a CUDA device to synchronise with, two
+packages that it imports and does not need here, and a cache that can be cropped to a length.
 
 How the traces count. Prefill yields one token, the first bonus token. A round with acceptance length a commits a tokens
 to the cache, that bonus token first, and yields the next one: 1 + sum(acceptance_lengths) tokens after all rounds. The
@@ -41,7 +41,7 @@ except ImportError as error:
     install = "python -m pip install torch==2.13.0 'transformers>=4.57' jinja2"
     raise SystemExit(f"needs PyTorch and transformers, but: {error}. Install them with: {install}") from error
 
-from ddtree_trt.bench.reference import REPOSITORY, Published, commit_of, import_published, surroundings
+from ddtree_trt.bench.reference import REPOSITORY, Published, adapted_libraries, commit_of, import_published
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.runtime.decoding.methods import DDTREE, DFLASH, METHODS
 
@@ -57,7 +57,7 @@ Record = dict[str, Any]
 
 
 def choose_prompts(path: Path) -> list[Record]:
-    """PROMPTS of the file's lines: shared among its domains, evenly spaced within each."""
+    """PROMPTS of the file's lines, divided among its domains and evenly spaced within each."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     domains = list(dict.fromkeys(row["domain"] for row in rows))
     chosen = []
@@ -89,7 +89,7 @@ class Reference:
         return output[0, len(prompt_ids) :].tolist()
 
     def trace(self, prompt_ids: list[int], method: str, budget: int) -> Record:
-        """One request. The chain's budget is not a choice: it is the L draft positions of a block."""
+        """The record of one request. A chain's budget must be the L draft positions of a block."""
         block = self.drafter.block_size
         tree = METHODS[method].branches
         result = (self.ddtree.ddtree_generate if tree else self.dflash.dflash_generate)(
@@ -111,7 +111,7 @@ class Reference:
 
 
 def record(published: Published, pair: Path, prompts: list[Record]) -> tuple[Record, list[Record]]:
-    """Settings, and a trace for every prompt, method and budget. Adds token ids and greedy output to the prompts."""
+    """(settings, a trace for every prompt, method and budget). Adds token ids and greedy output to the prompts."""
     single, double = (Reference(published, pair, dtype) for dtype in (torch.float32, torch.float64))
     block, eos = single.drafter.block_size, single.tokenizer.eos_token_id
     traces = []
@@ -169,7 +169,7 @@ def main() -> None:
     torch.set_num_threads(1)  # two wait for each other on a busy machine, and take four times as long
     transformers.utils.logging.disable_progress_bar()
     prompts = choose_prompts(args.prompts)
-    with surroundings():
+    with adapted_libraries():
         settings, traces = record(published, args.pair, prompts)
     command = "python tools/golden_traces.py --reference ../ddtree"
     for name, usual in {"pair": PAIR, "prompts": args.pair / "prompts.jsonl", "output": OUTPUT}.items():

@@ -4,7 +4,7 @@
 
 Starts `ddtree-trt serve` on a free loopback port, asks every prompt once alone, then keeps `concurrency` requests under
 way: whole and streamed, greedy and sampled, clients that leave in the middle, and wrong calls. Fails when an answer is
-an error, a greedy one is not the text the prompt got alone, a slot or a waiting place is not given back, the resident
+an error, a greedy one is not the text the prompt got alone, a slot or a waiting place is not released, the resident
 memory grows, or the server does not end with exit code 0 on SIGTERM. Prints the figures as JSON.
 """
 
@@ -39,6 +39,8 @@ KINDS = ("whole", "whole", "streamed", "streamed", "streamed", "sampled", "leavi
 
 @dataclass
 class Report:
+    """Everything a run measured."""
+
     concurrency: int
     seconds: float
     requests: Counter[str] = field(default_factory=Counter)  # finished, by kind
@@ -59,7 +61,7 @@ class Report:
         return statistics.median(rss[quarter : 2 * quarter] or rss), statistics.median(rss[-quarter:])
 
     def failures(self) -> list[str]:
-        """What went wrong, in words; empty when nothing did."""
+        """A sentence for each failure; empty when there was none."""
         found = [f"{len(self.errors)} wrong answers, the first: {self.errors[0]}"] if self.errors else []
         if self.left_running or self.left_waiting:
             found.append(f"{self.left_running:g} slots and {self.left_waiting:g} waiting places were not given back")
@@ -104,12 +106,18 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 
 
 class Load:
+    """Clients that ask a server at random, and check its answers."""
+
     def __init__(self, client: httpx.AsyncClient, report: Report, texts: dict[str, str], end: float, seed: int) -> None:
-        self._client, self._report, self._texts, self._end = client, report, texts, end
-        self._prompts, self._seed = sorted(texts), seed
+        self._client = client
+        self._report = report
+        self._texts = texts
+        self._prompts = sorted(texts)
+        self._end = end
+        self._seed = seed
 
     async def worker(self, number: int) -> None:
-        """Ask one thing after another until the time is over."""
+        """Send one request after another until the time is over."""
         rng = random.Random(self._seed * 1000 + number)
         while time.monotonic() < self._end and sum(self._report.requests.values()) < MAX_REQUESTS:
             kind, prompt = rng.choice(KINDS), rng.choice(self._prompts)
@@ -184,7 +192,7 @@ async def watch(client: httpx.AsyncClient, report: Report, every_s: float) -> No
 
 
 async def load(url: str, concurrency: int, seconds: float, prompts: list[str], seed: int) -> Report:
-    """Load the server at `url` and measure; everything but its exit code."""
+    """The report on a server at `url` under load, without its exit code."""
     limits = httpx.Limits(max_connections=concurrency + 1, max_keepalive_connections=concurrency + 1)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
         texts = {prompt: await ask(client, prompt) for prompt in prompts}
@@ -211,7 +219,7 @@ async def load(url: str, concurrency: int, seconds: float, prompts: list[str], s
 
 
 def run(engine_dir: Path, concurrency: int, seconds: float, *, prompts: int = 24, seed: int = 0) -> Report:
-    """Start a server, load it, end it."""
+    """Start a server, load it and stop it; the report."""
     lines = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()
     chosen = [json.loads(line)["prompt"] for line in lines][:prompts]
     command = [sys.executable, "-m", "ddtree_trt", "serve", str(engine_dir), "--port", "0"]

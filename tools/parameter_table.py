@@ -1,4 +1,4 @@
-"""Writes the table of sampling parameters in docs/generation.md from the one in ddtree_trt/runtime/params.py.
+"""Write the table of sampling parameters in docs/generation.md from the one in ddtree_trt/runtime/params.py.
 
     python tools/parameter_table.py
 
@@ -22,7 +22,7 @@ ON_DEVICE = {"always": "yes", "greedy": "if greedy", "never": "no"}
 
 
 def with_table(document: str) -> str:
-    """The document with the table of today."""
+    """The document with the current table."""
     before, _, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
@@ -31,7 +31,7 @@ def with_table(document: str) -> str:
 
 
 def table() -> str:
-    """All rows in Markdown."""
+    """The table in Markdown."""
     return HEAD + "".join(f"| {' | '.join(_cells(row))} |\n" for row in PARAMETERS.values())
 
 

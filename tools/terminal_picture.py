@@ -1,4 +1,4 @@
-"""Draws what a command prints on a terminal as an SVG: the pictures of the README.
+"""Draw the terminal output of a command as an SVG, for the README.
 
 python tools/terminal_picture.py docs/images/trees.svg -- ddtree-trt run engines/tiny --prompt "…" --show-tree
 """

@@ -1,6 +1,6 @@
 """Run a real Triton Inference Server on loopback, without a GPU and without a container.
 
-The wheel `nvidia-pytriton` carries the server with its Python backend. This lays the wheel's parts out as a server
+The wheel `nvidia-pytriton` contains the server with its Python backend. This arranges the wheel's parts as a server
 installation in a temporary directory, starts it on three free ports of 127.0.0.1, waits until it serves, and stops it:
 
     python tools/triton_server.py REPOSITORY [-- more tritonserver options]
@@ -37,13 +37,14 @@ READY_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 120.0
 _POLL_S = 0.1
 _FIRST_PORT = 20000
-_PATIENCE_S = 30.0
+_LEAVING_TIMEOUT_S = 30.0  # of models' processes, when the server has ended
 _PR_SET_PDEATHSIG = 1
-_TROUBLE = ("E", "F", "UNAVAILABLE", "Signal")  # how lines worth showing begin, or what they hold
+_ERROR_PREFIXES = ("E", "F")  # of log lines that state an error
+_ERROR_WORDS = ("UNAVAILABLE", "Signal")  # in others that do
 
 
 class ServerFailed(RuntimeError):
-    """The server did not start, died, or did not stop cleanly. The text ends with its own last words."""
+    """The server did not start, died, or did not stop cleanly. The text ends with the errors in its log."""
 
 
 class TritonServer:
@@ -52,7 +53,7 @@ class TritonServer:
     Args:
         repository: a model repository. Models that cannot be loaded do not stop the others.
         options: more options of `tritonserver`, e.g. ["--strict-readiness=false"].
-        python: the directory whose `python3` the models get, of the same Python version as this one.
+        python: the directory of the `python3` that models run in, of the same Python version as this one.
     """
 
     def __init__(self, repository: Path, options: Sequence[str] = (), *, python: Path | None = None) -> None:
@@ -168,9 +169,9 @@ class TritonServer:
         return {name: float(value) for name, _, value in samples}
 
     def trouble(self) -> str:
-        """What the log says of errors, or its end."""
+        """The errors in the log, or its end."""
         lines = self.log.splitlines()
-        chosen = [n for n in lines if n.startswith(_TROUBLE[:2]) or any(word in n for word in _TROUBLE[2:])]
+        chosen = [n for n in lines if n.startswith(_ERROR_PREFIXES) or any(word in n for word in _ERROR_WORDS)]
         chosen = [n for n in chosen if "CudaDriverHelper" not in n]  # there is no GPU
         return "\n".join((chosen or lines)[-40:])
 
@@ -180,9 +181,9 @@ class TritonServer:
         return sum(_processes_of_group(self._process.pid).values())
 
     def _left_running(self) -> list[int]:
-        """Processes of models that outlive the server, after a moment's patience."""
+        """Ids of models' processes that still run some time after the server has ended."""
         assert self._process is not None
-        for _ in range(int(_PATIENCE_S / _POLL_S)):
+        for _ in range(int(_LEAVING_TIMEOUT_S / _POLL_S)):
             left = list(_processes_of_group(self._process.pid))
             if not left:
                 break
@@ -190,7 +191,7 @@ class TritonServer:
         return left
 
     def _settled(self) -> bool:
-        """Whether our server (not another one on a reused port) answers and no model is still loading."""
+        """Whether this server (not another one on a reused port) answers and no model is still loading."""
         try:
             if self.get("/v2")["name"] != self.id:
                 return False
@@ -201,7 +202,7 @@ class TritonServer:
         return not {"LOADING", "UNLOADING"}.intersection(states)
 
     def _installation(self) -> tuple[list[str], dict[str, str]]:
-        """Lay the wheel out as a server; returns its command and environment."""
+        """Arrange the wheel's parts as a server; returns (command, environment)."""
         spec = importlib.util.find_spec("pytriton")
         if spec is None or spec.origin is None:
             raise ServerFailed(f"nvidia-pytriton is not installed in {sys.prefix}; run: make test-triton")
@@ -242,7 +243,7 @@ class TritonServer:
 
 
 def _processes_of_group(group: int) -> dict[int, float]:
-    """Processor seconds so far of each process of a group, by its id, without those that only wait to be noticed."""
+    """Processor seconds so far of each process of a group, by its id, without those that have ended (zombies)."""
     found = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # ended meanwhile

@@ -1,13 +1,13 @@
-"""Measures everything docs/benchmarks.md shows and writes its tables and pictures.
+"""Measure everything docs/benchmarks.md shows and write its tables and pictures.
 
-    python tools/update_benchmarks.py                              what needs nothing but this package
-    python tools/update_benchmarks.py --reference ../ddtree        also beside the published code
+    python tools/update_benchmarks.py                              sections that need nothing but this package
+    python tools/update_benchmarks.py --reference ../ddtree        also those that compare with the published code
     python tools/update_benchmarks.py --only tiny check            some sections
     python tools/update_benchmarks.py --render                     from the results kept in docs/benchmarks, unmeasured
 
 A section is the text between `<!-- begin NAME -->` and `<!-- end NAME -->`. Its result is kept in docs/benchmarks as
-NAME.json and can be measured again with `ddtree-trt bench --replay`. A busy machine is refused: its figures are worth
-little.
+NAME.json and can be measured again with `ddtree-trt bench --replay`. A busy machine is refused, since its figures
+mean little.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ CAPTIONS = {
 
 @dataclass(frozen=True)
 class Section:
-    """A benchmark of the document, and the pictures it shows of it."""
+    """A benchmark in the document, and the pictures of it that are shown."""
 
-    settings: Callable[[Path, str | None], BenchSettings]  # of the engine and the published code's checkout
+    settings: Callable[[Path, str | None], BenchSettings]  # by the engine and the checkout of the published code
     pictures: tuple[str, ...]
     engine: str = "tiny"
     needs_reference: bool = False
 
 
 def _round_times(precision: str) -> Section:
-    """Of a random pair of a real shape."""
+    """A section with round times of a random pair of a published shape."""
     return Section(
         lambda _, reference: BenchSettings(
             "qwen3-0.6b",
@@ -104,11 +104,11 @@ SECTIONS = {
     "round-times": _round_times("fp32"),
     "round-times-int8": _round_times("int8"),
 }
-CHECKS = {"check": "tiny", "check-int8": "tiny-int8"}  # and the engines whose losslessness report is shown
+CHECKS = {"check": "tiny", "check-int8": "tiny-int8"}  # section → the engine whose losslessness report it shows
 
 
 def replace_section(text: str, name: str, content: str) -> str:
-    """The document with what stands between a section's markers replaced. Raises ValueError without the markers."""
+    """The document with the text between a section's markers replaced. Raises ValueError without the markers."""
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     if len(pattern.findall(text)) != 1:
@@ -117,7 +117,7 @@ def replace_section(text: str, name: str, content: str) -> str:
 
 
 def render(name: str, result: BenchResult) -> str:
-    """A section's pictures, drawn anew, and its tables."""
+    """The text of a section: its pictures, which are drawn anew, and its tables."""
     folder = PICTURES / name
     lines = []
     drawn = {path.stem: path for path in plot_all(result, folder)}
@@ -135,7 +135,7 @@ def write_section(name: str, content: str) -> None:
 
 
 def make_useless(drafter: Path) -> Path:
-    """The tiny pair's drafter with random matrices: what it proposes is never right but by luck."""
+    """Write the tiny pair's drafter with random matrices, whose drafts are right by chance only; returns its folder."""
     packaged, rng = PackagedSource("tiny/drafter").directory, np.random.default_rng(0)
     drafter.mkdir()
     shutil.copy(packaged / "config.json", drafter)
@@ -193,8 +193,10 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="draw and write from kept results; measure nothing")
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine too")
     args = parser.parse_args()
-    here = args.render or args.reference
-    wanted = args.only or [n for n in [*SECTIONS, *CHECKS] if here or n in CHECKS or not SECTIONS[n].needs_reference]
+    compares = args.render or args.reference
+    wanted = args.only or [
+        n for n in [*SECTIONS, *CHECKS] if compares or n in CHECKS or not SECTIONS[n].needs_reference
+    ]
     try:
         if args.render:
             for name in wanted:

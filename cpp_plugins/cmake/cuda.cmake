@@ -1,6 +1,6 @@
 # The CUDA kernels: an object library for the bindings and libddtree_kernels.so, the C interface ctypes loads.
 if(NOT CMAKE_CUDA_ARCHITECTURES)
-  # Code for Ampere to Hopper, and the last one's PTX for whatever comes later.
+  # Code for Ampere to Hopper, and Hopper's PTX for later GPUs.
   set(CMAKE_CUDA_ARCHITECTURES 80-real 86-real 89-real 90)
 endif()
 set(CMAKE_CUDA_STANDARD 17)

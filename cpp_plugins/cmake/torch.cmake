@@ -1,4 +1,4 @@
-# The torch operators. torch is asked for its paths directly: its own CMake package wants a whole CUDA development
+# The torch operators. Paths come from torch itself: its CMake package requires a whole CUDA development
 # environment, of which nothing is needed here.
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
 execute_process(

@@ -1,9 +1,9 @@
 // The kernels' primitives on a CPU: the same source, compiled by a host compiler, runs with one fiber per CUDA thread.
 //
-// What it is for: index arithmetic, masks, split boundaries, fragment layouts as the PTX manual defines them, barriers
-// and copies that are waited for. Fibers run in a shuffled order between barriers, shared memory begins as NaN, and an
+// It checks index arithmetic, masks, split boundaries, fragment layouts as the PTX manual defines them, barriers
+// and waits for copies. Fibers run in a shuffled order between barriers, shared memory begins as NaN, and an
 // asynchronous copy lands at an unknown moment between its start and its wait, so that a missing barrier or wait shows.
-// What it cannot show: the compiler's machine code, memory ordering between threads, speed.
+// It cannot check the compiler's machine code, memory ordering between threads, or speed.
 #pragma once
 
 #include <cmath>
@@ -33,7 +33,7 @@ namespace emulator {
 
 unsigned char* dynamic_shared();
 void block_barrier();
-// Waits for the whole warp and returns where lane 0's value lies; lane l's is l * 64 bytes further.
+// Waits for the whole warp and returns the address of lane 0's value; lane l's is l * 64 bytes further.
 const unsigned char* exchange(const void* value, size_t bytes);
 void copy_start(void* to, const void* from, bool valid);
 void copy_commit();

@@ -5,7 +5,7 @@
 #include "ddtree/noise.h"
 #include "ddtree/sampling.h"
 
-// The loops over all tokens are compiled for several processors, and the one at hand is chosen when the library loads.
+// The loops over all tokens are compiled for several processors; the present one's is chosen when the library loads.
 #if defined(__x86_64__) && defined(__gnu_linux__) && __GNUC__ >= 12 && !defined(__clang__)
 #define DDTREE_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
@@ -121,7 +121,7 @@ int64_t draw_logits(const float* logits, int64_t n, double temperature, const Pl
 int64_t draw_weights(const double* weights, const int32_t* ids, int64_t n, const Place& place) {
     const uint64_t state = noise_state(place.seed, place.position);
     Best best{0.0};
-    // Of what weights are compared with; the rounding of a uniform number is far less than the margin.
+    // Margin of the comparison with weights; the rounding of a uniform number is far less.
     const auto lowest = [&] { return best.value * 0x1p-31 * (1.0 - 0x1p-20); };
     const auto offer = [&](int64_t i, int64_t token) {
         const uint64_t bits = token_bits(state, token);

@@ -1,4 +1,4 @@
-// Python binding of the host part: checks what NumPy hands over, allocates the results, and nothing else.
+// Python binding of the host part: checks NumPy's arrays, allocates the results, and nothing else.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -24,7 +24,7 @@ using namespace nb::literals;
 
 namespace {
 
-// No dtype and no order constraint: with one, nanobind would convert by copying, and say nothing.
+// No dtype and no order constraint: with one, nanobind would silently convert by copying.
 using Input = nb::ndarray<nb::ro, nb::device::cpu>;
 using Output = nb::ndarray<nb::device::cpu>;
 

@@ -11,7 +11,7 @@ namespace ddtree {
 
 namespace {
 
-constexpr int64_t kBuckets = 1024;  // 64 octaves: what is smaller by more adds nothing to a sum of doubles
+constexpr int64_t kBuckets = 1024;  // 64 octaves: smaller weights add nothing to a sum of doubles
 
 // Four running sums: one alone waits for each addition.
 double sum(const double* values, int64_t n) {
@@ -58,7 +58,7 @@ void keep_nucleus(double* weights, int64_t n, double share) {
     std::vector<double> falling;
     std::copy_if(weights, weights + n, std::back_inserter(falling), [&](double w) { return bucket_of(w) == last; });
     if (falling.empty()) {
-        return;  // rounding alone is left of the whole: all of it is wanted
+        return;  // only rounding is left of the whole: all of it is kept
     }
     std::sort(falling.begin(), falling.end(), std::greater<>());
     size_t kept = 1;
@@ -67,7 +67,7 @@ void keep_nucleus(double* weights, int64_t n, double share) {
     }
     const double least = falling[kept - 1];
     auto extra = std::count(falling.begin() + static_cast<int64_t>(kept), falling.end(), least);
-    for (int64_t i = 0; i < n; ++i) {  // a choice of values, not of ways: which of them stay is hard to predict
+    for (int64_t i = 0; i < n; ++i) {  // a selection instead of a branch, which would be hard to predict
         weights[i] = weights[i] < least ? 0.0 : weights[i];
     }
     for (int64_t i = n; extra > 0; --extra) {

@@ -26,7 +26,7 @@ BuildStatus check_rows(const float* log_probs, int64_t positions, int64_t candid
 }
 
 // Best first: larger weight, then the lexicographically smaller rank tuple, which is the order of the published
-// heap entries (-log_weight, ranks). Tuples are not stored: only a tie makes us climb to where the two paths part.
+// heap entries (-log_weight, ranks). Tuples are not stored: a tie is decided by climbing to where the paths part.
 class Better {
 public:
     explicit Better(const TreeWorkspace& workspace) : workspace_(workspace) {}

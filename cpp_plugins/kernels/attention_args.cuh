@@ -1,4 +1,4 @@
-// What the two kernels of tree attention are launched with.
+// Arguments of the two kernels of tree attention.
 #pragma once
 
 #include "common.cuh"

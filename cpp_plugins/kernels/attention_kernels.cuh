@@ -30,7 +30,7 @@ __device__ int float_offset(int row, int column) {
     return row * kHeadDim + (column ^ ((row & 7) * 8));
 }
 
-// What one block works on.
+// The work of one block.
 struct Place {
     int n, head, past, row0;
     int64_t cache_row0;  // of this slot and head
@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(kWarp * kRowWarps * kKeyWarps) attend(const At
     const int warp_row0 = place.row0 + row_warp * kWarpRows;
     const bool active = warp_row0 < args.plan.rows;
 
-    // The queries pass through the second stage while the first tile arrives in the first.
+    // The queries use the second stage while the first tile arrives in the first.
     load_queries<kHeadDim, kThreads>(args, place, shared + kStageBytes);
     device::copy_commit();
     load_tile<kHeadDim, kThreads>(a, place, first, shared);

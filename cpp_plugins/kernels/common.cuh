@@ -30,7 +30,7 @@ template <typename T>
 __host__ __device__ constexpr T larger(T a, T b) {
     return a < b ? b : a;
 }
-// `value` may be anything at all; low <= high.
+// For any `value`; low <= high.
 __host__ __device__ constexpr int32_t clamped(int32_t value, int32_t low, int32_t high) {
     return smaller(larger(value, low), high);
 }

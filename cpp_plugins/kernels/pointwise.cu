@@ -38,7 +38,7 @@ __device__ float warp_sum(float value) {
     return value;
 }
 
-// One block per row. Each thread meets its own 16-byte pieces twice, so that what it wrote is what it reads again.
+// One block per row. Each thread handles the same 16-byte pieces twice, so that it reads only what it wrote itself.
 template <ElementType kType>
 __global__ void __launch_bounds__(kRowThreads) add_norm(const AddNorm a) {
     DDTREE_DYNAMIC_SHARED(shared);
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kRowThreads) add_norm(const AddNorm a) {
     }
 }
 
-// One warp per head of a row. A lane holds two neighbours of the first half and the two they are turned with.
+// One warp per head of a row. A lane holds two neighbours of the first half and the two they are rotated with.
 template <ElementType kType, int kHeadDim>
 __global__ void __launch_bounds__(kWarp* kHeadWarps) split(const SplitQkv a) {
     constexpr int kHalf = kHeadDim / 2;

@@ -12,7 +12,7 @@ namespace ddtree {
 
 namespace {
 
-constexpr int kMaxOffers = kMaxDeviceBudget;  // the last node popped need not make an offer
+constexpr int kMaxOffers = kMaxDeviceBudget;  // the last node popped makes no offer
 static_assert(kMaxOffers == kWarp * kWarp, "one group of 32 offers per lane");
 
 struct Offer {
@@ -72,7 +72,7 @@ __device__ Offer best_of_warp(const Nodes& nodes, Offer mine) {
     return mine;
 }
 
-// The child of rank `rank` of `node`; -inf when there is none or it cannot happen.
+// The child of rank `rank` of `node`; -inf when there is none or its weight is.
 __device__ double child_weight(const TreeBuild& a, const float* log_probs, const Nodes& nodes, int node, int rank) {
     const double impossible = -__builtin_huge_val();
     if (rank >= a.candidates_k || nodes.depth[node] >= a.positions_l) {
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kWarp) build(const TreeBuild a) {
             break;
         }
         const int node = best.node;
-        device::sync_warp();  // nobody compares ranks any more
+        device::sync_warp();  // all comparisons of ranks are done
         if (lane == 0) {
             nodes.weight[count] = best.weight;
             nodes.parent[count] = node;

@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kMaskThreads) pack_mask(const PackedMask a) {
     a.mask[(static_cast<int64_t>(blockIdx.y) * a.tokens + row) * a.mask_words + word] = static_cast<int32_t>(bits);
 }
 
-// Children follow their parents, so one forward scan, 32 nodes at a time, meets every child of the node it stands on.
+// Children follow their parents, so one forward scan, 32 nodes at a time, visits every child of the current node.
 __global__ void __launch_bounds__(kWarp) walk(const TreeWalk a) {
     const int n = blockIdx.x;
     const int lane = threadIdx.x;

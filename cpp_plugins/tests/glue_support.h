@@ -1,4 +1,4 @@
-// What the tests of the glue are written with: checks that count, a logger, and tensors by hand.
+// Helpers of the glue's tests: checks that count failures, a logger, and tensors made by hand.
 #pragma once
 
 #include <algorithm>

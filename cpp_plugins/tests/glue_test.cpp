@@ -1,5 +1,5 @@
 // The TensorRT glue without TensorRT: shapes, types, formats, fields, clones, arity and enqueue, the last on
-// the emulated kernels. Headers are all it needs. Prints what failed; exits 0 only when nothing did.
+// the emulated kernels. It needs TensorRT's headers only. Prints what failed; exits 0 only when nothing did.
 
 #include "glue_support.h"
 
@@ -157,7 +157,7 @@ void test_configuration() {
     described[0].desc.dims.d[1] = described[1].desc.dims.d[1] = described[2].desc.dims.d[1] = -1;  // T not yet known
     CHECK(build(*plugin).configurePlugin(described.data(), 8, &described[8], 3) == 0);
 
-    // Each one dimension off, by input and position; every refusal has words.
+    // Each one dimension off, by input and position; every refusal has a message.
     const int off[][2] = {{0, 2}, {0, 3}, {1, 0}, {1, 1}, {1, 2}, {1, 3}, {2, 0}, {2, 1}, {2, 2}, {2, 3},
                           {3, 1}, {3, 3}, {4, 0}, {4, 1}, {4, 2}, {4, 3}, {5, 0}, {6, 0}, {7, 0}, {7, 1}};
     for (const auto& [input, dimension] : off) {
@@ -209,7 +209,7 @@ void test_attention_enqueue() {
     CHECK(std::memcmp(past_k.data, expected_k.data, cache * 2) == 0);
     CHECK(std::memcmp(past_v.data, expected_v.data, cache * 2) == 0);
 
-    // Two buffers are a mistake at run time and the builder's habit when it times.
+    // Two buffers are an error at run time, and normal when the builder times a plugin.
     void* apart[] = {out.data, expected_k.data, expected_v.data};
     logger.last.clear();
     CHECK(runtime(*plugin).enqueue(tensors.data(), &tensors[8], inputs, apart, workspace.data, nullptr) != 0);

@@ -1,6 +1,5 @@
-// The attention plugin's scratch memory, without TensorRT: what it asks for is enough for every call of every profile,
-// and what it passes on is what it was given. On the emulated kernels. Prints what failed; exits 0 only when nothing
-// did.
+// The attention plugin's scratch memory, without TensorRT: its request is enough for every call of every profile, and
+// it passes on the size it was given. On the emulated kernels. Prints what failed; exits 0 only when nothing did.
 
 #include "glue_support.h"
 
@@ -125,7 +124,7 @@ void test_enqueue_passes_on_what_it_was_given() {
     CHECK(call.enqueue(*plugin, enough) == 0);
 }
 
-// Never told of a shape or a size, a plugin has none to pass on.
+// A plugin that was given neither shapes nor a size passes on none.
 void test_an_unprepared_plugin_refuses() {
     Call call(2);
     const Owned plugin = create(attention_creator, call.a.fields());
@@ -151,7 +150,7 @@ void test_the_plan_stores_the_size() {
     const Owned loaded(attention_creator.createPlugin("node", saved, TensorRTPhase::kRUNTIME));
     const Owned attached(runtime(*loaded).attachToContext(nullptr));
     CHECK(call.enqueue(*attached, asked) == 0);
-    // A node cannot claim one, and a stored one is a number of bytes.
+    // A node cannot state a size, and a stored one is a number of bytes.
     CHECK(attention_creator.createPlugin("node", saved, TensorRTPhase::kBUILD) == nullptr);
     std::vector<PluginField> fields = call.a.fields();
     const int64_t negative = -2;

@@ -1,5 +1,5 @@
 # Sourced by run_gpu.sh and tools/gpu_bench.sh, from the repository root: the kernels and the torch operators compiled
-# for the GPU that is there, with nvcc and g++ alone. Wants $python and $work set.
+# for the present GPU, with nvcc and g++ alone. $python and $work must be set.
 src=cpp_plugins
 nvcc=$(command -v nvcc || ls -d /usr/local/cuda*/bin/nvcc 2>/dev/null | sort -V | tail -1)
 
@@ -13,7 +13,7 @@ gpu_toolchain() { # sets cuda and arch; fails where nvcc or the GPU is missing
 
 build_kernels() {
   local pids=() pid
-  while read -r file; do
+  while read -r file || [ -n "$file" ]; do # the last line may lack its end
     "$nvcc" -std=c++17 -O3 -arch="$arch" -lineinfo -Xptxas -v -Xcompiler -fPIC,-fvisibility=hidden \
       -I$src/include -I$src/kernels -c "$src/kernels/$file" -o "$work/${file%.cu}.o" &
     pids+=($!)

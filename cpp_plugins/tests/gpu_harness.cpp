@@ -1,6 +1,6 @@
 // Runs the kernels and the plugin on a GPU without Python or TensorRT, for compute-sanitizer and for graph capture.
 //
-//   gpu_harness kernels            every kernel on good and on garbage control values, buffers exactly as large as said
+//   gpu_harness kernels            every kernel on good and on garbage control values, buffers of their exact sizes
 //   gpu_harness plugins LIBRARY    the plugin's enqueue, under graph capture, equals the launcher bit for bit
 //
 // The second needs the TensorRT headers at compile time (DDTREE_WITH_TRT). Exits 0 when all is well.
@@ -37,7 +37,7 @@ void cuda(cudaError_t error, const char* what) {
 }
 
 template <typename T>
-struct Buffer {  // device memory of exactly this size, so that the sanitizer sees every step beyond it
+struct Buffer {  // device memory of exactly this size, so that the sanitizer finds every access beyond it
     explicit Buffer(const std::vector<T>& host) : count(host.size()) {
         cuda(cudaMalloc(&data, count * sizeof(T)), "cudaMalloc");
         cuda(cudaMemcpy(data, host.data(), count * sizeof(T), cudaMemcpyHostToDevice), "upload");

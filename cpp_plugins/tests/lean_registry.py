@@ -1,4 +1,4 @@
-"""Loads a plugin library into the registry of TensorRT's lean runtime and prints what it finds, as JSON.
+"""Load a plugin library into the registry of TensorRT's lean runtime and print its creators as JSON.
 
 Run with an interpreter that has tensorrt_lean_cu13_bindings, tensorrt_lean_cu13_libs and numpy; needs no GPU.
 """

@@ -1,6 +1,6 @@
-// torch.ops.ddtree: the launchers on tensors. Checks what only tensors know (device, type, layout, extents), and leaves
-// the rest to the launchers. Every operator writes into tensors it is given and allocates none, so all of them can be
-// captured into a CUDA graph.
+// torch.ops.ddtree: the launchers on tensors. Checks the tensors' device, type, layout and extents, and leaves the rest
+// to the launchers. Every operator writes into its arguments and allocates no tensor, so all of them can be captured
+// into a CUDA graph.
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -38,7 +38,7 @@ struct OnDevice {
 };
 #endif
 
-// `like` names the device; -1 in `shape` lets any extent pass.
+// The device must be that of `like`; -1 in `shape` accepts any extent.
 void check(const Tensor& tensor, const char* name, at::ScalarType type, const Tensor& like,
            std::initializer_list<int64_t> shape) {
     TORCH_CHECK(tensor.device() == like.device(), name, " must be on ", like.device(), ", found ", tensor.device());

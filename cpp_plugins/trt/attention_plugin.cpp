@@ -14,7 +14,7 @@ using nvinfer1::PluginFieldType;
 
 std::string number(int64_t value) { return std::to_string(value); }
 
-// The dimensions of the inputs, of whichever description TensorRT gave.
+// The dimensions of the inputs, from either kind of TensorRT's descriptions.
 using InputDims = std::array<Dims, AttentionPlugin::kInputs>;
 
 template <typename Desc, typename Of>
@@ -246,7 +246,7 @@ int32_t AttentionPlugin::enqueue(const PluginTensorDesc* input_descs, const Plug
     if (call.sequences == 0 || call.tokens == 0) {
         return 0;
     }
-    // The builder times a plugin on buffers of its own; a runtime that binds two would lose the past.
+    // The builder times a plugin on separate buffers; a runtime that binds two would lose the past.
     if (phase_ == TensorRTPhase::kRUNTIME &&
         (outputs[kPresentK] != inputs[kPastK] || outputs[kPresentV] != inputs[kPastV])) {
         return failure(kName, "present_k and present_v must be bound to the addresses of past_k and past_v");
@@ -282,7 +282,7 @@ AttentionCreator::AttentionCreator() {
 
 namespace {
 
-// Reads one attribute; the ONNX parser and the engine may hand over the wider type. Returns what is wrong, if anything.
+// Reads one attribute, for which the ONNX parser and the engine may pass a wider type. Returns an error text, or none.
 std::string read(const PluginField& field, int32_t& value) {
     if (field.data == nullptr || field.length != 1) {
         return std::string(field.name) + " must have one value";

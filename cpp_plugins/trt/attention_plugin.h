@@ -20,8 +20,8 @@ struct AttentionAttributes {
     int32_t max_tree = 0;  // largest T of any profile
     float scale = 0.0f;
     int32_t mask_mode = 0;
-    // Scratch the plan sets aside for a call. Not an attribute of a node: it is stored in the plan when it is built, so
-    // that a library which would want more sees that at run time. kUnknown until then.
+    // Bytes of scratch that the plan reserves for a call. Not an attribute of a node: it is stored in the plan when it
+    // is built, so that a library which needs more finds that at run time. kUnknown until then.
     int64_t workspace_bytes = kUnknown;
 
     static constexpr int64_t kUnknown = -1;
@@ -61,13 +61,13 @@ public:
     const nvinfer1::PluginFieldCollection* getFieldsToSerialize() noexcept override { return &collection_; }
 
 private:
-    // Extents that contradict each other or the attributes, in words; empty when all is well. Dimensions of -1 (not yet
-    // known) are let through.
+    // The message for extents that contradict each other or the attributes; empty when none do. Dimensions of -1 (not
+    // yet known) are accepted.
     std::string fault(const Dims* dims) const;
     // The extents of a call, without its pointers.
     TreeAttention shaped(const Dims* dims, DataType type) const;
-    // Scratch for the largest call there can be, by what is the same in every profile: each of N sequences has a slot
-    // of its own, and T is at most max_tree. So every profile sets the same number of bytes aside.
+    // Bytes of scratch for the largest possible call, from what is equal in every profile: each of N sequences has a
+    // slot of its own, and T is at most max_tree. So every profile reserves the same number of bytes.
     size_t workspace_bound(const Dims* dims, DataType type) const;
     void describe_fields();
 

@@ -24,7 +24,7 @@ int32_t failure(const char* plugin, const std::string& message) noexcept {
     try {
         log_error(std::string(plugin) + ": " + message);
     } catch (const std::exception&) {
-        // Out of memory for a message: the status still tells.
+        // No memory for a message: the status still reports the failure.
     }
     return -1;
 }

@@ -1,4 +1,4 @@
-// The parts of a plugin that know nothing of attention: one object with the three capabilities, a fixed identity, and
+// The parts of a plugin that do not depend on attention: one object with the three capabilities, a fixed identity, and
 // helpers that read tensors.
 #pragma once
 
@@ -22,7 +22,7 @@ using nvinfer1::TensorRTPhase;
 inline constexpr char kVersion[] = "1";
 inline constexpr char kNamespace[] = "ddtree";
 
-// The logger of whoever loaded the library; silent until TensorRT hands one over.
+// The logger that TensorRT passes to the library; without effect until then.
 void set_logger_finder(nvinfer1::ILoggerFinder* finder) noexcept;
 void log_error(const std::string& message) noexcept;
 const char* text(Status status) noexcept;
@@ -49,7 +49,7 @@ public:
     }
     const char* getPluginVersion() const noexcept final { return kVersion; }
     const char* getPluginNamespace() const noexcept final { return kNamespace; }
-    // Nothing is kept per context: the object is as good as its clone.
+    // A context has no state of its own, so that the object serves as its clone.
     nvinfer1::IPluginV3* attachToContext(nvinfer1::IPluginResourceContext*) noexcept final { return clone(); }
 
 protected:

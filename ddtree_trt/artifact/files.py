@@ -27,7 +27,7 @@ REQUIRED_FILES = {  # of an engine directory, by backend
     "tensorrt": (TARGET_PLAN, DRAFTER_PLAN, SHARED_WEIGHTS, *TOKENIZER_FILES),
 }
 _HASH_BLOCK = 4 << 20
-# Of engines and of files in them: nothing that leaves a directory, looks like an option, or means anything to a shell.
+# Names of engines and of their files: none leaves a directory, looks like an option, or means anything to a shell.
 NAME = Pattern("[A-Za-z0-9][A-Za-z0-9._-]{0,199}", "a name of letters, digits, '.', '_' and '-'")
 
 
@@ -49,7 +49,7 @@ def sha256_file(*paths: Path, report: Callable[[int], None] = lambda read: None)
 def newest_engine() -> Path:
     """The most recently built engine under `engines/`. Raises ArtifactError with the command that builds one.
 
-    Hidden directories are builds that run, or were killed.
+    Hidden directories are left out: they are builds in progress, or killed ones.
     """
     found = (path for path in ENGINES.glob(f"*/{MANIFEST}") if not path.parent.name.startswith("."))
     manifests = sorted(found, key=lambda path: path.stat().st_mtime)

@@ -1,4 +1,4 @@
-"""What an engine is built for: lengths, slots, budgets, and the numbers each of them may be."""
+"""Limits an engine is built for: lengths, slots and budgets, with their ranges."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Annotated
 from ddtree_trt.models.decoder import POSITIONS
 from ddtree_trt.reading import Between
 
-SLOTS, BUDGETS, CHUNK = Between(1, 1024), Between(1, 4096), Between(1, 1 << 16)
+SLOTS = Between(1, 1024)
+BUDGETS = Between(1, 4096)
+CHUNK = Between(1, 1 << 16)
 
 
 @dataclass(frozen=True)

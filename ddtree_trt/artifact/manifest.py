@@ -1,6 +1,6 @@
-"""An engine's manifest: its records, which hold what the JSON holds, and reading them.
+"""An engine's manifest: the records its JSON is made of, reading it, and checking it.
 
-The JSON has a digest over the whole besides.
+The JSON also has `digest`, a sha256 over all its other fields.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ SCHEMA_VERSION = 1
 LOCAL = "local"  # the revision of a checkpoint that came from a directory the user named
 PACKAGED = "packaged"  # the revision of a checkpoint that ships with this package
 
-_BYTES, _SECONDS, _TOKENS_PER_ROUND = Between(0, 1 << 62), Between(0, 1e9), Between(0, 1e6)
+_BYTES = Between(0, 1 << 62)
+_SECONDS = Between(0, 1e9)
+_TOKENS_PER_ROUND = Between(0, 1e6)
 _SHA256 = Pattern("[0-9a-f]{64}", "a sha256 in lower-case hex")
 
 
@@ -44,6 +46,8 @@ class CheckpointIdentity:
 
 @dataclass(frozen=True)
 class FileEntry:
+    """Size and digest of a file of the engine."""
+
     size: Annotated[int, _BYTES]
     sha256: Annotated[str, _SHA256]
 
@@ -53,7 +57,7 @@ _Tau = Annotated[float, _TOKENS_PER_ROUND]
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything a runtime must know of an engine before it opens a file of it."""
+    """Everything a runtime must know of an engine before it opens its other files."""
 
     schema_version: int
     product_version: str
@@ -89,7 +93,8 @@ class Manifest:
 
     def to_json(self) -> str:
         """The manifest file's text: the record's fields and `digest`, the sha256 over them."""
-        body = dataclasses.asdict(self)
+        dims = {"target_dims": self.target_dims.stated(), "drafter_dims": self.drafter_dims.stated()}
+        body = {**dataclasses.asdict(self), **dims}
         return json.dumps({**body, "digest": _body_digest(body)}, indent=1) + "\n"
 
 
@@ -99,7 +104,7 @@ def _body_digest(body: dict[str, Any]) -> str:
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
-    """Turn manifest JSON into a `Manifest`. Raises ArtifactError that names the field at fault."""
+    """The `Manifest` in a JSON text, which messages call `where`. Raises ArtifactError that names the wrong field."""
     source = _source(where)
     return _parse(parse_json(text, source), source)
 
@@ -135,7 +140,7 @@ def _body(data: Any, source: Source) -> dict[str, Any]:
 
 
 def _contradiction(m: Manifest) -> str | None:
-    """What in a manifest cannot be true together; each field is right by itself."""
+    """The first contradiction between fields, each of which is within its own range; None where there is none."""
     if m.precision not in BACKEND_PRECISIONS[m.backend]:
         return f"precision is {m.precision}, which the {m.backend} backend does not compute in"
     for name, dims in (("target_dims", m.target_dims), ("drafter_dims", m.drafter_dims)):
@@ -170,6 +175,6 @@ def load_manifest(directory: Path) -> Manifest:
 
 
 def digest_holds(directory: Path) -> bool:
-    """Whether a manifest file is as it was written, by its digest. Raises ArtifactError when it cannot be read."""
+    """Whether a manifest file has the content its digest was made of. Raises ArtifactError when it cannot be read."""
     body = _body(_read_manifest(directory), _source(str(directory / MANIFEST)))
     return bool(body.pop("digest", None) == _body_digest(body))

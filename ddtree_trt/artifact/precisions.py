@@ -28,7 +28,7 @@ class Precision:
 
     @property
     def half(self) -> bool:
-        """Whether it is one that the CUDA kernels compute in."""
+        """Whether values have 16 bits, which are what the CUDA kernels compute in."""
         return self.value_bytes == 2
 
 
@@ -39,7 +39,7 @@ PRECISIONS: Mapping[str, Precision] = {
     "int8": Precision("float32", "F32", 4, relative_rounding=2.0**-4, quantized=True),
 }
 
-# What each backend can compute in, the one to take first where no other is asked for; what `build` offers may be less.
+# The precisions each backend can compute in, its default first; `build` may offer fewer.
 BACKEND_PRECISIONS: Mapping[str, tuple[PrecisionName, ...]] = {
     "onnxruntime": ("fp32", "int8"),
     "torch": ("fp32", "bf16", "fp16"),

@@ -1,4 +1,4 @@
-"""The command that builds an engine again, for every refusal that says to."""
+"""The command that builds an engine again, for error messages."""
 
 from __future__ import annotations
 

@@ -31,14 +31,17 @@ STORED: Mapping[str, np.dtype[Any]] = {
 }
 MAX_HEADER_BYTES = 100 << 20  # the format's own bound
 _MAX_TENSORS = 100_000  # of one file; 1,000 quantised layers have a third of that
-_EXTENT, _OFFSET, _MAX_AXES = Between(0, 1 << 40), Between(0, 1 << 62), 8
-_DTYPE, _TENSOR_NAME = Pattern("[A-Z0-9_]{1,16}", "a type of safetensors"), r"[\w./:-]{1,256}"
-_ALIGNMENT = 64  # bytes: of the data in a mapped file, for what reads 16 and more at a time
+_MAX_AXES = 8
+_EXTENT = Between(0, 1 << 40)
+_OFFSET = Between(0, 1 << 62)
+_DTYPE = Pattern("[A-Z0-9_]{1,16}", "a type of safetensors")
+_TENSOR_NAME = r"[\w./:-]{1,256}"
+_ALIGNMENT = 64  # bytes: where the data of a mapped file begins, for code that reads 16 bytes and more at a time
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor in a file."""
+    """The place of a tensor in a file."""
 
     file: Path
     dtype: str  # safetensors' name: F32, F16, BF16, …
@@ -51,16 +54,16 @@ class StoredTensor:
         return math.prod(self.shape)
 
     def mapped(self) -> NDArray[Any]:
-        """The values [size] as they are stored, read when they are used. `dtype` must be in `STORED`, and `size` not 0.
+        """The stored values [size], read when they are used. `dtype` must be in `STORED`, and `size` not 0.
 
-        Raises OSError or ValueError when the file is not what its header said any more.
+        Raises OSError or ValueError when the file has changed since its header was read.
         """
         return np.memmap(self.file, STORED[self.dtype], mode="r", offset=self.offset, shape=(self.size,))
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor as a header has it."""
+    """What a header says of one tensor."""
 
     dtype: Annotated[str, _DTYPE]
     shape: tuple[Annotated[int, _EXTENT], ...]
@@ -69,7 +72,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Header:
-    """A file's header, each entry of it by itself as it may be."""
+    """A file's header. Its entries are checked one by one; `locate` checks them against each other and the file."""
 
     file: Path
     file_bytes: int
@@ -78,8 +81,8 @@ class Header:
     source: Source
 
     def locate(self) -> dict[str, StoredTensor]:
-        """Tensor name → where it is. Tensors lie one behind the other and fill the file: so the format, and whatever
-        is not so raises the source's error."""
+        """Tensor name → its place. As the format demands, tensors must follow each other without gaps and fill the
+        file; otherwise raises the source's error."""
         for name, entry in self.entries.items():
             self._check_size(name, entry)
         tensors, end = {}, 0
@@ -97,14 +100,14 @@ class Header:
         return tensors
 
     def _check_size(self, name: str, entry: Entry) -> None:
-        """Raises the source's error where a tensor is not as long as its shape and type say."""
+        """Raises the source's error where a tensor's length is not that of its shape and type."""
         stored, (begin, end) = STORED.get(entry.dtype), entry.data_offsets
         if end < begin or (stored is not None and end - begin != math.prod(entry.shape) * stored.itemsize):
             raise self.source.fault(f"{name} {list(entry.shape)} {entry.dtype} has {end - begin} bytes")
 
 
 def read_header(file: Path, source: Source) -> Header:
-    """The header of one safetensors file. Raises OSError, and the source's error for one that cannot be right."""
+    """The header of one safetensors file. Raises OSError, and the source's error for an invalid one."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         start = stream.read(8)
@@ -136,7 +139,7 @@ def _entries(header: dict[str, Any], source: Source) -> dict[str, Entry]:
 
 
 def safetensors_header(shapes: Mapping[str, Sequence[int]], precision: Precision) -> bytes:
-    """What a safetensors file of these tensors starts with; their data follows in the same order, without gaps."""
+    """The header of a safetensors file of these tensors; their data follows it in the same order, without gaps."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in shapes.items():

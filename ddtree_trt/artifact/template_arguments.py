@@ -1,4 +1,4 @@
-"""Arguments of a chat template: read from the command line, and compared with what the template looks at.
+"""Arguments of a chat template: read from the command line, and checked against the variables the template reads.
 
 A build takes them for all chats, a request for its own. Templates are parsed here and never run.
 """
@@ -18,9 +18,9 @@ KEYWORD = "chat_template_kwargs"  # of requests
 MAX_TEMPLATE = 256 << 10  # characters; real ones have some thousands
 MAX_ARGUMENT_NESTING = MAX_NESTING // 2  # the manifest, which must be readable too, adds its own levels
 THINKING = "enable_thinking"  # of Qwen3's template
-# transformers' own tag, round what an assistant said; it has no meaning for a prompt.
+# A tag that transformers adds to Jinja, around what an assistant said; it has no effect on a prompt.
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
-# Names that Jinja binds inside a template, and the functions that transformers renders every template with.
+# Names that Jinja binds inside a template, and functions that transformers passes to every template.
 _PROVIDED = frozenset("loop caller varargs kwargs self super raise_exception strftime_now".split())
 
 
@@ -50,12 +50,14 @@ def check_arguments(tokenizer: Any, known: set[str] | None, arguments: Mapping[s
         if known is None:
             raise UsageError(f"{given_as} {spelled}: the target's tokenizer has no chat template; leave it out")
         if name not in known:
-            there = ", ".join(sorted(known - own)) or "none"
-            raise UsageError(f"{given_as} {spelled}: the target's chat template has no such variable; it has {there}")
+            variables = ", ".join(sorted(known - own)) or "none"
+            raise UsageError(
+                f"{given_as} {spelled}: the target's chat template has no such variable; it has {variables}"
+            )
 
 
 def thinking_note(known: set[str] | None, arguments: Mapping[str, Any]) -> str | None:
-    """What the user of a DFlash drafter should know where the template has two modes and nobody chose one."""
+    """A note for users of DFlash drafters where the template has a thinking mode and nobody chose; None elsewhere."""
     if THINKING in arguments or THINKING not in (known or ()):
         return None
     return (
@@ -65,7 +67,7 @@ def thinking_note(known: set[str] | None, arguments: Mapping[str, Any]) -> str |
 
 
 def _own_arguments(tokenizer: Any) -> set[str]:
-    """What a request renders the template with, and the parameters of transformers' function that does it."""
+    """Names that every request passes to the template, and the parameters of transformers' function for it."""
     return {"messages", *tokenizer.special_tokens_map, *inspect.signature(tokenizer.apply_chat_template).parameters}
 
 

@@ -26,8 +26,8 @@ SLOT_IDS = "slot_ids"  # int32 [N]: the cache slot of each sequence
 PAST_LEN = "past_len"  # int32 [N]: committed rows of each slot
 TREE_MASK = "tree_mask"  # int32 [N, T, W]: bit j % 32 of word j / 32 of row i is set where i sees node j
 EMBEDDING = "embedding"  # [V, H]: one copy on the device for both engines
-HEAD = "lm_head"  # float32 [V, H], likewise; in the file of all tables only where it is not the embedding
-DRAFTER = "drafter."  # before the names of an autoregressive drafter's own tables, in the file of all tables
+HEAD = "lm_head"  # float32 [V, H], likewise; in shared.safetensors only where it is not the embedding
+DRAFTER = "drafter."  # prefix of an autoregressive drafter's own tables in shared.safetensors
 
 
 def past_names(num_layers: int) -> list[str]:

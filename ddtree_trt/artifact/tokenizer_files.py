@@ -1,4 +1,4 @@
-"""The tokenizer's files as transformers reads them: what `build` accepts is what the runtime loads."""
+"""The tokenizer's files, loaded by one function in `build` and runtime: what one accepts the other can use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddtree_trt.reading import Source, read_object
 
 
 def has_chat_template(directory: Path) -> bool:
-    """Whether the tokenizer in a directory has a chat template, without loading it. False where that cannot be read."""
+    """Whether the tokenizer in a directory has a chat template, without loading it. False where it is unreadable."""
     if (directory / "chat_template.jinja").is_file():
         return True
     path = directory / "tokenizer_config.json"

@@ -1,4 +1,4 @@
-"""Versions of what compiles engines, and what follows from them."""
+"""Versions of the packages that compile engines, and the form of the drafter's graph that they require."""
 
 from __future__ import annotations
 

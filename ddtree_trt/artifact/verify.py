@@ -1,4 +1,4 @@
-"""Whether an engine's files are those that were built."""
+"""Check that an engine's files are those that were built."""
 
 from __future__ import annotations
 

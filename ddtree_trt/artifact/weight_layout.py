@@ -29,6 +29,8 @@ TARGET, DRAFTER = "target.", "drafter."  # prefixes
 
 @dataclass(frozen=True)
 class StoredWeight:
+    """A tensor of the file."""
+
     name: str
     shape: tuple[int, ...]
     network: Network  # whose checkpoint the sources are in
@@ -38,7 +40,7 @@ class StoredWeight:
 def stored_weights(
     target: TransformerDims, drafter: TransformerDims, *, target_tied: bool, drafter_tied: bool
 ) -> list[StoredWeight]:
-    """Everything in the file, in its order. A network without `head` uses its embedding; DFlash uses the target's."""
+    """All tensors of the file in order. A network without `head` uses its embedding; DFlash has neither table."""
     own = _DRAFTERS[kind_of(drafter).name](drafter, drafter_tied)
     return [*_language_model(TARGET, "target", target, target_tied), *own]
 
@@ -48,7 +50,7 @@ def _language_model(prefix: str, network: Network, dims: TransformerDims, tied: 
     if not tied:
         yield _stored(prefix, network, head(dims))
     for i, layer in enumerate(decoder_layers(dims)):
-        for part in (*_projected(layer), *_rest(layer)):
+        for part in (*_projected(layer), *_other_parts(layer)):
             yield _stored(f"{prefix}layers.{i}.", network, part)
     yield _stored(prefix, network, final_norm(dims))
 
@@ -66,7 +68,7 @@ def _dflash(dims: DrafterDims, tied: bool) -> Iterator[StoredWeight]:
         sources = tuple(source for part in parts for source in part.sources)
         yield StoredWeight(f"{DRAFTER}{parts[0].name}", (dims.num_layers, *parts[0].shape), "drafter", sources)
     for i, layer in enumerate(layers):
-        for part in _rest(layer):
+        for part in _other_parts(layer):
             yield _stored(f"{DRAFTER}layers.{i}.", "drafter", part)
     yield _stored(DRAFTER, "drafter", final_norm(dims, dflash.BODY))
 
@@ -83,11 +85,11 @@ def _stored(prefix: str, network: Network, part: Part) -> StoredWeight:
 
 
 def _projected(layer: Layer) -> tuple[Part, ...]:
-    """What makes queries, keys and values."""
+    """The parts that compute queries, keys and values."""
     return _present(layer.qkv, layer.qkv_bias)
 
 
-def _rest(layer: Layer) -> tuple[Part, ...]:
+def _other_parts(layer: Layer) -> tuple[Part, ...]:
     norms = (layer.input_norm, layer.post_norm)
     return _present(layer.q_norm, layer.k_norm, layer.o, *norms, layer.gate_up, layer.down)
 

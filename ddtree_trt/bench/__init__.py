@@ -1,4 +1,4 @@
-"""Measuring an engine and its peers: what runs, how it is timed, and how results are kept and shown.
+"""Benchmarks of an engine and its peers: running and timing cases, storing results and showing them.
 
-Nothing in `build` or `runtime` knows of this package.
+Nothing in `build` or `runtime` imports this package.
 """

@@ -1,4 +1,4 @@
-"""What the runner measures: this engine and its peers, behind one small protocol."""
+"""The protocol by which the runner measures this engine and its peers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddtree_trt.bench.settings import Case
 
 @dataclass(frozen=True)
 class Request:
-    """The stop and sampling rules of one request, the same for everyone."""
+    """The stop and sampling rules of one request, the same for every contender."""
 
     max_tokens: int
     temperature: float
@@ -22,25 +22,25 @@ class Request:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one request gave and took. Seconds are wall-clock; nothing of the prompt was cached."""
+    """The output and times of one request. Seconds are wall-clock; nothing of the prompt was cached."""
 
     output_tokens: int
     first_token_s: float  # from the call to the end of the first step
-    decode_s: float  # from there to the end
-    first_tokens: int = 1  # what the first step brought: more than one where it already speculates
+    decode_s: float  # from the end of the first step to the end
+    first_tokens: int = 1  # tokens of the first step: more than one where it already speculates
     token_ids: tuple[int, ...] | None = None  # None from a peer that gives text only
     text: str | None = None
-    acceptance_lengths: tuple[int, ...] | None = None  # tokens committed per round, bonus included; None: not told
+    acceptance_lengths: tuple[int, ...] | None = None  # tokens per round, bonus included; None: not reported
     mean_budget: float | None = None  # draft nodes verified per round
-    stage_s: Mapping[str, float] = field(default_factory=dict)  # seconds per stage; empty: not told
+    stage_s: Mapping[str, float] = field(default_factory=dict)  # seconds per stage; empty: not reported
 
 
 class Contender(Protocol):
-    """Something that can run cases. Loaded once; its runs are independent of each other."""
+    """An implementation that can run cases. Loaded once; its runs are independent of each other."""
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """What it can run."""
+        """The cases it can run."""
 
     def describe(self) -> dict[str, str]:
         """Versions and settings that a reader of its figures must know."""
@@ -53,9 +53,9 @@ class Contender(Protocol):
 
 
 class TokenClock:
-    """Times of arrival of streamed tokens, turned into an Outcome.
+    """Arrival times of streamed tokens, from which an Outcome is made.
 
-    A step that brings several tokens is one round of speculation, as far as the one who streams does not merge steps.
+    A step of several tokens counts as one round of speculation, which is right unless the sender merges steps.
     """
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ class TokenClock:
         self._counts: list[int] = []
 
     def arrived(self, tokens: int) -> None:
-        """Note that a step brought `tokens` new tokens."""
+        """Record a step of `tokens` new tokens."""
         if tokens > 0:
             self._times.append(time.perf_counter())
             self._counts.append(tokens)
@@ -72,7 +72,7 @@ class TokenClock:
     def outcome(
         self, token_ids: Sequence[int] | None, *, output_tokens: int | None = None, text: str | None = None
     ) -> Outcome:
-        """The request as it went; `output_tokens` overrules the count where steps are not counted in tokens."""
+        """The outcome of the request; `output_tokens` replaces the count where the steps' tokens are not known."""
         counted = output_tokens is None
         tokens = sum(self._counts) if output_tokens is None else output_tokens
         first, last = (self._times[0], self._times[-1]) if self._times else (self._start, self._start)

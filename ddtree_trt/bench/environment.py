@@ -1,4 +1,4 @@
-"""Where and with what a run was measured."""
+"""The machine, the software and the engine of a run."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Environment:
 
     @property
     def busy(self) -> bool:
-        """Whether others were using the machine, so that times are worth little."""
+        """Whether other processes were using the machine, so that times mean little."""
         return self.load_1min > self.cores
 
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """The engine: what was built from which networks, and for which machine its profile was measured."""
+    """The engine: its networks, its limits, and the machine its profile was measured on."""
 
     name: str
     backend: str
@@ -58,12 +58,12 @@ class EngineInfo:
 
     @property
     def networks(self) -> tuple[str, ...]:
-        """What two builds of the same pair have in common."""
+        """The fields that are equal in two builds of the same pair."""
         return self.backend, self.precision, self.target_sha256, self.drafter_sha256
 
 
 def read_environment() -> Environment:
-    """This machine as it is now."""
+    """The current state of this machine."""
     diagnosis = diagnose()
     gpus = tuple(f"{g.name}, {g.memory}, driver {g.driver}" for g in diagnosis.gpus)
     return Environment(
@@ -81,7 +81,7 @@ def read_environment() -> Environment:
 
 
 def describe_engine(manifest: Manifest, engine: Engine) -> EngineInfo:
-    """What a reader of the figures must know of the engine."""
+    """The engine's entry in a result."""
     return EngineInfo(
         name=manifest.name,
         backend=manifest.backend,

@@ -1,4 +1,4 @@
-"""The ten datasets of the DDTree paper (arXiv 2604.12989): where they are, how many samples, which prompt.
+"""The ten datasets of the DDTree paper (arXiv 2604.12989): their repositories, numbers of samples and prompts.
 
 The prompts are those of the published experiments, so that acceptance lengths can be compared with the paper's. The
 choice of samples is theirs too: a shuffle with seed 0, then the first so many.
@@ -104,7 +104,7 @@ PAPER_SETS: Mapping[str, PaperSet] = {s.name: s for s in _SETS}
 
 
 def title(source: str) -> str:
-    """A prompt set's name in tables."""
+    """The name of a prompt set in tables."""
     return PAPER_SETS[source].title if source in PAPER_SETS else source
 
 
@@ -126,7 +126,7 @@ def load_turns(name: str, copy: Path | None = None, limit: int | None = None) ->
 
 
 def _choose(rows: int, count: int) -> Iterable[int]:
-    """Which rows: all in order when there are not more than wanted, else as `datasets` shuffles with this seed."""
+    """Indices of the chosen rows: all in order when there are at most `count`, else as `datasets` shuffles them."""
     if rows <= count:
         return range(rows)
     return np.random.default_rng(SHUFFLE_SEED).permutation(rows)[:count]

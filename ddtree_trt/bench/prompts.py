@@ -63,7 +63,7 @@ def _load(spec: str, limit: int | None) -> list[BenchPrompt]:
 
 
 def _spaced(items: list[_T], limit: int | None) -> list[_T]:
-    """At most `limit` items, evenly spaced: a file's domains often come one after another."""
+    """At most `limit` items, evenly spaced, since files are often sorted by domain."""
     if limit is None or len(items) <= limit:
         return items
     return [items[i * len(items) // limit] for i in range(limit)]
@@ -74,7 +74,7 @@ def _number(source: str, prompts: Iterable[tuple[Any, tuple[str, ...]]]) -> list
 
 
 def read_jsonl(path: Path) -> list[tuple[Any, tuple[str, ...]]]:
-    """Openings and follow-ups, one per line. Raises UsageError naming the line that is none."""
+    """(opening, follow-ups) of each line. Raises UsageError naming a line that is no prompt."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -118,11 +118,11 @@ def _chat(turns: Sequence[str]) -> tuple[list[Message], tuple[str, ...]]:
 
 
 def select(prompts: Sequence[BenchPrompt], shard: Shard) -> list[BenchPrompt]:
-    """The shard's prompts; dealt out one by one, so that every shard gets its share of every set."""
+    """The shard's prompts: every `count`-th one, so that every shard has prompts of every set."""
     return list(prompts[shard.index - 1 :: shard.count])
 
 
 def digest(prompts: Sequence[BenchPrompt]) -> str:
-    """sha256 over the prompts' content: a replay of other prompts is noticed."""
+    """sha256 over the prompts' content, by which a replay finds that prompts have changed."""
     text = json.dumps([asdict(p) for p in prompts], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()

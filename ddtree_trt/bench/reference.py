@@ -1,8 +1,8 @@
 """The published DDTree code, run from a local checkout of its repository on any device.
 
-Nothing of it is kept here: it is imported from that checkout and runs unchanged. Around it stands only what it takes
-for granted: a CUDA device to synchronise with, two packages that it imports and does not need for decoding, and a cache
-that can be cropped to a length.
+Nothing of it is kept here: it is imported from that checkout and runs unchanged. Stand-ins replace only what it
+requires of its environment: a CUDA device to synchronise with, two packages that it imports and does not need for
+decoding, and a cache that can be cropped to a length.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def import_published(path: Path) -> Published:
     try:
         modules = [importlib.import_module(name) for name in _MODULES]
         if "loguru" not in absent:
-            sys.modules["loguru"].logger.disable("ddtree")  # it reports what `cpp_compact` of the peer says too
+            sys.modules["loguru"].logger.disable("ddtree")  # it logs what the peer reports as `cpp_compact`
     finally:
         sys.path.remove(str(path))
-        for name in absent:  # or transformers would meet a `datasets` that is not one
+        for name in absent:  # transformers must not find a `datasets` that is a stand-in
             del sys.modules[name]
     for module in modules:
         if not Path(str(module.__file__)).resolve().is_relative_to(path.resolve()):
@@ -71,7 +71,7 @@ def import_published(path: Path) -> Published:
 
 
 def commit_of(path: Path) -> str:
-    """The checkout's commit, which says nothing about edited files: they are refused. Raises UsageError."""
+    """The checkout's commit. Raises UsageError where there is none, or where files differ from it."""
     git = ["git", "-C", str(path)]
     try:
         changed = subprocess.check_output([*git, "status", "--porcelain", "--untracked-files=no"], text=True)
@@ -84,15 +84,15 @@ def commit_of(path: Path) -> str:
 
 
 @contextmanager
-def surroundings() -> Iterator[None]:
-    """What the published code expects of its libraries, for as long as it runs."""
+def adapted_libraries() -> Iterator[None]:
+    """Patch PyTorch and transformers to behave as the published code expects, while it runs."""
     import torch
     from transformers import DynamicCache
 
     native_crop = DynamicCache.crop
 
     def crop(cache: Any, length: int) -> None:
-        """Keep the first `length` tokens, as it meant before transformers 5, which takes only a number to remove."""
+        """Keep the first `length` tokens, as before transformers 5, which takes the number of tokens to remove."""
         if (excess := cache.get_seq_length() - length) > 0:
             native_crop(cache, -excess)
 

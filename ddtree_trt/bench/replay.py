@@ -1,4 +1,4 @@
-"""A result measured again: the same settings, now, and how the figures compare."""
+"""Replays of a result: the same settings measured again, and the ratios of the figures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddtree_trt.bench.settings import Shard
 
 
 def replay(old: BenchResult, engine: str | None = None, progress: Progress = no_progress) -> BenchResult:
-    """Run what `old` ran, all shards of it, on its engine or on the one given.
+    """The result of running `old`'s settings, all shards of them, on its engine or on the one given.
 
     Raises UsageError when the prompts are not the ones it ran, and whatever `run_bench` raises.
     """
@@ -41,7 +41,7 @@ def _compare(old: Row, new: Row) -> list[str]:
 
 
 def differences(old: BenchResult, new: BenchResult) -> list[str]:
-    """What is not the same now, and so may explain a ratio that is not 1."""
+    """Differences of engine, machine and software, which may explain a ratio that is not 1."""
     a, b = old.parts[0].environment, new.parts[0].environment
     changed = [
         ("engine", old.engine.digest[:12], new.engine.digest[:12]),

@@ -14,6 +14,7 @@ from ddtree_trt.bench.contender import Outcome
 from ddtree_trt.bench.environment import EngineInfo, Environment
 from ddtree_trt.bench.settings import BenchSettings, Case, Shard
 from ddtree_trt.errors import UsageError
+from ddtree_trt.models.drafters.kinds import KindName
 
 SCHEMA_VERSION = 1
 
@@ -25,12 +26,12 @@ class Sample:
     case: str  # Case.label
     temperature: float
     source: str
-    prompt: str  # prompt id, with #turn behind it
+    prompt: str  # prompt id, with the suffix #turn
     repeat: int
-    order: int  # when it ran among the cases of its prompt: tells order effects from others
+    order: int  # its place in the order of the prompt's cases, to tell order effects from others
     prompt_tokens: int
     output_tokens: int
-    decoded_tokens: int  # of them, what came after the first step
+    decoded_tokens: int  # those of them after the first step
     first_token_s: float
     decode_s: float
     acceptance_lengths: tuple[int, ...] | None
@@ -56,6 +57,8 @@ class Part:
 
 @dataclass(frozen=True)
 class BenchResult:
+    """Everything a benchmark measured, and its settings."""
+
     settings: BenchSettings
     engine: EngineInfo
     prompts_digest: str  # over the content of all prompts, of every shard
@@ -66,14 +69,14 @@ class BenchResult:
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """In the order they were given."""
+        """All cases, in the order they were given."""
         return tuple(Case.parse(label) for label in dict.fromkeys(s.case for s in sorted_by_case(self)))
 
 
 def sorted_by_case(result: BenchResult) -> list[Sample]:
     """Samples with the engine's cases first, in the settings' order, then the peers'."""
-    dflash = result.engine.block_size is not None
-    labels = [c.label for c in result.settings.cases(dflash=dflash)]
+    kind: KindName = "autoregressive" if result.engine.block_size is None else "dflash"
+    labels = [c.label for c in result.settings.cases(kind)]
     peers = sorted({s.case for s in result.samples} - set(labels), key=_peer_order)
     rank = {label: i for i, label in enumerate([*labels, *peers])}
     return sorted(result.samples, key=lambda s: rank[s.case])
@@ -85,7 +88,7 @@ def _peer_order(label: str) -> tuple[str, str, int]:
 
 
 def output_digest(outcome: Outcome) -> str | None:
-    """What tells outputs apart: 16 hex digits over the token ids; None from a contender that gives none."""
+    """A digest of the token ids, 16 hex digits, to compare outputs; None from a contender that returns no ids."""
     if outcome.token_ids is None:
         return None
     return hashlib.sha256(json.dumps(list(outcome.token_ids)).encode()).hexdigest()[:16]
@@ -101,13 +104,13 @@ def to_json(result: BenchResult) -> str:
 
 
 def _rounded(sample: dict[str, Any]) -> dict[str, Any]:
-    """Times to the nanosecond: more digits are noise that only makes files larger."""
+    """The sample with times to the nanosecond, since more digits are noise."""
     sample["stage_s"] = {stage: round(s, 9) for stage, s in sample["stage_s"].items()}
     return {k: round(v, 9) if isinstance(v, float) else v for k, v in sample.items()}
 
 
 def read_result(path: Path) -> BenchResult:
-    """Raises UsageError for a file that is missing, no result, or of another schema version."""
+    """The result in a file. Raises UsageError for one that is missing, no result, or of another schema version."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -140,8 +143,8 @@ _T = TypeVar("_T")
 
 
 def _record(cls: type[_T], data: dict[str, Any]) -> _T:
-    """A frozen record from its JSON: no unknown field, and all but those whose default is what was before there was
-    such a field; lists become tuples. Raises TypeError."""
+    """A frozen record from its JSON; lists become tuples. Raises TypeError for unknown fields, and for missing ones
+    without a default: a default is the value of older files, which lack the field."""
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     expected = {f.name for f in fields}
     needed = {f.name for f in fields if f.default is dataclasses.MISSING}

@@ -1,7 +1,7 @@
 """The measurement: every case on every prompt, interleaved.
 
-All cases of a prompt run right after one another, and who begins rotates, so that a slow moment of the machine, a warm
-cache or a hot processor falls on all of them alike. Every request starts from an empty cache.
+All cases of a prompt run right after one another, and the first one rotates, so that a slow moment of the machine, a
+warm cache or a hot processor affects all of them alike. Every request starts from an empty cache.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ddtree_trt.runtime.engines.load import require_torch
 from ddtree_trt.runtime.text.codec import Prompt
 
 WHOLE = Shard()
-SETTLE_S = 0.02  # between two requests: the threads of the one before stop spinning
+PAUSE_S = 0.02  # between two requests, in which the previous one's threads stop spinning
 RANDOM_PROMPTS = 3
 
 
@@ -99,7 +99,7 @@ def run_bench(
 
 
 def _resolved(settings: BenchSettings, session: Session) -> BenchSettings:
-    """The settings with `auto` rounds as this engine has them, so that every case says which kind it is."""
+    """The settings with `auto` device rounds replaced by this engine's default, so that every case states its kind."""
     if settings.device_rounds != "auto":
         return settings
     rounds = session.engine.rounds
@@ -125,19 +125,21 @@ def _prompts(settings: BenchSettings, session: Session) -> list[BenchPrompt]:
 
 
 class Measurement:
-    """One pass over the prompts; what it measured is in `samples`."""
+    """One pass over the prompts; its measurements are in `samples`."""
 
     def __init__(
         self, settings: BenchSettings, session: Session, contenders: Sequence[Contender], progress: Progress
     ) -> None:
         self.samples: list[Sample] = []
         self.skipped: list[str] = []
-        self._settings, self._session, self._progress = settings, session, progress
+        self._settings = settings
+        self._session = session
+        self._progress = progress
         self._entries = [_Entry(c, case) for c in contenders for case in c.cases]
-        self._turns = 0  # measured so far; decides who begins
+        self._turns = 0  # measured so far; decides which case is first
 
     def warm_up(self, prompt: BenchPrompt) -> None:
-        """Every case once, with nothing counted: kernels chosen, memory touched, code compiled."""
+        """Run every case once, unmeasured: kernels are chosen, memory is touched, code is compiled."""
         settings = self._settings
         if settings.warmup_tokens == 0:
             return
@@ -166,7 +168,7 @@ class Measurement:
             )
 
     def _conversation(self, prompt: BenchPrompt, temperature: float, seed: int) -> None:
-        """All turns of a prompt. The answers that later turns follow are those of `ar`, the same for every case."""
+        """Measure all turns of a prompt. Later turns follow the answers of `ar`, the same for every case."""
         history: Prompt = prompt.opening
         for turn, following in enumerate((*prompt.follow_ups, None)):
             ids = self._session.codec.encode(history)
@@ -176,16 +178,17 @@ class Measurement:
                 return
             answer = self._turn(prompt.source, name, ids, temperature, seed)
             if following is not None:
-                said = [{"role": "assistant", "content": answer}, {"role": "user", "content": following}]
-                history = [*history, *said]
+                messages = [{"role": "assistant", "content": answer}, {"role": "user", "content": following}]
+                history = [*history, *messages]
 
     def _turn(self, source: str, name: str, ids: list[int], temperature: float, seed: int) -> str:
+        """Measure every case on one request; returns the answer of `ar`."""
         answer = ""
         for repeat in range(self._settings.repeats):
             first = self._turns % len(self._entries)
             self._turns += 1
             for order, entry in enumerate(self._entries[first:] + self._entries[:first]):
-                time.sleep(SETTLE_S)
+                time.sleep(PAUSE_S)
                 request = self._request(temperature, seed + repeat, self._settings.max_tokens)
                 outcome = entry.contender.run(entry.case, ids, request)
                 if entry.case == SINGLE_TOKENS and repeat == 0:

@@ -1,4 +1,4 @@
-"""This engine as a contender: single requests, each from a cold cache."""
+"""An engine as a contender: single requests, each from a cold cache."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from ddtree_trt.runtime.text.codec import Prompt
 
 
 class Session:
-    """An engine for one request at a time. What automatic budgets learn is kept between requests, caches are not."""
+    """An engine for one request at a time, each from empty caches. Automatic budgets keep what they learn."""
 
     def __init__(self, directory: Path, *, threads: int = 0, engine: Engine | None = None) -> None:
-        """`engine`: one that is open already, and whose directory holds no more than a tokenizer."""
+        """`engine`: an open engine, whose directory needs to hold a tokenizer only."""
         core = open_core(directory, threads=threads, warm=False) if engine is None else assemble_core(directory, engine)
-        self.core, self.engine, self.codec = core, core.engine, core.codec
+        self.core = core
+        self.engine = core.engine
+        self.codec = core.codec
         self.manifest = core.engine.manifest
 
     def generate(
@@ -35,9 +37,9 @@ class Session:
         core: EngineCore | None = None,
         device_rounds: DeviceRoundsMode = "auto",
     ) -> tuple[RequestOutput, float]:
-        """Complete one prompt from an empty cache, on slot 0; the output, and when the work was done.
+        """(output, time of its completion by `perf_counter`) of one prompt, from an empty cache on slot 0.
 
-        `core` stands in for the session's own, over the same engine. Raises as LLM.generate does.
+        `core` replaces the session's own, over the same engine. Raises as LLM.generate does.
         """
         core = core or self.core
         request = core.maker.make(prompt, params, device_rounds=device_rounds)
@@ -49,7 +51,7 @@ class Session:
 
     @property
     def unusable_tokens(self) -> frozenset[int]:
-        """Tokens that no forced choice may be: those that end a request, and the drafter's mask."""
+        """Tokens that forced choices must not use: those that end a request, and the drafter's mask."""
         mask = self.manifest.drafting.mask_token_id
         return frozenset(self.manifest.stop_token_ids) | (frozenset() if mask is None else {mask})
 
@@ -63,7 +65,7 @@ class EngineContender:
     def __init__(self, session: Session, settings: BenchSettings) -> None:
         self._session = session
         manifest = session.manifest
-        self.cases = settings.cases(dflash=manifest.drafting.at_once)
+        self.cases = settings.cases(manifest.drafter_kind)
         for case in self.cases:
             resolve_method(case.method, manifest.drafter_kind)
         self._core = session.core
@@ -103,7 +105,7 @@ class EngineContender:
             text=output.outputs[0].text,
             acceptance_lengths=tuple(metrics.acceptance_lengths),
             mean_budget=metrics.mean_budget,
-            stage_s={} if metrics.on_device else dict(metrics.stage_s),  # one launch has no stages to tell of
+            stage_s={} if metrics.on_device else dict(metrics.stage_s),  # one launch has no stages
         )
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Do tokens come from a given distribution? Goodness of fit by the probability integral transform.
+"""Test that tokens come from a given distribution: goodness of fit by the probability integral transform.
 
 A token drawn from a distribution has a uniform place in it: the mass of all more probable tokens, plus a uniform share
 of its own. Tokens at any position after any prefix can so be pooled in one chi-square test, and a bias towards likely
@@ -19,7 +19,7 @@ from ddtree_trt.errors import UsageError
 
 BINS = 7  # few, since what goes wrong is a trend; and an even number of degrees, whose p-value has a closed form
 FEWEST = 100  # draws: with fewer the test would find nothing but the crudest bias
-CERTAIN = 0.95  # probability of the best token from which on a position tells nothing
+CERTAIN = 0.95  # probability of the best token from which on a position is left out
 FALSE_ALARM = 1e-4  # how often a correct sampler fails one test
 
 
@@ -40,7 +40,7 @@ class UniformityTest:
 def place_in_distribution(
     logits: NDArray[np.float32], token: int, temperature: float, rng: np.random.Generator
 ) -> float | None:
-    """Where `token` lies in softmax(logits [V] / temperature) ordered by falling probability.
+    """The place of `token` in softmax(logits [V] / temperature) ordered by falling probability.
 
     Uniform on [0, 1) if the token was drawn from it; None where the best token is all but certain.
     """

@@ -1,4 +1,4 @@
-"""From a request to an engine directory: everything that can be refused is refused before any work."""
+"""Build an engine directory from a request: everything that can be refused is refused before any work."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Precision = Literal["auto", PrecisionName]
 
 @dataclass(frozen=True)
 class BuildRequest:
-    """What to build. The defaults are the command line's; None leaves a number to the preset."""
+    """A build as the user asks for it. The defaults are the command line's; None leaves a number to the preset."""
 
     target: str | None = None  # a preset, or with both directories any name; None takes the checkpoint directory's
     checkpoint: Path | None = None  # instead of the preset's target
@@ -75,7 +75,7 @@ def compile_engine(
     request: BuildRequest, progress: Progress = no_progress, notice: Callable[[str], None] = lambda line: None
 ) -> Manifest:
     """Build the engine a request asks for and return its manifest; the engine is at `request.destination`.
-    `notice` gets what its user should know, a line at a time.
+    `notice` is called with each line that the user should read.
 
     Raises UsageError for a wrong request, CheckpointError for a pair that cannot be used, and BuildError when the
     engine cannot be written. Whatever is raised, an engine already there is untouched and no half engine is left.
@@ -102,7 +102,7 @@ def compile_engine(
         loaded = open_tokenizer(directory, tokenizer, target.dims.vocab_size)
         variables = template_variables(loaded, _tokenizer_source(tokenizer))
         check_arguments(loaded, variables, request.chat_template_args, OPTION)
-        # What drafts from the target's states was trained on its answers to prompts of one format.
+        # A drafter that reads the target's states was trained on prompts of one format.
         if drafter.kind.tap_layers and (note := thinking_note(variables, template_args)):
             notice(note)
         written = backend.write(directory, target, drafter, limits, precision, progress)
@@ -138,7 +138,7 @@ def _tokenizer_source(tokenizer: Path) -> JsonSource:
 
 
 def resolve_preset(request: BuildRequest) -> Preset | None:
-    """The preset, or None when the request names both networks and its own name for them."""
+    """The preset that the request names; None when it gives both networks as directories. Raises UsageError."""
     name = request.name
     if name in PRESETS and request.target is not None:
         return PRESETS[name]
@@ -150,11 +150,11 @@ def resolve_preset(request: BuildRequest) -> Preset | None:
 
 
 def _open(source: Source | None, directory: Path | None, option: str) -> Checkpoint:
-    """Load the directory the user named, else the preset's source."""
+    """The checkpoint in the directory the user named, else the preset's."""
     from ddtree_trt.build.checkpoint.reader import load_checkpoint
 
     if directory is not None or source is None:
-        assert directory is not None  # _preset: without a preset both directories are given
+        assert directory is not None  # resolve_preset: without a preset both directories are given
         return load_checkpoint(directory)
     if isinstance(source, PackagedSource):
         return load_checkpoint(source.directory, name=source.folder, revision=PACKAGED)
@@ -165,7 +165,7 @@ def _open(source: Source | None, directory: Path | None, option: str) -> Checkpo
 
 
 def check_numbers(request: BuildRequest) -> None:
-    """Refuse limits no model can have."""
+    """Raises UsageError for limits that no model can have."""
     for option, value, within in (
         ("--max-seq-len", request.max_seq_len, POSITIONS),
         ("--max-tree-budget", request.max_tree_budget, BUDGETS),
@@ -203,6 +203,7 @@ def resolve_limits(
 
 
 def _check_space(destination: Path, needed: int) -> None:
+    """Raises BuildError where the disk has less free space than `needed` bytes."""
     usage = shutil.disk_usage(destination.parent)
     if usage.total and usage.free < needed:  # some network file systems report no size at all
         raise BuildError(

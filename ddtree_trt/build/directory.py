@@ -22,11 +22,11 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def prepare_destination(destination: Path, *, force: bool, marker: str = MANIFEST) -> Path:
-    """The resolved destination, cleaned of what killed builds left beside it, its parent directories made.
+    """The resolved destination, after its parents were made and the leftovers of killed builds removed.
 
-    An existing directory is replaced only with `force`, and only if it holds `marker`, the file written last: so that a
-    mistyped path never costs a directory that is not ours. Raises BuildError when it must not be replaced or its parent
-    cannot be written.
+    An existing directory may be replaced only with `force`, and only if it holds `marker`, the file written last, so
+    that a mistyped path never destroys a directory that is not ours. Raises BuildError when it must not be
+    replaced or its parent cannot be written.
     """
     destination = destination.resolve()  # a link to an engine keeps pointing at the engine
     try:
@@ -101,7 +101,7 @@ def _lock(directory: Path) -> int:
 
 
 def _remove_stale(destination: Path) -> None:
-    """Remove what killed builds of this name left behind; put an engine back that one had moved aside.
+    """Remove the leftovers of killed builds of this name; restore an engine that one had renamed.
 
     Only siblings whose process is gone: its id is not in use, and its lock, which the kernel drops with the process, is
     free (the second matters where the id belongs to another container on the same disk).
@@ -122,7 +122,7 @@ def _remove_stale(destination: Path) -> None:
 
 
 def _alive(pid: int) -> bool:
-    """Whether another process has this id. Our own id on a leftover means that it was another container's."""
+    """Whether another process has this id. A leftover with our own id is another container's."""
     if pid == os.getpid():
         return False
     try:
@@ -135,7 +135,7 @@ def _alive(pid: int) -> bool:
 
 
 def _replace(temporary: Path, destination: Path, force: bool) -> None:
-    """Put `temporary` in the place of `destination`, whose old content, if any, is afterwards at `temporary`.
+    """Rename `temporary` to `destination`, whose old content, if any, is afterwards at `temporary`.
 
     Where the file system can exchange two directories in one step a kill cannot fall in between. Without `force` only
     an empty directory is replaced, also when another build has filled it meanwhile: the kernel refuses.
@@ -160,7 +160,7 @@ def _replace(temporary: Path, destination: Path, force: bool) -> None:
 
 
 def describe_files(directory: Path, progress: Progress = no_progress) -> dict[str, FileEntry]:
-    """Size and digest of every file in `directory` that the manifest vouches for, in name order."""
+    """Size and digest of every file in `directory` that a manifest lists, in name order."""
     paths = [p for p in sorted(directory.iterdir()) if p.name not in (MANIFEST, PROFILE)]
     total, done = sum(p.stat().st_size for p in paths), 0
     entries = {}

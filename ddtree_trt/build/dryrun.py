@@ -1,4 +1,4 @@
-"""What a build would make and what it would take, from both networks' configuration alone: nothing is written."""
+"""A build's result and memory, computed from both networks' configuration alone: nothing is written."""
 
 from __future__ import annotations
 
@@ -24,6 +24,8 @@ from ddtree_trt.models.pairs import checkpoint_shapes
 
 @dataclass(frozen=True)
 class DryRun:
+    """The engine that a build would make."""
+
     name: str
     backend: BackendName
     precision: PrecisionName
@@ -36,7 +38,7 @@ class DryRun:
         memory, available = self.memory, self.available_bytes
         if available is None or memory.total_bytes <= available:
             return
-        # What a slot takes besides its cache grows with the batch, too: buffers and workspace are all of slots.
+        # Buffers and workspace grow with the slots as the cache does.
         each = (memory.total_bytes - memory.weights_bytes) / memory.slots
         slots = int((available - memory.weights_bytes) // each)
         advice = f"give --max-batch {slots}" if slots > 0 else "give a smaller --max-seq-len, or a smaller pair"
@@ -59,6 +61,8 @@ class DryRun:
 
 @dataclass(frozen=True)
 class _Network:
+    """A network as its configuration describes it."""
+
     name: str
     dims: TransformerDims
     shapes: Mapping[str, tuple[int, ...]]  # of all tensors
@@ -68,7 +72,7 @@ class _Network:
         return replace(self, shapes={name: shape for name, shape in self.shapes.items() if name != HEAD})
 
     def weights_bytes(self, item_bytes: int, *, as_stored: bool) -> int:
-        """In a precision of `item_bytes`; `as_stored` leaves quantised weights as they are."""
+        """Bytes of the weights in a precision of `item_bytes`; with `as_stored` quantised ones are kept as they are."""
         quantization = self.quantization if as_stored else None
         return sum(
             quantization.weight_bytes(shape, item_bytes)

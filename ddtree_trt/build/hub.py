@@ -9,7 +9,7 @@ from pathlib import Path
 from ddtree_trt.build.presets import HubSource
 from ddtree_trt.errors import CheckpointError
 
-# Weights in one format, configuration, tokenizer. Never code: nothing downloaded is executed.
+# Files of weights, configuration and tokenizer. Never code: nothing downloaded is executed.
 PATTERNS = ["*.json", "*.safetensors", "*.jinja"]
 
 
@@ -26,7 +26,7 @@ def download(source: HubSource, option: str, patterns: Sequence[str] = PATTERNS)
         disable_progress_bars()
     try:
         return Path(snapshot_download(source.repository, revision=source.revision, allow_patterns=list(patterns)))
-    except Exception as error:  # network, proxy, disk, access: the hub's errors share no base
+    except Exception as error:  # network, proxy, disk, access: the hub's errors have no common base
         reason = (str(error).strip().splitlines() or [""])[0]
         raise CheckpointError(
             f"cannot download {source.repository} ({type(error).__name__}: {reason}); "

@@ -1,4 +1,4 @@
-"""The pairs this package knows by name. Data only; tests go over all of them."""
+"""The pairs that can be built by name. Data only; tests check all of them."""
 
 from __future__ import annotations
 
@@ -38,6 +38,8 @@ Source = HubSource | PackagedSource
 
 @dataclass(frozen=True)
 class Preset:
+    """A pair of published checkpoints, and the limits and arguments its engine is built with."""
+
     name: str
     target: Source
     drafter: Source

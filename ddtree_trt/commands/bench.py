@@ -216,7 +216,7 @@ def report(files: Files, markdown: Markdown = None, latex: Latex = None, plot: P
 
 
 class _Outputs:
-    """Where results go. Everything that can be refused is refused before hours of measuring."""
+    """Destinations of results. `prepare` refuses those that cannot be written, before hours of measuring."""
 
     def __init__(self, json: Path | None, markdown: Path | None, latex: Path | None, plot: Path | None) -> None:
         self._json = json
@@ -226,7 +226,7 @@ class _Outputs:
 
     @property
     def stdout_taken(self) -> bool:
-        """Whether a file goes to stdout, where then nothing else belongs."""
+        """Whether stdout is one of the files, so that nothing else may be printed there."""
         return STDOUT in (self._json, self._markdown, self._latex)
 
     def prepare(self) -> None:

@@ -1,4 +1,4 @@
-"""`ddtree-trt build`: checkpoints to an engine directory."""
+"""`ddtree-trt build`: build an engine directory from checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ddtree_trt.terminal import printing as terminal
 
 
 def _preset_help(field: str) -> str:
-    """The default of a limit, and the presets that have their own."""
+    """The default of a limit, and the presets with other values."""
     default = getattr(Limits, field)
     own = {p.name: getattr(p.limits, field) for p in PRESETS.values() if getattr(p.limits, field) != default}
     return f"Default {default}" + "".join(f", {name} {value}" for name, value in own.items()) + "."

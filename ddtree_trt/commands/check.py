@@ -1,4 +1,4 @@
-"""`ddtree-trt check`: whether an engine is lossless up to its rounding, and its drafter as good as the pair's."""
+"""`ddtree-trt check`: verify that an engine is lossless up to rounding, and its drafter as good as the pair's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ddtree-trt doctor`: what this machine has and what that enables."""
+"""`ddtree-trt doctor`: report what this machine has and what that enables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ddtree-trt export-triton`: an engine as a model of Triton Inference Server."""
+"""`ddtree-trt export-triton`: export an engine as a model of Triton Inference Server."""
 
 from __future__ import annotations
 

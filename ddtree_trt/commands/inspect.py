@@ -1,4 +1,4 @@
-"""`ddtree-trt inspect`: what an engine directory holds, verified."""
+"""`ddtree-trt inspect`: verify an engine directory and show its contents."""
 
 from __future__ import annotations
 

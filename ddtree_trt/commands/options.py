@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have, each stated once; defaults are the commands' own."""
+"""Arguments and options shared by several commands; each command states its default."""
 
 from __future__ import annotations
 

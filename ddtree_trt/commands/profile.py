@@ -1,4 +1,4 @@
-"""`ddtree-trt profile`: measure what drafts and verifications cost on this machine."""
+"""`ddtree-trt profile`: measure the latencies of drafts and verifications on this machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def profile(
 
 
 def measure_engine(engine_dir: Path, progress: Progress, *, threads: int = 0) -> LatencyProfile:
-    """Load the engine, measure it, store the profile beside it."""
+    """Load the engine, measure it, and store the profile in its directory."""
     from ddtree_trt.runtime.decoding.latency import measure_and_store
     from ddtree_trt.runtime.engines.load import open_engine
 

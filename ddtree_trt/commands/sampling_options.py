@@ -1,4 +1,4 @@
-"""Options of a command for the sampling parameters, made of their table."""
+"""Options of a command for the sampling parameters, made from their table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.params import PARAMETERS, Parameter
 from ddtree_trt.runtime.values import Choice, Flag, Integer, Kind, NodeCount, Number, Texts
 
-# What makes drafts is what this program is about: its options come first.
+# The options of drafting come first.
 _OPTIONS = sorted(
     (row for row in PARAMETERS.values() if row.metavar is not None),
     key=lambda row: row.name not in ("method", "tree_budget"),
@@ -31,7 +31,7 @@ _TYPES: dict[type[Kind], Any] = {
 def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
     """The command with an option for each sampling parameter that has one, in the place of its argument `sampling`.
 
-    That argument gets what was given, under the names of `SamplingParams`.
+    That argument gets the values given, by field of `SamplingParams`.
     """
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
@@ -62,7 +62,7 @@ def _option(row: Parameter) -> inspect.Parameter:
 
 
 def _value(row: Parameter, value: Any) -> Any:
-    """What an option was given, as its kind takes it; None where it was not."""
+    """An option's value as its kind takes it; None where it was not given."""
     if isinstance(row.kind, NodeCount) and value not in (None, "auto"):
         try:
             return int(value)

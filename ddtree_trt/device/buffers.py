@@ -35,7 +35,7 @@ def aligned(count: int) -> int:
 
 @dataclass(frozen=True)
 class Layout:
-    """Buffers one behind the other in one block of memory."""
+    """Places of buffers that follow each other in one block of memory."""
 
     offsets: Mapping[str, int]  # name → byte offset
     sizes: Mapping[str, int]  # name → bytes, as asked for
@@ -68,12 +68,12 @@ class CacheShape:
 
     @property
     def slot_bytes(self) -> int:
-        """Of one slot in one plane."""
+        """Bytes of one slot in one plane."""
         return self.kv_heads * self.rows * self.row_bytes
 
     @property
     def stored_slots(self) -> int:
-        """Slots and what it takes behind them for the next plane to begin at a multiple of `ALIGNMENT`."""
+        """Slots of a plane in memory: `slots`, and unused ones that align the next plane to `ALIGNMENT`."""
         step = ALIGNMENT // math.gcd(ALIGNMENT, self.slot_bytes)
         return -(-self.slots // step) * step
 
@@ -86,16 +86,16 @@ class CacheShape:
         return self.planes * self.plane_bytes
 
 
-def target_rows(limits: Limits) -> int:
-    """Most rows of one target pass over all slots: T padded, or one chunk."""
-    return max(limits.max_batch * (1 + limits.max_tree_budget), limits.prefill_chunk)
+def pass_rows(limits: Limits, slots: int) -> int:
+    """Most rows of one target pass over that many slots: their trees, or one chunk of a prompt."""
+    return max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)
 
 
 @dataclass(frozen=True)
 class Rows:
     """How many rows of tapped states the buffers of the TensorRT engine hold for a drafter."""
 
-    waiting: int  # per slot: tapped states the drafter may be given again
+    waiting: int  # per slot: tapped states kept for the drafter, with those it may be given again
     context: int  # of one drafter pass over all slots
     chunk: int  # most context rows of one slot in one drafter pass
 
@@ -120,7 +120,8 @@ def tensorrt_buffers(
     `candidates` is K of a block drafter; None takes the most there can be. Heads are in float32, tied or not; a drafter
     has tables where its kind has its own.
     """
-    rows, slots = target_rows(limits), limits.max_batch
+    slots = limits.max_batch
+    rows = pass_rows(limits, slots)
     own, results = _drafter_buffers(target, drafter, limits, element_bytes, candidates)
     return {
         **_tables(target, EMBEDDING, HEAD, element_bytes),
@@ -144,7 +145,7 @@ def _tables(dims: TransformerDims, embedding: str, head: str, element_bytes: int
 def _drafter_buffers(
     target: TransformerDims, drafter: TransformerDims, limits: Limits, element_bytes: int, candidates: int | None
 ) -> tuple[dict[str, int], int]:
-    """What a drafter of this kind has beside its cache, and how many bytes its results take."""
+    """(bytes of each buffer of a drafter of this kind, its cache aside; bytes of its results)."""
     kind, slots = kind_of(drafter), limits.max_batch
     block = kind.block_size or 1
     rows = Rows.of(block, limits)
@@ -152,7 +153,7 @@ def _drafter_buffers(
     if kind.tap_layers:
         width = len(kind.tap_layers) * target.hidden_size * element_bytes
         buffers |= {
-            TAPS: target_rows(limits) * width,
+            TAPS: pass_rows(limits, slots) * width,
             STATES: slots * rows.waiting * width,
             CONTEXT: rows.context * width,
         }
@@ -168,10 +169,10 @@ def _drafter_buffers(
 
 
 def _pass_control_bytes(slots: int, rows: int, limits: Limits) -> int:
-    """Of a pass over trees, with at most `rows` rows in all."""
+    """Bytes of the control data of a pass over trees, with at most `rows` rows in all."""
     return _control_bytes(slots, slots, rows, rows, rows * -(-limits.max_tokens_per_pass // 32), rows)
 
 
 def _control_bytes(*values: int) -> int:
-    """Of int32 control data, each array aligned."""
+    """Bytes of int32 arrays of these lengths, each aligned."""
     return sum(aligned(n * INT_BYTES) for n in values)

@@ -13,7 +13,7 @@ CPUINFO = Path("/proc/cpuinfo")
 # Below this many bytes of weights a pass is too short for threads to help: waking them costs more than they save.
 SINGLE_THREAD_BYTES = 64 << 20
 
-# Its words, by what they are good for. x86 names first, then Arm's.
+# Feature → the flags in /proc/cpuinfo of which any states it. x86 names first, then Arm's.
 _FEATURES = {
     "avx2": ("avx2",),
     "avx512": ("avx512f",),
@@ -29,6 +29,8 @@ _FEATURES = {
 
 @dataclass(frozen=True)
 class Cpu:
+    """A processor."""
+
     model: str
     cores: int  # usable by this process
     features: tuple[str, ...]
@@ -44,9 +46,9 @@ def read_cpu(cpuinfo: Path = CPUINFO) -> Cpu:
     except OSError:
         text = ""
     fields = dict(re.findall(r"^([^\t:\n]+?)\s*: (.*)$", text, re.MULTILINE))
-    words = set((fields.get("flags") or fields.get("Features") or "").split())
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
     return Cpu(
         model=fields.get("model name", platform.processor() or platform.machine()),
         cores=len(os.sched_getaffinity(0)),
-        features=tuple(name for name, any_of in _FEATURES.items() if words.intersection(any_of)),
+        features=tuple(name for name, any_of in _FEATURES.items() if flags.intersection(any_of)),
     )

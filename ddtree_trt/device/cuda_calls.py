@@ -63,7 +63,7 @@ def cuda_versions(api: Any) -> CudaVersions:
 
 
 def cuda_of_driver() -> str | None:
-    """The newest CUDA the installed driver supports, asked without cuda-python; None without a driver."""
+    """The newest CUDA that the installed driver supports, found without cuda-python; None without a driver."""
     version = ctypes.c_int()
     try:
         status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -73,10 +73,10 @@ def cuda_of_driver() -> str | None:
 
 
 def version_text(number: int) -> str:
-    """A version as CUDA's functions return it, 13000, as it is written: 13.0."""
+    """The written form, 13.0, of a version as CUDA's functions return it, 13000."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
 def _text(found: bytes | str) -> str:
-    """Releases of cuda-python differ in what they return of a C string."""
+    """The text of a C string, which releases of cuda-python return in different types."""
     return (found.decode() if isinstance(found, bytes) else str(found)).rstrip("\0")

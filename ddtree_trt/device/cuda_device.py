@@ -1,4 +1,4 @@
-"""The GPU as the TensorRT engine uses it: one stream, memory that is given back together, copies, graphs.
+"""The GPU as the TensorRT engine uses it: one stream, memory that is released together, copies, graphs.
 
 Every call that CUDA refuses becomes an EngineError, as `cuda_calls` says; work that fails on the device surfaces at the
 next call.
@@ -56,7 +56,7 @@ class Device:
         return address
 
     def pinned(self, size: int) -> NDArray[np.uint8]:
-        """Host memory that copies reach without a detour, uint8 [size]."""
+        """Page-locked host memory, uint8 [size], which copies read and write without a staging buffer."""
         address = int(self._call("cudaHostAlloc", size, self.api.cudaHostAllocDefault))
         self._pinned.append(address)
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
@@ -70,7 +70,7 @@ class Device:
         self._call("cudaMemcpyAsync", address, source.ctypes.data, source.nbytes, kind, self._stream)
 
     def download(self, target: NDArray[Any], address: int) -> None:
-        """Fill a contiguous array from the device; its content is there after the next wait."""
+        """Fill a contiguous array from the device; it has its content after the next wait."""
         kind = self.api.cudaMemcpyKind.cudaMemcpyDeviceToHost
         self._call("cudaMemcpyAsync", target.ctypes.data, address, target.nbytes, kind, self._stream)
 
@@ -84,14 +84,14 @@ class Device:
         self._call("cudaStreamSynchronize", self._stream)
 
     def capture(self, work: Callable[[], None]) -> Any:
-        """The work that `work` puts on the stream, recorded and not done: for `launch`."""
+        """A graph, for `launch`, of what `work` puts on the stream, which is recorded and not run."""
         # Thread-local: other threads of the process may allocate while this one records.
         mode = self.api.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._call("cudaStreamBeginCapture", self._stream, mode)
         try:
             work()
         except BaseException:
-            # Its own complaint would hide what went wrong.
+            # An error of ending the capture would hide the first one.
             status, recorded = self.api.cudaStreamEndCapture(self._stream)
             if status == self.api.cudaError_t.cudaSuccess:
                 self.api.cudaGraphDestroy(recorded)
@@ -108,14 +108,14 @@ class Device:
         self._call("cudaGraphLaunch", graph, self._stream)
 
     def stop(self) -> None:
-        """Wait for what is on the stream and forget every graph, before what they use goes."""
-        self._give_back(("cudaGraphExecDestroy", self._graphs))
+        """Wait for the stream and destroy every graph, before the memory they use is released."""
+        self._release(("cudaGraphExecDestroy", self._graphs))
 
     def close(self) -> None:
-        """Give everything back; a second call does nothing."""
+        """Release everything; a second call does nothing."""
         streams = [] if self._stream is None else [self._stream]
         try:
-            self._give_back(
+            self._release(
                 ("cudaGraphExecDestroy", self._graphs),
                 ("cudaFreeHost", self._pinned),
                 ("cudaFree", self._memory),
@@ -124,8 +124,8 @@ class Device:
         finally:
             self._stream = None
 
-    def _give_back(self, *held: tuple[str, list[Any]]) -> None:
-        """Raises the first error after all has been tried."""
+    def _release(self, *resources: tuple[str, list[Any]]) -> None:
+        """Wait for the stream, then call each function on each of its resources. Raises the first error at the end."""
         errors: list[EngineError] = []
 
         def attempt(function: str, thing: Any) -> None:
@@ -136,7 +136,7 @@ class Device:
 
         if self._stream is not None:
             attempt("cudaStreamSynchronize", self._stream)
-        for function, things in held:
+        for function, things in resources:
             while things:
                 attempt(function, things.pop())
         if errors:
@@ -144,12 +144,14 @@ class Device:
 
 
 class Upload:
-    """Control data of one stage: int32 arrays that cross over in one copy. Equal shapes give equal addresses, so that
-    a graph captured with them reads what is sent next."""
+    """Control data of one stage: int32 arrays that go to the device in one copy. Equal shapes give equal addresses, so
+    that a graph captured with them reads what is sent next."""
 
     def __init__(self, device: Device, address: int, host: NDArray[np.uint8]) -> None:
-        """`address` is where `host`, pinned, goes."""
-        self._device, self._address, self._host = device, address, host
+        """`host` is pinned memory, `address` the memory on the device it is copied to."""
+        self._device = device
+        self._address = address
+        self._host = host
         self._sent_after = -1  # the host's waits before the last copy
 
     def send(self, arrays: dict[str, NDArray[np.int32]]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""The NVIDIA GPUs of this machine, asked without a library of CUDA."""
+"""The NVIDIA GPUs of this machine, found without the libraries of CUDA."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ _GPU_TIMEOUT_S = 20
 
 @dataclass(frozen=True)
 class Gpu:
+    """A GPU as nvidia-smi or the driver's files describe it; "unknown" for what they do not say."""
+
     name: str
     driver: str
     memory: str  # e.g. "143771 MiB"
@@ -55,7 +57,7 @@ def _driver_version() -> str:
 
 
 def available_bytes(place: Place, gpus: tuple[Gpu, ...]) -> int | None:
-    """Of the memory an engine runs in, the first GPU's or the host's; None where there is none or it is not known."""
+    """Bytes of the memory an engine runs in, the first GPU's or the host's; None where there is none or unknown."""
     if gpus and place != "host":
         return gpus[0].memory_bytes
     return None if place == "GPU" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

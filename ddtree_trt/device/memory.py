@@ -1,4 +1,4 @@
-"""What an engine takes in memory, computed before anything is allocated and without CUDA.
+"""The memory an engine takes, computed before anything is allocated and without CUDA.
 
 `inspect` and `build --dry-run` print it. Letters as in `artifact`.
 """
@@ -15,12 +15,12 @@ from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS, BackendName
 from ddtree_trt.device.buckets import buckets
-from ddtree_trt.device.buffers import FLOAT_BYTES, NOT_COUNTED_AS_BUFFERS, tensorrt_buffers
+from ddtree_trt.device.buffers import FLOAT_BYTES, NOT_COUNTED_AS_BUFFERS, pass_rows, tensorrt_buffers
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters.kinds import kind_of
 from ddtree_trt.plugins import HEAD_DIMS
 
-# Of a layer in a captured pass: a dozen kernels' nodes and arguments, TensorRT's context. Estimated, never measured.
+# Per layer of a captured pass: nodes and arguments of a dozen kernels, TensorRT's context. Estimated, never measured.
 CAPTURED_LAYER_BYTES = 32 << 10
 
 Place = Literal["host", "GPU", "device"]  # the last is a GPU where there is one, else the host
@@ -60,8 +60,11 @@ def plan_engine(
     limits: Limits,
     weights_bytes: int,
 ) -> MemoryPlan:
-    """`weights_bytes` of both networks, what they share counted once; for TensorRT without the heads, which are added
-    as they are on the device, in float32."""
+    """The plan of an engine, built or not.
+
+    `weights_bytes` are those of both networks, what they share counted once; for TensorRT without the heads, which are
+    added as they are on the device, in float32.
+    """
     size = PRECISIONS[precision].value_bytes
     if backend == "tensorrt":
         weights_bytes += sum(math.prod(d.table) for d in _with_tables(target, drafter)) * FLOAT_BYTES
@@ -81,7 +84,7 @@ def _with_tables(target: TransformerDims, drafter: TransformerDims) -> tuple[Tra
     return (target, drafter) if kind_of(drafter).own_tables else (target,)
 
 
-# What is loaded of an engine directory, whatever its backend.
+# Files of weights in engine directories, of every backend.
 _WEIGHT_FILES = (
     artifact.WEIGHTS,
     artifact.TORCH_WEIGHTS,
@@ -92,7 +95,7 @@ _WEIGHT_FILES = (
 
 
 def plan_manifest(manifest: Manifest) -> MemoryPlan:
-    """The plan of an engine that was built."""
+    """The plan of a built engine."""
     m = manifest
     weights = sum(m.files[name].size for name in _WEIGHT_FILES if name in m.files)
     if artifact.SHARED_WEIGHTS in m.files:
@@ -101,15 +104,18 @@ def plan_manifest(manifest: Manifest) -> MemoryPlan:
     return plan_engine(m.backend, m.precision, m.target_dims, m.drafter_dims, m.limits, weights)
 
 
+def _slots_per_pass(backend: BackendName, limits: Limits) -> int:
+    """Slots of one pass: a CPU verifies one slot after the other, a GPU all slots of a round together."""
+    return 1 if backend == "onnxruntime" else limits.max_batch
+
+
 def _buffers_bytes(
     backend: BackendName, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
 ) -> int:
     if backend == "tensorrt":
         sizes = tensorrt_buffers(target, drafter, limits, size)
         return sum(sizes[name] for name in sizes.keys() - NOT_COUNTED_AS_BUFFERS)
-    # One slot after the other on a CPU, all slots of a round in one pass on a GPU.
-    slots = 1 if backend == "onnxruntime" else limits.max_batch
-    rows = max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)
+    rows = pass_rows(limits, _slots_per_pass(backend, limits))
     taps = len(kind_of(drafter).tap_layers) * target.hidden_size
     return rows * (target.vocab_size * FLOAT_BYTES + taps * size)
 
@@ -135,19 +141,19 @@ def attention_workspace_bytes(networks: Iterable[TransformerDims], limits: Limit
 def _workspace_bytes(
     backend: BackendName, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
 ) -> int:
-    """About what a pass holds: its widest arrays, and on a GPU the attention kernels' scratch and captured passes."""
+    """About the bytes of a pass: its widest arrays, and on a GPU the attention kernels' scratch and captured passes."""
     wide = _widest_bytes(backend, size, target, drafter, limits)
     if backend == "onnxruntime":
         return wide
     # The kernels compute in halves only.
     scratch = attention_workspace_bytes((target, drafter), limits) if size == 2 else 0
-    # PyTorch keeps what is inside captured passes, which share it, apart from what is inside the others.
+    # PyTorch keeps the memory of captured passes, which they share, apart from that of other passes.
     return (2 if backend == "torch" else 1) * wide + scratch + _captured_bytes(target, drafter, limits)
 
 
 def _captured_bytes(target: TransformerDims, drafter: TransformerDims, limits: Limits) -> int:
-    """About what the passes captured for a single sequence take beside the memory they work in. More are captured as
-    more sequences are decoded together."""
+    """About the bytes of the passes captured for a single sequence, the memory they work in aside. More passes are
+    captured as more sequences are decoded together."""
     trees = len(buckets(1 + limits.max_tree_budget))
     return trees * (target.num_layers + drafter.num_layers) * CAPTURED_LAYER_BYTES
 
@@ -155,9 +161,9 @@ def _captured_bytes(target: TransformerDims, drafter: TransformerDims, limits: L
 def _widest_bytes(
     backend: BackendName, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
 ) -> int:
-    """The fused projections of the target's rows, or the drafter's logits."""
-    slots = 1 if backend == "onnxruntime" else limits.max_batch
-    rows = max(slots * (1 + limits.max_tree_budget), limits.prefill_chunk)
+    """Bytes of the widest arrays: the fused projections of the target's rows, or the drafter's logits."""
+    slots = _slots_per_pass(backend, limits)
+    rows = pass_rows(limits, slots)
     widest = max(target.intermediate_size, sum(target.qkv_widths))
     wide = rows * size * (4 * target.hidden_size + 3 * widest)
     block = kind_of(drafter).block_size or 1

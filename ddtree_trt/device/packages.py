@@ -9,7 +9,7 @@ from ddtree_trt.errors import MissingDependency, install_with
 
 
 def import_package(module: str, refusal: str | None = None) -> Any:
-    """The module. Raises MissingDependency where it cannot be imported; `refusal` begins its text."""
+    """The imported module. Raises MissingDependency, whose text begins with `refusal`, where it cannot be imported."""
     try:
         return importlib.import_module(module)
     except (ImportError, OSError) as error:  # OSError: a package whose shared libraries are absent

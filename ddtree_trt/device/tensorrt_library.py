@@ -1,4 +1,4 @@
-"""TensorRT as both halves use it: the module, its log, our plugins in its registry, an engine's tensors."""
+"""TensorRT as `build` and `runtime` use it: the module, its log, our plugins in its registry, an engine's tensors."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from ddtree_trt import plugins
 from ddtree_trt.device.packages import import_package
 from ddtree_trt.errors import DDTreeError
 
-_KEPT_ERRORS = 5  # of TensorRT's, in one of ours
+_SHOWN_ERRORS = 5  # messages of TensorRT in one error of ours
 
 
 def import_tensorrt(refusal: str | None = None) -> Any:
-    """The module `tensorrt`. Raises MissingDependency where it cannot be imported; `refusal` begins its text."""
+    """The module `tensorrt`. Raises MissingDependency, whose text begins with `refusal`, where it is not importable."""
     return import_package("tensorrt", refusal)
 
 
 def make_log(trt: Any, warnings: logging.Logger | None = None) -> Any:
-    """An `ILogger` that keeps what TensorRT calls errors, for ours: `words()` are the latest in one line, `clear()`
-    forgets them. What it calls warnings goes to `warnings`, or nowhere."""
+    """An `ILogger` that keeps TensorRT's error messages for the text of our errors: `words()` returns the latest in one
+    line, `clear()` forgets them. TensorRT's warnings go to `warnings`, or nowhere."""
 
     class Log(trt.ILogger):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -37,7 +37,7 @@ def make_log(trt: Any, warnings: logging.Logger | None = None) -> Any:
             self._errors.clear()
 
         def words(self) -> str:
-            return "; ".join(self._errors[-_KEPT_ERRORS:])
+            return "; ".join(self._errors[-_SHOWN_ERRORS:])
 
     return Log()
 

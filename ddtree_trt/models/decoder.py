@@ -7,14 +7,18 @@ the fields of `TransformerDims`; `families.py` lists them. Projections are [out,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Annotated
+from dataclasses import asdict, dataclass, field, fields
+from typing import Annotated, Any
 
 from ddtree_trt.models.rope_scaling import ROPE_BASE, RopeScaling
 from ddtree_trt.reading import Between
 
 # Far above any use, far below what hangs or overflows. Checkpoints and manifests are both read by these bounds.
-VOCABULARY, WIDTH, LAYERS, HEADS, HEAD_DIM = (Between(1, n) for n in (1 << 24, 1 << 20, 1000, 4096, 4096))
+VOCABULARY = Between(1, 1 << 24)
+WIDTH = Between(1, 1 << 20)
+LAYERS = Between(1, 1000)
+HEADS = Between(1, 4096)
+HEAD_DIM = Between(1, 4096)
 EPSILON = Between(1e-30, 0.1)  # float32 holds both ends
 POSITIONS = Between(2, 1 << 27)  # one for a prompt, one for what follows it
 TOKEN = Between(0, (1 << 24) - 1)
@@ -23,16 +27,16 @@ Token = Annotated[int, TOKEN]
 Shape = tuple[int, ...]
 Shapes = dict[str, Shape]  # Hugging Face tensor name → shape
 
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-BODY = "model."  # before the names of a language model's layers and final norm
+EMBEDDING = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
+BODY = "model."  # prefix of a language model's layers and final norm
 FINAL_NORM = "norm.weight"
-BIAS = ".bias"  # behind the name of what adds it
+BIAS = ".bias"  # suffix of the bias of a projection
 
 
 @dataclass(frozen=True)
 class TransformerDims:
-    """Shape of a decoder-only transformer. Fields with a default are what families and
-    checkpoints differ in beyond sizes."""
+    """Shape of a decoder-only transformer. Fields with a default are the switches checkpoints differ in."""
 
     vocab_size: Annotated[int, VOCABULARY]  # V
     hidden_size: Annotated[int, WIDTH]  # H
@@ -59,29 +63,35 @@ class TransformerDims:
         kv = self.num_kv_heads * self.head_dim
         return self.num_heads * self.head_dim, kv, kv
 
+    def stated(self) -> dict[str, Any]:
+        """Fields by name as JSON holds them, without the switches at their default: an engine that needs none is
+        described as before there were any, and an older runtime reads it."""
+        defaults = {f.name: f.default for f in fields(self)}
+        return {name: value for name, value in asdict(self).items() if value is not defaults[name]}
+
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor that is computed with: tensors of the checkpoint, joined along their first axis."""
+    """One tensor of a network in use: tensors of the checkpoint, joined along their first axis."""
 
     name: str  # in our weight files
-    shapes: Mapping[str, Shape]  # of what is joined, by Hugging Face name and in order
+    shapes: Mapping[str, Shape]  # of the joined tensors, by Hugging Face name and in order
 
     @property
     def shape(self) -> Shape:
-        """Of the joined tensor."""
+        """Shape of the whole."""
         first, *_ = shapes = list(self.shapes.values())
         return sum(shape[0] for shape in shapes), *first[1:]
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Hugging Face names of what is joined, in order."""
+        """Hugging Face names of the joined tensors, in order."""
         return tuple(self.shapes)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The parts of one layer; None for a part that the network's family does without."""
+    """The parts of one layer; None for a part that the network's family does not have."""
 
     input_norm: Part
     qkv: Part
@@ -99,7 +109,7 @@ class Layer:
 
 
 def decoder_layer(dims: TransformerDims, index: int, body: str = BODY) -> Layer:
-    """The parts of layer `index`; `body` goes before the names of layers in the checkpoint."""
+    """The parts of layer `index`; `body` is the prefix of layers in the checkpoint."""
     hidden, inner, head = dims.hidden_size, dims.intermediate_size, dims.head_dim
     widths = dict(zip("qkv", dims.qkv_widths, strict=True))
 
@@ -126,11 +136,12 @@ def decoder_layers(dims: TransformerDims, body: str = BODY) -> list[Layer]:
 
 
 def final_norm(dims: TransformerDims, body: str = BODY) -> Part:
-    """The norm behind the last layer."""
+    """The norm after the last layer."""
     return Part("norm", {body + FINAL_NORM: (dims.hidden_size,)})
 
 
 def embedding(dims: TransformerDims) -> Part:
+    """The table of token embeddings [V, H]."""
     return Part("embedding", {EMBEDDING: dims.table})
 
 

@@ -1,4 +1,4 @@
-"""The families of decoders that are supported, and how the config.json of each says what it is.
+"""The families of decoders that are supported, and the entries of config.json that state them.
 
 A family is one entry of `FAMILIES`; nothing else names it. What sets it apart from the others are its switches, which
 `TransformerDims` carries to the graphs, to the engine's manifest and to the runtime.
@@ -30,7 +30,7 @@ CONFIG_NAMES: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class Family:
-    """One kind of decoder. Names and defaults are those of its transformers configuration."""
+    """A family of decoders. Names and defaults are those of its configuration in transformers."""
 
     title: str  # in messages: "dense Qwen3"
     model_type: str
@@ -55,7 +55,7 @@ class Family:
         return {"use_qk_norm": (self.qk_norm,), "qkv_bias": (self.qkv_bias,)}
 
     def config_entries(self, dims: TransformerDims) -> dict[str, object]:
-        """What config.json says of a network of the family, whatever it is used as."""
+        """The entries of config.json that a network of the family has as a target and as a drafter."""
         sizes = {name: getattr(dims, field) for field, name in CONFIG_NAMES.items()}
         plain = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "sliding_window": None}
         scaling = {"rope_scaling": scaling_entries(dims.rope_scaling)} if dims.rope_scaling else {}

@@ -1,4 +1,4 @@
-"""What targets and drafters of every kind are asked alike: their tensors, and whether they fit each other."""
+"""The checkpoint tensors of targets and of drafters of every kind, and whether a drafter fits a target."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddtree_trt.models.decoder import Shapes, TransformerDims, language_model_sh
 from ddtree_trt.models.drafters.dflash import dflash_shapes
 from ddtree_trt.models.drafters.kinds import KindName, kind_of
 
-# By the kind of drafter that has these dimensions: (dimensions, whether the head is the embedding) → shapes.
+# Kind of drafter → a function of (dimensions, whether the head is the embedding) that returns the shapes.
 _SHAPES: Mapping[KindName, Callable[[Any, bool], Shapes]] = {
     "dflash": lambda dims, tied: dflash_shapes(dims),
     "autoregressive": lambda dims, tied: language_model_shapes(dims, tied=tied),
@@ -17,12 +17,12 @@ _SHAPES: Mapping[KindName, Callable[[Any, bool], Shapes]] = {
 
 
 def checkpoint_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
-    """Every tensor of a network's checkpoint. `tied` is for networks with a head of their own."""
+    """Shapes of every tensor of a network's checkpoint. With `tied` its head is its embedding; DFlash has neither."""
     return _SHAPES[kind_of(dims).name](dims, tied)
 
 
 def misfit(target: TransformerDims, drafter: TransformerDims) -> str | None:
-    """Why a drafter was not made for a target of these dimensions, in Hugging Face's names; None where it fits."""
+    """Why a drafter does not fit a target of these dimensions, in Hugging Face's names; None where it fits."""
     kind = kind_of(drafter)
     equal = [("vocab_size", drafter.vocab_size, "the target's", target.vocab_size)]
     if not kind.own_tables:

@@ -1,8 +1,8 @@
-"""What a TensorRT plugin node looks like from outside: names, tensor positions, attributes and the ABI, as data.
+"""The interface of the TensorRT plugin as data: names, tensor positions, attributes and the ABI.
 
-The build side writes nodes with these, the runtime binds them, and `cpp_plugins/` implements them; the numbers are the
-same on both sides, and `ABI` says so. `reference.py` is the NumPy truth of what the kernels compute, `library.py` finds
-and loads the native libraries, `operators.py` lists the torch operators.
+`build` writes nodes with these, the runtime binds their tensors, and `cpp_plugins/` implements them with the same
+numbers; `ABI` changes with them. `reference.py` computes in NumPy what the kernels compute, `library.py` finds and
+loads the native libraries, `operators.py` lists the torch operators.
 
 N sequences, T new tokens, Hq/Hkv heads, D head size, S cache capacity of a slot, W = mask words.
 """
@@ -17,7 +17,7 @@ NAMESPACE = "ddtree"
 
 ATTENTION = "DDTreeAttention"
 
-# What a manifest says of the plugins an engine was built with: all of it must be so where the engine runs.
+# What a manifest records of the plugins an engine was built with; the library it runs with must have the same.
 IDENTITY = {"name": ATTENTION, "version": VERSION, "namespace": NAMESPACE, "abi": str(ABI)}
 
 

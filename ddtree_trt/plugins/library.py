@@ -1,6 +1,6 @@
-"""Finds the native libraries, checks their ABI, and loads the kernels once.
+"""Find the native libraries, check their ABI, and load the kernels once.
 
-`make plugins` puts up to three libraries beside this file, each carrying its ABI number as text, so that a stale one is
+`make plugins` puts up to three libraries beside this file. Each contains its ABI number as text, so that a stale one is
 refused before any of its code runs:
 
 - the kernels behind a C interface, loaded here: `kernels()`;
@@ -120,7 +120,7 @@ class KernelLibrary:
 
 
 def abi_of(path: Path) -> int | None:
-    """The ABI number a library carries, read from the file without running it; None when it carries none."""
+    """The ABI number in a library's file, read without running it; None when there is none."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         found = _MARKER.search(data)
         return int(found[1]) if found else None

@@ -1,6 +1,6 @@
-"""What the CUDA kernels compute, in NumPy: written to be read, not to be fast.
+"""NumPy reference of what the CUDA kernels compute: written to be read, not to be fast.
 
-Letters as in `ddtree_trt.plugins`. Control values that lie on the device are clamped here exactly as the kernels clamp
+Letters as in `ddtree_trt.plugins`. Control values in device memory are clamped here exactly as the kernels clamp
 them, so that garbage has a defined result too.
 """
 

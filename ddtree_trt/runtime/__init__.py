@@ -1,1 +1,1 @@
-"""Engine directories to tokens."""
+"""The runtime: generation of tokens from an engine directory."""

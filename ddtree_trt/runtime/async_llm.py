@@ -1,9 +1,9 @@
 """AsyncLLM: many concurrent callers, one engine.
 
-One worker thread owns the scheduler, the engine and every sequence; callers live on event loops. Callers leave commands
-in a queue the worker empties between two steps, so a cancelled request's slot is free before the next round. The worker
-hands over finished snapshots through `call_soon_threadsafe`; nothing is written by both sides. A part that nobody has
-read is joined with the next one, so a slow reader costs the memory of one output and nobody's time.
+One worker thread owns the scheduler, the engine and every sequence; callers run on event loops. Callers put commands
+into a queue that the worker empties between two steps, so a cancelled request's slot is free before the next round. The
+worker delivers snapshots through `call_soon_threadsafe`; nothing is written by both sides. A part that has not been
+read is joined with the next one, so a slow reader costs the memory of one output and delays no other request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
-from ddtree_trt.runtime.callers import Home
+from ddtree_trt.runtime.callers import OwnerProcess
 from ddtree_trt.runtime.core import open_core
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
@@ -31,14 +31,14 @@ _log = logging.getLogger(__name__)
 
 
 class QueueFull(DDTreeError):
-    """As many sequences wait as the caller allowed."""
+    """The queue holds `max_waiting` sequences."""
 
 
 @dataclass
 class _Active:
     request: Request
     submission: Submission
-    ended: int = 0  # sequences no longer counted as admitted
+    ended: int = 0  # its sequences that are no longer counted in `_admitted`
 
 
 class AsyncLLM:
@@ -49,11 +49,11 @@ class AsyncLLM:
         threads: CPU threads of the engine; 0 chooses.
         device_rounds, exact: as for LLM.
         max_waiting: sequences that may wait for a slot before `QueueFull` is raised; None is unlimited.
-        on_finished: called with every request that ended, in whatever way, on the worker thread; it must be quick.
-            What it raises is logged and changes nothing.
+        on_finished: called on the worker thread with every request that ended, for whatever reason; it must be quick.
+            Its exceptions are logged and ignored.
 
-    Raises ArtifactError when the directory cannot be used. For the process that loaded it: calls in one that was forked
-    from it are UsageErrors.
+    Raises ArtifactError when the directory cannot be used. Calls in a process forked from the one that loaded it raise
+    UsageError.
     """
 
     def __init__(
@@ -66,17 +66,19 @@ class AsyncLLM:
         max_waiting: int | None = None,
         on_finished: Callable[[Request], None] | None = None,
     ) -> None:
-        self._home = Home("AsyncLLM")
+        self._owner = OwnerProcess("AsyncLLM")
         self.core = open_core(Path(engine_dir), threads=threads, exact=exact, device_rounds=device_rounds)
-        self.engine, self.codec = self.core.engine, self.core.codec
+        self.engine = self.core.engine
+        self.codec = self.core.codec
         self.max_waiting = max_waiting
         self._on_finished = on_finished
-        # Guarded by the condition; the worker waits on it.
+        # The condition guards what follows; the worker waits on it.
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
         self._active: dict[str, _Active] = {}
-        self._admitted = 0  # sequences handed over and not ended
-        self._closing = self._closed = False
+        self._admitted = 0  # sequences submitted and not ended
+        self._closing = False
+        self._closed = False
         self._failure: EngineError | None = None
         self._worker = threading.Thread(target=self._work, name="ddtree-engine", daemon=True)
         self._worker.start()
@@ -103,7 +105,7 @@ class AsyncLLM:
 
     @property
     def failure(self) -> EngineError | None:
-        """Why the engine stopped for good, or None while it works."""
+        """The error that stopped the engine for good, or None while it works."""
         return self._failure
 
     async def generate(
@@ -114,7 +116,7 @@ class AsyncLLM:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the request's output so far after every round; the last one is the whole."""
+        """Yield the request's output so far after every round; the last one is the finished output."""
         with self.submit(prompt, sampling_params, request_id, chat_template_kwargs=chat_template_kwargs) as submission:
             whole: RequestOutput | None = None
             async for part in submission:
@@ -129,7 +131,7 @@ class AsyncLLM:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield only what is new after each round; the parts' texts joined are the whole text."""
+        """Yield only the new output after each round; the parts' texts joined are the whole text."""
         with self.submit(prompt, sampling_params, request_id, chat_template_kwargs=chat_template_kwargs) as submission:
             async for part in submission:
                 yield part
@@ -158,7 +160,7 @@ class AsyncLLM:
 
         Raises UsageError for a wrong call or a request id in use, QueueFull, or EngineError after shutdown or failure.
         """
-        self._home.check()
+        self._owner.check()
         params = sampling_params or SamplingParams()
         request = self.core.maker.make(prompt, params, request_id, chat_template_kwargs=chat_template_kwargs)
         submission = Submission(request.request_id, lambda: self._command(lambda: self.core.cancel(request)))
@@ -174,17 +176,17 @@ class AsyncLLM:
         return submission
 
     async def abort(self, request_id: str) -> None:
-        """Cancel a request by its id: it finishes with reason "abort". An unknown or finished one is left alone."""
-        self._home.check()
+        """Cancel a request by its id: it finishes with reason "abort". Does nothing for an unknown or finished one."""
+        self._owner.check()
         with self._wake:
             active = self._active.get(request_id)
         if active is not None:
             self._command(lambda: self.core.cancel(active.request))
 
     async def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix: requests submitted from now on compute their whole prompts. Those under way go on
-        undisturbed. Raises EngineError after shutdown or failure."""
-        self._home.check()
+        """Forget every cached prefix: requests submitted later compute their whole prompts. Running ones are not
+        affected. Raises EngineError after shutdown or failure."""
+        self._owner.check()
         with self._wake:
             self._check_alive()
             self._commands.append(self.core.scheduler.reset_prefix_cache)
@@ -192,16 +194,16 @@ class AsyncLLM:
 
     async def drain(self) -> None:
         """Wait until no request is running or waiting."""
-        self._home.check()
+        self._owner.check()
         while self._admitted:
             await asyncio.sleep(0.02)
 
     def shutdown(self) -> None:
-        """Cancel everything, stop the worker and release the engine. Requests under way finish with reason "abort".
+        """Cancel everything, stop the worker and release the engine. Unfinished requests end with reason "abort".
 
-        In a forked process nothing happens: worker and engine are the parent's.
+        Does nothing in a forked process: worker and engine belong to the parent.
         """
-        if not self._home.here:
+        if not self._owner.is_current:
             return
         with self._wake:
             self._closing = True
@@ -228,7 +230,7 @@ class AsyncLLM:
             raise QueueFull(f"{self.waiting} sequences are waiting, at most {self.max_waiting} may; try again later")
 
     def _command(self, command: Callable[[], None]) -> None:
-        if not self._home.here:  # a submission that was closed, or collected as garbage, in a forked process
+        if not self._owner.is_current:  # a submission that was closed, or collected as garbage, in a forked process
             return
         with self._wake:
             self._commands.append(command)
@@ -238,13 +240,13 @@ class AsyncLLM:
 
     def _work(self) -> None:
         try:
-            while self._turn():
+            while self._iterate():
                 pass
-        except BaseException as error:  # outside any one pass: a bug, or an engine beyond repair. Nobody may wait
+        except BaseException as error:  # not of one request: a bug, or a broken engine. No caller may be left waiting
             self._fail(error)
 
-    def _turn(self) -> bool:
-        """Obey the commands and do one step; False when the worker is to end."""
+    def _iterate(self) -> bool:
+        """Run the queued commands and one step, and deliver; returns False when the worker must end."""
         with self._wake:
             self._wake.wait_for(lambda: self._commands or self.core.scheduler.busy or self._closing)
             commands, self._commands = self._commands, deque()
@@ -260,16 +262,16 @@ class AsyncLLM:
         return not closing
 
     def _deliver(self) -> None:
-        """Hand every request what is new, after its slots have been given back."""
+        """Deliver every request's new output. The step has freed the slots of finished ones."""
         with self._wake:
             everyone = list(self._active.values())
         for active in everyone:
             request = active.request
             error = next((s.error for s in request.sequences if s.error is not None), None)
             if error is not None:
-                self.core.cancel(request)  # what is left of a request that failed in part
+                self.core.cancel(request)  # the sequences of the request that have not failed
             part = request.take()
-            self._account(active)
+            self._count_ended(active)
             if request.finished:
                 self._report_finished(request)
             if error is not None:
@@ -282,10 +284,11 @@ class AsyncLLM:
             return
         try:
             self._on_finished(request)
-        except BaseException:  # SystemExit too: this thread works for all requests
+        except BaseException:  # SystemExit too: this thread serves all requests
             _log.exception("on_finished failed for request %r", request.request_id)
 
-    def _account(self, active: _Active) -> None:
+    def _count_ended(self, active: _Active) -> None:
+        """Count sequences that have ended since the last call, and forget a finished request."""
         ended = sum(s.finished for s in active.request.sequences)
         if ended > active.ended:
             with self._wake:
@@ -295,10 +298,9 @@ class AsyncLLM:
                     del self._active[active.request.request_id]
 
     def _hand_over(self, active: _Active, item: RequestOutput | Exception) -> None:
-        submission = active.submission
         try:
-            submission._loop.call_soon_threadsafe(submission._put, item)
-        except RuntimeError:  # the caller's event loop has been closed: nobody is left to read
+            active.submission.deliver(item)
+        except RuntimeError:  # the caller's event loop has been closed
             self._command(lambda: self.core.cancel(active.request))
 
     def _fail(self, error: BaseException) -> None:
@@ -312,4 +314,4 @@ class AsyncLLM:
             self._admitted = 0
         for active in everyone:
             with suppress(RuntimeError):  # as in _hand_over
-                active.submission._loop.call_soon_threadsafe(active.submission._put, failure)
+                active.submission.deliver(failure)

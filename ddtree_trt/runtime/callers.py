@@ -1,4 +1,4 @@
-"""Who may call an LLM: one thread at a time, in the process that loaded it."""
+"""Guards of calls to an LLM: one thread at a time, in the process that loaded it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from ddtree_trt.errors import UsageError
 _T = TypeVar("_T")
 
 
-class Home:
+class OwnerProcess:
     """The process in which an object was made; its engine's threads and device do not survive a fork."""
 
     def __init__(self, name: str) -> None:
-        self._name, self._pid = name, os.getpid()
+        self._name = name
+        self._pid = os.getpid()
 
     @property
-    def here(self) -> bool:
-        """Whether this is that process."""
+    def is_current(self) -> bool:
+        """Whether the calling process is that process."""
         return os.getpid() == self._pid
 
     def check(self) -> None:
         """Raises UsageError in a process that was forked from it."""
-        if not self.here:
+        if not self.is_current:
             raise UsageError(
                 f"this {self._name} was loaded by process {self._pid} and cannot be used in process {os.getpid()}, "
                 "which was forked from it; load one here, or start processes with multiprocessing's spawn method"
@@ -34,26 +35,28 @@ class Home:
 
 
 class Callers:
-    """Lets one caller at a time use an LLM, and refuses a second one by the name of the first.
+    """Lets one thread at a time use an LLM, and refuses a second one with an error that names the first.
 
-    A thread that has streams open holds the LLM also between their parts, so that who came first is never the one who
-    is refused. Streams of one thread may be read side by side, and a stream may be read on by another thread.
+    A thread with open streams holds the LLM between their parts too, so that the first thread is never the one refused.
+    Streams of one thread may be read alternately, and reading a stream may continue on another thread.
     """
 
     def __init__(self) -> None:
-        self._home = Home("LLM")
-        # Held while the engine works, and taken by `with` alone: there an interrupt cannot fall between taking it and
-        # being obliged to give it back. Two threads that both found it free follow one another.
+        self._owner = OwnerProcess("LLM")
+        # Held while the engine works. Acquired by `with` only, which an interrupt cannot leave between acquiring and
+        # releasing it. Of two threads that both found it free, the second one waits.
         self._lock = threading.Lock()
-        self._holder = threading.current_thread()  # who used it last
-        self._streams: set[object] = set()  # begun and not ended
-        self._endings: deque[Callable[[], None]] = deque()  # left behind while the engine worked
+        self._holder = threading.current_thread()  # the last thread that used the LLM
+        self._streams: set[object] = set()  # keys of the streams begun and not ended
+        self._endings: deque[Callable[[], None]] = deque()  # of streams that ended while the engine worked
         self._closed = False
 
     def call(self, work: Callable[[], _T], stream: object = None) -> _T:
-        """Run `work`, which is a whole call, or the next part of the stream that is known by a token, and return its
-        result. Raises UsageError where it may not run."""
-        self._home.check()
+        """The result of `work`, which is a whole call, or makes the next part of the stream with the key `stream`.
+
+        Raises UsageError where it may not run.
+        """
+        self._owner.check()
         if self._closed:
             raise UsageError("this LLM is closed; make another one")
         self._check_free()
@@ -65,30 +68,30 @@ class Callers:
                 if stream is not None:
                     self._streams.add(stream)
                 try:
-                    self._finish_endings()
+                    self._run_endings()
                     return work()
                 finally:
-                    self._finish_endings()
+                    self._run_endings()
         finally:
-            self._drain()
+            self._run_late_endings()
 
     def end(self, stream: object, ending: Callable[[], None]) -> None:
-        """Forget a stream and run `ending`, which frees its slots: now, or where the engine works, after that call.
+        """Forget a stream and run `ending`, which frees its slots: at once, or after the call that the engine works on.
 
         Streams are closed, or collected as garbage, on any thread and also within a call.
         """
         self._streams.discard(stream)
-        if self._closed or not self._home.here:
+        if self._closed or not self._owner.is_current:
             return
         self._endings.append(ending)
-        self._drain()
+        self._run_late_endings()
 
     def close(self, release: Callable[[], None]) -> None:
-        """Run `release`, once; never in a forked process, where the engine is the parent's.
+        """Run `release`, once; never in a forked process, where the engine belongs to the parent.
 
-        Raises UsageError while a call is at work.
+        Raises UsageError while a call is running.
         """
-        if self._closed or not self._home.here:
+        if self._closed or not self._owner.is_current:
             return
         self._check_free()
         with self._lock:
@@ -97,29 +100,29 @@ class Callers:
 
     def _check_free(self) -> None:
         if self._lock.locked():
-            raise self._taken("whose call has not returned")
+            raise self._in_use("whose call has not returned")
 
     def _check_streams(self) -> None:
         if self._streams and self._holder is not threading.current_thread() and self._holder.is_alive():
-            raise self._taken("which has streams open")
+            raise self._in_use("which has streams open")
 
-    def _taken(self, why: str) -> UsageError:
+    def _in_use(self, why: str) -> UsageError:
         return UsageError(
             f"this LLM is in use by thread {self._holder.name!r}, {why}; use AsyncLLM for concurrent callers, or one "
             "LLM for each thread"
         )
 
-    def _drain(self) -> None:
-        """Run the endings that nobody else will: those left behind when whoever held the lock was past its own look.
+    def _run_late_endings(self) -> None:
+        """Run the endings that arrived after the holder of the lock had run its last ones.
 
-        Whoever holds the lock drains again after giving it back, so that what it is asked to run meanwhile is run.
+        Every holder calls this after it has released the lock, so that no ending stays in the queue.
         """
         while self._endings and not self._lock.locked():
             with self._lock:
                 if self._closed:
                     self._endings.clear()
-                self._finish_endings()
+                self._run_endings()
 
-    def _finish_endings(self) -> None:
+    def _run_endings(self) -> None:
         while self._endings:
             self._endings.popleft()()

@@ -1,6 +1,6 @@
-"""An engine with everything that serves requests on it: codec, request maker, scheduler.
+"""The engine core: an engine with the codec, request maker and scheduler that serve its requests.
 
-`LLM`, `AsyncLLM` and `bench` drive the same core. What differs between them is who calls it, and when.
+`LLM`, `AsyncLLM` and `bench` drive the same core and differ in who calls it, and when.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ddtree_trt.runtime.text.codec import TextCodec
 
 
 class EngineCore:
-    """Makes requests and runs them. One thread calls the scheduler; another may make requests by `maker`."""
+    """Makes requests and runs them. One thread calls the scheduler; another may make requests with `maker`."""
 
     def __init__(
         self,
@@ -30,28 +30,30 @@ class EngineCore:
         device_rounds: DeviceRoundsMode = "auto",
         profile: bool = False,
     ) -> None:
-        self.engine, self.codec, self._budgets = engine, codec, budgets
+        self.engine = engine
+        self.codec = codec
+        self._budgets = budgets
         self.maker = RequestMaker(engine, codec, budgets, device_rounds=device_rounds)
         self.scheduler = Scheduler(engine, profile=profile)
 
     def with_engine(self, engine: Engine) -> EngineCore:
-        """A core with this one's codec and budgets, and with the defaults of everything else, over another engine."""
+        """A core over another engine, with this one's codec and budgets and the defaults of all other options."""
         return EngineCore(engine, self.codec, self._budgets)
 
     def add(self, request: Request) -> None:
-        """Hand a request to the scheduler; what was cancelled before stays out."""
+        """Hand a request to the scheduler, except for sequences that were cancelled before."""
         for sequence in request.sequences:
             if not sequence.finished:
                 self.scheduler.add(sequence)
 
     def cancel(self, request: Request) -> None:
-        """End what is left of a request; its slots are free at once."""
+        """Abort the sequences of a request that have not finished; their slots are free at once."""
         for sequence in request.sequences:
             if not sequence.finished:
                 self.scheduler.cancel(sequence)
 
     def run(self, requests: list[Request]) -> None:
-        """Step until all are finished. Where a step raises, what is left of them is cancelled."""
+        """Step until all requests are finished. Where a step raises, the unfinished ones are cancelled."""
         try:
             for request in requests:
                 self.add(request)
@@ -71,9 +73,9 @@ def open_core(
     device_rounds: DeviceRoundsMode = "auto",
     profile: bool = False,
 ) -> EngineCore:
-    """Load the engine in `directory`, with what `open_engine` takes and raises, and make it ready for requests.
+    """Open the engine in `directory` and assemble its core. Options and errors are those of `open_engine`.
 
-    Raises UsageError where `device_rounds` is no mode, or one that this engine does not have.
+    Also raises UsageError where `device_rounds` is not a mode, or not one of this engine.
     """
     engine = open_engine(directory, threads=threads, warm=warm, exact=exact)
     with closed_on_failure(engine):
@@ -83,15 +85,15 @@ def open_core(
 def assemble_core(
     directory: Path, engine: Engine, *, device_rounds: DeviceRoundsMode = "auto", profile: bool = False
 ) -> EngineCore:
-    """The core of an engine that is open; its directory holds the tokenizer and the latency profile.
+    """The core of an open engine, whose directory holds the tokenizer and the latency profile.
 
-    A machine without a profile is measured here, which takes some seconds: automatic budgets need the costs from the
-    first round on, and the measured slot 0 must be nobody's.
+    Latencies are measured here, for some seconds, where the profile of this machine is missing: automatic budgets need
+    the costs from the first round on, and slot 0, which is measured, must be free.
     """
-    check_mode(check_device_rounds(device_rounds), engine)  # before seconds are spent
+    check_mode(check_device_rounds(device_rounds), engine)  # before the measurement, which takes seconds
     codec = TextCodec(directory, engine.manifest.chat_template_args)
     manifest, costs = engine.manifest, load_or_measure(directory, engine)
-    most, chains = manifest.limits.max_tree_budget, not manifest.drafting.at_once
-    depth = min(most, manifest.drafting.longest_draft)
-    budgets = AutoBudgets(costs, depth if chains else most, depth, buckets=engine.buckets, chains=chains)
+    max_nodes, chains = manifest.limits.max_tree_budget, not manifest.drafting.at_once
+    depth = min(max_nodes, manifest.drafting.longest_draft)
+    budgets = AutoBudgets(costs, depth if chains else max_nodes, depth, buckets=engine.buckets, chains=chains)
     return EngineCore(engine, codec, budgets, device_rounds=device_rounds, profile=profile)

@@ -1,7 +1,7 @@
-"""The table of the engine's figures that the HTTP server and the Triton model publish.
+"""The table of the metrics that the HTTP server and the Triton model publish.
 
 Each of the two publishes the rows that have a help text for it. The texts differ because the HTTP server counts a
-request when it has ended, the Triton model while its tokens come.
+request when it has ended, and the Triton model while its tokens arrive.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ class Figure:
 
     name: str  # as published, without the prefix `ddtree_` and the suffix `_total` of a counter
     unit: Unit
-    http: str | None  # the HTTP server's help text; None: it does not publish it
-    triton: str | None  # the Triton model's
+    http: str | None  # help text of the HTTP server; None: not published by it
+    triton: str | None  # help text of the Triton model; None: not published by it
 
     @property
     def published(self) -> str:
-        """The name that a scrape shows."""
+        """The full name, as Prometheus shows it."""
         return f"ddtree_{self.name}"
 
 
 @dataclass(frozen=True)
 class Counter(Figure):
-    """A figure that requests add to."""
+    """A figure that requests increase."""
 
     read: Callable[[RequestMetrics], int]
-    of_prompt: bool = False  # the sequences of a request have it in common, so it counts for one of them
+    of_prompt: bool = False  # common to a request's sequences, so counted for one of them
 
     @property
     def published(self) -> str:
@@ -45,14 +45,14 @@ class Counter(Figure):
 
 @dataclass(frozen=True)
 class Histogram(Figure):
-    """A figure with several observations, which each sequence adds when it has ended."""
+    """A figure to which each sequence adds its observations when it has ended."""
 
     read: Callable[[RequestMetrics], Sequence[float]]
 
 
 @dataclass(frozen=True)
 class Gauge(Figure):
-    """A figure of the engine's present state."""
+    """A figure of the engine's current state."""
 
     read: Callable[[AsyncLLM], int]
 
@@ -169,7 +169,6 @@ GAUGES = (
         read=lambda llm: int(llm.failure is not None),
     ),
 )
-FIGURES: tuple[Figure, ...] = (*COUNTERS, *HISTOGRAMS, *GAUGES)
 
 
 def _known(value: float | None) -> tuple[float, ...]:

@@ -18,15 +18,15 @@ from ddtree_trt.runtime.text.codec import Prompt, as_prompts
 
 
 class LLM:
-    """An engine, loaded.
+    """A loaded engine for one thread at a time.
 
     Args:
         engine_dir: directory written by `ddtree-trt build`.
-        threads: CPU threads of the engine; 0 chooses.
+        threads: CPU threads of the engine; 0 chooses automatically.
         profile: exact times of the stages in `metrics.stage_s`: each then waits for the GPU, so rounds take longer.
-            Without it, work that a stage leaves on the GPU counts for the next one that waits.
+            Without it, work that a stage leaves on the GPU is timed in the next one that waits.
         device_rounds: whether rounds stay on the device. `auto`: on a GPU, for every request that they can serve;
-            `on`: refuse other requests; `off`: never. `metrics` of an output say what was done, and why.
+            `on`: refuse other requests; `off`: never. `metrics` of an output have the choice and its reason.
         exact: of engines of the onnxruntime backend, whether a single token gets the same logits, bit for bit, as in a
             pass of several, so that outputs of chains are those of `ar`. Single tokens take longer then. None: for
             int8 engines.
@@ -35,8 +35,8 @@ class LLM:
     matrices then sum in float32 (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`,
     `allow_fp16_reduced_precision_reduction`, `allow_fp16_accumulation` and `allow_tf32` are False).
 
-    Raises ArtifactError when the directory cannot be used. For one thread at a time and for the process that loaded it:
-    every other call is a UsageError. AsyncLLM is for concurrent callers.
+    Raises ArtifactError when the directory cannot be used. One thread at a time may call it, in the process that loaded
+    it: every other call raises UsageError. AsyncLLM is for concurrent callers.
     """
 
     def __init__(
@@ -50,7 +50,8 @@ class LLM:
     ) -> None:
         directory = Path(engine_dir)
         self.core = open_core(directory, threads=threads, exact=exact, device_rounds=device_rounds, profile=profile)
-        self.engine, self.codec = self.core.engine, self.core.codec
+        self.engine = self.core.engine
+        self.codec = self.core.codec
         self._callers = Callers()
 
     @property
@@ -95,17 +96,19 @@ class LLM:
         on_round: Watcher | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Stream:
-        """Yield what is new after each round; the parts' texts joined are the whole text. Several streams may be
-        read side by side. Closing the iterator cancels the request. `on_round` sees every verified tree;
-        `chat_template_kwargs` are as for `generate`. Raises as `generate` does, at once."""
+        """An iterator over the new output after each round; the parts' texts joined are the whole text.
+
+        Several streams may be read alternately. Closing the iterator cancels the request. `on_round` is called with
+        every verified tree; `chat_template_kwargs` are as for `generate`. A wrong call raises here, as in `generate`,
+        not at the first part.
+        """
         params = sampling_params or SamplingParams()
         make = partial(self.core.maker.make, on_round=on_round, chat_template_kwargs=chat_template_kwargs)
         request = self._callers.call(lambda: make(prompt, params))
         return Stream(request, self._callers, self._part, self.core.cancel)
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached prefix: requests from now on compute their whole prompts. Streams that are open go on
-        undisturbed."""
+        """Forget every cached prefix: later requests compute their whole prompts. Open streams are not affected."""
         self._callers.call(self.core.scheduler.reset_prefix_cache)
 
     def _part(self, request: Request, begins: bool) -> RequestOutput | None:
@@ -148,7 +151,7 @@ class LLM:
 
 
 class Stream(Iterator[RequestOutput]):
-    """The parts of one request, as `LLM.stream` returns it. Closing it, or dropping it, cancels the request."""
+    """The parts of one request, as `LLM.stream` returns them. Closing it, or dropping it, cancels the request."""
 
     def __init__(
         self,
@@ -157,14 +160,19 @@ class Stream(Iterator[RequestOutput]):
         part: Callable[[Request, bool], RequestOutput | None],
         cancel: Callable[[Request], None],
     ) -> None:
-        self._request, self._callers, self._part, self._cancel = request, callers, part, cancel
-        self._token = object()  # what the callers know it by: a reference to the stream itself would keep it alive
-        self._begun = self._ended = False
+        """`part(request, begins)` computes the next part, None at the end; `cancel` frees the request's slots."""
+        self._request = request
+        self._callers = callers
+        self._part = part
+        self._cancel = cancel
+        self._key = object()  # identifies the stream to `callers`: a reference to the stream would keep it alive
+        self._begun = False
+        self._ended = False
 
     def __next__(self) -> RequestOutput:
         if self._ended:
             raise StopIteration
-        part = self._callers.call(self._advance, self._token)
+        part = self._callers.call(self._advance, self._key)
         if part is None:
             self.close()
             raise StopIteration
@@ -179,11 +187,11 @@ class Stream(Iterator[RequestOutput]):
             raise
 
     def close(self) -> None:
-        """Cancel what has not finished; its slots are free before the next round."""
+        """Cancel the request if it has not finished; its slots are free before the next round."""
         if not self._ended:
             self._ended = True
             if self._begun:
-                self._callers.end(self._token, partial(self._cancel, self._request))
+                self._callers.end(self._key, partial(self._cancel, self._request))
 
     def __enter__(self) -> Stream:
         return self

@@ -1,4 +1,4 @@
-"""What a caller gets back. The names are vLLM's."""
+"""Outputs of requests. The names are vLLM's."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from ddtree_trt.runtime.stats import RequestMetrics
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One completion, or in a stream the part of it that is new."""
+    """One completion, or in a stream its new part."""
 
     index: int
     text: str
     token_ids: list[int]
     finish_reason: str | None  # "stop" | "length" | "abort"; None while it runs
-    stop_reason: int | str | None = None  # the stop token or stop string met; None for the model's own end
+    stop_reason: int | str | None = None  # the stop token or stop string met; None for an end-of-text token
     logprobs: list[TokenLogprob] | None = None
     cumulative_logprob: float | None = None
 
     def joined(self, later: CompletionOutput) -> CompletionOutput:
-        """This part of a stream with the one that came after it."""
+        """This part of a stream joined with the next one."""
         logprobs, cumulative = self.logprobs, self.cumulative_logprob
         if logprobs is not None and later.logprobs is not None:
             logprobs = logprobs + later.logprobs
@@ -48,7 +48,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One request's completions with what they cost."""
+    """A request's completions, metrics and token counts."""
 
     request_id: str
     prompt: str | None  # None when it was given as token ids
@@ -57,10 +57,10 @@ class RequestOutput:
     finished: bool
     metrics: RequestMetrics
     usage: Usage
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # None for the first token, which nothing predicts
+    prompt_logprobs: list[TokenLogprob | None] | None = None  # None for the first token, which no row predicts
 
     def joined(self, later: RequestOutput) -> RequestOutput:
-        """This part of a stream with the one that came after it; all parts joined are the finished output."""
+        """This part of a stream joined with the next one; all parts joined are the finished output."""
         outputs = {o.index: o for o in self.outputs}
         for o in later.outputs:
             outputs[o.index] = outputs[o.index].joined(o) if o.index in outputs else o

@@ -1,7 +1,7 @@
-"""SamplingParams, the table of what a caller may ask of one request: each field is a row with everything about it.
+"""SamplingParams, the sampling parameters of one request, and the table `PARAMETERS` with a row for each of its fields.
 
-Every way in is made of this table (`PARAMETERS`): the fields of HTTP bodies, Triton's input tensors, the options of the
-command line, and the table in `docs/generation.md`. Rounds on the device read it too.
+Every interface is generated from this table: the fields of HTTP bodies, Triton's input tensors, the options of the
+command line, and the table in `docs/generation.md`. Routing to rounds on the device reads it too.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class Parameter:
     """A row of the table.
 
     Attributes:
-        default: what the field has unless given; a field whose default is None may be None.
-        kind: which values it takes.
-        help: what it does, in a sentence, for the command line and the documentation.
-        more: further sentences, for the documentation.
-        device: whether rounds on the device honour it, or it has no part in a round: always, only in greedy requests
-            (on whose choices it has no effect), or never. Where they do not, any value but the default sends the
+        default: the field's value unless given; a field whose default is None may be None.
+        kind: the kind of values it takes.
+        help: one sentence for the command line and the documentation.
+        more: further sentences for the documentation.
+        device: when rounds on the device honour it or are not concerned by it: always, only in greedy requests (whose
+            choices it does not affect), or never. Where they do not honour it, any value but the default sends the
             request to rounds on the host.
-        http: the endpoints that take it, with the name of its field there; "" is its own name.
-        tensors: input tensors of Triton's `trtllm` layout that set it. Both layouts take every parameter under its own
+        http: the endpoints that take it, with the name of the body's field; "" is the parameter's name.
+        tensors: input tensors of Triton's `trtllm` layout that set it. Both layouts take every parameter under its
             name in `sampling_parameters`.
-        metavar: what stands for its value in the help of the command line's option; None: there is no option.
-        name: of the field.
+        metavar: placeholder of the value in the help of the command line's option; None: the command has no option.
+        name: the field's name.
     """
 
     default: Any
@@ -57,17 +57,17 @@ class Parameter:
     name: str = ""
 
     def http_name(self, endpoint: Endpoint) -> str | None:
-        """The name of its field in an endpoint's body; None where the endpoint does not take it."""
+        """The name of the parameter in an endpoint's body; None where the endpoint does not take it."""
         name = self.http.get(endpoint)
         return None if name is None else name or self.name
 
     @property
     def option(self) -> str:
-        """The command line's option, where there is one."""
+        """The command line's option, for rows with a `metavar`."""
         return f"--{self.name.replace('_', '-')}"
 
     def field(self) -> Any:
-        """A dataclass field that has this row."""
+        """A dataclass field with this row as its metadata."""
         if isinstance(self.default, dict):
             return dataclasses.field(default_factory=dict, metadata={"row": self})
         return dataclasses.field(default=self.default, metadata={"row": self})
@@ -163,7 +163,7 @@ class SamplingParams:
         http={},
     ).field()
     repetition_penalty: float = Parameter(
-        # Logits are divided by it: a smaller one makes infinities of them in float32, and means nothing long before.
+        # Logits are divided by it: a smaller one overflows float32.
         1.0,
         Number(0.01, 100),
         "Over prompt and output; above 1 discourages what they hold.",
@@ -195,7 +195,7 @@ class SamplingParams:
     ).field()
     method: str = Parameter(
         AUTO,
-        Choice(AUTO, tuple(METHODS)),
+        Choice(AUTO, METHODS),
         "How drafts are made.",
         "`auto` is `ddtree`, or `draft-model` where the drafter is autoregressive.",
         device="always",
@@ -220,8 +220,8 @@ class SamplingParams:
                 object.__setattr__(self, name, row.kind.check(name, value))
         if self.top_p == 0:
             raise UsageError("top_p must be above 0 and at most 1; for greedy decoding set temperature=0")
-        if 0 < self.temperature < _COLDEST:
-            raise UsageError(f"temperature must be 0, for greedy decoding, or from {_COLDEST} to 100")
+        if 0 < self.temperature < _LOWEST_TEMPERATURE:
+            raise UsageError(f"temperature must be 0, for greedy decoding, or from {_LOWEST_TEMPERATURE} to 100")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise UsageError(f"min_tokens ({self.min_tokens}) is above max_tokens ({self.max_tokens})")
         if self.method != AUTO and not METHODS[self.method].drafts and self.tree_budget not in ("auto", 0):
@@ -230,7 +230,7 @@ class SamplingParams:
 
     @property
     def wanted_tokens(self) -> int:
-        """Output tokens at most, if the engine has room for them."""
+        """Most output tokens, before the engine's capacity is considered."""
         return max(DEFAULT_MAX_TOKENS, self.min_tokens) if self.max_tokens is None else self.max_tokens
 
     @property
@@ -239,7 +239,7 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Make params from keyword names; an unknown one is refused, never dropped."""
+        """Params of values by field name. Raises UsageError for an unknown name."""
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(str(name) for name in values if name not in known):
             names = ", ".join(shown(name)[1:-1] for name in unknown[:5]) + ", ..." * (len(unknown) > 5)
@@ -247,7 +247,7 @@ class SamplingParams:
         return cls(**values)
 
 
-_COLDEST = 1e-30  # logits are divided by it; those of one below are infinite, in the float32 of a device or everywhere
+_LOWEST_TEMPERATURE = 1e-30  # logits are divided by it; a lower one overflows the float32 of a device, or float64
 
 PARAMETERS: Mapping[str, Parameter] = {
     field.name: dataclasses.replace(field.metadata["row"], name=field.name)
@@ -256,7 +256,7 @@ PARAMETERS: Mapping[str, Parameter] = {
 
 
 def check_device_rounds(mode: str) -> DeviceRoundsMode:
-    """The mode. Raises UsageError when it is none."""
+    """The mode, checked. Raises UsageError for any other text."""
     if mode not in DEVICE_ROUNDS:
         raise UsageError(f"device_rounds must be one of {', '.join(DEVICE_ROUNDS)}, not {shown(mode)}")
     return cast(DeviceRoundsMode, mode)

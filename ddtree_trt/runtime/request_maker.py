@@ -1,4 +1,4 @@
-"""From what a caller asks to sequences the scheduler can run, and back."""
+"""Requests: checking a call against the engine, making its sequences, and collecting their outputs."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ class Request:
         return all(s.finished for s in self.sequences)
 
     def raise_error(self) -> None:
-        """Raise what ended one of the sequences, if the engine failed."""
+        """Raise the error that ended one of the sequences, if any."""
         for s in self.sequences:
             if s.error is not None:
                 raise s.error
 
     def output(self) -> RequestOutput:
-        """Everything so far."""
+        """The output so far, from its beginning."""
         return self._output([s.output_so_far() for s in self.sequences])
 
     def take(self) -> RequestOutput | None:
-        """What is new since the last call, or None when nothing can be shown yet."""
+        """The output since the last call, or None when nothing can be shown yet."""
         parts = [p for s in self.sequences if (p := s.take()) is not None]
         return self._output(parts) if parts else None
 
@@ -65,14 +65,16 @@ class Request:
 
 
 class RequestMaker:
-    """Checks a call against the engine and makes its sequences."""
+    """Checks calls against the engine and makes their sequences."""
 
     def __init__(
         self, engine: Engine, codec: TextCodec, budgets: AutoBudgets, *, device_rounds: DeviceRoundsMode = "auto"
     ) -> None:
-        """`budgets`: what automatic budgets of all requests share."""
+        """`budgets`: the state that automatic budgets of all requests share."""
         self.device_rounds = device_rounds
-        self._codec, self._engine, self._manifest = codec, engine, engine.manifest
+        self._codec = codec
+        self._engine = engine
+        self._manifest = engine.manifest
         self._budgets = budgets
         self._count = 0
 
@@ -86,9 +88,11 @@ class RequestMaker:
         device_rounds: DeviceRoundsMode | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Request:
-        """`device_rounds` is for this request instead of all, `chat_template_kwargs` for a prompt of chat messages.
-        Raises UsageError for a prompt that is empty, out of vocabulary or too long, or params the engine cannot
-        honour."""
+        """The request of a prompt, with its n sequences. `device_rounds` overrides the mode of all requests;
+        `chat_template_kwargs` are for a prompt of chat messages.
+
+        Raises UsageError for a prompt that is empty, out of vocabulary or too long, or params the engine cannot honour.
+        """
         if not isinstance(params, SamplingParams):
             raise UsageError(
                 f"sampling_params must be SamplingParams, not {shown(params)}; make them of names with "
@@ -131,7 +135,7 @@ class RequestMaker:
         for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if (out := next((t for t in tokens if t >= vocab), None)) is not None:
                 raise UsageError(f"{name}: token id {shown(out)} is outside the vocabulary of {vocab}")
-        if params.min_tokens and len(self._ends(params)) >= vocab:
+        if params.min_tokens and len(self._ending_tokens(params)) >= vocab:
             raise UsageError(
                 f"min_tokens ({params.min_tokens}) needs a token that does not end the text, and stop_token_ids name "
                 f"the whole vocabulary of {vocab}; leave one of the two out"
@@ -153,21 +157,21 @@ class RequestMaker:
             index=index,
             prompt=ids,
             params=params,
-            eos_ids=self._eos(params),
+            eos_ids=self._eos_ids(params),
             capacity=self._manifest.limits.max_seq_len,
-            sampler=Sampler(params, self._manifest.target_dims.vocab_size, ids, self._ends(params), index),
+            sampler=Sampler(params, self._manifest.target_dims.vocab_size, ids, self._ending_tokens(params), index),
             stream=stream,
             budget=self._budget(params),
             route=route,
             echo=echo,
         )
 
-    def _eos(self, params: SamplingParams) -> frozenset[int]:
+    def _eos_ids(self, params: SamplingParams) -> frozenset[int]:
         return frozenset() if params.ignore_eos else frozenset(self._manifest.stop_token_ids)
 
-    def _ends(self, params: SamplingParams) -> frozenset[int]:
-        """The tokens that end the text, all of which min_tokens forbids."""
-        return self._eos(params) | set(params.stop_token_ids)
+    def _ending_tokens(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end the text, which min_tokens bans."""
+        return self._eos_ids(params) | set(params.stop_token_ids)
 
     def _budget(self, params: SamplingParams) -> Budget:
         if params.tree_budget != "auto":
@@ -176,6 +180,6 @@ class RequestMaker:
         fixed = method.default_budget(self._manifest.drafting)
         if fixed is not None:
             return FixedBudget(fixed)
-        # Where what was drafted has a part in what is drawn, a seed must not let it depend on other requests.
+        # Methods that draw their drafts: with a seed, the drafts, and so the output, must not depend on other requests.
         repeatable = method.draws and params.stochastic and params.seed is not None
         return self._budgets.for_sequence(alone=repeatable)

@@ -1,9 +1,9 @@
-"""Continuous batching: who holds which slot, and what a step does.
+"""Continuous batching: assignment of slots to sequences, and the steps that advance them.
 
 A step admits waiting sequences into free slots, prefills one chunk of one of them, and runs one decode round over all
-that are past their prompt: one over those whose rounds stay on the device, and one over the others. So a long prompt
-delays running sequences by one chunk per round, and a sequence that finishes or is cancelled frees its slot before the
-next step. A free slot keeps its cache: a prompt that begins with the tokens of a free slot starts behind them.
+sequences with a complete prompt: one over those whose rounds stay on the device, and one over the others. So a long
+prompt delays running sequences by one chunk per round, and a sequence that finishes or is cancelled frees its slot
+before the next step. A free slot keeps its cache: a prompt that begins with a free slot's tokens starts behind them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ddtree_trt.runtime.stats import StageClock
 
 @dataclass
 class _Slot:
-    tokens: list[int] = field(default_factory=list)  # what the cache holds, once free
+    tokens: list[int] = field(default_factory=list)  # tokens of the cache, set when the slot becomes free
     user: Sequence | None = None
     last_used: int = 0
-    kept: bool = True  # whether the cache may serve a later prompt once the user has finished
+    reusable: bool = True  # whether the cache may serve a later prompt once the user has finished
 
 
 class Scheduler:
@@ -58,41 +58,43 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def cancel(self, sequence: Sequence) -> None:
-        """End a sequence wherever it is; its slot is free at once."""
+        """End a sequence in any state; its slot is free at once."""
         sequence.abort()
         self._sweep()
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cache: no sequence that is admitted from now on starts behind tokens of one admitted before.
-        Those under way go on undisturbed; what they hold is forgotten when they end."""
+        """Forget every cache: no sequence admitted later starts behind tokens of an earlier one.
+
+        Running sequences are not affected; their caches are forgotten when they end.
+        """
         for index, slot in enumerate(self._slots):
             if slot.user is None:
                 self.engine.truncate(index, 0)
                 self._slots[index] = _Slot()
             else:
-                slot.kept = False
+                slot.reusable = False
 
     def step(self) -> list[Sequence]:
-        """Do one step; returns the sequences that moved on. An engine failure ends those it was working on."""
+        """Run one step; returns the sequences it advanced. An engine failure ends the sequences of the failed call."""
         self._steps += 1
         self._admit()
-        moved: list[Sequence] = []
+        advanced: list[Sequence] = []
         if self.prefilling:
-            moved += self._guard([self.prefilling[0]], self._prefill_chunk)
+            advanced += self._guard([self.prefilling[0]], self._prefill_chunk)
         for on_device in (True, False):
-            # The prefill may have ended one.
+            # The prefill may have ended a sequence.
             running = [s for s in self.running if s.route.on_device is on_device and not s.finished]
             if running:
-                moved += self._guard(running, self._round)
+                advanced += self._guard(running, self._round)
         self._sweep()
-        return moved
+        return advanced
 
     def _guard(self, sequences: list[Sequence], work: Callable[[list[Sequence]], None]) -> list[Sequence]:
-        """Run `work`; whatever it raises ends these sequences and no others, and their slots start empty."""
+        """Run `work`; an exception ends these sequences, and no others, and empties their slots."""
         try:
             work(sequences)
         except BaseException as error:
-            # Also at Ctrl-C: work done by half cannot be taken up again.
+            # At Ctrl-C too: interrupted work cannot be resumed.
             for s in sequences:
                 s.abort(error if isinstance(error, Exception) else None)
                 if s.slot is not None:
@@ -120,7 +122,7 @@ class Scheduler:
 
     def _best_slot(self, sequence: Sequence) -> tuple[int, int]:
         """A free slot and the tokens it saves: the one that saves most if that is half of the prompt or more, then an
-        empty one, then the one unused longest. So what all prompts begin with does not cost another chat its cache."""
+        empty one, then the least recently used. So a beginning common to all prompts does not evict another chat."""
         usable = {i: self._usable(i, sequence) for i, s in enumerate(self._slots) if s.user is None}
 
         def preference(index: int) -> tuple[int, bool, int, int]:
@@ -133,10 +135,10 @@ class Scheduler:
     def _usable(self, index: int, sequence: Sequence) -> int:
         """Tokens of the prompt that the slot's cache holds and the sequence can start behind."""
         if sequence.params.prompt_logprobs is not None:
-            return 0  # every prompt row's logits are wanted
+            return 0  # the logits of every prompt row are needed
         held = self.engine.draftable_length(index) if sequence.drafts else self.engine.length(index)
         shared = _common_prefix(self._slots[index].tokens, sequence.prompt)
-        return min(held, shared, len(sequence.prompt) - 1)  # the last token's logits are needed
+        return min(held, shared, len(sequence.prompt) - 1)  # the last token is always computed, for its logits
 
     def _prefill_chunk(self, sequences: list[Sequence]) -> None:
         (s,) = sequences
@@ -161,19 +163,19 @@ class Scheduler:
         decode_round(self.engine, sequences, self.clock)
 
     def _sweep(self) -> None:
-        """Take finished sequences out of every queue and free their slots, which keep what they hold."""
+        """Take finished sequences out of every queue and free their slots, which keep their caches."""
         self.waiting = deque(s for s in self.waiting if not s.finished)
         self.prefilling = deque(s for s in self.prefilling if not s.finished)
         self.running = [s for s in self.running if not s.finished]
         for index, slot in enumerate(self._slots):
             if slot.user is not None and slot.user.finished:
-                # A stop string may have taken back tokens that are in the cache: what is not listed is not found.
-                said = slot.user.prompt + slot.user.output if slot.kept else []
-                self._slots[index] = _Slot(said[: self.engine.length(index)], last_used=self._steps)
+                # A stop string may have removed tokens that are in the cache: only listed tokens are reused.
+                tokens = slot.user.prompt + slot.user.output if slot.reusable else []
+                self._slots[index] = _Slot(tokens[: self.engine.length(index)], last_used=self._steps)
 
 
 def _common_prefix(a: list[int], b: list[int]) -> int:
-    """Items both lists begin with: a bisection, since comparing slices is far faster than comparing items."""
+    """Length of the common prefix, by bisection: comparing slices is far faster than comparing items."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,4 +1,4 @@
-"""One completion in the making: its tokens, text, stops and figures."""
+"""The state of one completion: its tokens, text, end and figures."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ddtree_trt.runtime.text.codec import TextStream
 
 @dataclass
 class Sequence:
-    """State of one completion. The scheduler owns `slot`; the decoder appends tokens; readers take what is new."""
+    """One completion. The scheduler sets `slot`, the decode loop appends tokens, and readers take the new output."""
 
-    index: int  # among the request's n completions
+    index: int  # of the request's n completions
     prompt: list[int]
     params: SamplingParams
     eos_ids: frozenset[int]
@@ -29,7 +29,7 @@ class Sequence:
     sampler: Sampler
     stream: TextStream
     budget: Budget
-    route: Route  # chosen once for the whole request; the metrics copy it
+    route: Route  # one for the whole request; the metrics copy it
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     slot: int | None = None
     output: list[int] = field(default_factory=list)
@@ -41,8 +41,8 @@ class Sequence:
     bonus_token: int = -1  # the latest token chosen, not yet in the cache
     on_round: Callable[[Any], None] | None = None  # called with a loop.Round after each round
     echo: str = ""  # put in front of the text
-    method: Method = field(init=False)  # what params.method names
-    max_tokens: int = field(init=False)  # of output: what was asked for, as far as it fits
+    method: Method = field(init=False)  # the method named by params.method
+    max_tokens: int = field(init=False)  # of output: those asked for, or as many as fit
     _shown_tokens: int = 0
     _shown_chars: int = 0
     _shown_end: bool = False
@@ -51,7 +51,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.method = METHODS[self.params.method]
         self.metrics.prompt_tokens = len(self.prompt)
-        self.metrics.on_device, self.metrics.why_host = self.route.on_device, self.route.host_reason
+        self.metrics.on_device = self.route.on_device
+        self.metrics.why_host = self.route.host_reason
         self.max_tokens = min(self.params.wanted_tokens, self.capacity - len(self.prompt))
 
     @property
@@ -60,16 +61,16 @@ class Sequence:
 
     @property
     def drafts(self) -> bool:
-        """Whether this sequence will ever ask the drafter for anything."""
+        """Whether rounds of this sequence may use the drafter."""
         return self.method.drafts and self.params.tree_budget != 0
 
     @property
-    def left(self) -> int:
-        """Most tokens that may still come."""
+    def tokens_left(self) -> int:
+        """Most tokens that may still be emitted."""
         return self.max_tokens - len(self.output)
 
     def append(self, token: int, logits: Row | None) -> bool:
-        """Emit one token; returns whether the sequence goes on. `logits` [V] is the row the token was chosen from."""
+        """Emit one token; returns whether the sequence continues. `logits` [V] is the row the token was chosen from."""
         now = time.perf_counter()
         self.metrics.first_token_s = self.metrics.first_token_s or now
         self.metrics.last_token_s = now
@@ -93,7 +94,8 @@ class Sequence:
         return not self.finished
 
     def _finish(self, reason: str, stop_reason: int | str | None) -> None:
-        self.finish_reason, self.stop_reason = reason, stop_reason
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
         if not isinstance(stop_reason, str):
             self.stream.flush()
 
@@ -104,20 +106,22 @@ class Sequence:
         del self.stream.starts[kept:]
 
     def abort(self, error: Exception | None = None) -> None:
-        """End the sequence where it is: the caller went away, or the engine failed."""
+        """End an unfinished sequence: its caller cancelled it, or the engine failed with `error`."""
         if not self.finished:
             self.error = error
             self._finish("abort", None)
 
     def take(self) -> CompletionOutput | None:
-        """What is new since the last call: text that can no longer become a stop string, and its tokens; None when
-        there is nothing. The finish reason comes once."""
+        """The output since the last call: text that can no longer become a stop string, and its tokens; None when
+        nothing is new. The finish reason is new once."""
         end, tokens = self._settled()
         start, first = self._shown_chars, self._shown_tokens
         if (end, tokens) == (start, first) and self.finished == self._shown_end:
             return None
         echo = "" if self._shown_any else self.echo
-        self._shown_chars, self._shown_tokens, self._shown_end, self._shown_any = end, tokens, self.finished, True
+        self._shown_chars, self._shown_tokens = end, tokens
+        self._shown_end = self.finished
+        self._shown_any = True
         return self._output(echo + self.stream.text[start:end], first, tokens)
 
     def output_so_far(self) -> CompletionOutput:
@@ -126,7 +130,7 @@ class Sequence:
         return self._output(self.echo + self.stream.text[:end], 0, tokens)
 
     def _settled(self) -> tuple[int, int]:
-        """Characters and tokens that no later stop string can take back."""
+        """Counts of characters and tokens that no later stop string can remove."""
         if self.finished:
             return len(self.stream.text), len(self.output)
         end = self.stream.safe_length()

@@ -1,4 +1,4 @@
-"""Stage times, and the figures of one request."""
+"""Stage times and the metrics of one request."""
 
 from __future__ import annotations
 
@@ -7,20 +7,22 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 ROUND_STAGES = ("draft", "tree_build", "tree_compile", "verify", "commit")
-DEVICE_ROUND = "device_round"  # all five as one, where the host sees no stages
+DEVICE_ROUND = "device_round"  # all five in one, where the host cannot time stages
 STAGES = ("prefill", *ROUND_STAGES, DEVICE_ROUND)
-_ENGINE_STAGES = frozenset(("prefill", "draft", "verify", "commit", DEVICE_ROUND))  # the others are the host's
+_ENGINE_STAGES = frozenset(("prefill", "draft", "verify", "commit", DEVICE_ROUND))  # the other stages run on the host
 
 
 class StageClock:
-    """Seconds spent in each stage since the last `take`. Stages follow one another, none within another."""
+    """Seconds spent in each stage since the last `take`. Stages do not nest."""
 
     def __init__(self, settle: Callable[[], None] | None = None) -> None:
-        """`settle`: waits until the engine's device is idle; called at the end of each of the engine's stages, it makes
-        their times exact. Without it, work that a stage leaves on the device counts for the next stage that waits."""
+        """`settle` waits until the engine's device is idle; it is called at the end of each of the engine's stages to
+        make their times exact. Without it, work that a stage leaves on the device is timed in the next stage that
+        waits."""
         self._settle = settle
         self.seconds = dict.fromkeys(STAGES, 0.0)
-        self._stage, self._start = "", 0.0
+        self._stage = ""
+        self._start = 0.0
 
     def __call__(self, stage: str) -> StageClock:
         self._stage = stage
@@ -44,20 +46,20 @@ class StageClock:
 
 @dataclass
 class RequestMetrics:
-    """What one request cost and how well its drafts were accepted. Times are wall-clock seconds as the request saw
-    them: a stage shared by several slots counts in full for each."""
+    """Times and token counts of one request, and the acceptance of its drafts. Times are wall-clock seconds: a stage
+    shared by several slots counts in full for each."""
 
     arrival_s: float = field(default_factory=time.perf_counter)
     first_token_s: float | None = None
     last_token_s: float | None = None
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # of the prompt, found in a slot
+    cached_tokens: int = 0  # prompt tokens found in a slot's cache
     output_tokens: int = 0
     acceptance_lengths: list[int] = field(default_factory=list)  # tokens committed per round, bonus included
     budgets: list[int] = field(default_factory=list)  # draft nodes verified per round
     stage_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     on_device: bool = False  # whether rounds stay on the device
-    why_host: str | None = None  # the reason where they do not
+    why_host: str | None = None  # the reason where rounds run on the host
 
     def add_round(self, tokens: int, nodes: int) -> None:
         """Count a round that committed `tokens` and verified `nodes` draft nodes."""
@@ -74,7 +76,7 @@ class RequestMetrics:
 
     @property
     def accepted_tokens(self) -> int:
-        """Draft tokens that became output; each round's last token is the target's own."""
+        """Draft tokens that became output; each round's last token was not drafted."""
         return sum(self.acceptance_lengths) - self.rounds
 
     @property
@@ -122,7 +124,7 @@ class RequestMetrics:
         return 1 / per_token if per_token else None
 
     def snapshot(self) -> RequestMetrics:
-        """A copy that later rounds leave alone."""
+        """A copy that later rounds do not change."""
         return replace(
             self,
             acceptance_lengths=list(self.acceptance_lengths),
@@ -131,7 +133,7 @@ class RequestMetrics:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The figures as plain JSON data."""
+        """The metrics as plain JSON data."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "cached_tokens": self.cached_tokens,
@@ -156,8 +158,8 @@ class RequestMetrics:
 
 
 def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:
-    """The figures of several sequences as one request's: counts add up, times span all of them. The result is a copy
-    that later rounds leave alone."""
+    """The metrics of a request from those of its sequences: counts are summed, times span all of them. The result is a
+    copy that later rounds do not change."""
     parts = list(parts)
     if len(parts) == 1:
         return parts[0].snapshot()
@@ -173,6 +175,6 @@ def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:
         acceptance_lengths=[a for p in parts for a in p.acceptance_lengths],
         budgets=[b for p in parts for b in p.budgets],
         stage_s={s: sum(p.stage_s[s] for p in parts) for s in STAGES},
-        on_device=parts[0].on_device,  # completions of one request are decoded in one way
+        on_device=parts[0].on_device,  # one route for all completions of a request
         why_host=parts[0].why_host,
     )

@@ -1,4 +1,4 @@
-"""A request handed to AsyncLLM, as its caller's event loop sees it."""
+"""The handle of a request submitted to AsyncLLM, used on the caller's event loop."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from ddtree_trt.runtime.outputs import RequestOutput
 
 
 class Submission:
-    """One request on its way, used on the event loop that submitted it.
+    """One submitted request, used on the event loop that submitted it.
 
-    Iterating yields what is new, once; leaving a `with` block before the end cancels the request.
+    Iterating yields each new part of the output once; leaving a `with` block before the end cancels the request.
     """
 
     def __init__(self, request_id: str, cancel: Callable[[], None]) -> None:
         self.request_id = request_id
-        self.finished = False  # its last part, or the error that ended it, has been taken
+        self.finished = False  # whether its last part, or the error that ended it, has been taken
         self._cancel = cancel
         self._loop = asyncio.get_running_loop()
         self._arrived = asyncio.Event()
@@ -24,7 +24,7 @@ class Submission:
         self._error: Exception | None = None
 
     def take(self) -> RequestOutput | None:
-        """What has arrived since the last call, or None. Raises what ended the request."""
+        """The output that arrived since the last call, or None. Raises the error that ended the request."""
         if self._error is not None:
             self.finished = True
             raise self._error
@@ -34,7 +34,7 @@ class Submission:
         return part
 
     async def result(self) -> RequestOutput:
-        """The finished output, for a caller that wants no parts. Raises what ended the request."""
+        """The finished output. Raises the error that ended the request."""
         whole: RequestOutput | None = None
         async for part in self:
             whole = part if whole is None else whole.joined(part)
@@ -42,13 +42,13 @@ class Submission:
         return whole
 
     def cancel(self) -> None:
-        """End the request; its slots are free before the next round. A finished one is left alone."""
+        """End the request; its slots are free before the next round. Does nothing for a finished one."""
         if not self.finished:
             self.finished = True
             self._cancel()
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        async for _, part in as_they_come([self]):
+        async for _, part in iterate_parts([self]):
             yield part
 
     def __enter__(self) -> Submission:
@@ -56,6 +56,13 @@ class Submission:
 
     def __exit__(self, *_: object) -> None:
         self.cancel()
+
+    def deliver(self, item: RequestOutput | Exception) -> None:
+        """Pass a part, or the error that ended the request, to the event loop; for any thread.
+
+        Raises RuntimeError where that loop has been closed.
+        """
+        self._loop.call_soon_threadsafe(self._put, item)
 
     def _put(self, item: RequestOutput | Exception) -> None:
         if isinstance(item, Exception):
@@ -65,13 +72,13 @@ class Submission:
         self._arrived.set()
 
 
-async def as_they_come(submissions: Sequence[Submission]) -> AsyncIterator[tuple[int, RequestOutput]]:
-    """The parts of several requests as they arrive, each with its request's place, until all are finished.
+async def iterate_parts(submissions: Sequence[Submission]) -> AsyncIterator[tuple[int, RequestOutput]]:
+    """The parts of several requests as they arrive, each after its request's index, until all are finished.
 
-    Raises what ended the first one that failed. Read a submission here or by iterating over it, not both.
+    Raises the error of the first request that failed. Read a submission here or by iterating over it, not both.
     """
     arrived = asyncio.Event()
-    arrived.set()  # something may have come before
+    arrived.set()  # parts may have arrived before
     for submission in submissions:
         submission._arrived = arrived
     while not all(s.finished for s in submissions):

@@ -62,7 +62,7 @@ def build_tree(log_probs: ArrayLike, token_ids: ArrayLike, budget: int) -> Draft
     Args:
         log_probs: float32 [L, K], each row sorted by falling probability.
         token_ids: int [L, K], the candidates those probabilities belong to.
-        budget: most nodes beside the root; fewer are returned when there are fewer prefixes.
+        budget: most nodes, the root aside; the tree has fewer when there are fewer prefixes.
 
     Raises ValueError for shapes that differ, a negative budget, or NaN.
     """
@@ -72,19 +72,19 @@ def build_tree(log_probs: ArrayLike, token_ids: ArrayLike, budget: int) -> Draft
 
 
 def chain(token_ids: ArrayLike, log_probs: ArrayLike | None = None) -> DraftTree:
-    """A tree without branches: the tokens [n] one below the other. Without log_probs [n] the log-weights are 0."""
+    """A tree without branches, tokens [n] from the root down. Without log_probs [n] the log-weights are 0."""
     ids = np.ascontiguousarray(token_ids, np.int32)
     weights = np.zeros(len(ids)) if log_probs is None else np.cumsum(log_probs, dtype=np.float64)
     return DraftTree(ids, np.arange(1, len(ids) + 1, dtype=np.int32), chain_parents(len(ids) + 1), weights)
 
 
 def chain_parents(length: int) -> NDArray[np.int32]:
-    """Parents [T] of T tokens in a row."""
+    """Parents [T] of a chain of T tokens."""
     return np.arange(-1, length - 1, dtype=np.int32)
 
 
 def token_chain(token_ids: NDArray[np.int64]) -> TokenTree:
-    """Tokens [T] in a row: what a causal pass is, as a tree."""
+    """A causal sequence of tokens [T] as a tree without branches."""
     length = len(token_ids)
     return TokenTree(token_ids, chain_parents(length), np.arange(length, dtype=np.int32))
 
@@ -93,7 +93,7 @@ EMPTY = chain([])
 
 
 def compile_tree(root_token: int, tree: DraftTree) -> TokenTree:
-    """Put the bonus token on top of the draft nodes."""
+    """The draft tree below the bonus token as its root."""
     size = 1 + len(tree)
     token_ids, depths = np.empty(size, np.int64), np.empty(size, np.int32)
     token_ids[0], depths[0] = root_token, 0
@@ -110,7 +110,7 @@ def walk(tree: DraftTree, choices: NDArray[np.int64]) -> NDArray[np.int32]:
 
 
 def descend(tree: DraftTree, choose: Callable[[int], int | None]) -> NDArray[np.int32]:
-    """`walk` for choices that depend on the path: `choose(node)` is asked only at the nodes visited, in order.
+    """`walk` for choices that depend on the path: `choose(node)` is called only at the nodes visited, in order.
 
     `choose` returning None ends the walk at that node.
     """

@@ -1,20 +1,20 @@
-"""Kinds of values that a sampling parameter takes: what each accepts, and the sentence that refuses everything else.
+"""Kinds of values that sampling parameters take: which values each accepts, and the error for all others.
 
 `check` of every kind takes a parameter's name and the value given, and returns the value to keep. It raises UsageError
-with a sentence that begins with the name. `range` says in the documentation which values are accepted.
+with a sentence that begins with the name. `range` describes the accepted values in the documentation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Protocol
 
 from ddtree_trt.errors import UsageError, shown
 
-MOST = 2**31 - 1  # of counts: more than any engine holds, and what device kernels count in
+MAX_INTEGER = 2**31 - 1  # bound of integers without a lower one: device kernels count in int32
 
 
 class Kind(Protocol):
@@ -27,14 +27,14 @@ class Kind(Protocol):
 
 @dataclass(frozen=True)
 class Integer:
-    """An integer of any library, kept as Python's."""
+    """An integer of any library, kept as a Python int."""
 
     low: int
-    high: int = MOST
+    high: int = MAX_INTEGER
 
     @property
     def range(self) -> str:
-        if self.high == MOST:
+        if self.high == MAX_INTEGER:
             return f"from {self.low}"
         bits = self.high.bit_length()
         return f"{self.low} to " + (f"2^{bits} − 1" if self.high == 2**bits - 1 else str(self.high))
@@ -42,9 +42,9 @@ class Integer:
     def check(self, name: str, value: Any) -> int:
         number = as_integer(value)
         if number is None:
-            bounds = f"at least {self.low}" if self.high == MOST else f"from {self.low} to {self.high}"
+            bounds = f"at least {self.low}" if self.high == MAX_INTEGER else f"from {self.low} to {self.high}"
             raise UsageError(f"{name} must be an integer {bounds}, not {shown(value)}")
-        if self.high == MOST and not self.low <= number <= self.high:
+        if self.high == MAX_INTEGER and not self.low <= number <= self.high:
             bounds = f"at least {self.low}" if number < self.low else f"at most {self.high}"
             raise UsageError(f"{name} must be {bounds}, not {shown(number)}")
         _check_range(name, number, self.low, self.high)
@@ -53,14 +53,14 @@ class Integer:
 
 @dataclass(frozen=True)
 class Number:
-    """A finite number of any library: integers are kept as they are, all others as Python's float."""
+    """A finite number of any library: integers are kept as Python ints, all others as floats."""
 
     low: float
     high: float
 
     @property
     def range(self) -> str:
-        return f"{_minus(self.low)} to {_minus(self.high)}"
+        return f"{_typographic(self.low)} to {_typographic(self.high)}"
 
     def check(self, name: str, value: Any) -> float:
         integer = as_integer(value)
@@ -88,7 +88,7 @@ class Choice:
     """A default, or one of several names."""
 
     default: str
-    others: tuple[str, ...]
+    others: Collection[str]  # read whenever a value is checked, so that a table may have grown
 
     @property
     def range(self) -> str:
@@ -117,7 +117,7 @@ class NodeCount:
 
 @dataclass(frozen=True)
 class Texts:
-    """One string or several, kept as a tuple; None is none of them. None may be empty."""
+    """Non-empty strings, one or several, kept as a tuple; None means no strings."""
 
     range = "strings"
 
@@ -132,7 +132,7 @@ class Texts:
 
 @dataclass(frozen=True)
 class TokenIds:
-    """One token id or several, kept as a tuple; None is none of them."""
+    """Token ids, one or several, kept as a tuple; None means no ids."""
 
     range = "token ids"
 
@@ -146,14 +146,14 @@ class TokenIds:
 
 @dataclass(frozen=True)
 class Biases:
-    """Numbers by token id, kept as a dictionary of its own: the caller's may change."""
+    """Numbers by token id, kept as a copy: the caller may change the dictionary given."""
 
     low: float
     high: float
 
     @property
     def range(self) -> str:
-        return f"token id → {_minus(self.low)} to {_minus(self.high)}"
+        return f"token id → {_typographic(self.low)} to {_typographic(self.high)}"
 
     def check(self, name: str, value: Any) -> dict[int, float]:
         if not isinstance(value, Mapping):
@@ -168,12 +168,12 @@ class Biases:
 
 
 def as_integer(value: Any) -> int | None:
-    """An integer of any library as Python's; None for everything else, booleans included."""
+    """An integer of any library as a Python int; None for everything else, booleans included."""
     return int(value) if not isinstance(value, bool) and isinstance(value, Integral) else None
 
 
 def check_text(name: str, text: str) -> None:
-    """Raise UsageError, naming `name`, where a text holds halves of surrogate pairs, which no tokenizer takes."""
+    """Raises UsageError, which names `name`, for a text with unpaired surrogates, which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -181,7 +181,7 @@ def check_text(name: str, text: str) -> None:
 
 
 def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
-    """One value or several, or None for none of them, as a tuple."""
+    """One value, several, or None for no values, as a tuple."""
     if value is None:
         return ()
     if isinstance(value, str | Integral):
@@ -190,17 +190,17 @@ def _as_tuple(name: str, value: Any) -> tuple[Any, ...]:
         raise UsageError(f"{name} must be one value or a list of them, not {shown(value)}")
     try:
         return tuple(value)
-    except TypeError:  # a NumPy array of no dimensions says that it can be iterated over
+    except TypeError:  # a NumPy array of no dimensions has __iter__, which raises
         raise UsageError(f"{name} must be one value or a list of them, not {shown(value)}") from None
 
 
 def _as_float(value: Any) -> float | None:
-    """A finite real number as Python's float; None for everything else."""
+    """A finite real number as a float; None for everything else."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     try:
         number = float(value)
-    except OverflowError:  # a fraction
+    except OverflowError:  # a Fraction beyond the floats
         return None
     return number if math.isfinite(number) else None
 
@@ -210,6 +210,6 @@ def _check_range(name: str, number: float, low: float, high: float) -> None:
         raise UsageError(f"{name} must be from {low} to {high}, not {shown(number)}")
 
 
-def _minus(number: float) -> str:
+def _typographic(number: float) -> str:
     """A number with a typographic minus sign."""
     return f"{number}".replace("-", "−")

@@ -1,4 +1,4 @@
-"""The ASGI application: routes, errors, and the engine that lives as long as it does."""
+"""The ASGI application: routes, error handlers, and the lifetime of the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ddtree_trt.serve.service import Service
 
 
 def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions) -> Gate:
-    """The ASGI application over an engine, which it shuts down at the end of its life."""
+    """The ASGI application over an engine, which it shuts down when it ends."""
     service = Service(llm, metrics, options.model_name)
 
     @asynccontextmanager
@@ -36,18 +36,18 @@ def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions) -> Gate:
         yield
         await asyncio.to_thread(service.close)
 
-    # A redirect to a path with or without a slash would go to whatever the Host header says.
+    # No redirects to paths with or without a slash: their host would be that of the Host header.
     app = FastAPI(
         title="ddtree-trt", version=__version__, lifespan=life, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     gate = Gate(app, options, metrics)
     errors.install(app, lambda: metrics.retry_after_s)
 
-    @app.post("/v1/chat/completions", response_model=ChatCompletion, openapi_extra=_takes(ChatRequest))
+    @app.post("/v1/chat/completions", response_model=ChatCompletion, openapi_extra=_body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         return await chat(service, request, await read(request, ChatRequest))
 
-    @app.post("/v1/completions", response_model=Completion, openapi_extra=_takes(CompletionRequest))
+    @app.post("/v1/completions", response_model=Completion, openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         return await complete(service, request, await read(request, CompletionRequest))
 
@@ -86,7 +86,7 @@ def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions) -> Gate:
     return gate
 
 
-def _takes(model: type[BaseModel]) -> dict[str, Any]:
-    """OpenAPI's description of a body, which FastAPI does not know because the endpoint parses it."""
+def _body_schema(model: type[BaseModel]) -> dict[str, Any]:
+    """OpenAPI's description of a body, which FastAPI lacks because the endpoint parses the body."""
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}

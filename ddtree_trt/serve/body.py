@@ -1,8 +1,8 @@
-"""From a request's bytes to a checked request, in a time and a memory that its bytes bound.
+"""Parsing and checking of request bodies, in time and memory bounded by their size.
 
-JSON makes large things of small ones: a few megabytes are a million objects, which take a second to make and longer to
-complain about. So what the text will become is counted before it is parsed, and checking ends at the first thing that
-is wrong. A large body is read in another thread than the event loop's.
+A few megabytes of JSON can hold a million objects, which take a second to make and longer to report errors of. So the
+objects are counted before the text is parsed, and checking ends at the first error. A large body is parsed in another
+thread than the event loop's.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from pydantic import BaseModel, ValidationError
 from ddtree_trt.serve.errors import ApiError, invalid_body, invalid_json
 
 MAX_VALUES = 1 << 18  # numbers, texts, lists and objects of one body: a prompt of token ids is a value per token
-MAX_STRINGS = 50_000  # of these, texts and keys: a message has four
+MAX_STRINGS = 50_000  # texts and keys among them: a message has four
 MAX_DEPTH = 32
-_AT_ONCE_BYTES = 64 << 10  # a body of this size is read in less time than a thread takes to start
+_INLINE_BYTES = 64 << 10  # a body of this size is parsed in less time than a thread takes to start
 _STEPS = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _NO_BRACKETS = bytes(set(range(256)) - set(_STEPS))
 
@@ -28,20 +28,20 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 async def read(request: Request, model: type[Model]) -> Model:
-    """The request's body as `model`. Raises ApiError for a body that is not one."""
+    """The request's body as `model`. Raises ApiError for an invalid body."""
     body = await request.body()  # whole, before any answer: a client that is still sending might not see it
     media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
     if media_type != "application/json" and not (
         media_type.startswith("application/") and media_type.endswith("+json")
     ):
         raise ApiError(400, "the body must be a JSON object, sent with Content-Type: application/json")
-    if len(body) <= _AT_ONCE_BYTES:
+    if len(body) <= _INLINE_BYTES:
         return parse(body, model)
     return await asyncio.to_thread(parse, body, model)
 
 
 def parse(body: bytes, model: type[Model]) -> Model:
-    """A body as `model`. Raises ApiError for the first thing that is wrong with it."""
+    """A body as `model`. Raises ApiError for its first error."""
     _check_structure(body)
     try:
         data = json.loads(body.decode("utf-8-sig"))
@@ -60,9 +60,9 @@ def parse(body: bytes, model: type[Model]) -> Model:
 
 
 def _check_structure(body: bytes) -> None:
-    """Raise ApiError for a body that would become too many objects.
+    """Raises ApiError for a body with too many values, texts or levels of nesting.
 
-    Quotes separate texts from the rest. In a body that is no JSON the counts are right up to its first error.
+    Quotes separate texts from the rest. In invalid JSON the counts are right up to its first error.
     """
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     _check_count("texts and keys", bare.count(b'"') // 2, MAX_STRINGS)

@@ -35,7 +35,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     service.check_model(body.model)
     with_usage = check_stream_options(body)
     given = body.sampling()
-    names = {"logprobs": "top_logprobs", "max_tokens": _limit(body, given)}
+    names = {"logprobs": "top_logprobs", "max_tokens": _apply_token_limit(body, given)}
     if "logprobs" in given and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     if body.logprobs:
@@ -60,8 +60,8 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     return json_response(completion)
 
 
-def _limit(body: ChatRequest, given: dict[str, Any]) -> str:
-    """Put the token limit among what was given; returns the name it came under."""
+def _apply_token_limit(body: ChatRequest, given: dict[str, Any]) -> str:
+    """Set `max_tokens` of `given` from either field; returns the name of the field that was given."""
     newer, older = body.max_completion_tokens, given.get("max_tokens")
     if newer is None:
         return "max_tokens"
@@ -82,7 +82,7 @@ def _choice(texts: TokenTexts, output: CompletionOutput) -> ChatChoice:
 
 
 class _Chunks:
-    """Parts of a stream as chunks; each choice's first chunk names the role."""
+    """Converts parts of a stream to chunks; each choice's first chunk has the role."""
 
     def __init__(self, texts: TokenTexts, head: dict[str, Any]) -> None:
         self._texts = texts

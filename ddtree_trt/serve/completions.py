@@ -34,7 +34,7 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     params = cache(lambda room: service.params({"max_tokens": min(DEFAULT_MAX_TOKENS, room), **given}, room, {}))
     calls = [(ids, params(service.max_seq_len - len(ids))) for ids in prompts]
     request_id = new_id("cmpl")
-    # No await between the first and the last: the queue takes all of them or, on QueueFull, none for long.
+    # No await between the first and the last: on QueueFull, those already submitted are cancelled at once.
     submissions = [service.submit(request, ids, p, f"{request_id}-{i}", "prompt") for i, (ids, p) in enumerate(calls)]
     head: dict[str, Any] = {"id": request_id, "created": int(time.time()), "model": service.model_name}
     n, skip = calls[0][1].n, calls[0][1].skip_special_tokens
@@ -70,13 +70,13 @@ def _check_total(service: Service, sequences: int) -> None:
 
 
 class _Choices:
-    """Outputs as choices, numbered prompt by prompt; keeps each choice's place in its text from part to part."""
+    """Converts outputs to choices, numbered prompt by prompt; keeps each choice's text offset from part to part."""
 
     def __init__(self, texts: TokenTexts, n: int, *, echo: bool, skip_special_tokens: bool) -> None:
         self._texts = texts
         self._n = n
         self._echo = echo
-        self._skip = skip_special_tokens
+        self._skip_special_tokens = skip_special_tokens
         self._offsets: dict[int, TextOffsets] = {}
 
     def choice(self, place: int, part: RequestOutput, output: CompletionOutput) -> CompletionChoice:
@@ -93,7 +93,7 @@ class _Choices:
             return None
         tokens: list[tuple[int, TokenLogprob | None]] = []
         if index not in self._offsets:
-            self._offsets[index] = TextOffsets(self._texts, skip_special_tokens=self._skip)
+            self._offsets[index] = TextOffsets(self._texts, skip_special_tokens=self._skip_special_tokens)
             if self._echo:
                 tokens += zip(part.prompt_token_ids, part.prompt_logprobs or [], strict=True)
         tokens += zip(output.token_ids, output.logprobs, strict=True)

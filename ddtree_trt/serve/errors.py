@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients expect them: a status and {"error": {message, type, param, code}}."""
+"""Errors in OpenAI's form: a status and {"error": {message, type, param, code}}."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ SERVER = "server_error"
 OVERLOADED = "rate_limit_error"
 CLOSE = {"Connection": "close"}
 
-_MESSAGE_CHARACTERS = 1000  # what a message repeats of a request is shorter; this bounds it wherever it comes from
+_MESSAGE_CHARACTERS = 1000  # bound for messages of any origin; texts of a request are shortened more
 
 log = logging.getLogger(__name__)
 
 
 def cut(text: str, most: int = SHOWN_CHARACTERS) -> str:
-    """A client's text for an answer, shortened."""
+    """A text of at most `most` characters."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 class ApiError(Exception):
-    """A request that is not answered as asked."""
+    """An error answer to a request."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        # A client's text may hold surrogates, which have no UTF-8.
+        # A client's text may hold surrogates, which UTF-8 cannot encode.
         param = None if self.param is None else cut(self.param)
         texts = {
             "message": cut(self.message, _MESSAGE_CHARACTERS),
@@ -88,7 +88,7 @@ def timed_out(seconds: float) -> ApiError:
 
 
 def as_api_error(error: Exception, retry_after_s: int = 1) -> ApiError:
-    """The answer to the exception that ended a request; an unexpected one is logged, and answered without details."""
+    """The answer to an exception that ended a request; an unexpected one is logged, and answered without details."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFull):
@@ -108,7 +108,7 @@ def invalid_json(problem: str) -> ApiError:
 
 
 def invalid_body(error: Mapping[str, Any]) -> ApiError:
-    """One of pydantic's complaints in words that name the parameter."""
+    """The answer to an error of pydantic's, with the name of the parameter."""
     kind, loc = error["type"], [str(part) for part in error["loc"]]
     if kind in UNKNOWN:
         loc.append(error["ctx"]["name"])
@@ -127,14 +127,14 @@ def invalid_body(error: Mapping[str, Any]) -> ApiError:
 
 
 def install(app: FastAPI, retry_after_s: Callable[[], int]) -> None:
-    """Answer every kind of error in OpenAI's shape."""
+    """Install handlers that answer all exceptions in OpenAI's form."""
 
     async def api_error(_: Request, error: Exception) -> JSONResponse:
         return as_api_error(error, retry_after_s()).response()
 
     async def http_error(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
-        # Wrong paths and methods; the framework uses it for bodies it could not parse, too.
+        # For wrong paths and methods, and for bodies that the framework could not parse.
         message = f"{request.method} {cut(request.url.path)}: {error.detail}"
         return ApiError(error.status_code, message, headers=error.headers).response()
 

@@ -1,6 +1,6 @@
-"""The gate in front of the API: keys, limits on sizes, numbers and times, and clients that go away.
+"""The gate in front of the API: keys, limits on sizes, numbers and times, and detection of disconnected clients.
 
-An ASGI middleware rather than a framework's hooks, because it must see the connection while the answer is being made:
+An ASGI middleware rather than a framework's hooks, because it must watch the connection while the answer is being made:
 a client that disconnects ends its request at once, streaming or not.
 """
 
@@ -18,13 +18,13 @@ from ddtree_trt.serve.errors import CLOSE, ApiError, error_event, overloaded, sh
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.options import ServeOptions
 
-OPEN = ("/health", "/metrics")  # always answered, without a key: for whoever watches the server
-_LAST_WORD_S = 1.0  # to send the error that ended a request; a client that reads nothing does not get it
-_LINGER_BYTES = 32 << 20  # of a refused body still read, so that a client that is sending it sees the answer
+OPEN = ("/health", "/metrics")  # always answered, without a key: for monitoring
+_SEND_ERROR_S = 1.0  # timeout for the error that ended a request: a client may not read
+_LINGER_BYTES = 32 << 20  # of a refused body that are still read, so that a client that is sending it sees the answer
 
 
 class Gate:
-    """Counts and bounds the requests under way."""
+    """Counts and bounds the open requests."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
         self._app = app
@@ -58,7 +58,7 @@ class Gate:
                 self._idle.set()
 
     def _refusal(self, scope: Scope) -> ApiError | None:
-        """Why a request is not let in; None when it is."""
+        """The error for a refused request; None for an accepted one."""
         headers = dict(scope["headers"])
         if self._key is not None and not hmac.compare_digest(headers.get(b"authorization", b""), self._key):
             message = "missing or wrong API key; send it as: Authorization: Bearer KEY"
@@ -68,7 +68,7 @@ class Gate:
         if len(self._exchanges) >= self._options.max_requests:
             message = f"{len(self._exchanges)} requests are under way, as many as this server takes; try again later"
             refusal = overloaded(message, self._metrics.retry_after_s)
-            refusal.headers.update(CLOSE)  # the body is still on its way and will not be read
+            refusal.headers.update(CLOSE)  # the rest of the body will not be read
             return refusal
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._options.max_body_bytes:
@@ -76,22 +76,24 @@ class Gate:
         return None
 
     async def drained(self) -> None:
-        """Wait until no request is under way."""
+        """Wait until no request is open."""
         await self._idle.wait()
 
     def end_all(self) -> None:
-        """End the requests under way, each with an error for its client."""
+        """End all open requests with an error for their clients."""
         for exchange in list(self._exchanges):
             exchange.end(shutting_down())
 
 
 class _Answer:
-    """Passes an answer on, and keeps how far it has come."""
+    """Sends an answer, and records its progress."""
 
     def __init__(self, send: Send, metrics: Metrics) -> None:
         self._send = send
         self._metrics = metrics
-        self.started = self.complete = self.streams = False
+        self.started = False
+        self.complete = False
+        self.streams = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -105,8 +107,8 @@ class _Answer:
 
 
 class _Exchange:
-    """One request with its answer. It ends when the answer is complete, the client is gone, or `end` is called; then
-    what the endpoint put into the exit stack `scope["state"]["cleanup"]` is closed."""
+    """One request with its answer. It ends when the answer is complete, the client disconnects, or `end` is called;
+    then the exit stack `scope["state"]["cleanup"]`, to which the endpoint adds contexts, is closed."""
 
     def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, answer: _Answer, options: ServeOptions) -> None:
         self._app = app
@@ -120,12 +122,12 @@ class _Exchange:
         self._replayed = False
 
     def end(self, reason: ApiError) -> None:
-        """End the exchange, with this error for the client. Only the first reason counts."""
+        """End the exchange, with this error for the client. Later calls have no effect."""
         if not self._ended.done():
             self._ended.set_result(reason)
 
     async def run(self) -> None:
-        """Answer the request. Raises what the application raised, unless the answer was complete."""
+        """Answer the request. Raises the application's exception, unless the answer was complete."""
         limit = self._options.request_timeout_s
         timer = asyncio.get_running_loop().call_later(limit, self.end, timed_out(limit)) if limit else None
         with ExitStack() as cleanup:
@@ -148,7 +150,7 @@ class _Exchange:
             raise error  # the server then closes the connection, which a complete answer does not need
 
     async def _read(self) -> None:
-        """Collect the body, then wait until the client is gone."""
+        """Collect the body, then wait until the client disconnects."""
         body = bytearray()
         while True:
             message = await self._receive()
@@ -174,7 +176,7 @@ class _Exchange:
         """Send the error, as the answer or as a stream's last event. It is dropped where the client does not read; the
         server closes the connection of an incomplete answer."""
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._send_error(reason), _LAST_WORD_S)
+            await asyncio.wait_for(self._send_error(reason), _SEND_ERROR_S)
 
     async def _send_error(self, reason: ApiError) -> None:
         if not self._answer.started:
@@ -197,7 +199,7 @@ async def _discard_body(receive: Receive) -> None:
                 return
 
     with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(rest(), _LAST_WORD_S)
+        await asyncio.wait_for(rest(), _SEND_ERROR_S)
 
 
 def _body_too_large(limit: int) -> ApiError:

@@ -1,6 +1,6 @@
 """Prometheus metrics of one server.
 
-Counted where requests end, on the engine's worker thread, so that cancelled and failed ones count like any other.
+Requests are counted when they end, on the engine's worker thread, so cancelled and failed ones are included.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ddtree_trt.runtime.request_maker import Request
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _SECONDS_PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
-_LONGEST_CHAIN = 16  # tokens of a round where the drafter has no block size
+_LONGEST_CHAIN = 16  # largest bucket of tokens per round where the drafter has no block size
 _RETRY_MEMORY = 0.9  # weight of the past in the mean duration behind Retry-After
 
 
 class Metrics:
-    """The server's registry: the table of figures, and what the server counts itself.
+    """The server's registry: the table of figures, and counts of HTTP answers and ends of sequences.
 
     `finished` is called on the worker thread, everything else on the event loop.
     """
@@ -58,7 +58,7 @@ class Metrics:
                 Gauge(row.published, row.http, registry=self.registry).set_function(partial(row.read, llm))
 
     def finished(self, request: Request) -> None:
-        """Count a request that ended, in whatever way."""
+        """Count a request that ended, for whatever reason."""
         for place, sequence in enumerate(request.sequences):
             metrics = sequence.metrics
             self._finished.labels("error" if sequence.error is not None else sequence.finish_reason).inc()
@@ -77,10 +77,10 @@ class Metrics:
 
     @property
     def retry_after_s(self) -> int:
-        """About as long as a request has lately taken, its wait included: by then the queue has moved on. 1 to 60."""
+        """The mean time of recent requests, their waits included, from 1 to 60: by then the queue has moved on."""
         return min(60, max(1, math.ceil(self._mean_s)))
 
     def page(self, accept: str) -> tuple[bytes, str]:
-        """The metrics page in the best format the scraper takes, and its content type."""
+        """The metrics page in the best format that the scraper accepts, and its content type."""
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type

@@ -1,4 +1,4 @@
-"""Options of the server, with their defaults and ranges. Light to import: the command line reads the defaults."""
+"""Options of the server, with their defaults and ranges. Imports little: the command line reads the defaults."""
 
 from __future__ import annotations
 
@@ -16,16 +16,14 @@ class ServeOptions:
     port: int = 8000  # 0: any free one, named in the line printed when the server is ready
     model_name: str | None = None  # what clients call the model; None: the engine's name
     api_key: str | None = None  # what clients must send as a bearer token; None: anyone may call
-    max_requests: int = 512  # HTTP requests under way, those with slow readers included; more are answered 429
+    max_requests: int = 512  # open HTTP requests, those with slow readers included; more are answered 429
     max_waiting: int = 256  # sequences waiting for a slot; more are answered 429
     max_body_bytes: int = 4 << 20
     request_timeout_s: float = 600.0  # from the request's first byte to the answer's last; 0: none
-    stall_timeout_s: float = 30.0  # a reader that takes nothing for this long is cut off
-    drain_timeout_s: float = 30.0  # after SIGTERM, before what still runs is ended
+    stall_timeout_s: float = 30.0  # a client that reads nothing for this long is disconnected
+    drain_timeout_s: float = 30.0  # after SIGTERM, before the requests that still run are ended
     device_rounds: DeviceRoundsMode = "auto"  # whether rounds stay on the device; on: other requests are refused
-    exact: bool | None = (
-        None  # a token alone gets the logits it gets among others; None: as the engine's precision asks
-    )
+    exact: bool | None = None  # single tokens get the logits of passes of several; None: the engine's default
     threads: int = 0  # CPU threads of the engine; 0 chooses
     access_log: bool = False
 

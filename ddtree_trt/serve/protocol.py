@@ -1,7 +1,7 @@
-"""The bodies that clients may send. A name that a model here does not have is refused, never dropped.
+"""Models of request bodies. A field that a model does not have is refused, never dropped.
 
 Their sampling parameters are rows of the table in `runtime/params.py`. Types are checked strictly ("5" is not 5);
-ranges are checked by `SamplingParams`, their only home. `null` means "not given" everywhere.
+ranges are checked by `SamplingParams` only. `null` means "not given" everywhere.
 """
 
 from __future__ import annotations
@@ -27,8 +27,12 @@ from ddtree_trt.runtime.values import (
     check_text,
 )
 
-MAX_STOPS, MAX_STOP_CHARACTERS, MAX_STOP_TOKENS = 16, 256, 64
-MAX_BIASES, MAX_METADATA, MAX_PROMPTS = 300, 16, 2048
+MAX_STOPS = 16
+MAX_STOP_CHARACTERS = 256
+MAX_STOP_TOKENS = 64
+MAX_BIASES = 300
+MAX_METADATA = 16
+MAX_PROMPTS = 2048
 
 # Names of OpenAI's API that this server knows and does not offer, with the reason it gives.
 UNSUPPORTED = {
@@ -54,7 +58,7 @@ UNSUPPORTED_IN_MESSAGES = {
     "name": "chat templates have no place for it",
     "tool_calls": "this server does not call tools",
 }
-# Kinds of the errors of names that a model does not have; the name is in their context.
+# pydantic error types of fields that a model does not have; the field's name is in the error's context.
 UNKNOWN = ("unknown_parameter", "unsupported_parameter")
 
 
@@ -124,15 +128,15 @@ def _prompts(value: Any) -> Any:
     return prompts
 
 
-def _few(value: Any) -> Any:
+def _check_metadata(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_METADATA:
         raise ValueError(f"at most {MAX_METADATA} entries, not {len(value)}")
     return value
 
 
 class _Strict(BaseModel):
-    """Types are checked strictly, and the first name that is not known is the only one complained of: with pydantic's
-    own way of refusing them, a body of many takes seconds."""
+    """Checks types strictly, and reports the first unknown field only: pydantic reports them all, which takes seconds
+    for a body of many."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
     unsupported: ClassVar[Mapping[str, str]] = {}  # names refused with a reason, unless they are null
@@ -159,7 +163,7 @@ class StreamOptions(_Strict):
 
 
 class _GenerationRequest(_Strict):
-    """What both endpoints take beside sampling parameters."""
+    """Fields of both endpoints, without sampling parameters."""
 
     unsupported = UNSUPPORTED
     endpoint: ClassVar[Endpoint]
@@ -168,21 +172,21 @@ class _GenerationRequest(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    # A client's own bookkeeping; it changes no answer and is ignored.
+    # The client's bookkeeping, which is ignored.
     user: str | None = None
-    metadata: Annotated[dict[str, str] | None, BeforeValidator(_few)] = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_check_metadata)] = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
 
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters that were given, under the names of `SamplingParams`."""
+        """The sampling parameters given, by field of `SamplingParams`."""
         fields = {name: row.http_name(self.endpoint) for name, row in PARAMETERS.items()}
         given = {name: getattr(self, field) for name, field in fields.items() if field is not None}
         return {name: value for name, value in given.items() if value is not None}
 
 
-# What bodies hold for each kind of sampling parameter. Lists are bounded here: every stop string is compared with the
+# Types of body fields by kind of sampling parameter. Lists are bounded here: every stop string is compared with the
 # text at every token of every request.
 _TYPES: dict[type[Kind], Any] = {
     Integer: int | None,
@@ -211,7 +215,7 @@ def _with_sampling(body: type[_Body]) -> type[_Body]:
 
 
 class Message(_Strict):
-    """A turn of a chat. A client may send our own answer back, with the nulls its library puts in it."""
+    """A message of a chat. Clients may send our answers back, with the nulls that their libraries add."""
 
     unsupported = UNSUPPORTED_IN_MESSAGES
     ignored_nulls = frozenset({"refusal", "annotations", "audio", "function_call"})

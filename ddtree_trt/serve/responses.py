@@ -1,4 +1,4 @@
-"""Bodies of the server's answers: OpenAI's shapes, with this server's figures in a `metrics` field of their own."""
+"""Bodies of the server's answers: OpenAI's shapes, with this server's figures in a further field `metrics`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class UsageInfo(BaseModel):
 
 
 class AcceptanceMetrics(BaseModel):
-    """How the drafts of one request fared. Times in seconds; a round commits at least one token."""
+    """Acceptance of one request's drafts, and its times in seconds. A round commits at least one token."""
 
     rounds: int
     drafted_tokens: int
@@ -86,7 +86,7 @@ class CompletionChoice(BaseModel):
 
 
 class Delta(BaseModel):
-    """What is new in a message. Only what was set is sent."""
+    """The new part of a message. Only fields that were set are sent."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
@@ -109,7 +109,7 @@ class Answer(BaseModel):
     created: int  # Unix seconds
     model: str
     choices: list[Any]
-    usage: UsageInfo | None = None  # in streams: sent as null until the last part, when asked for, and else not at all
+    usage: UsageInfo | None = None  # in streams that ask for it: null until the last part; not sent in others
     metrics: AcceptanceMetrics | None = None
 
     def to_json(self) -> str:

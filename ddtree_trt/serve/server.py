@@ -21,19 +21,19 @@ from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.options import ServeOptions
 
 _BACKLOG = 2048
-_SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: it would grow to megabytes for a reader that is slow
-_LAST_WORDS_S = 3.0  # for errors to be sent after every request was ended
-_FLUSH_S = 5  # for connections to take what was written
+_SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: it would grow to megabytes for a slow reader
+_SEND_ERRORS_S = 3.0  # timeout for errors, after every request was ended
+_FLUSH_S = 5  # timeout for connections to send their buffers
 
 
 def serve_engine(engine_dir: Path, options: ServeOptions) -> None:
-    """Serve an engine until SIGTERM or SIGINT has been obeyed. Prints one line when it is ready.
+    """Serve an engine until SIGTERM or SIGINT ends it. Prints one line when it is ready.
 
-    Raises ArtifactError when the engine cannot be used, UsageError when the address cannot.
+    Raises ArtifactError when the engine cannot be used, UsageError when the address cannot be used.
     """
     with listen(options) as listener:
         server = make_server(engine_dir, options, listener)
-        # What lives as long as the process is left out of every later collection, each of which stops all threads.
+        # Objects that live as long as the process are excluded from later collections, which stop all threads.
         gc.collect()
         gc.freeze()
         server.run(sockets=[listener])
@@ -70,7 +70,7 @@ def make_server(engine_dir: Path, options: ServeOptions, listener: socket.socket
 
 
 def listen(options: ServeOptions) -> socket.socket:
-    """A bound socket; what is set on it holds for every connection it accepts."""
+    """A bound socket; its options apply to every connection it accepts. Raises UsageError."""
     try:
         family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, socket.SOCK_STREAM)
@@ -91,8 +91,8 @@ def listen(options: ServeOptions) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, but a signal drains first: new requests are answered 503, those under way finish, then it ends. A second
-    signal ends them at once."""
+    """uvicorn with draining: after a signal new requests are answered 503, and the server ends when the open ones have
+    finished. A second signal ends them at once."""
 
     def __init__(self, config: uvicorn.Config, llm: AsyncLLM, gate: Gate, drain_timeout_s: float, ready: str) -> None:
         super().__init__(config)
@@ -101,7 +101,7 @@ class Server(uvicorn.Server):
         self._drain_timeout_s = drain_timeout_s
         self._ready = ready
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._hurry = asyncio.Event()
+        self._stop_now = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -114,24 +114,24 @@ class Server(uvicorn.Server):
         self.drain()
 
     def drain(self) -> None:
-        """Begin to drain, or end at once if that has begun. Any thread may call it, a signal handler too, so it only
-        wakes the loop."""
+        """Begin to drain, or if that has begun, end at once. Called from any thread and from signal handlers, so it
+        only schedules a callback."""
         if self._loop is None:
             self.should_exit = True
         elif not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._begin_or_hurry)
+            self._loop.call_soon_threadsafe(self._drain_or_stop_now)
 
-    def _begin_or_hurry(self) -> None:
+    def _drain_or_stop_now(self) -> None:
         if self._draining is None:
             self._gate.draining = True
             self._draining = asyncio.ensure_future(self._drain_and_exit())
         else:
-            self._hurry.set()
+            self._stop_now.set()
 
     async def _drain_and_exit(self) -> None:
-        await _first_of(self._gate.drained(), self._hurry.wait(), timeout=self._drain_timeout_s)
+        await _first_of(self._gate.drained(), self._stop_now.wait(), timeout=self._drain_timeout_s)
         self._gate.end_all()
-        await _first_of(self._gate.drained(), timeout=_LAST_WORDS_S)
+        await _first_of(self._gate.drained(), timeout=_SEND_ERRORS_S)
         self.should_exit = True
 
 

@@ -1,4 +1,4 @@
-"""What both endpoints share: encoding prompts, making parameters, submitting requests, and the figures of answers."""
+"""The common part of both endpoints: encoding prompts, making parameters, submitting requests, and usage figures."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _NORMALISATION = 4
 
 
 class Service:
-    """One engine under one name."""
+    """An engine served under a model name."""
 
     def __init__(self, llm: AsyncLLM, metrics: Metrics, model_name: str | None) -> None:
         self.llm = llm
@@ -40,8 +40,8 @@ class Service:
         self.created = int(time.time())
         self.texts = TokenTexts(llm.codec)
         self.max_seq_len = llm.engine.manifest.limits.max_seq_len
-        # One thread: a tokenizer is not for several at a time, and a long prompt must not hold up the event loop.
-        # Another for chat templates, which may take seconds and must not hold up prompts that need none.
+        # One thread for the tokenizer, which is not thread-safe, and whose long prompts must not block the event loop.
+        # Another for chat templates, which may take seconds and must not delay prompts that need none.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="ddtree-tokenizer")
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="ddtree-template")
         longest = max((len(token) for token in llm.tokenizer.get_vocab()), default=1)
@@ -58,7 +58,7 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     async def encode(self, prompt: str | list[int], param: str) -> list[int]:
-        """Token ids of a prompt. Raises ApiError, which names `param`, where it cannot be used."""
+        """Token ids of a prompt. Raises ApiError, which names `param`, for an invalid one."""
         if isinstance(prompt, str) and len(prompt) > self._max_characters:
             raise self.too_long(f"{len(prompt)} characters", param)
         ids = await self._in_thread(self._encoder, self.llm.codec.encode, prompt, param)
@@ -72,7 +72,8 @@ class Service:
     async def encode_chat(
         self, messages: list[dict[str, str]], chat_template_kwargs: Mapping[str, Any] | None
     ) -> list[int]:
-        """Token ids of a chat, as `encode`; `chat_template_kwargs` are variables of the chat template."""
+        """Token ids of a chat; `chat_template_kwargs` are variables of the chat template. Raises ApiError as `encode`
+        does."""
         param = "messages"
         characters = sum(len(m["content"]) for m in messages)
         if len(messages) > self.max_seq_len:  # each is a token at least
@@ -85,8 +86,7 @@ class Service:
         return await self.encode(await self._in_thread(self._renderer, render, messages, param), param)
 
     async def _in_thread(self, thread: Executor, work: Callable[[Any], Any], argument: Any, param: str) -> Any:
-        """The result of work on a prompt, done in another thread than the event loop's. Raises ApiError in place of
-        UsageError."""
+        """The result of `work(argument)`, called in the given thread. Raises ApiError in place of UsageError."""
         try:
             return await asyncio.get_running_loop().run_in_executor(thread, work, argument)
         except UsageError as error:
@@ -100,9 +100,9 @@ class Service:
         return ApiError(400, message, param=param, code="context_length_exceeded")
 
     def params(self, given: Mapping[str, Any], room: int, names: Mapping[str, str]) -> SamplingParams:
-        """SamplingParams of what a client gave, for a completion that has `room` tokens.
+        """SamplingParams of a client's values, for a completion of at most `room` tokens.
 
-        `names` are those that the client knows, by those of SamplingParams, where they differ. Raises ApiError.
+        `names` maps fields of SamplingParams to the client's names, where they differ. Raises ApiError.
         """
         max_tokens = given.get("max_tokens", room)
         if max_tokens > room:
@@ -115,16 +115,16 @@ class Service:
         try:
             return SamplingParams.from_mapping({**given, "max_tokens": max_tokens})
         except UsageError as error:
-            raise _named(error, names, None) from error
+            raise _error_with_param(error, names, None) from error
 
     def submit(
         self, request: Request, ids: list[int], params: SamplingParams, request_id: str, prompt_param: str
     ) -> Submission:
-        """Start generating. However the exchange with the client ends, the submission ends with it."""
+        """Submit a request. It is cancelled when the exchange with the client ends, for whatever reason."""
         try:
             submission = self.llm.submit(ids, params, request_id)
         except UsageError as error:
-            raise _named(error, {}, prompt_param) from error
+            raise _error_with_param(error, {}, prompt_param) from error
         request.state.cleanup.enter_context(submission)
         return submission
 
@@ -147,14 +147,14 @@ def new_id(prefix: str) -> str:
 
 
 def finish_reason(reason: str | None) -> Any:
-    """The reason as clients know it. A sequence is only ever aborted with its client gone or the server ending."""
+    """The reason in OpenAI's terms. Raises ApiError for "abort", which happens when the server ends the request."""
     if reason == "abort":
         raise ApiError(503, "the request was ended by the server", kind=SERVER, code="aborted")
     return reason
 
 
-def _named(error: UsageError, names: Mapping[str, str], other: str | None) -> ApiError:
-    """The error with the parameter at fault, which is the first word of our texts; where that is none, `other`."""
+def _error_with_param(error: UsageError, names: Mapping[str, str], other: str | None) -> ApiError:
+    """The error with its parameter, which is the first word of our texts; `other` where that word is no parameter."""
     text = str(error)
     match = re.match(r"\w+", text)
     name = match.group() if match else ""
@@ -165,7 +165,7 @@ def _named(error: UsageError, names: Mapping[str, str], other: str | None) -> Ap
 
 
 def check_stream_options(body: ChatRequest | CompletionRequest) -> bool:
-    """Whether the stream's usage is wanted."""
+    """Whether the stream ends with the usage. Raises ApiError for a request that does not stream."""
     if body.stream_options is None:
         return False
     if not body.stream:

@@ -7,23 +7,23 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from starlette.responses import StreamingResponse
 
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
-from ddtree_trt.runtime.submission import Submission, as_they_come
+from ddtree_trt.runtime.submission import Submission, iterate_parts
 from ddtree_trt.serve.errors import as_api_error, error_event
 from ddtree_trt.serve.responses import DONE, Answer, event
 from ddtree_trt.serve.service import Service
 
-# (prompt's place, its part, one completion's share of it) → what to send, in order
+# (index of the prompt, its part, one completion of the part) → answers to send, in order
 Chunks = Callable[[int, RequestOutput, CompletionOutput], list[Answer]]
 
 
 def stream(
     service: Service, submissions: Sequence[Submission], chunks: Chunks, last: Answer | None, request_id: str
 ) -> StreamingResponse:
-    """Stream the submissions' parts. `last`, when given, follows them with the usage."""
+    """Stream the submissions' parts. `last`, if given, is sent after them with the usage."""
     return StreamingResponse(
         _events(service, submissions, chunks, last),
         media_type="text/event-stream",
-        # Proxies that buffer would turn the stream into one late answer.
+        # A buffering proxy would delay the stream until its end.
         headers={"X-Request-Id": request_id, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"},
     )
 
@@ -33,7 +33,7 @@ async def _events(
 ) -> AsyncIterator[str]:
     latest: dict[int, RequestOutput] = {}
     try:
-        async for place, part in as_they_come(submissions):
+        async for place, part in iterate_parts(submissions):
             latest[place] = part
             answers = [a for output in part.outputs for a in chunks(place, part, output)]
             if last is not None:

@@ -1,4 +1,4 @@
-"""Single tokens as clients see them: their bytes, and a text even where they hold half a character."""
+"""Texts and bytes of single tokens for clients, also of tokens that hold a part of a character."""
 
 from __future__ import annotations
 
@@ -52,23 +52,23 @@ class TokenTexts:
 
 
 class TextOffsets:
-    """Where each token of one completion begins in its text, in characters."""
+    """Offsets, in characters, at which the tokens of one completion begin in its text."""
 
     def __init__(self, texts: TokenTexts, *, skip_special_tokens: bool) -> None:
         self._texts = texts
-        self._skip = skip_special_tokens
+        self._skip_special_tokens = skip_special_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._offset = 0
 
     def next(self, token: int) -> int:
         """The offset of the next token; one that completes a character begins where the character does."""
         start = self._offset
-        if not (self._skip and self._texts.is_special(token)):
+        if not (self._skip_special_tokens and self._texts.is_special(token)):
             text, raw = self._texts.of(token)
             self._offset += len(text if raw is None else self._decoder.decode(raw))
         return start
 
 
 def json_logprob(logprob: float) -> float:
-    """A log-probability as OpenAI sends it: JSON has no −∞, so −9999 is the least."""
+    """A log-probability for JSON, which has no −∞: at least −9999, as in OpenAI's API."""
     return max(logprob, -9999.0)

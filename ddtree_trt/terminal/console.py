@@ -1,4 +1,4 @@
-"""What `ddtree-trt run` shows: streamed text, trees, closing figures, and the comparison of methods."""
+"""Output of `ddtree-trt run`: streamed text, trees, closing figures, and the comparison of methods."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 
 def stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show_tree: bool) -> str:
-    """Print the text as it comes, then the closing line; returns the text."""
+    """Print the text while it is generated, then the closing line; returns the text."""
     view = TreeView(llm.codec) if show_tree else None
     text, last = "", None
     for part in llm.stream(prompt, params, on_round=view):
@@ -48,7 +48,7 @@ def stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show_tree: bool)
 
 
 def closing_line(m: RequestMetrics) -> str:
-    """Tokens, speed, rounds, acceptance and where the time went."""
+    """One line with tokens, speed, rounds, acceptance and times of the stages."""
     parts = [f"{m.output_tokens} tokens"]
     if m.decode_tokens_per_s:
         parts.append(f"{m.decode_tokens_per_s:.0f} tokens/s")
@@ -144,7 +144,7 @@ def _print_table(outputs: dict[str, RequestOutput], speeds: dict[str, float]) ->
 
 
 def _explain(llm: LLM, prompt: Prompt, params: SamplingParams, outputs: dict[str, RequestOutput], method: str) -> str:
-    """Where two outputs part, and how close the target's two best tokens were there."""
+    """The first token at which two outputs differ, and the distance of the target's two best tokens at it."""
     pairs = zip(_tokens(outputs[AR]), _tokens(outputs[method]), strict=True)
     index, (ours, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))

@@ -1,4 +1,5 @@
-"""How the command line speaks: results on stdout, errors and progress on stderr, colour and bars only on a terminal."""
+"""Printing of the command line: results on stdout, errors and progress on stderr, colour and bars only on a
+terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def print_error(message: str) -> None:
-    """One line on stderr, whatever line breaks and control characters the message has."""
+    """Print one line on stderr, without the message's line breaks and control characters."""
     print("error:", printable(" ".join(message.split())), file=sys.stderr)
 
 
@@ -71,7 +72,7 @@ def human_bytes(count: int) -> str:
 
 
 def print_fields(fields: Iterable[tuple[str, str]], indent: str = "") -> None:
-    """Aligned `name  value` lines."""
+    """Print aligned `name  value` lines."""
     rows = list(fields)
     width = max((len(name) for name, _ in rows), default=0)
     for name, value in rows:
@@ -79,7 +80,7 @@ def print_fields(fields: Iterable[tuple[str, str]], indent: str = "") -> None:
 
 
 def print_built(directory: Path, manifest: Manifest, notes: Iterable[str] = ()) -> None:
-    """What was built, what its user should know of it, and what comes next."""
+    """Print what was built, the build's notes, and the next command."""
     size = human_bytes(sum(entry.size for entry in manifest.files.values()))
     shown_directory = printable(str(directory))
     print(f"built {shown_directory}: {manifest.backend} {manifest.precision}, {size}, {manifest.build_seconds:.1f} s")
@@ -91,25 +92,25 @@ def print_built(directory: Path, manifest: Manifest, notes: Iterable[str] = ()) 
 def print_dry_run(would: DryRun) -> None:
     print(f"{would.name}: {would.backend} {would.precision} engine, not built")
     available = would.available_bytes
-    there = "no GPU whose memory is known" if available is None else human_bytes(available)
+    found = "no GPU whose memory is known" if available is None else human_bytes(available)
     print_fields(
         [
             ("limits", _listing(vars(would.limits))),
             *_memory_fields(would.memory),
-            ("there is", there),
+            ("there is", found),
         ]
     )
 
 
 def print_engine(report: EngineReport) -> None:
-    m, memory, without = report.manifest, report.memory, report.no_device_rounds
+    m, memory, host_reason = report.manifest, report.memory, report.no_device_rounds
     print(f"{m.name}: {m.backend} {m.precision} engine at {printable(report.directory)}, every file verified")
     print_fields(
         [
             ("target", f"{m.target.name} ({m.target.revision}) sha256 {m.target.sha256[:16]}"),
             ("drafter", f"{m.drafter.name} ({m.drafter.revision}) sha256 {m.drafter.sha256[:16]}, {m.drafter_kind}"),
-            ("target dims", _listing(vars(m.target_dims))),
-            ("drafter dims", _listing(vars(m.drafter_dims))),
+            ("target dims", _listing(m.target_dims.stated())),
+            ("drafter dims", _listing(m.drafter_dims.stated())),
             ("limits", _listing(vars(m.limits))),
             *_memory_fields(memory),
             ("stop tokens", ", ".join(map(str, m.stop_token_ids)) or "none"),
@@ -118,7 +119,7 @@ def print_engine(report: EngineReport) -> None:
             ("toolchain", f"ddtree-trt {m.product_version}, {_listing(m.toolchain)}"),
             ("plugin", _listing(m.plugin or {}) or "none"),
             *([("cannot run here", report.problem)] if report.problem else []),
-            ("device rounds", f"none: {without}" if without else "on a GPU, method ddtree with a fixed budget"),
+            ("device rounds", f"none: {host_reason}" if host_reason else "on a GPU, method ddtree with a fixed budget"),
             ("profile", "measured" if report.has_profile else "not measured yet"),
             ("build time", f"{m.build_seconds:.1f} s"),
             ("files", human_bytes(report.total_bytes)),

@@ -1,4 +1,4 @@
-"""Draws a round: the verified tree, its probabilities, and the path the target accepted."""
+"""Drawing of rounds: the verified tree, its probabilities, and the path the target accepted."""
 
 from __future__ import annotations
 

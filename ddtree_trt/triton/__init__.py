@@ -1,7 +1,7 @@
 """The Triton model: its export, and the code behind `triton_repo/model/1/model.py`, which reads requests, runs them on
 an engine, answers, and counts.
 
-Nothing here imports Triton: the server's modules exist only inside the server, so the model hands in what is needed.
+No module here imports Triton: the server's modules exist only inside the server, so the model passes in what is needed.
 """
 
 from __future__ import annotations

@@ -30,18 +30,18 @@ _log = logging.getLogger(__name__)
 
 MARKER = "export.json"
 VERSION_FOLDER = "1"
-_MAX_INSTANCES, _MAX_GPUS = 64, 1024  # far above any use: what is larger is a slip of the finger
+_MAX_INSTANCES = 64  # far above any use: a larger number is a typing error
+_MAX_GPUS = 1024  # likewise
 _CONVENTIONS = {
     "trtllm": "TensorRT-LLM's `tensorrt_llm_bls` model",
     "vllm": "Triton's vLLM backend",
 }
-# An example: a chat in the template of Qwen3. As JSON, and without apostrophes, because it stands between those of a
-# shell.
+# An example: a chat in the template of Qwen3, as JSON without apostrophes, because it is quoted by those in a shell.
 _PROMPT = (
     "<|im_start|>user\\nThere are 6 drawers, each with 32 cards. How many cards are there?<|im_end|>\\n"
     "<|im_start|>assistant\\n"
 )
-_QUESTIONS = {  # layout → what curl asks for
+_QUESTIONS = {  # layout → body of the example request
     "trtllm": f'{{"text_input": "{_PROMPT}", "max_tokens": 64, "stream": %s}}',
     "vllm": f'{{"text_input": "{_PROMPT}", "parameters": {{"max_tokens": 64, "stream": %s}}}}',
 }
@@ -56,7 +56,7 @@ class ExportRequest:
     model_name: str | None = None  # None takes the engine's name
     layout: LayoutName = "trtllm"
     instances: int = 1  # processes, on each GPU if GPUs are named
-    gpus: tuple[int, ...] = ()  # as the server numbers them; () is the CPU, or GPU 0 for an engine that needs one
+    gpus: tuple[int, ...] = ()  # in the server's numbering; () is the CPU, or GPU 0 for an engine that needs one
     max_queue: int = 256  # sequences that may wait in one instance
     link: bool = False  # link the engine by a relative path instead of copying it
 
@@ -65,7 +65,7 @@ def export_triton(request: ExportRequest, progress: Progress = no_progress) -> P
     """Write the model and return its directory, REPOSITORY/NAME. An earlier export of that name is replaced.
 
     Raises UsageError for a wrong request, ArtifactError for an engine that cannot be used, and BuildError when the
-    directory cannot be written or holds something that no export wrote; then nothing was changed.
+    directory cannot be written or holds files that no export wrote; the directory is not changed then.
     """
     _check_numbers(request)
     manifest = load_manifest(request.engine_dir)
@@ -111,7 +111,7 @@ def export_triton(request: ExportRequest, progress: Progress = no_progress) -> P
         }
         engine = version / ENGINE_FOLDER
         if request.link:
-            # From where the model will be, not from the temporary directory; both have the same parent and depth.
+            # Relative to the final directory, not to the temporary one.
             engine.symlink_to(os.path.relpath(request.engine_dir.resolve(), destination / VERSION_FOLDER))
         else:
             _copy_engine(request.engine_dir, manifest, engine, progress)
@@ -145,7 +145,7 @@ def _check_places(engine: Path, destination: Path) -> None:
 
 
 def _check_untouched(destination: Path) -> None:
-    """Refuse a directory that holds anything but an export and what running it leaves behind."""
+    """Raises BuildError for a directory with files other than those of an unedited export and of running it."""
     marker = destination / MARKER
     if not marker.is_file():
         return  # atomic_directory takes an empty or missing directory and refuses every other

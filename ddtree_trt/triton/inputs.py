@@ -1,7 +1,7 @@
-"""The input tensors that the exported model declares: what each holds, and what becomes of it.
+"""The table of input tensors that the exported model declares, with their types and their use.
 
-A row either sets a sampling parameter, which then comes from the table in `runtime/params.py`, or is read by `requests`
-under its name, or is refused with a sentence. The order is that of `config.pbtxt`.
+A row either sets a sampling parameter, and is then made from the table in `runtime/params.py`, or is read by `requests`
+under its name, or is refused with a reason. The order is that of `config.pbtxt`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ class Input:
     """An input tensor.
 
     Attributes:
-        dtype: Triton's name of it, without TYPE_.
+        dtype: Triton's name of the data type, without TYPE_.
         dims: lengths without the batch; -1 is any.
-        bare: whether a batch has no further dimension, as `reshape` says it.
-        optional: whether a request may leave it out.
+        bare: whether the tensor has the batch dimension only, by `reshape`.
+        optional: whether a request may omit it.
         field: the field of SamplingParams that it sets.
-        refused: why it is refused, where it is.
-        harmless: the values that ask for nothing and are accepted even so, since many clients send the whole list.
+        refused: the reason, for an input that is refused.
+        harmless: values without effect that are accepted nevertheless, since many clients send all inputs.
     """
 
     name: str
@@ -85,7 +85,7 @@ _NO_BANS = "banned words are not supported; ban single tokens with logit_bias in
 _NO_DRAFT_LOGITS = "the drafter runs inside the engine and takes no logits from outside"
 _DECODER_ONLY = "the model has a decoder only; put the whole prompt into text_input"
 
-# TensorRT-LLM's order has some parameters at places of their own; all others that have a tensor stand together.
+# Parameters with a separate place in TensorRT-LLM's order; all others that have a tensor stand together.
 _PLACED = ("n", "max_tokens", "min_tokens", "stop", "tree_budget")
 _TRTLLM = (
     Input("text_input", "STRING", optional=False),
@@ -143,9 +143,9 @@ INPUTS: dict[LayoutName, tuple[Input, ...]] = {"trtllm": _TRTLLM, "vllm": _VLLM}
 _ALL = {row.name: row for rows in INPUTS.values() for row in rows}
 # Input → field of SamplingParams. Two names for one field may not be given together.
 FIELDS = {name: row.field for name, row in _ALL.items() if row.field is not None}
-# Unsupported input → why, and the values that ask for nothing.
+# Unsupported input → the reason, and the values without effect.
 REFUSED = {name: (row.refused, row.harmless) for name, row in _ALL.items() if row.refused is not None}
-# Inputs that a request's reader reads by name.
+# Inputs that `requests` reads by name.
 OTHERS = _ALL.keys() - FIELDS.keys() - REFUSED.keys()
 
 

@@ -1,8 +1,8 @@
 """Metrics of one model instance on the server's metrics port.
 
-The Python backend's metric objects must not be used from two threads at once: that ends the server. So requests only
-add to plain numbers, and one lock guards the flush that hands them on. It also keeps the exchange with the server
-process, some 30 µs a metric, off the path of the tokens.
+The Python backend's metric objects must not be used from two threads at once: that crashes the server. So requests only
+add to plain numbers, and one lock guards the flush that passes them to the server. That also keeps the exchange with
+the server process, about 30 µs per metric, off the path of the tokens.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 from ddtree_trt.runtime import figures
 
-# A request ends in one of these ways.
+# Outcomes of requests.
 OUTCOMES = ("stop", "length", "cancelled", "timeout", "refused", "overloaded", "failed", "shutdown")
 
-# The table's rows that the model publishes, and what it counts itself: name → help text.
+# Published metrics: rows of the table of figures, and the model's counters.
 REQUESTS = "ddtree_requests_total"
 RESPONSES = "ddtree_responses_total"
 FORWARD_SECONDS = "ddtree_forward_seconds_total"
 FORWARD_CPU_SECONDS = "ddtree_forward_cpu_seconds_total"
-OF_REQUESTS = {row.published: row for row in figures.COUNTERS if row.triton}
-OF_ENGINE = {row.published: row for row in figures.GAUGES if row.triton}
+REQUEST_FIGURES = {row.published: row for row in figures.COUNTERS if row.triton}
+ENGINE_FIGURES = {row.published: row for row in figures.GAUGES if row.triton}
 COUNTERS = {
     **{row.published: row.triton for row in figures.COUNTERS if row.triton},
     RESPONSES: "Responses sent, parts of streams included",
@@ -66,7 +66,7 @@ class Metrics:
             self._pending.update(amounts)
 
     def flush(self, gauges: Mapping[str, float]) -> None:
-        """Hand everything added since the last flush to the server, and set the gauges."""
+        """Pass the amounts added since the last flush to the server, and set the gauges."""
         with self._adding:
             pending, self._pending = self._pending, Counter()
         with self._flushing:
@@ -77,7 +77,7 @@ class Metrics:
                 self._metrics[name].set(value)
 
     def close(self) -> None:
-        """Give the metrics back to the server, before their families."""
+        """Release the metrics, before their families."""
         with self._flushing:
             self._metrics.clear()
             self._families.clear()

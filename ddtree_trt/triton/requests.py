@@ -1,6 +1,6 @@
 """Reading an inference request: tensors and parameters to a prompt and `SamplingParams`.
 
-Every input that the table in `inputs` has is honoured or refused here with a sentence; nothing is dropped.
+Every input in the table of `inputs` is honoured, or refused with a reason; none is dropped.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ddtree_trt.triton.settings import Layout
 Inputs = Mapping[str, NDArray[Any]]
 
 _LONGEST_US = 10**15  # thirty years
-# Request parameters that are the server's or the client's own, not the model's.
+# Request parameters for the server or the client, not for the model.
 _RESERVED = {"id", "priority", "sequence_id", "sequence_start", "sequence_end", "binary_data_output"}
-# vLLM parameters without a counterpart here → the value that changes nothing.
+# vLLM parameters that are not supported → the value without effect, which is accepted.
 _NEUTRAL = {
     "best_of": 1,
     "use_beam_search": False,
@@ -33,7 +33,7 @@ _NEUTRAL = {
     "detokenize": True,
     "spaces_between_special_tokens": True,
 }
-# Parameters whose values are no text: those of a text are read from it.
+# Parameters whose values are not text: where they are given as text, it is parsed.
 _FROM_TEXT = {name for name, row in PARAMETERS.items() if not isinstance(row.kind, Texts | Choice)}
 
 
@@ -58,7 +58,7 @@ def parse(
     requested: frozenset[str],
     declared: frozenset[str],
 ) -> Call:
-    """Check a request. Raises UsageError with a sentence that names the input at fault.
+    """Check a request. Raises UsageError, which names the input at fault.
 
     Args:
         inputs: the tensors given, by name.
@@ -119,7 +119,7 @@ def _sampling_params(inputs: Inputs, parameters: Mapping[str, Any], wants_log_pr
 
 
 def _normalised(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Sampling parameters as `SamplingParams` wants them: vLLM's clients send numbers as text, JSON has text keys."""
+    """Values as `SamplingParams` takes them: vLLM's clients send numbers as text, and keys in JSON are text."""
     result = {}
     for name, value in mapping.items():
         if isinstance(value, str) and (name in _FROM_TEXT or name in _NEUTRAL):
@@ -130,7 +130,7 @@ def _normalised(mapping: Mapping[str, Any]) -> dict[str, Any]:
             if not value:
                 continue
             value = 0
-        if name == "top_k" and value == -1:  # vLLM's way to say all
+        if name == "top_k" and value == -1:  # in vLLM, all tokens
             value = 0
         if name == "logit_bias" and isinstance(value, dict):
             value = {int(k) if k.isdecimal() and len(k) < 10 else k: v for k, v in value.items()}
@@ -201,8 +201,8 @@ def _words(inputs: Inputs, name: str) -> list[str]:
 
 
 def _values(name: str, array: NDArray[Any]) -> list[Any]:
-    """The tensor's elements as Python values, whatever its shape. A float32 becomes the shortest decimal that names it,
-    which is what the client wrote: 0.7, not 0.699999988."""
+    """The elements of a tensor of any shape as Python values. A float32 becomes its shortest decimal form, which is
+    what the client wrote: 0.7, not 0.699999988."""
     flat = array.reshape(-1)
     if array.dtype == object:
         try:

@@ -1,4 +1,4 @@
-"""Output tensors of one response, made of what the runtime yields. n is the number of sequences of the request."""
+"""Output tensors of responses, made from the runtime's outputs. n is the number of sequences of the request."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Responder:
-    """Makes the responses of one request, in their order.
+    """Makes the responses of one request, in order.
 
     Texts, finish reasons, token counts and log-probabilities are those of the response alone, so a client adds them up.
-    Summed log-probabilities are of everything so far. Figures about the whole request come with its last response.
+    Summed log-probabilities include all earlier responses. Figures of the whole request are in its last response.
     """
 
     def __init__(self, call: Call, layout: Layout) -> None:
@@ -35,7 +35,7 @@ class Responder:
         """The wanted output tensors of a part, or of the whole when nothing is streamed.
 
         text_output and finish_reason are object [n]; other per-sequence tensors are [1, n] or [n], and scalars [1, 1]
-        or [1], by layout. Sequences that the part has nothing of have an empty text.
+        or [1], by layout. Sequences without output in the part have an empty text.
         """
         call, layout = self._call, self._layout
         outputs: list[CompletionOutput | None] = [None] * call.params.n

@@ -1,8 +1,8 @@
 """The engine behind one model instance: requests in, responses out, many at a time.
 
 Three threads besides the server's: the engine's worker, an event loop on which every request is a task that forwards
-parts as they come, and a watcher that looks for cancelled and overdue requests and flushes the metrics. The watcher
-sleeps while nothing is under way.
+its parts, and a watcher that ends cancelled and overdue requests and flushes the metrics. The watcher sleeps while
+there are no requests.
 """
 
 from __future__ import annotations
@@ -21,19 +21,26 @@ from typing import Literal, Protocol
 from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull
 from ddtree_trt.runtime.outputs import RequestOutput
-from ddtree_trt.triton.metrics import FORWARD_CPU_SECONDS, FORWARD_SECONDS, OF_ENGINE, OF_REQUESTS, RESPONSES, Metrics
+from ddtree_trt.triton.metrics import (
+    ENGINE_FIGURES,
+    FORWARD_CPU_SECONDS,
+    FORWARD_SECONDS,
+    REQUEST_FIGURES,
+    RESPONSES,
+    Metrics,
+)
 from ddtree_trt.triton.requests import Call
 from ddtree_trt.triton.responses import Arrays, Responder
 from ddtree_trt.triton.settings import Settings
 
-WATCH_S = 0.05  # how late a cancellation or a deadline may be noticed
+WATCH_S = 0.05  # longest delay until a cancellation or a deadline is noticed
 _MESSAGE_BYTES = 1000  # of an error; what it repeats of a request is shorter
 _log = logging.getLogger(__name__)
 Code = Literal["INVALID_ARG", "UNAVAILABLE", "CANCELLED", "INTERNAL"]  # names of TritonError's codes
 
 
 class Reply(Protocol):
-    """The way back to one request's client. `cancelled` is asked by another thread than the one that sends."""
+    """Sends responses to one request's client. `cancelled` is called by another thread than `send`."""
 
     def send(self, arrays: Arrays, *, final: bool) -> None:
         """Send a response."""
@@ -42,7 +49,7 @@ class Reply(Protocol):
         """Send an error as the last response."""
 
     def cancelled(self) -> bool:
-        """Whether the client has gone away."""
+        """Whether the client has cancelled the request or disconnected."""
 
 
 @dataclass(eq=False)
@@ -54,16 +61,16 @@ class _Job:
     future: Future[None] | None = None
     task: asyncio.Task[None] | None = None  # set by the task itself, on the loop
     ended_by: str | None = None  # the outcome, where another thread ends the request
-    seen: Counter[str] = field(default_factory=Counter)  # what the metrics have of this request
+    counted: Counter[str] = field(default_factory=Counter)  # what this request has added to the metrics
 
     def progress(self, part: RequestOutput) -> Counter[str]:
         """The counters' growth since the last call."""
-        now = Counter({name: row.read(part.metrics) for name, row in OF_REQUESTS.items()})
-        grown, self.seen = now - self.seen, now
+        now = Counter({name: row.read(part.metrics) for name, row in REQUEST_FIGURES.items()})
+        grown, self.counted = now - self.counted, now
         return grown
 
-    def overdue(self) -> str:
-        timeout, tokens = (self.call.timeout_s or 0) * 1000, self.seen["ddtree_generation_tokens_total"]
+    def timeout_message(self) -> str:
+        timeout, tokens = (self.call.timeout_s or 0) * 1000, self.counted["ddtree_generation_tokens_total"]
         return f"the request's timeout of {timeout:.0f} ms passed after {tokens} tokens"
 
 
@@ -94,8 +101,8 @@ class Service:
         self._watcher.start()
 
     def receive(self, parse: Callable[[], Call], reply: Reply) -> None:
-        """Start what `parse` makes of a request; everything else happens through `reply`. Returns at once, and raises
-        nothing: an exception would fail the requests that came with this one, and leave them unanswered."""
+        """Start the request that `parse` returns; responses and errors go to `reply`. Returns at once, and raises
+        nothing: an exception would fail the other requests of the batch, and leave them unanswered."""
         try:
             self._start(parse(), reply)
         except UsageError as error:
@@ -143,12 +150,14 @@ class Service:
                 raise asyncio.CancelledError
             self._finish(job.reply, await self._forward(job))
         except asyncio.CancelledError:
-            self._finish(job.reply, job.ended_by or "shutdown", job.overdue() if job.ended_by == "timeout" else "")
+            self._finish(
+                job.reply, job.ended_by or "shutdown", job.timeout_message() if job.ended_by == "timeout" else ""
+            )
         except UsageError as error:
             self._finish(job.reply, "refused", error)
         except QueueFull as error:
             self._finish(job.reply, "overloaded", error)
-        except Exception as error:  # the engine's failure, or ours: the client must hear of either
+        except Exception as error:  # of the engine or of this module: the client must get an error
             _log.exception("a request failed")
             self._finish(job.reply, "failed", error)
         finally:
@@ -157,7 +166,7 @@ class Service:
             self._busy.set()
 
     async def _forward(self, job: _Job) -> str:
-        """Send what comes; returns the outcome."""
+        """Send the request's responses; returns the outcome."""
         whole: RequestOutput | None = None
         with self._llm.submit(job.call.prompt, job.call.params) as submission:
             async for part in submission:
@@ -181,16 +190,16 @@ class Service:
         if outcome in ("stop", "length"):
             return
         try:
-            code, message = _last_words(outcome, cause)
-            # A text that is not valid Unicode would not leave, and the server would wait for this answer to the end.
+            code, message = _error_reply(outcome, cause)
+            # Text that is not valid Unicode cannot be sent, and the server would wait for this answer until it ends.
             reply.fail(code, message.encode("utf-8", "backslashreplace")[:_MESSAGE_BYTES].decode("utf-8", "ignore"))
-        except Exception:  # the server did not take it, and there is no other way to the client
+        except Exception:  # the server refused the answer, and the client cannot be reached otherwise
             _log.exception("a client could not be told that its request ended: %s", outcome)
 
     # On any thread.
 
     def _end(self, job: _Job, outcome: str) -> None:
-        """Have a request's task end with this outcome; one that has not begun sees it when it does."""
+        """Cancel a request's task with this outcome. A task that has not begun ends when it begins."""
         job.ended_by = outcome
         self._loop.call_soon_threadsafe(lambda: job.task and job.task.cancel())
 
@@ -201,34 +210,34 @@ class Service:
             self._busy.wait()
             self._busy.clear()
             try:
-                self._look()
-            except Exception:  # cancellations must go on being noticed
+                self._check_jobs()
+            except Exception:  # later cancellations must still be noticed
                 _log.exception("looking after the requests failed")
                 self._busy.set()
             self._closing.wait(WATCH_S)
 
-    def _look(self) -> None:
-        """End what is cancelled or overdue, flush the metrics, and ask to be called again while there is work."""
+    def _check_jobs(self) -> None:
+        """End cancelled and overdue requests, flush the metrics, and set `_busy` while there are requests."""
         with self._lock:
             jobs = list(self._jobs)
         for job in jobs:
-            if job.ended_by is None and (outcome := self._ending(job)) is not None:
+            if job.ended_by is None and (outcome := self._outcome_to_end_with(job)) is not None:
                 self._end(job, outcome)
         self._flush()
         if jobs or self._llm.running or self._llm.waiting:  # a cancelled request frees its slot a little later
             self._busy.set()
 
-    def _ending(self, job: _Job) -> str | None:
+    def _outcome_to_end_with(self, job: _Job) -> str | None:
         if job.deadline is not None and time.monotonic() > job.deadline:
             return "timeout"
         return "cancelled" if job.reply.cancelled() else None
 
     def _flush(self) -> None:
-        self._metrics.flush({name: row.read(self._llm) for name, row in OF_ENGINE.items()})
+        self._metrics.flush({name: row.read(self._llm) for name, row in ENGINE_FIGURES.items()})
 
 
-def _last_words(outcome: str, cause: Exception | str) -> tuple[Code, str]:
-    """Code and sentence for the client of a request that did not finish, without traceback or path of ours."""
+def _error_reply(outcome: str, cause: Exception | str) -> tuple[Code, str]:
+    """Code and message for the client of a request that did not finish, without a traceback or path of this machine."""
     if outcome == "cancelled":
         return "CANCELLED", "the request was cancelled"
     if outcome == "shutdown":

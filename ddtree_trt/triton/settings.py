@@ -14,19 +14,19 @@ from ddtree_trt import __version__
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.triton.layouts import LAYOUT_NAMES
 
-_MINE = ("ddtree_trt_version", "layout", "max_queue", "threads")
+_PARAMETERS = ("ddtree_trt_version", "layout", "max_queue", "threads")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the two conventions differ. `n` below is the number of sequences of a request."""
+    """The differences of the two conventions. n is the number of sequences of a request."""
 
     name: str
     batched: bool  # scalars are [1, 1] and per-sequence numbers [1, n], instead of [1] and [n]
     count_dtype: type  # of token counts
     counts_per_sequence: bool  # num_output_tokens is [n], not a sum
-    echo: bool  # whether an unstreamed text begins with the prompt when nothing is said
-    unfinished: str  # finish_reason of a sequence that goes on
+    echo: bool  # whether an unstreamed text begins with the prompt by default
+    unfinished: str  # finish_reason of an unfinished sequence
     cum_log_probs: str  # name of the output
     log_probs: str  # name of the output; the vLLM one is JSON text
 
@@ -54,7 +54,7 @@ class Settings:
         """
         name = model_config["name"]
         given = {key: value["string_value"] for key, value in model_config.get("parameters", {}).items()}
-        if missing := [key for key in _MINE if key not in given]:
+        if missing := [key for key in _PARAMETERS if key not in given]:
             raise ArtifactError(f"config.pbtxt of {name!r} lacks the parameters {missing}; export the model again")
         if given["ddtree_trt_version"] != __version__:
             raise ArtifactError(
@@ -80,7 +80,7 @@ def _count(model: str, key: str, text: str) -> int:
 def select_device(kind: str, device_id: str, environment: MutableMapping[str, str] = os.environ) -> None:
     """Make the instance's GPU the only one its process sees. Call before anything loads CUDA.
 
-    Triton numbers the GPUs it sees itself: under a CUDA_VISIBLE_DEVICES of its own the number is a place in that list.
+    Triton numbers the GPUs visible to it: where its CUDA_VISIBLE_DEVICES is set, the number is an index into that list.
     """
     if kind != "GPU":
         return

@@ -34,7 +34,7 @@ def test_a_label_that_names_nothing_is_refused(label: str) -> None:
 
 def test_the_baselines_are_always_measured() -> None:
     settings = BenchSettings("engine", methods=("ddtree",), budgets=(4, "auto", 4))
-    assert [c.label for c in settings.cases(dflash=True)] == ["ar", "dflash", "ddtree@4", "ddtree@auto"]
+    assert [c.label for c in settings.cases("dflash")] == ["ar", "dflash", "ddtree@4", "ddtree@auto"]
 
 
 @pytest.mark.parametrize(
@@ -48,18 +48,18 @@ def test_the_baselines_are_always_measured() -> None:
 )
 def test_fixed_budgets_have_rounds_on_the_device(chosen: str, labels: list[str]) -> None:
     settings = BenchSettings("engine", budgets=("auto", 4), device_rounds=chosen)
-    assert [c.label for c in settings.cases(dflash=True)][2:] == labels
+    assert [c.label for c in settings.cases("dflash")][2:] == labels
 
 
 def test_the_default_is_what_the_drafter_is_for() -> None:
     settings = BenchSettings("engine", budgets=(4,))
-    assert [c.label for c in settings.cases(dflash=True)] == ["ar", "dflash", "ddtree@4"]
-    assert [c.label for c in settings.cases(dflash=False)] == ["ar", "draft-model"]
+    assert [c.label for c in settings.cases("dflash")] == ["ar", "dflash", "ddtree@4"]
+    assert [c.label for c in settings.cases("autoregressive")] == ["ar", "draft-model"]
 
 
 def test_an_engine_without_a_block_drafter_has_one_baseline() -> None:
     settings = BenchSettings("engine", methods=("draft-model",))
-    assert [c.label for c in settings.cases(dflash=False)] == ["ar", "draft-model"]
+    assert [c.label for c in settings.cases("autoregressive")] == ["ar", "draft-model"]
 
 
 @given(st.integers(1, 9).flatmap(lambda n: st.tuples(st.integers(1, n), st.just(n))))

@@ -44,12 +44,12 @@ def test_the_automatic_budget_is_compared_prompt_by_prompt() -> None:
     ratio = rows_of(result)["ddtree@4"].auto_over
     assert ratio is not None
     assert ratio.value == pytest.approx(2.0)  # of 2, 3 and a half, not the ratio of the medians
-    table = dict(report.beside_auto(summarize(result))[1])
+    table = dict(report.auto_ratios(summarize(result))[1])
     assert table.keys() == {"ar", "ddtree@4"}
     assert "2.00× [1.25, 2.50]" in report.markdown(result)
     without = make_result(make_sample("ar"), make_sample("ddtree@4"))
     assert rows_of(without)["ddtree@4"].auto_over is None
-    assert not report.beside_auto(summarize(without))[1]
+    assert not report.auto_ratios(summarize(without))[1]
 
 
 def test_repeats_of_a_prompt_count_as_their_median() -> None:

@@ -149,12 +149,15 @@ def test_an_engine_carries_the_switches(family: Family, tmp_path: Path) -> None:
         assert {name: getattr(dims, name) for name in family.switches} == family.switches
 
 
-def test_manifests_written_before_the_switches(tmp_path: Path) -> None:
+def test_manifests_say_no_switch_at_its_default(tmp_path: Path) -> None:
+    """As before there were switches: an older runtime reads such an engine. A switch that is said is read too."""
     manifest = build(tmp_path, QWEN3)
     body = json.loads((tmp_path / "engine" / MANIFEST).read_text())
     for dims in ("target_dims", "drafter_dims"):
-        for name in (*QWEN3.switches, "rope_scaling"):
-            del body[dims][name]
+        assert not body[dims].keys() & {*QWEN3.switches, "rope_scaling"}
+    assert parse_manifest(json.dumps(body), "m") == manifest
+    for dims in ("target_dims", "drafter_dims"):
+        body[dims] |= QWEN3.switches
     assert parse_manifest(json.dumps(body), "m") == manifest
     body["target_dims"]["qk_norm"] = 1
     with pytest.raises(ArtifactError, match=r"target_dims\.qk_norm must be true or false, found 1"):

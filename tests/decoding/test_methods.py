@@ -83,7 +83,7 @@ def test_a_method_is_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"or one of ddtree, .*, pairs, not 'pears'"):
         SamplingParams(method="pears")
     assert "pairs" in [case.label for case in engine_cases(make_manifest(6, "dflash", 4, Limits()), ("auto",))]
-    cases = BenchSettings("engine", methods=("pairs",)).cases(dflash=True)
+    cases = BenchSettings("engine", methods=("pairs",)).cases("dflash")
     assert [case.label for case in cases] == [*(method.name for method in BASELINES), "pairs"]
 
 

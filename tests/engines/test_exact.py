@@ -108,7 +108,7 @@ def test_the_idle_row_leaves_no_trace(engine: OrtEngine) -> None:
     verdict = engine.prefill(1, tokens[:1], rows="last", taps=True)
     assert np.shape(verdict.logits) == (1, engine.manifest.target_dims.vocab_size) and verdict.choices.shape == (1,)
     assert engine.draftable_length(1) == 4
-    passed = engine._passed[1]
+    passed = engine._last_passes[1]
     token_ids, taps = passed.token_ids, passed.taps
     assert len(token_ids) == 1 and taps is not None and len(taps) == 1
 

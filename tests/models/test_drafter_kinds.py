@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
+from typing import get_args
 
 import pytest
 
@@ -15,7 +16,7 @@ from ddtree_trt.device.memory import plan_engine
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters import kinds
 from ddtree_trt.models.drafters.dflash import DrafterDims
-from ddtree_trt.models.drafters.kinds import KIND_NAMES, LONGEST_CHAIN, DrafterKind, dims_record, kind_of
+from ddtree_trt.models.drafters.kinds import LONGEST_CHAIN, DrafterKind, KindName, dims_record, kind_of
 from ddtree_trt.models.pairs import misfit
 
 _SHAPE = (512, 64, 6, 4, 2, 64, 128, 1e-6, 1e4, 2048)
@@ -40,7 +41,7 @@ def test_what_an_autoregressive_drafter_needs_and_offers() -> None:
 
 def test_dimensions_tell_the_kind() -> None:
     of_kind: dict[type[TransformerDims], TransformerDims] = {DrafterDims: DFLASH, TransformerDims: TARGET}
-    for name in KIND_NAMES:
+    for name in get_args(KindName):
         assert kind_of(of_kind[dims_record(name)]).name == name
     unknown: list[object] = ["medusa", None, []]
     assert all(dims_record(name) is TransformerDims for name in unknown)
@@ -56,6 +57,7 @@ def test_dimensions_tell_the_kind() -> None:
     ("module", "table"),
     [
         ("ddtree_trt.artifact.weight_layout", "_DRAFTERS"),
+        ("ddtree_trt.models.drafters.kinds", "_KINDS"),
         ("ddtree_trt.models.pairs", "_SHAPES"),
         ("ddtree_trt.build.graph.drafters", "_BUILDERS"),
         ("ddtree_trt.runtime.engines.onnxruntime.drafter", "_MAKERS"),
@@ -67,7 +69,7 @@ def test_every_table_has_a_row_for_every_kind(module: str, table: str) -> None:
     if ".torch." in module:
         pytest.importorskip("torch")
     rows: Mapping[str, object] = getattr(import_module(module), table)
-    assert set(rows) == set(KIND_NAMES)
+    assert set(rows) == set(get_args(KindName))
 
 
 def test_a_language_model_fits_by_its_vocabulary_alone() -> None:
@@ -92,7 +94,8 @@ def test_a_kind_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kinds, "_KINDS", table)
     dims = TappedDims(*_SHAPE)
     buffers = tensorrt_buffers(TARGET, dims, LIMITS, 2)
-    assert buffers[sizes.TAPS] == sizes.target_rows(LIMITS) * 3 * 64 * 2  # its taps, as a DFlash drafter's
+    rows = sizes.pass_rows(LIMITS, LIMITS.max_batch)
+    assert buffers[sizes.TAPS] == rows * 3 * 64 * 2  # its taps, as a DFlash drafter's
     assert buffers[sizes.DRAFT_LOGITS] == 512 * 4  # its logits, as a language model's
     assert sizes.DRAFTER_EMBEDDING not in buffers
     plan = plan_engine("tensorrt", "bf16", TARGET, dims, LIMITS, 0)

@@ -19,7 +19,7 @@ from ddtree_trt import LLM, RequestOutput, SamplingParams
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull
 from ddtree_trt.runtime.request_maker import Request
-from ddtree_trt.runtime.submission import as_they_come
+from ddtree_trt.runtime.submission import iterate_parts
 
 PROMPTS_FILE = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "prompts.jsonl"
 LINES = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()
@@ -268,7 +268,7 @@ async def test_several_requests_are_read_as_they_come(llm: AsyncLLM) -> None:
     texts, order, short_read = ["", ""], [], False
     Passes(llm.engine).wait_until(lambda requests: short_read or llm.running + llm.waiting == 2)
     submissions = [llm.submit(p, s) for p, s in zip(PROMPTS, params, strict=False)]
-    async for place, part in as_they_come(submissions):
+    async for place, part in iterate_parts(submissions):
         texts[place] += part.outputs[0].text
         order.append(place)
         short_read = short_read or (place == 1 and part.finished)

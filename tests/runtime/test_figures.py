@@ -11,12 +11,13 @@ import prometheus_client.metrics_core as core
 import pytest
 
 from ddtree_trt.artifact.manifest import load_manifest
-from ddtree_trt.runtime.figures import COUNTERS, FIGURES, GAUGES, HISTOGRAMS, Figure
+from ddtree_trt.runtime.figures import COUNTERS, GAUGES, HISTOGRAMS, Figure
 from ddtree_trt.runtime.stats import RequestMetrics, merge
 from ddtree_trt.serve.metrics import Metrics as HttpMetrics
 from ddtree_trt.triton import metrics as triton
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+FIGURES: tuple[Figure, ...] = (*COUNTERS, *HISTOGRAMS, *GAUGES)
 KINDS: dict[Figure, str] = {
     row: kind for kind, rows in (("counter", COUNTERS), ("histogram", HISTOGRAMS), ("gauge", GAUGES)) for row in rows
 }
@@ -79,8 +80,8 @@ def families() -> dict[str, Family]:
 
     metrics = triton.Metrics(Own, {})
     whole = merge(PARTS)
-    metrics.add(**{name: row.read(whole) for name, row in triton.OF_REQUESTS.items()})
-    metrics.flush({name: row.read(ENGINE) for name, row in triton.OF_ENGINE.items()})
+    metrics.add(**{name: row.read(whole) for name, row in triton.REQUEST_FIGURES.items()})
+    metrics.flush({name: row.read(ENGINE) for name, row in triton.ENGINE_FIGURES.items()})
     return Own.made
 
 

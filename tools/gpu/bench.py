@@ -1,4 +1,4 @@
-"""What a GPU makes of the PyTorch engine: right answers first, then round times, and everything into one JSON file.
+"""Check and time the PyTorch engine on a GPU: correct answers first, then round times, in one JSON file.
 
     python -m tools.gpu.bench RESULT.json [--random-weights qwen3-8b,qwen3-4b] [--reference CHECKOUT] [--dry-run]
 
@@ -6,7 +6,7 @@ Full-size pairs are made at random on the device, and acceptance is forced: the 
 that shape, the text means nothing. tools/gpu_bench.sh builds the kernels first. --dry-run does all of it on a CPU with
 tiny shapes, to check the script; its figures mean nothing.
 
-Every part is tried by itself: `steps` in the result says ok, or why it was left out or failed. Exits 1 if any failed.
+Every part is run by itself: `steps` in the result says ok, or why it was skipped or failed. Exits 1 if any failed.
 """
 
 from __future__ import annotations
@@ -41,24 +41,28 @@ from tools.gpu.rounds import ceilings, fill, time_device, time_host
 
 SCHEMA_VERSION = 1
 FORCED = 7  # tokens each round commits: the mean over benchmarks of the published pairs
-# With its root each tree fills a size that passes are padded to: one node more would pay for the next.
+# With its root each tree fills a size that passes are padded to: one node more would take the next size.
 BUDGETS = [15, 31, 63, 127, 255]
 DRY_BUDGETS = [3, 15]
 REFERENCE_BUDGET = 63
-# What is wanted on an H200, from the work this script belongs to.
-AR_OVER_FLOOR, ROUND_OVER_AR, GAP_US, REFERENCE_OVER_ROUND = 1.15, 1.40, 50.0, 5.0
+# Targets on an H200.
+AR_OVER_FLOOR = 1.15
+ROUND_OVER_AR = 1.40
+GAP_US = 50.0
+REFERENCE_OVER_ROUND = 5.0
 
 
 class Report:
-    """The result as it grows; written after every step, so that a run cut short leaves what it had."""
+    """The result, written after every step, so that an interrupted run leaves the steps before."""
 
     def __init__(self, path: Path, body: dict[str, Any], minutes: float) -> None:
-        self.path, self.body = path, {**body, "steps": {}}
+        self.path = path
+        self.body: dict[str, Any] = {**body, "steps": {}}
         self._began = time.monotonic()
         self._deadline = self._began + 60 * minutes
 
     def step(self, name: str, work: Callable[[], Any]) -> Any:
-        """What `work` returns; None when it failed or there was no time for it."""
+        """The result of `work`; None when it failed or there was no time for it."""
         began = time.monotonic()
         if began > self._deadline:
             self.note(name, "skipped: out of time")
@@ -183,12 +187,12 @@ def kernel_check(path: Path) -> dict[str, Any]:
 
 
 def pointwise(device: torch.device) -> dict[str, float] | None:
-    """Errors of the kernels between matrix products; None where there are none."""
+    """Errors of the kernels between matrix products; None on a CPU, which has no such kernels."""
     return correct.check_pointwise(device) if device.type == "cuda" else None
 
 
 def targets(body: dict[str, Any]) -> list[dict[str, Any]]:
-    """What was wanted beside what was found, for every shape and past."""
+    """Each target with the figure found, for every shape and past."""
     rows: list[dict[str, Any]] = []
 
     def add(where: str, what: str, found: float | None, wanted: float, *, at_least: bool = False) -> None:

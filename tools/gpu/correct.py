@@ -1,4 +1,4 @@
-"""Is the PyTorch engine right on this device? The packaged pair beside float32 on the CPU: for `bench.py`."""
+"""Checks of the PyTorch engine on a device: the packaged pair compared with float32 on the CPU, for `bench.py`."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ BUDGETS = (4, 16, 64)
 
 
 def open_tiny(folder: Path, precision: Any, device: torch.device) -> TorchEngine:
+    """The packaged pair on a device, built in `folder` if need be."""
     directory = folder / f"tiny-{precision}"
     if not directory.exists():
         request = BuildRequest(
@@ -40,8 +41,8 @@ def open_tiny(folder: Path, precision: Any, device: torch.device) -> TorchEngine
 
 
 def check(folder: Path, precision: str, device: torch.device, count: int, tokens: int) -> dict[str, Any]:
-    """Logits of branching trees beside float32, and `tokens` tokens behind `count` prompts, decoded in every way,
-    beside those decoded one by one. Raises AssertionError with what differs."""
+    """Compare logits of branching trees with float32, and `tokens` tokens after `count` prompts, decoded by every
+    method, with those decoded one by one. Raises AssertionError that says what differs."""
     truth, engine = open_tiny(folder, "fp32", torch.device("cpu")), open_tiny(folder, precision, device)
     error = compare_trees(truth, engine)
     assert error <= RELATIVE_ERROR[precision], f"logits are off by {error:.3g} of their scale"
@@ -49,7 +50,7 @@ def check(folder: Path, precision: str, device: torch.device, count: int, tokens
     for prompt in prompts(count):
         bonus = fill(engine, prompt)
         expected = HostRounds(engine, budget=0).decode(bonus, tokens)[:tokens]
-        for name, decode in ways(engine).items():
+        for name, decode in decoders(engine).items():
             found = decode(fill(engine, prompt), tokens)[:tokens]
             outputs += 1
             ties += differ_at_a_tie(truth, prompt, expected, found, precision, name)
@@ -91,8 +92,8 @@ def check_pointwise(device: torch.device) -> dict[str, float]:
 
 
 def compare_trees(truth: TorchEngine, engine: TorchEngine) -> float:
-    """Largest error of logits, in units of their root mean square: two slots of one pass, three rounds that move
-    rows."""
+    """Largest error of logits, in units of their root mean square, over two slots of one pass and three rounds whose
+    commits move rows."""
     rng, worst = np.random.default_rng(0), 0.0
     vocab = truth.manifest.target_dims.vocab_size
     for e in (truth, engine):
@@ -102,11 +103,11 @@ def compare_trees(truth: TorchEngine, engine: TorchEngine) -> float:
                 e.prefill(slot, tokens[start : start + 256], rows="none", taps=True)
     for sizes in ((10, 65), (33, 2), (5, 40)):
         trees = [random_tree(rng, size, vocab) for size in sizes]
-        said = [
+        logits = [
             [np.asarray(v.logits) for v in e.verify([VerifyRequest(s, t) for s, t in enumerate(trees)])]
             for e in (truth, engine)
         ]
-        for expected, found in zip(*said, strict=True):
+        for expected, found in zip(*logits, strict=True):
             worst = max(worst, float(np.abs(found - expected).max() / np.sqrt(np.mean(np.square(expected)))))
         for e in (truth, engine):
             for slot, tree in enumerate(trees):
@@ -127,17 +128,18 @@ def random_tree(rng: np.random.Generator, size: int, vocab: int) -> TokenTree:
     return TokenTree(rng.integers(5, vocab, size), parents, depths)
 
 
-def ways(engine: TorchEngine) -> dict[str, Any]:
-    """Every way of decoding, as a function of the bonus token and a number of tokens."""
+def decoders(engine: TorchEngine) -> dict[str, Any]:
+    """Functions of the bonus token and a number of tokens that decode, by name."""
     block = engine.manifest.dflash.block_size
     found: dict[str, Any] = {"dflash": HostRounds(engine, budget=block - 1, dflash=True).decode}
     for budget in BUDGETS:
         found[f"host-{budget}"] = HostRounds(engine, budget=budget).decode
-        found[f"device-{budget}"] = lambda bonus, tokens, budget=budget: on_device(engine, budget, bonus, tokens)
+        found[f"device-{budget}"] = lambda bonus, tokens, budget=budget: decode_on_device(engine, budget, bonus, tokens)
     return found
 
 
-def on_device(engine: TorchEngine, budget: int, bonus: int, tokens: int) -> list[int]:
+def decode_on_device(engine: TorchEngine, budget: int, bonus: int, tokens: int) -> list[int]:
+    """At least so many tokens by rounds that stay on the device, the bonus token first."""
     assert engine.rounds is not None, "the tiny pair has a block drafter"
     output = [bonus]
     while len(output) < tokens:
@@ -149,8 +151,8 @@ def on_device(engine: TorchEngine, budget: int, bonus: int, tokens: int) -> list
 def differ_at_a_tie(
     truth: TorchEngine, prompt: np.ndarray, expected: list[int], found: list[int], precision: str, name: str
 ) -> bool:
-    """Whether the outputs part, which they may where the target cannot tell its two best tokens apart. Raises
-    AssertionError where it can."""
+    """Whether the outputs differ, which they may where the target's two best logits are closer than rounding. Raises
+    AssertionError where they are not."""
     if found == expected:
         return False
     assert len(found) == len(expected), f"{name}: {len(found)} tokens instead of {len(expected)}"
@@ -168,7 +170,7 @@ def differ_at_a_tie(
 
 
 def prompts(count: int) -> list[np.ndarray]:
-    """The shortest packaged prompts as token ids of their bytes: what they say does not matter here."""
+    """The shortest packaged prompts as token ids of their bytes, since their text does not matter here."""
     rows = (TINY / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
     texts = sorted((json.loads(row)["prompt"] for row in rows), key=len)[:count]
     return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) + 5 for text in texts]

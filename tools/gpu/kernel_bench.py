@@ -1,4 +1,4 @@
-"""Times the kernels on a GPU: medians of CUDA-graph replays over input sets several times the L2.
+"""Time the kernels on a GPU: medians of CUDA-graph replays over input sets several times the L2.
 
     python -m tools.gpu.kernel_bench TORCH_LIBRARY RESULT.json
 
@@ -10,15 +10,17 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 HQ, HKV, DIM = 32, 8, 128
-COLD_BYTES = 400 << 20  # rotate among at least so many bytes, so that nothing read twice lies in the L2
+SCALE = DIM**-0.5
+COLD_BYTES = 400 << 20  # rotate among at least so many bytes, so that nothing read twice is in the L2
 
 
 def milliseconds(work: Callable[[], object], calls: int, repeats: int = 21) -> dict[str, float]:
@@ -51,78 +53,89 @@ def copy_gb_per_s() -> float:
     return 2 * source.numel() / milliseconds(lambda: target.copy_(source), 1)["median"] / 1e6
 
 
-def compared(
-    tokens: int, past: int, mine: dict[str, float], theirs: dict[str, dict[str, float]], copy: float
-) -> dict[str, Any]:
-    """Times [ms] as shares of what the device can do: of its bandwidth, where `copy` is that of a copy [GB/s], and of
-    its arithmetic."""
-    kv_bytes = 2 * 2 * HKV * DIM * (past + tokens)
-    flops = 4 * HQ * DIM * tokens * (past + tokens)
-    return {
-        "ms": mine,
-        "gb_per_s": kv_bytes / mine["median"] / 1e6,
-        "of_copy": kv_bytes / mine["median"] / 1e6 / copy,
-        "tflop_per_s": flops / mine["median"] / 1e9,
-        "sdpa_mask_ms": theirs,
-        "over_sdpa": min(x["median"] for x in theirs.values()) / mine["median"],
-    }
+class AttentionCase:
+    """Attention of T tokens in a binary tree over a past, on input sets that are together larger than the L2."""
+
+    def __init__(self, tokens: int, past: int) -> None:
+        self.kv_bytes = 2 * 2 * HKV * DIM * (past + tokens)
+        self.flops = 4 * HQ * DIM * tokens * (past + tokens)
+        self.mask, self.seen = binary_tree_masks(tokens, past)
+        self.slot = torch.zeros(1, dtype=torch.int32, device="cuda")
+        self.length = torch.full((1,), past, dtype=torch.int32, device="cuda")
+        self.calls: list[tuple[Tensor, ...]] = []  # q, k, v, cache_k, cache_v, out
+        self.dense: list[list[Tensor]] = []  # q, keys, values of SDPA
+        capacity, rows = past + 256, slice(0, past + tokens)
+        normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+        for _ in range(max(4, -(-COLD_BYTES // self.kv_bytes))):
+            q, k, v = normal(1, tokens, HQ, DIM), normal(1, tokens, HKV, DIM), normal(1, tokens, HKV, DIM)
+            cache_k, cache_v = normal(1, HKV, capacity, DIM), normal(1, HKV, capacity, DIM)
+            self.calls.append((q, k, v, cache_k, cache_v, torch.empty_like(q)))
+            # SDPA gets contiguous keys: the cost of concatenating past and new is not counted against it.
+            self.dense.append([x.contiguous() for x in (q.transpose(1, 2), cache_k[:, :, rows], cache_v[:, :, rows])])
+
+    def time_kernels(self, splits: int = 0) -> dict[str, float]:
+        """Milliseconds of our kernels; 0 splits lets the launcher choose."""
+        q, _, _, cache_k, _, _ = self.calls[0]
+        size = torch.ops.ddtree.attention_workspace_bytes(q, cache_k, self.mask.size(2), 0, SCALE, splits)
+        workspace = torch.empty(max(size, 16), dtype=torch.uint8, device="cuda")
+
+        def run() -> None:
+            for *inputs, out in self.calls:
+                torch.ops.ddtree.tree_attention(
+                    *inputs, self.slot, self.length, self.mask, 0, SCALE, out, workspace, splits
+                )
+
+        return milliseconds(run, len(self.calls))
+
+    def time_sdpa(self) -> dict[str, dict[str, float]]:
+        """Milliseconds of PyTorch's SDPA under a mask: with grouped heads, and with heads repeated beforehand, which
+        allows kernels that know no groups."""
+        repeated = [(q, *(x.repeat_interleave(HQ // HKV, 1) for x in (k, v))) for q, k, v in self.dense]
+
+        def run(inputs: Sequence[Sequence[Tensor]], **options: bool) -> None:
+            for q, k, v in inputs:
+                F.scaled_dot_product_attention(q, k, v, attn_mask=self.seen, scale=SCALE, **options)
+
+        return {
+            "gqa": milliseconds(lambda: run(self.dense, enable_gqa=True), len(self.dense)),
+            "repeated": milliseconds(lambda: run(repeated), len(repeated)),
+        }
 
 
-def attention(tokens: int, past: int, copy: float) -> dict[str, Any]:
-    kv_bytes = 2 * 2 * HKV * DIM * (past + tokens)
-    sets = max(4, -(-COLD_BYTES // kv_bytes))
-    capacity, scale = past + 256, DIM**-0.5
-    normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
-    calls, dense = [], []
-    parents = torch.arange(-1, tokens - 1, dtype=torch.int32, device="cuda") // 2  # a binary tree
+def binary_tree_masks(tokens: int, past: int) -> tuple[Tensor, Tensor]:
+    """A binary tree's packed mask int32 [1, T, W], and the same with the past as bool [1, 1, T, past + T]."""
+    parents = torch.arange(-1, tokens - 1, dtype=torch.int32, device="cuda") // 2
     parents[0] = -1
     mask = torch.zeros(1, tokens, -(-tokens // 32), dtype=torch.int32, device="cuda")
     torch.ops.ddtree.packed_mask(parents[None].contiguous(), mask)
     column = torch.arange(tokens, device="cuda")
     seen = F.pad((mask[0][:, column // 32] >> (column % 32)) & 1 == 1, (past, 0), value=True)[None, None]
-    slot = torch.zeros(1, dtype=torch.int32, device="cuda")
-    length = torch.full((1,), past, dtype=torch.int32, device="cuda")
-    for _ in range(sets):
-        q, k, v = normal(1, tokens, HQ, DIM), normal(1, tokens, HKV, DIM), normal(1, tokens, HKV, DIM)
-        cache_k, cache_v = normal(1, HKV, capacity, DIM), normal(1, HKV, capacity, DIM)
-        calls.append((q, k, v, cache_k, cache_v, torch.empty_like(q)))
-        # SDPA gets its keys in one piece for free: the cost of concatenating past and new is not counted against it.
-        rows = slice(0, past + tokens)
-        dense.append([x.contiguous() for x in (q.transpose(1, 2), cache_k[:, :, rows], cache_v[:, :, rows])])
+    return mask, seen
 
-    def ours(splits: int) -> dict[str, float]:
-        size = torch.ops.ddtree.attention_workspace_bytes(calls[0][0], calls[0][3], mask.size(2), 0, scale, splits)
-        workspace = torch.empty(max(size, 16), dtype=torch.uint8, device="cuda")
 
-        def run() -> None:
-            for q, k, v, cache_k, cache_v, out in calls:
-                torch.ops.ddtree.tree_attention(
-                    q, k, v, cache_k, cache_v, slot, length, mask, 0, scale, out, workspace, splits
-                )
-
-        return milliseconds(run, sets)
-
-    def sdpa() -> None:
-        for q, k, v in dense:
-            F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale, enable_gqa=True)
-
-    mine, theirs = ours(0), {"gqa": milliseconds(sdpa, sets)}
-
-    # The same with heads repeated beforehand, which opens kernels that know no groups: the faster of the two counts.
-    wide = [(q, *(x.repeat_interleave(HQ // HKV, 1) for x in (k, v))) for q, k, v in dense]
-
-    def sdpa_wide() -> None:
-        for q, k, v in wide:
-            F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
-
-    theirs["repeated"] = milliseconds(sdpa_wide, sets)
-    row = {"tokens": tokens, "past": past, "sets": sets, **compared(tokens, past, mine, theirs, copy)}
+def attention(tokens: int, past: int, copy: float) -> dict[str, Any]:
+    """Times and rates of one case; `copy` is the bandwidth to compare with, in GB/s."""
+    case = AttentionCase(tokens, past)
+    mine, theirs = case.time_kernels(), case.time_sdpa()
+    row = {
+        "tokens": tokens,
+        "past": past,
+        "sets": len(case.calls),
+        "ms": mine,
+        "gb_per_s": case.kv_bytes / mine["median"] / 1e6,
+        "of_copy": case.kv_bytes / mine["median"] / 1e6 / copy,
+        "tflop_per_s": case.flops / mine["median"] / 1e9,
+        "sdpa_mask_ms": theirs,
+        "over_sdpa": min(x["median"] for x in theirs.values()) / mine["median"],
+    }
     if past >= 4096 and tokens in (1, 65):
-        row["ms_by_splits"] = {s: ours(s)["median"] for s in (4, 8, 16, 32, 48, 64) if s * 64 <= past}
+        splits = [s for s in (4, 8, 16, 32, 48, 64) if s * 64 <= past]
+        row["ms_by_splits"] = {s: case.time_kernels(s)["median"] for s in splits}
     return row
 
 
 def compaction() -> dict[str, Any]:
+    """Time of compacting 16 rows in a cache of 36 layers."""
     planes, capacity, rows = 2 * 36, 4096, 16
     cache = torch.randn(planes, 4, HKV, capacity, DIM, device="cuda", dtype=torch.bfloat16)
     keep = torch.arange(rows, dtype=torch.int32, device="cuda")[None] * 3 + 1
@@ -141,6 +154,7 @@ def compaction() -> dict[str, Any]:
 
 
 def round_stages(budget: int) -> dict[str, Any]:
+    """Times of tree build, packed mask and walk."""
     n, length, width, tokens, calls = 1, 15, 64, 1 + budget, 20
     log_probs = torch.randn(n, length, width, device="cuda").log_softmax(-1).sort(-1, descending=True)[0].contiguous()
     integer = lambda *shape: torch.zeros(*shape, dtype=torch.int32, device="cuda")  # noqa: E731

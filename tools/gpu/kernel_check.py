@@ -1,4 +1,4 @@
-"""Checks the torch operators on a GPU: attention against fp32 SDPA, tree build and walk against the host, compaction.
+"""Check the torch operators on a GPU: attention against fp32 SDPA, tree build and walk against the host, compaction.
 
     python -m tools.gpu.kernel_check TORCH_LIBRARY HOST_TREE_LIBRARY RESULT.json [--device cpu]
 
@@ -84,7 +84,7 @@ class Attention:
         return (self.mask[n][:, column // 32] >> (column % 32)) & 1 == 1
 
     def errors(self, past: tuple[int, ...]) -> tuple[float, float]:
-        """(largest absolute error, relative norm) against dense fp32 SDPA; raises when the cache is wrong."""
+        """(largest absolute error, relative norm) against dense fp32 SDPA. Raises AssertionError for a wrong cache."""
         worst, wrong, whole = 0.0, 0.0, 0.0
         group = self.q.size(2) // self.k.size(2)
         for n, (slot, length) in enumerate(zip(self.slots.tolist(), past, strict=True)):
@@ -112,7 +112,7 @@ class Attention:
 
 
 def check_attention(device: str) -> dict[str, Any]:
-    """Every case eagerly and, on a GPU, as one captured graph replayed for several lengths."""
+    """Check every case eagerly and, on a GPU, as one captured graph replayed for several lengths."""
     cuda = device == "cuda"
     heads = [(8, 8), (8, 4), (32, 8), (16, 2)] if cuda else [(4, 2)]
     results: list[dict[str, Any]] = []
@@ -165,7 +165,7 @@ def as_pointer(array: np.ndarray) -> ctypes.c_void_p:
 
 
 def check_trees(device: str, host: ctypes.CDLL, cases: int) -> dict[str, Any]:
-    """Build and walk of `cases` random trees, a third of them full of ties, bit for bit as the host's."""
+    """Compare build and walk of `cases` random trees, a third of them full of ties, bit by bit with the host's."""
     rng = np.random.default_rng(0)
     batch = min(cases, 500)
     done = 0

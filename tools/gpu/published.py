@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ddtree_trt.artifact.weight_layout import stored_weights
 from ddtree_trt.bench.pairs.random_pair import PairShape, hugging_face_configs
-from ddtree_trt.bench.reference import forced_acceptance, import_published, surroundings
+from ddtree_trt.bench.reference import adapted_libraries, forced_acceptance, import_published
 from ddtree_trt.models.decoder import language_model_shapes
 from ddtree_trt.models.drafters.dflash import dflash_shapes
 
@@ -24,7 +24,8 @@ class Published:
     def __init__(self, checkout: Path, shape: PairShape, weights: dict[str, Tensor], device: torch.device) -> None:
         import transformers
 
-        self._published, self._device = import_published(checkout), device
+        self._published = import_published(checkout)
+        self._device = device
         dtype = weights["target.embedding"].dtype
         target, drafter = hugging_face_configs(shape)
         options = {"dtype": dtype, "attn_implementation": "sdpa"}
@@ -39,7 +40,7 @@ class Published:
         self._published.ddtree.maybe_enable_cpp_compact(True)
 
     def time(self, past: int, budget: int, forced: int, rounds: int) -> dict[str, Any]:
-        """Milliseconds per round behind a prompt of `past` tokens; budget 0 is autoregressive."""
+        """Milliseconds per round after a prompt of `past` tokens; budget 0 is autoregressive."""
         rng = np.random.default_rng(0)
         prompt = torch.tensor(rng.integers(0, self._mask_token_id, (1, past)), device=self._device)
         options: dict[str, Any] = {
@@ -52,7 +53,7 @@ class Published:
             "stop_token_ids": None,
             "temperature": 0.0,
         }
-        with surroundings():
+        with adapted_libraries():
             if budget:
                 with forced_acceptance(self._published, forced, frozenset()):
                     result = self._published.ddtree.ddtree_generate(**options, tree_budget=budget)
@@ -68,7 +69,7 @@ class Published:
 
 
 def _copy(target: Any, drafter: Any, shape: PairShape, weights: dict[str, Tensor]) -> None:
-    """Our joined weights into their modules, so that both draft trees of the same shapes."""
+    """Copy our joined weights into their modules, so that both draft trees of the same shapes."""
     states = {"target": target.state_dict(), "drafter": drafter.state_dict()}
     shapes = {"target": language_model_shapes(shape.target, tied=shape.tied), "drafter": dflash_shapes(shape.drafter)}
     for weight in stored_weights(shape.target, shape.drafter, target_tied=shape.tied, drafter_tied=shape.tied):

@@ -1,4 +1,4 @@
-"""Decoding rounds on the PyTorch engine, and what they take: for `bench.py`."""
+"""Decoding rounds on the PyTorch engine and their times, for `bench.py`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def fill(engine: TorchEngine, tokens: np.ndarray) -> int:
-    """Slot 0 emptied and given these tokens; the target's next one."""
+    """Empty slot 0 and prefill these tokens; returns the target's next token."""
     chunk = engine.limits.prefill_chunk
     engine.truncate(0, 0)
     for start in range(0, len(tokens), chunk):
@@ -35,12 +35,14 @@ def fill(engine: TorchEngine, tokens: np.ndarray) -> int:
 
 
 class HostRounds:
-    """Greedy rounds by the engine's verbs with the tree built on the host: `decode.decode_round` for one slot, without
+    """Greedy rounds by the engine's methods with the tree built on the host: `loop.decode_round` for one slot, without
     the bookkeeping of requests."""
 
     def __init__(self, engine: Engine, *, budget: int, dflash: bool = False, profile: bool = False):
-        """`profile`: stages wait for the device, to be timed one by one."""
-        self.engine, self.budget, self.dflash = engine, budget, dflash
+        """`profile`: whether stages wait for the device, to be timed one by one."""
+        self.engine = engine
+        self.budget = budget
+        self.dflash = dflash
         self.clock = StageClock(engine.settle if profile else None)
 
     def round(self, bonus: int) -> list[int]:
@@ -84,7 +86,7 @@ def spread(times_s: list[float]) -> dict[str, float]:
 
 
 def events_ms(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
-    """Milliseconds of `work` put on the stream `repeats` times in a row, per call, by the device's clock; on a CPU by
+    """Milliseconds per call of `work`, put on the stream `repeats` times in a row, by the device's clock; on a CPU by
     the host's."""
     synchronize(device)
     if device.type != "cuda":
@@ -104,7 +106,7 @@ def events_ms(work: Callable[[], Any], device: torch.device, repeats: int) -> fl
 def time_host(
     engine: TorchEngine, bonus: int, *, budget: int, forced: int, rounds: int, dflash: bool = False
 ) -> dict[str, Any]:
-    """Round times with the tree built on the host: the whole round as it runs, and stages with a wait after each."""
+    """Round times with the tree built on the host: whole rounds, and stages with a wait after each."""
     past = engine.length(0)
     chosen: Engine = ForcedEngine(engine, forced) if budget else engine
     result: dict[str, Any] = {"budget": budget}
@@ -138,8 +140,8 @@ def time_host(
 
 
 def time_device(engine: TorchEngine, bonus: int, *, budget: int, forced: int, rounds: int) -> dict[str, Any]:
-    """Round times with everything on the device: rounds launched one behind the other, the stages as graphs of their
-    own, and the whole loop as the host sees it."""
+    """Round times with everything on the device: of rounds launched one after another, of stages as separate graphs,
+    and of the whole loop by the host's clock."""
     past, rounds_of = engine.length(0), ForcedRounds(engine, forced)
     request = RoundRequest(0, bonus, budget)
     device_round = rounds_of.made_for([request])
@@ -199,7 +201,7 @@ def time_device(engine: TorchEngine, bonus: int, *, budget: int, forced: int, ro
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """What the device can do: bytes read plus written per second of a large copy, and a bf16 matrix product's rate."""
+    """The device's limits: bytes read plus written per second of a large copy, and a bf16 matrix product's rate."""
     on_gpu = device.type == "cuda"
     size, n = (4 << 30, 8192) if on_gpu else (16 << 20, 256)
     source = torch.ones(size, dtype=torch.uint8, device=device)

@@ -24,7 +24,7 @@ from .settings import DrafterSettings
 
 @dataclass(frozen=True)
 class Blocks:
-    """One micro-batch; what the drafter reads, and the truth by drafted position."""
+    """One micro-batch: the drafter's inputs, and the truth by drafted position."""
 
     taps: Tensor  # [N, T, K·H] bf16
     ids: Tensor  # [N, A·B], bonus and masks

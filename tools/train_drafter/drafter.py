@@ -1,4 +1,4 @@
-"""The drafter's beginning and its end: configuration, first weights, the folder that is published."""
+"""The drafter's configuration, its first weights, and the folder that is published."""
 
 from __future__ import annotations
 

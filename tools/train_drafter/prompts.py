@@ -45,7 +45,7 @@ def compose(template: str, words: Mapping[str, Sequence[str]], rng: random.Rando
 
 
 def _varied(prompt: str, rng: random.Random) -> str:
-    """Some people leave out capitals and full stops, or add a polite word."""
+    """The prompt as some people write: without capitals or full stops, or with a polite word."""
     form = rng.random()
     if form < 0.06:
         return prompt[0].lower() + prompt[1:].rstrip(".?!")

@@ -80,7 +80,7 @@ def load_target(source: str, taps: int | tuple[int, ...], device: str) -> Target
     """
     import transformers
 
-    folder, arguments = _located(source)
+    folder, arguments = _find_source(source)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **arguments)
     if arguments and hasattr(transformers, "GgufConfig"):  # newer ones keep the file's blocks unless asked
         arguments = {**arguments, "quantization_config": transformers.GgufConfig(dequantize=True)}
@@ -91,8 +91,8 @@ def load_target(source: str, taps: int | tuple[int, ...], device: str) -> Target
     return Target(model.requires_grad_(False), tokenizer, taps)
 
 
-def _located(source: str) -> tuple[str, dict[str, Any]]:
-    """(folder or hub id, arguments of from_pretrained)."""
+def _find_source(source: str) -> tuple[str, dict[str, Any]]:
+    """(folder or hub id, other arguments of from_pretrained) of a source."""
     if source == "smollm2":
         import importlib.util
 

@@ -38,7 +38,8 @@ class Stream:
     """Micro-batches by number: the same number and the same shards give the same records."""
 
     def __init__(self, folder: Path, settings: DrafterSettings) -> None:
-        self.folder, self.settings = folder, settings
+        self.folder = folder
+        self.settings = settings
         self.shards: dict[Path, Shard] = {}
         self.scanned = -RESCAN_STEPS * settings.micro_batches
 
@@ -70,10 +71,14 @@ def write_checkpoint(path: Path, model: Drafter, average: list[Tensor], worker: 
 
 
 class Keeper:
-    """The first worker's duties beside training: averaged weights, measuring, checkpoints, the log."""
+    """The first worker's tasks apart from training: averaged weights, measuring, checkpoints, the log."""
 
     def __init__(self, work: Path, worker: Worker, model: Drafter, tables: Tables, settings: Settings) -> None:
-        self.work, self.worker, self.model, self.tables, self.settings = work, worker, model, tables, settings
+        self.work = work
+        self.worker = worker
+        self.model = model
+        self.tables = tables
+        self.settings = settings
         self.log = Log(work / "train.log")
         self.best = 0.0
         self.average = [p.detach().clone() for p in model.parameters()]

@@ -66,7 +66,8 @@ class Decoder:
     """A target and its drafter. `block` may be below the drafter's own block size: fewer masks, shorter drafts."""
 
     def __init__(self, target: Target, drafter: Drafter, block: int | None = None) -> None:
-        self.target, self.drafter = target, drafter
+        self.target = target
+        self.drafter = drafter
         self.block = block or int(drafter.cfg["block_size"])
 
     def _draft(self, bonus: int, start: int, context: list[KeyValue]) -> Tensor:

@@ -58,7 +58,7 @@ def add_weights(module: nn.Module, shapes: Shapes, eps: float) -> None:
 
 
 def below(shapes: Shapes, prefix: str) -> Shapes:
-    """Those whose names begin with a prefix, without it; matrices first."""
+    """Shapes of the tensors whose names begin with a prefix, by names without it; matrices first."""
     found = {name.removeprefix(prefix): shape for name, shape in shapes.items() if name.startswith(prefix)}
     return dict(sorted(found.items(), key=lambda item: -len(item[1])))
 
@@ -140,7 +140,8 @@ class Rotary(nn.Module):
 
     def __init__(self, cfg: Config) -> None:
         super().__init__()
-        self.cfg, self.dims = cfg, dims_of(cfg)
+        self.cfg = cfg
+        self.dims = dims_of(cfg)
         rows = min(ROTARY_ROWS, cfg["max_position_embeddings"])
         cos, sin = rope_table(rows, cfg["head_dim"], cfg["rope_theta"])
         self.register_buffer("cos", cos, persistent=False)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>", "<|mask|>")
-IM_START, EOS, PAD, MASK = 1, 2, 3, 4
+IM_START = 1
+EOS = 2
+PAD = 3
+MASK = 4
 
 
 @dataclass(frozen=True)

@@ -9,5 +9,5 @@
 #define DDTREE_TEXT_OF(x) #x
 #define DDTREE_TEXT(x) DDTREE_TEXT_OF(x)
 
-// Every library carries this text, so that its ABI can be read from the file before any of its code runs.
+// Every library contains this text, so that its ABI can be read from the file before any of its code runs.
 #define DDTREE_ABI_MARKER "ddtree-plugin-abi=" DDTREE_TEXT(DDTREE_ABI) ";"

@@ -1,5 +1,5 @@
-// How a call of tree attention is cut into blocks, and the scratch memory that takes: arithmetic on extents alone, so
-// that the launcher, the TensorRT plugin and the memory plan of the Python side count one number.
+// The division of a tree attention call into blocks, and its scratch memory: arithmetic on extents alone, so that the
+// launcher, the TensorRT plugin and the memory plan in Python compute the same number.
 //
 // Letters as in attention.h.
 #pragma once
@@ -10,7 +10,7 @@
 
 namespace ddtree {
 
-constexpr int kTileKeys = 64;  // keys a block looks at in one step
+constexpr int kTileKeys = 64;  // keys a block processes in one step
 constexpr int kWarpRows = 16;  // rows of one tensor-core product
 
 struct AttentionExtents {
@@ -35,7 +35,7 @@ struct AttentionPlan {
 inline AttentionPlan plan_attention(const AttentionExtents& call) {
     AttentionPlan plan{};
     plan.rows = call.tokens * (call.q_heads / call.kv_heads);
-    // Few rows leave the warps of a block nothing but keys to share.
+    // With few rows the warps of a block can share keys only.
     plan.row_warps = plan.rows <= kWarpRows ? 1 : plan.rows <= 4 * kWarpRows ? 4 : 8;
     plan.key_warps = plan.row_warps == 1 ? 4 : 1;
     plan.row_tiles = (plan.rows + kWarpRows * plan.row_warps - 1) / (kWarpRows * plan.row_warps);
@@ -43,7 +43,7 @@ inline AttentionPlan plan_attention(const AttentionExtents& call) {
         plan.splits = call.splits;
         return plan;
     }
-    // One wave of blocks on the largest GPU in mind, 132 multiprocessors with registers for so many blocks each.
+    // One wave of blocks on the largest GPU considered, 132 multiprocessors with registers for so many blocks each.
     // past_len is on the device, so one cut must serve every length: a short past leaves parts empty.
     const int64_t wanted = 132 * (plan.row_warps == 8 ? 1 : plan.row_warps == 4 ? 2 : 3);
     const int64_t blocks = std::max<int64_t>(1, static_cast<int64_t>(call.sequences) * call.kv_heads * plan.row_tiles);

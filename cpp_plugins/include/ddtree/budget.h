@@ -27,14 +27,14 @@ Prefix best_prefix(const double* log_weights, const int32_t* depths, int64_t n, 
 void tried_mass(const int32_t* parents, const double* log_weights, int64_t n, const int32_t* path, int64_t m,
                 double* mass);
 
-// One more round, what is older counting `keep` times what it did. It tried mass [m] at depths 1 ... m and went on
-// below all of them but the last; where there was nothing to try, nothing is learnt.
+// Add a round to the evidence, whose older counts are multiplied by `keep`. The round tried mass [m] at depths 1 ... m
+// and went on below all of them but the last; depths with a mass of 0 learn nothing.
 void learn(const double* mass, int64_t m, double keep, double* observed, double* predicted, int64_t deepest);
 
 struct Prior {
     const double* ratios;  // [deepest], or null: then the prior at a depth is the ratio of the depth above
     double weight;         // pseudo-observations, positive
-    double root;           // stands for the depth above the first
+    double root;           // the ratio used as that of the depth above the first
 };
 
 // r_1 ... r_D [deepest]: how often a walk went on at a depth [deepest] over how often it was predicted to, shrunk

@@ -1,4 +1,4 @@
-// What every launcher shares. Launchers put work on a stream and return; they allocate nothing, never synchronise, and
+// Types of every launcher. Launchers put work on a stream and return; they allocate nothing, never synchronise, and
 // can be captured into a CUDA graph. Arguments known on the host are checked and refused with a status. Values that lie
 // in device memory (lengths, slots, masks, kept rows) are clamped by the kernels, so that garbage stays in bounds.
 #pragma once

@@ -1,9 +1,8 @@
-// Noise that belongs to a token: a function of a seed, the position the token would have in its sequence, and its id.
+// Noise of tokens: a function of a seed, the position the token would have in its sequence, and its id.
 //
 // The counter (position << 24) + token of SplitMix64 (Steele, Lea, Flood 2014) gives 64 bits, the upper 63 of them a
 // float32 `uniform` in (0, 1), and that a Gumbel variable -log(-log(1 - uniform)). It falls as the bits rise, and is
-// most exact where it is largest. Runtime and device share the rule: ddtree_trt/runtime/engines/torch/noise.py is its
-// other form.
+// most exact where it is largest. The device computes the same in ddtree_trt/runtime/engines/torch/noise.py.
 #pragma once
 
 #include <cmath>

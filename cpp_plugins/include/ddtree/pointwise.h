@@ -1,4 +1,4 @@
-// What lies between a layer's matrix products, each in one pass over its rows: norms, rotary embedding, SwiGLU.
+// The operations between a layer's matrix products, each in one pass over its rows: norms, rotary embedding, SwiGLU.
 //
 // Elements are 16-bit; arithmetic is in float32 and rounded once at its end.
 #pragma once
@@ -21,12 +21,12 @@ struct AddNorm {
 };
 Status add_rms_norm(const AddNorm& call, Stream stream);
 
-// The fused projection's output as queries, keys and values: heads normed, queries and keys turned to their positions.
+// The fused projection's output as queries, keys and values: heads normed, queries and keys rotated by their positions.
 struct SplitQkv {
     const void* qkv;           // [rows, Hq + 2 Hkv, D]
     const void* q_norm;        // [D]
     const void* k_norm;        // [D]
-    const float* tables;       // [2, table_rows, D]: cosines, and sines with the first half's sign turned
+    const float* tables;       // [2, table_rows, D]: cosines, and sines with the first half negated
     const int32_t* positions;  // [rows] on the device, clamped to 0 ... table_rows - 1
     void* q;                   // [rows, Hq, D]
     void* k;                   // [rows, Hkv, D]

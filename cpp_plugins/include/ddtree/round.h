@@ -1,5 +1,5 @@
 // The rest of a decoding round on the device: tree build, packed mask, walk, cache compaction. Together with
-// attention.h a round needs no host round trip. All arrays are in device memory.
+// attention.h they make a whole round without waiting for the host. All arrays are in device memory.
 //
 // N sequences, L draft positions, K candidates per position, T = 1 + n tree tokens at most, W = ceil(T / 32) words.
 // Node 0 is the root (the bonus token); the parents of others precede them. Nodes at and after counts[i] are padding.
@@ -13,7 +13,7 @@ constexpr int32_t kMaxDeviceBudget = 1024;
 
 // Algorithm 1 of arXiv 2604.12989 with the order of the host's build_tree (tree.h), ties included.
 struct TreeBuild {
-    const float* log_probs;      // [N, L, K], rows falling; NaN and -inf are candidates that cannot happen
+    const float* log_probs;      // [N, L, K], rows falling; NaN and -inf: candidates that are never chosen
     const int32_t* candidates;   // [N, L, K]
     const int32_t* root_tokens;  // [N]
     const int32_t* budgets;      // [N], clamped to 0 ... T - 1; null means T - 1
@@ -24,8 +24,10 @@ struct TreeBuild {
     int32_t* positions;          // [N, T] past_len + depth; may be null
     double* log_weights;         // [N, T], 0 for the root and for padding; may be null
     int32_t* counts;             // [N] nodes of the tree, root included
-    int32_t sequences, positions_l, candidates_k;  // N, L, K
-    int32_t tokens;                                // T <= 1 + kMaxDeviceBudget
+    int32_t sequences;           // N
+    int32_t positions_l;         // L
+    int32_t candidates_k;        // K
+    int32_t tokens;              // T <= 1 + kMaxDeviceBudget
 };
 Status device_build_tree(const TreeBuild& call, Stream stream);
 
@@ -38,7 +40,7 @@ struct PackedMask {
 };
 Status device_packed_mask(const PackedMask& call, Stream stream);
 
-// From the root, follows the first child whose token is the target's choice at the current node until none is.
+// From the root, follows the first child whose token is the target's choice at the current node, while there is one.
 struct TreeWalk {
     const int32_t* parents;    // [N, T]
     const int32_t* token_ids;  // [N, T], the root's included

@@ -10,7 +10,7 @@ namespace ddtree {
 // stay.
 void keep_nucleus(double* weights, int64_t n, double share);
 
-// Whose noise it is: that of the tokens at a position of a sequence, by the sequence's seed.
+// The noise of the tokens at a position of a sequence, by the sequence's seed.
 struct Place {
     uint64_t seed;
     int64_t position;

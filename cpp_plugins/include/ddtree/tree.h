@@ -30,7 +30,7 @@ enum class BuildStatus { ok, not_a_number, not_sorted };
 // Weights are summed in double from the root down. Equal weights are ordered by rank tuple, lexicographically and a
 // prefix before its extensions: nodes 1..n are exactly the first n of all prefixes sorted by (-weight, ranks), so the
 // tree of a smaller budget is the beginning of the tree of a larger one.
-// A prefix of weight -inf is impossible and is never added, so fewer than `budget` nodes may come back.
+// A prefix of weight -inf is impossible and is never added, so fewer than `budget` nodes may be returned.
 BuildStatus build_tree(const float* log_probs, int64_t positions, int64_t candidates, int64_t budget,
                        TreeWorkspace& workspace);
 
@@ -44,16 +44,16 @@ void attention_bias(const int32_t* parents, int64_t tree_tokens, int64_t past, i
 // out [T, ceil(T / 32)]: bit j % 32 of word j / 32 in row i is set when j is i or an ancestor of i.
 void packed_mask(const int32_t* parents, int64_t tree_tokens, int32_t* out);
 
-// From the root, follows the first child whose token is the target's choice at the current node until none is.
-// token_ids [T - 1] belong to nodes 1..T-1, choices [T] to all nodes. Writes the nodes met, the root first, to
-// path [T] and returns how many they are.
+// From the root, follows the first child whose token is the target's choice at the current node, while there is one.
+// token_ids [T - 1] belong to nodes 1..T-1, choices [T] to all nodes. Writes the visited nodes, the root first,
+// to path [T] and returns their number.
 template <typename Token>
 int64_t walk(const int32_t* parents, const int32_t* token_ids, const Token* choices, int64_t tree_tokens,
              int32_t* path) {
     int32_t node = 0;
     int64_t length = 0;
     path[length++] = node;
-    // Children follow their parents, so one forward scan meets every child of the node it stands on.
+    // Children follow their parents, so one forward scan visits every child of the current node.
     for (int64_t child = 1; child < tree_tokens; ++child) {
         if (parents[child] == node && static_cast<Token>(token_ids[child - 1]) == choices[node]) {
             node = static_cast<int32_t>(child);

@@ -39,6 +39,7 @@ def find_checkpoints(manifest: Manifest, settings: BenchSettings) -> Checkpoints
 
 
 def _locate(directory: str | None, source: Source | None, option: str) -> Path:
+    """The directory the user named, else the preset's, downloaded if need be. Raises UsageError where there is none."""
     if directory is not None:
         return Path(directory)
     if source is None:
@@ -47,6 +48,7 @@ def _locate(directory: str | None, source: Source | None, option: str) -> Path:
 
 
 def _check_same(directory: Path, expected: CheckpointIdentity, option: str) -> None:
+    """Raises UsageError where the checkpoint is not the one the engine was built from."""
     found = load_checkpoint(directory).identity.sha256
     if found != expected.sha256:
         raise UsageError(

@@ -1,9 +1,8 @@
 """Forced acceptance: an engine whose verification accepts a given number of tokens, whatever the target says.
 
 For performance runs of random weights, where no draft would ever be accepted. Drafting, verification and commit do all
-their work on the real engine; only the target's choices are overruled on the way to the walk, so that the text means
-nothing. It is reached through `BenchSettings.forced_acceptance` and from nowhere else, and every table made of such a
-run says so.
+their work on the real engine; only the target's choices are replaced before the walk, so that the text means nothing.
+`BenchSettings.forced_acceptance` is the only way to it, and every table of such a run says so.
 """
 
 from __future__ import annotations
@@ -44,13 +43,16 @@ def unmatched_token(children: set[int], choice: int, banned: frozenset[int]) -> 
 class ForcedEngine:
     """An engine that commits `acceptance_length` tokens a round, bonus included, as far as the tree is deep enough.
 
-    It overrules `Verdict.choices`, which greedy decoding takes; sampling reads logits and is not affected.
+    It replaces `Verdict.choices`, which greedy decoding takes; sampling reads logits and is not affected.
     """
 
     def __init__(self, engine: Engine, acceptance_length: int, banned: frozenset[int] = frozenset()) -> None:
         self.manifest: Manifest = engine.manifest
-        self.threads, self.buckets = engine.threads, engine.buckets
-        self._engine, self._accepted, self._banned = engine, acceptance_length - 1, banned
+        self.threads = engine.threads
+        self.buckets = engine.buckets
+        self._engine = engine
+        self._accepted = acceptance_length - 1
+        self._banned = banned
         self.rounds: DeviceRounds | None = None
         if engine.rounds is not None:
             self.rounds = _forced_rounds(engine, acceptance_length)
@@ -95,11 +97,11 @@ class ForcedEngine:
         try:
             self._engine.close()
         finally:
-            self.rounds = None  # or they would keep the engine's memory
+            self.rounds = None  # they would keep the engine's memory
 
 
 def _forced_rounds(engine: Engine, acceptance_length: int) -> DeviceRounds:
-    # The one backend that has rounds: PyTorch is installed here.
+    # Only the PyTorch backend has device rounds, so it is installed.
     from ddtree_trt.bench.pairs.forced_torch import ForcedRounds
     from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 

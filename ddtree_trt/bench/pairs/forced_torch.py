@@ -1,4 +1,4 @@
-"""Forced acceptance in rounds that stay on the device: the PyTorch engine's, with the target's choices overruled."""
+"""Forced acceptance in rounds that stay on the device: the PyTorch engine's, with the target's choices replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ForcedRounds(TorchRounds):
-    """Rounds of their own over an engine, each of which commits `acceptance_length` tokens, bonus included."""
+    """Rounds apart from the engine's own, each of which commits `acceptance_length` tokens, bonus included."""
 
     def __init__(self, engine: TorchEngine, acceptance_length: int) -> None:
         drafter = engine.drafter
@@ -25,22 +25,23 @@ class ForcedRounds(TorchRounds):
 
 
 class _ForcedRound(DeviceRound):
-    """All the work of a round; only the target's choices are overruled."""
+    """A device round with all its work, in which only the target's choices are replaced."""
 
     def __init__(self, accepted: int, *given: Any, **options: Any) -> None:
         super().__init__(*given, **options)
         self._accepted = accepted
         slots, length, width = self.candidates.shape
-        # Of each position the token ids 0 … K, one of which is no candidate; all larger ones share the last column.
+        # Whether a token id is a candidate of a position [slots, L, K + 2]: of ids 0 … K, at least one of which is
+        # none; all larger ids share the last column.
         self._taken = self.candidates.new_zeros((slots, length, width + 2)).bool()
 
     def choose(self, logits: Tensor) -> Tensor:
-        """The most probable token of each depth is a chain of the tree: follow it, then leave the tree, with a token
-        that is no candidate."""
+        """Choices that follow the chain of the most probable tokens of each depth, which is in every tree, and then
+        leave the tree with a token that is no candidate."""
         super().choose(logits)
         below = self.depths.long().clamp(max=self.candidates.shape[1] - 1)  # a node's children are of this position
         last = self._taken.shape[2] - 1
         taken = self._taken.fill_(False).scatter_(2, self.candidates.long().clamp(max=last), True)
         absent = taken[:, :, :last].int().argmin(-1).to(self.candidates.dtype)
-        spine, off = (of.gather(1, below) for of in (self.candidates[:, :, 0], absent))
-        return spine.where(self.depths < self._accepted, off).contiguous()
+        spine, leaving = (tokens.gather(1, below) for tokens in (self.candidates[:, :, 0], absent))
+        return spine.where(self.depths < self._accepted, leaving).contiguous()

@@ -1,8 +1,7 @@
 """A random checkpoint of a known shape, built into an engine: for round times where no trained weights are at hand.
 
-Time does not depend on what the weights are, as long as the trees have a usual shape. So the embedding is scaled until
-the logits are about as peaked as a trained drafter's; no draft of a random pair is ever accepted, which is why such a
-run forces acceptance.
+Times do not depend on the weights, as long as the trees have a usual shape. So the embedding is scaled until the logits
+are about as peaked as a trained drafter's. No draft of a random pair is ever accepted, so such a run forces acceptance.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _STOP_TOKEN = 0
 
 @dataclass(frozen=True)
 class PairShape:
-    """A target and its drafter, as they are published."""
+    """The dimensions of a target and its drafter."""
 
     target: TransformerDims
     draft_layers: int
@@ -82,7 +81,7 @@ SHAPES: Mapping[str, PairShape] = {
 
 
 def find_shape(name: str) -> PairShape:
-    """Raises UsageError listing the known shapes."""
+    """The shape of that name. Raises UsageError listing the known ones."""
     if name not in SHAPES:
         raise UsageError(f"unknown shape {name!r}; known are {', '.join(SHAPES)}")
     return SHAPES[name]
@@ -113,7 +112,7 @@ def random_engine(settings: BenchSettings, progress: Progress) -> Iterator[Path]
 
 
 def random_limits(settings: BenchSettings, shape: PairShape) -> Limits:
-    """Room for the run's prompts, outputs and trees, and for no more."""
+    """Limits just large enough for the run's prompts, outputs and trees."""
     largest = max([*(b for b in settings.budgets if b != "auto"), shape.block_size])
     return Limits(settings.prompt_tokens + settings.max_tokens, max_batch=1, max_tree_budget=largest)
 
@@ -133,7 +132,7 @@ def write_pair(folder: Path, shape: PairShape, seed: int, progress: Progress) ->
 
 
 def hugging_face_configs(shape: PairShape) -> tuple[dict[str, object], dict[str, object]]:
-    """What `config.json` of the target and of the drafter say."""
+    """The contents of `config.json` of the target and of the drafter."""
     target, drafter = shape.target, shape.drafter
     common: dict[str, object] = {"tie_word_embeddings": shape.tied, "eos_token_id": _STOP_TOKEN}
     return (
@@ -145,7 +144,7 @@ def hugging_face_configs(shape: PairShape) -> tuple[dict[str, object], dict[str,
 def _write_weights(
     directory: Path, shapes: Mapping[str, tuple[int, ...]], rng: np.random.Generator, stage: str, progress: Progress
 ) -> None:
-    """Safetensors files of about _SHARD_BYTES each and their index, so that a large model never lies in memory."""
+    """Write safetensors files of about _SHARD_BYTES each and their index; only one file's tensors are in memory."""
     from safetensors.numpy import save_file
 
     total = sum(4 * int(np.prod(shape)) for shape in shapes.values())
@@ -173,7 +172,7 @@ def _write_weights(
 
 def _random(shape: tuple[int, ...], name: str, rng: np.random.Generator) -> NDArray[np.float32]:
     if name.removeprefix(BODY) == FINAL_NORM:
-        # Random signs before the head: else a token's own embedding, still in the residual stream, would win always.
+        # Random signs before the head: else a token's own embedding, still in the residual stream, would always win.
         return rng.choice(np.array([-1, 1], np.float32), shape)
     if len(shape) == 1:
         return np.full(shape, not name.endswith(BIAS), np.float32)  # any other norm, or a bias
@@ -183,7 +182,7 @@ def _random(shape: tuple[int, ...], name: str, rng: np.random.Generator) -> NDAr
 
 
 def write_tokenizer(directory: Path) -> None:
-    """A tokenizer with one word: prompts of a random pair are token ids, and nobody reads what it says."""
+    """Write a tokenizer with one word: prompts of a random pair are token ids, and nobody reads its text."""
     words = {"model": {"type": "WordLevel", "vocab": {"w": 0}, "unk_token": "w"}, "version": "1.0"}
     empty = dict.fromkeys(("truncation", "padding", "normalizer", "post_processor", "decoder"))
     tokenizer = {**words, **empty, "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}}

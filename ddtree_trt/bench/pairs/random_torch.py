@@ -1,7 +1,7 @@
 """A random pair of a published shape as a PyTorch engine, made on the device: for round times on a GPU.
 
-No checkpoint is written, so that a full-size pair is there in seconds. What it says means nothing: it is reached by
-`bench --random-weights SHAPE --backend torch` and `tools/gpu/bench.py` alone, and no engine directory can hold one.
+No checkpoint is written, so that a full-size pair is ready in seconds. Its text means nothing: only
+`bench --random-weights SHAPE --backend torch` and `tools/gpu/bench.py` make one, and no engine directory can hold it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from ddtree_trt.models.drafters.kinds import kind_of
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.weights import DTYPES, choose_device, device_name
 
-_NOBODY = CheckpointIdentity("random", "random", "")
+_NO_CHECKPOINT = CheckpointIdentity("random", "random", "")
 
 
 def random_session(settings: BenchSettings, folder: Path) -> Session:
-    """The pair of shape `settings.engine` on the GPU, or where there is none on the CPU; `folder`, which is empty, is
-    its directory. Raises UsageError for an unknown shape, a precision the device has not, or a pair too large for its
-    free memory."""
+    """A session with the pair of shape `settings.engine` on the GPU, or where there is none on the CPU; `folder`, which
+    is empty, becomes its directory. Raises UsageError for an unknown shape, a precision the device does not have, or a
+    pair too large for its free memory."""
     shape, device = find_shape(settings.engine), choose_device()
     if device.type == "cpu" and settings.threads:
         torch.set_num_threads(settings.threads)
@@ -62,8 +62,8 @@ def random_torch_engine(
         backend="torch",
         precision=precision,
         name=f"random-{name}",
-        target=_NOBODY,
-        drafter=_NOBODY,
+        target=_NO_CHECKPOINT,
+        drafter=_NO_CHECKPOINT,
         drafter_kind=kind_of(shape.drafter).name,
         target_dims=shape.target,
         drafter_dims=shape.drafter,
@@ -85,11 +85,11 @@ def _check_memory(manifest: Manifest, shape: PairShape, device: torch.device) ->
     stored = stored_weights(shape.target, shape.drafter, target_tied=shape.tied, drafter_tied=shape.tied)
     weights = sum(math.prod(w.shape) for w in stored) * DTYPES[m.precision].itemsize
     needed = plan_engine("torch", m.precision, shape.target, shape.drafter, m.limits, weights).total_bytes
-    there = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes("host", ())
-    if there is not None and needed > there:
+    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_bytes("host", ())
+    if available is not None and needed > available:
         raise UsageError(
             f"{m.name} in {m.precision} takes about {needed / 1e9:.1f} GB, and {device_name(device)} has "
-            f"{there / 1e9:.1f} GB; choose a smaller shape"
+            f"{available / 1e9:.1f} GB; choose a smaller shape"
         )
 
 

@@ -1,4 +1,4 @@
-"""What every peer is given."""
+"""The context that every peer is made with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PeerContext:
 
     @property
     def dtype(self) -> str:
-        """The PyTorch type of the engine's precision. None is run in 8 bits: beside an int8 engine peers compute in the
+        """The PyTorch type of the engine's precision. No peer runs in 8 bits: beside an int8 engine they compute in the
         type that checkpoints are published in."""
         precision = PRECISIONS[self.manifest.precision]
         return "bfloat16" if precision.quantized else precision.dtype

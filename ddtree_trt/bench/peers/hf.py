@@ -15,7 +15,7 @@ LOOKUP_TOKENS = 10  # what the transformers documentation uses
 
 
 class _Streamer:
-    """transformers' streamer interface over a TokenClock: the first call brings the prompt."""
+    """transformers' streamer interface over a TokenClock: the first call gets the prompt."""
 
     def __init__(self) -> None:
         self.clock = TokenClock()
@@ -96,7 +96,7 @@ class HuggingFacePeer:
 
 
 def device_for(context: PeerContext) -> str:
-    """Where a PyTorch peer runs: where the engine runs."""
+    """The device of a PyTorch peer: the engine's."""
     import torch
 
     return "cuda" if context.manifest.backend != "onnxruntime" and torch.cuda.is_available() else "cpu"

@@ -17,8 +17,8 @@ PEER = "openai"
 class OpenAIPeer:
     """A server at URL (with or without /v1). Its own end-of-text tokens end a request, as ours do.
 
-    Token counts are the server's `usage`; how it speculates is not told, so there is no acceptance length. Whether it
-    keeps prompts in a cache is its own setting: it changes the time to the first token, not the decode speed.
+    Token counts are the server's `usage`; it reports nothing of speculation, so there is no acceptance length. Whether
+    it keeps prompts in a cache is its own setting: it changes the time to the first token, not the decode speed.
     """
 
     def __init__(self, context: PeerContext, url: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from ddtree_trt.bench.contender import Outcome, Request
 from ddtree_trt.bench.peers.base import PeerContext
 from ddtree_trt.bench.peers.hf import device_for
-from ddtree_trt.bench.reference import commit_of, forced_acceptance, import_published, surroundings
+from ddtree_trt.bench.reference import adapted_libraries, commit_of, forced_acceptance, import_published
 from ddtree_trt.bench.settings import BLOCK_CHAIN, SINGLE_TOKENS, Case
 from ddtree_trt.errors import MissingDependency, install_with
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, DDTREE, DFLASH
@@ -22,8 +22,8 @@ PEER = "ddtree-reference"
 class ReferencePeer:
     """Both networks under the published loops, in the engine's precision and with PyTorch SDPA attention.
 
-    The published loops do not time the first draft, which takes in the prompt; it is in `decode_s` here, as in our own
-    figures, and missing from their `draft` stage. What they generate past a stop is cut by them, and its time is not.
+    The published loops do not time the first draft, which reads the prompt; it is in `decode_s` here, as in our own
+    figures, and missing from their `draft` stage. They cut tokens past a stop from the output, and not their time.
     """
 
     def __init__(self, context: PeerContext, checkout: str) -> None:
@@ -46,12 +46,13 @@ class ReferencePeer:
         target = transformers.AutoModelForCausalLM.from_pretrained(str(directories.target), **options)
         drafter = self._published.ddtree.DFlashDraftModel.from_pretrained(str(directories.drafter), **options)
         self._target, self._drafter = target.eval().to(self._device), drafter.eval().to(self._device)
-        self._forced, self._banned = context.settings.forced_acceptance, context.unusable_tokens
-        # Its own default; without a compiler it says so and goes on in Python.
+        self._forced = context.settings.forced_acceptance
+        self._banned = context.unusable_tokens
+        # Its own default; without a compiler it warns and continues in Python.
         self._published.ddtree.maybe_enable_cpp_compact(True)
-        # The walk of its chain cannot be overruled.
+        # Acceptance cannot be forced in its chain.
         chains = [SINGLE_TOKENS, BLOCK_CHAIN] if self._forced is None else [SINGLE_TOKENS]
-        trees = [c for c in context.settings.cases(dflash=True) if c.method == DDTREE.name and c.budget != "auto"]
+        trees = [c for c in context.settings.cases("dflash") if c.method == DDTREE.name and c.budget != "auto"]
         self.cases = tuple(Case(case.method, case.budget, PEER) for case in (*chains, *trees))
 
     def describe(self) -> dict[str, str]:
@@ -78,7 +79,7 @@ class ReferencePeer:
             "temperature": request.temperature,
         }
         with ExitStack() as stack:
-            stack.enter_context(surroundings())
+            stack.enter_context(adapted_libraries())
             if self._forced is not None:
                 stack.enter_context(forced_acceptance(self._published, self._forced, self._banned))
             if case.method == DDTREE.name:

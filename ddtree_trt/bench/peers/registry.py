@@ -1,4 +1,4 @@
-"""The peers by name. Each is loaded only when it is asked for."""
+"""The peers by name. Each is imported only when it is used."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _PEERS: dict[str, tuple[str, Callable[[PeerContext, str], Contender]]] = {
 
 
 def check_peer(spec: str) -> tuple[str, str]:
-    """A peer's name and value. Raises UsageError for an unknown one, or a value that is missing or has no place."""
+    """A peer's name and value. Raises UsageError for an unknown name, and for a missing or superfluous value."""
     name, _, value = spec.partition("=")
     if name not in _PEERS:
         raise UsageError(f"unknown peer {spec!r}; known are {HELP}")

@@ -17,6 +17,8 @@ KV_MEMORY_FRACTION = 0.3
 
 
 class TensorRTLLMPeer:
+    """The engine's checkpoints under TensorRT-LLM, one model per method."""
+
     def __init__(self, context: PeerContext) -> None:
         try:
             import tensorrt_llm

@@ -12,8 +12,8 @@ _TAU = "Speedup & $\\tau$"
 
 
 def latex(results: Sequence[BenchResult]) -> str:
-    """The paper's table: a line per prompt set, temperature by temperature; per model the speedup and τ of DFlash, of
-    DDTree at its best fixed budget, and of DDTree with automatic budgets where measured."""
+    """The paper's table: a line per temperature and prompt set; per model the speedup and τ of DFlash, of DDTree at its
+    best fixed budget, and of DDTree with automatic budgets where measured."""
     cells: dict[tuple[float, str, int, str], Row] = {}
     for model, result in enumerate(results):
         rows = summarize(result)

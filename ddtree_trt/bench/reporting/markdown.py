@@ -40,8 +40,8 @@ def stages(rows: Sequence[Row]) -> Table:
     return ["case", *names, "round"], body
 
 
-def beside_auto(rows: Sequence[Row]) -> Table:
-    """How much faster the automatic budget is than every other case, prompt by prompt; empty where it was not run."""
+def auto_ratios(rows: Sequence[Row]) -> Table:
+    """Tokens/s of the automatic budget over those of every other case on the same prompts; empty without it."""
     others = [(r, r.auto_over) for r in rows if r.case.label != AUTO]
     body = [[r.case.label, _spread(ratio, 2, "×")] for r, ratio in others if ratio is not None]
     return ["case", f"{AUTO} over it"], body
@@ -75,7 +75,7 @@ def _spread(spread: Spread, digits: int, unit: str = "") -> str:
 
 
 def groups(result: BenchResult) -> list[tuple[str, list[Row]]]:
-    """Rows by prompt set and temperature, with a heading each."""
+    """(heading, rows) of each prompt set and temperature."""
     found: dict[str, list[Row]] = {}
     for row in summarize(result):
         found.setdefault(f"{title(row.source)}, temperature {row.temperature:g}", []).append(row)
@@ -83,7 +83,7 @@ def groups(result: BenchResult) -> list[tuple[str, list[Row]]]:
 
 
 def notes(result: BenchResult) -> list[str]:
-    """What must be read with the figures: where they are from and what makes them special."""
+    """Sentences to be read with the figures: engine, machine, software, and what was unusual."""
     s, e = result.settings, result.engine
     lines = [f"{e.name}, {e.backend} {e.precision}, {e.threads} threads; at most {s.max_tokens} new tokens."]
     for part in result.parts:
@@ -119,7 +119,7 @@ def markdown(result: BenchResult) -> str:
     for heading, rows in groups(result):
         lines += [f"**{heading}** ({max(r.prompts for r in rows)} prompts)", "", *markdown_table(overview(rows)), ""]
         tables = (
-            ("Tokens/s on the same prompt, median [quartiles]", beside_auto(rows)),
+            ("Tokens/s on the same prompt, median [quartiles]", auto_ratios(rows)),
             ("Milliseconds per round by stage", stages(rows)),
             ("Round time", round_times(rows)),
         )
@@ -130,6 +130,7 @@ def markdown(result: BenchResult) -> str:
 
 
 def markdown_table(table: Table) -> list[str]:
+    """The lines of a table in Markdown."""
     header, rows = table
     ruler = ["---", *["---:"] * (len(header) - 1)]
     return ["| " + " | ".join(cells) + " |" for cells in (header, ruler, *rows)]

@@ -47,7 +47,7 @@ def plot_all(result: BenchResult, directory: Path) -> list[Path]:
 
 
 def require_matplotlib() -> None:
-    """Raises MissingDependency where pictures cannot be drawn: asked before anything is measured."""
+    """Raises MissingDependency where matplotlib is not installed. Called before anything is measured."""
     if importlib.util.find_spec("matplotlib") is None:
         raise MissingDependency(f"pictures need matplotlib, which is not installed; {install_with('bench')}")
 
@@ -72,7 +72,7 @@ def _style() -> Any:
 
 
 def _figure(height_in: float, columns: int, result: BenchResult) -> tuple[Any, list[Any]]:
-    """A figure with panels side by side and the run's identity below them."""
+    """(figure, its panels, in one row); engine and machine of the run are written below."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
@@ -89,8 +89,6 @@ def _figure(height_in: float, columns: int, result: BenchResult) -> tuple[Any, l
 def speedup(result: BenchResult) -> Any | None:
     """Bars of speedup over `ar` with their interval, by prompt set and temperature."""
     groups: dict[str, list[tuple[str, Row]]] = {}
-    for row in summarize(result):
-        groups.setdefault(f"{title(row.source)}\nT = {row.temperature:g}", [])
     rows = summarize(result)
     for source, temperature in dict.fromkeys((r.source, r.temperature) for r in rows):
         group = [r for r in rows if (r.source, r.temperature) == (source, temperature)]
@@ -107,7 +105,7 @@ def speedup(result: BenchResult) -> Any | None:
             s = row.speedup
             error = [[max(s.value - s.low, 0)], [max(s.high - s.value, 0)]]
             axis.barh(y, s.value, 0.88 * thick, color=colours[label], xerr=error, error_kw={"lw": 1, "ecolor": _INK})
-            text = f"{s.value:.2f}×" + _which(label, row)
+            text = f"{s.value:.2f}×" + _best_case(label, row)
             axis.annotate(
                 text,
                 (max(s.high, s.value), y),
@@ -128,17 +126,17 @@ def speedup(result: BenchResult) -> Any | None:
     return figure
 
 
-def _which(label: str, row: Row) -> str:
-    """What a bar that stands for the best of several is the best of."""
+def _best_case(label: str, row: Row) -> str:
+    """The case behind a bar that shows the best of several, in parentheses; empty for other bars."""
     if not label.endswith(("best", "best budget")):
         return ""
-    words = [row.case.method] if row.case.peer else []
-    words += [f"budget {row.case.budget}"] if row.case.budget else []
-    return f"  ({', '.join(words)})"
+    facts = [row.case.method] if row.case.peer else []
+    facts += [f"budget {row.case.budget}"] if row.case.budget else []
+    return f"  ({', '.join(facts)})"
 
 
 def _methods(rows: Sequence[Row]) -> list[tuple[str, Row]]:
-    """What the picture compares: every method at its best, and the best of every peer."""
+    """(label, row) of each bar: every method at its best budget, and the best case of every peer."""
     own = {r.case.label: r for r in rows if not r.case.peer}
     found = [("DFlash", own.get(CHAIN)), ("DDTree, best budget", best_fixed(rows))]
     found.append(("DDTree, auto", own.get(AUTO)))

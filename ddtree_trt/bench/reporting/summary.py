@@ -26,7 +26,7 @@ ALL = "all"
 
 @dataclass(frozen=True)
 class Spread:
-    """A value with an interval around it; what the two ends are is the field's to say."""
+    """A value and an interval around it, whose meaning the field of `Row` states."""
 
     value: float
     low: float
@@ -44,14 +44,14 @@ class Row:
     tokens_per_s: Spread  # median, quartiles
     speedup: Spread  # over `ar`, 95 % bootstrap
     auto_over: Spread | None  # tokens/s of `ddtree@auto` over the case's on the same prompt: median, quartiles
-    tau: Spread | None  # mean, 95 % bootstrap; None where acceptance is not told
+    tau: Spread | None  # mean, 95 % bootstrap; None where acceptance is not reported
     round_ms: Spread | None  # median, quartiles
-    stage_ms: dict[str, float]  # median per round; empty where stages are not told
+    stage_ms: dict[str, float]  # median per round; empty where stages are not reported
     first_token_ms: float  # median
     mean_budget: float | None
     acceptance_by_depth: tuple[float, ...]  # share of rounds that accepted a draft token at depth 1, 2, …
-    identical: int  # outputs equal to those of `ar` with the same seed …
-    comparable: int  # … of so many
+    identical: int  # outputs equal to those of `ar` with the same seed
+    comparable: int  # outputs that were compared
 
 
 def summarize(result: BenchResult, *, pooled: bool = False) -> list[Row]:
@@ -83,8 +83,8 @@ def _row(
     taus = _per_prompt(samples, _tau)
     rounds = [s for s in samples if s.acceptance_lengths]
     digests = {(s.prompt, s.repeat): s.output_digest for s in baseline}
-    drawn_alike = not case.peer or temperature == 0  # a peer that samples has randomness of its own
-    told = [s for s in samples if drawn_alike and s.output_digest is not None and (s.prompt, s.repeat) in digests]
+    drawn_alike = not case.peer or temperature == 0  # a peer that samples draws by other random numbers
+    compared = [s for s in samples if drawn_alike and s.output_digest is not None and (s.prompt, s.repeat) in digests]
     return Row(
         source=source,
         temperature=temperature,
@@ -99,8 +99,8 @@ def _row(
         first_token_ms=median(1000 * s.first_token_s for s in samples),
         mean_budget=_optional_mean([s.mean_budget for s in samples]),
         acceptance_by_depth=_depths(samples),
-        identical=sum(s.output_digest == digests[s.prompt, s.repeat] for s in told),
-        comparable=len(told),
+        identical=sum(s.output_digest == digests[s.prompt, s.repeat] for s in compared),
+        comparable=len(compared),
     )
 
 
@@ -124,7 +124,7 @@ def _tau(sample: Sample) -> float | None:
 
 
 def quartiles(values: Sequence[float]) -> Spread:
-    """Median and quartiles; NaN where there is nothing."""
+    """Median and quartiles; NaN where there are no values."""
     if not values:
         return Spread(*[float("nan")] * 3)
     low, middle, high = np.percentile(values, [25, 50, 75])
@@ -132,7 +132,7 @@ def quartiles(values: Sequence[float]) -> Spread:
 
 
 def _resample(count: int) -> np.ndarray:
-    """Indices [RESAMPLES, count] of prompts drawn with replacement; the same for everybody."""
+    """Indices [RESAMPLES, count] of prompts drawn with replacement, the same in every call."""
     return np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
 
 
@@ -162,12 +162,12 @@ def _optional_mean(values: Sequence[float | None]) -> float | None:
 
 
 def _stages(samples: Sequence[Sample]) -> dict[str, float]:
-    """Milliseconds per round by stage, and in `other` what is left: scheduling, text, stop rules."""
-    told = [s for s in samples if s.stage_s and s.acceptance_lengths]
-    if not told:
+    """Milliseconds per round by stage, and in `other` the remainder: scheduling, text, stop rules."""
+    timed = [s for s in samples if s.stage_s and s.acceptance_lengths]
+    if not timed:
         return {}
     per_round: dict[str, list[float]] = {stage: [] for stage in (*ROUND_STAGES, "other")}
-    for s in told:
+    for s in timed:
         rounds = len(s.acceptance_lengths or ())
         for stage in ROUND_STAGES:
             per_round[stage].append(1000 * s.stage_s[stage] / rounds)

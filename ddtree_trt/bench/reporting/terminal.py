@@ -16,7 +16,7 @@ _PIPE_WIDTH = 160  # of a line where stdout is no terminal
 
 
 def print_result(result: BenchResult) -> None:
-    """Every table, then what the figures mean and where they are from."""
+    """Print every table, the legend and the notes."""
     console = _console()
     for heading, rows in report.groups(result):
         _print_table(console, f"{heading} ({max(r.prompts for r in rows)} prompts)", report.overview(rows))
@@ -26,7 +26,7 @@ def print_result(result: BenchResult) -> None:
 
 
 def print_replay(old: BenchResult, new: BenchResult) -> None:
-    """New over old figures, and what else is not the same."""
+    """Print new over old figures, and the differences of engine, machine and software."""
     console = _console()
     _print_table(console, "now over then", ratios(old, new))
     changes = differences(old, new)

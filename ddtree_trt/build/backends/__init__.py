@@ -1,1 +1,1 @@
-"""What each backend makes of two checkpoints."""
+"""The backends' parts of a build."""

@@ -1,4 +1,4 @@
-"""What `compile.py` asks of a backend's half of the build. `registry.py` has the backends by name."""
+"""Interface of a backend's part of a build, called by `compile.py`. `registry.py` has the backends by name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BuilderOptions:
-    """How TensorRT's builder works, which no other backend has; None leaves a value to TensorRT."""
+    """Options of TensorRT's builder; no other backend has any. None leaves a value to TensorRT."""
 
     optimization_level: int | None = None  # 0 to 5: how long it searches for fast kernels
     workspace_mib: int | None = None  # most scratch memory a layer may use
     inspect: bool = False  # keep layer details in the engine, and write them beside it as JSON
 
     def check(self, backend: BackendName) -> None:
-        """Raises UsageError for values out of range, and for any value where `backend` has no use for it."""
+        """Raises UsageError for values out of range, and for any value where `backend` is not TensorRT."""
         given = {
             "--builder-optimization-level": self.optimization_level,
             "--builder-workspace-mib": self.workspace_mib,
@@ -41,14 +41,14 @@ class BuilderOptions:
 
 @dataclass(frozen=True)
 class Written:
-    """What a backend put into the engine directory, for the manifest."""
+    """The manifest's fields that a backend fills when it has written its files."""
 
     tensors: dict[str, dict[str, list[str]]]  # graph → inputs / outputs, in order
     plugin: dict[str, str] | None = None
 
 
 class BackendBuild(Protocol):
-    """A backend's half of the build, made by `registry.backend_build`."""
+    """A backend's part of a build, made by `registry.backend_build`."""
 
     name: BackendName
     precisions: tuple[PrecisionName, ...]  # the first is what `auto` means
@@ -61,7 +61,7 @@ class BackendBuild(Protocol):
         """Cache rows that a block drafter's block of `block` tokens takes."""
 
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
-        """About what the engine directory takes."""
+        """About the bytes of the engine directory."""
 
     def write(
         self,

@@ -1,4 +1,4 @@
-"""The backends by name, and which precision a build takes. A backend is imported when it is asked for."""
+"""The backends by name, and the choice of precision. A backend is imported when it is used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def backend_build(
     """The named backend; `auto` is ONNX Runtime, which runs everywhere. For a dry run any machine will do.
 
     Raises MissingDependency where its packages are not installed, BuildError where this machine cannot build it, and
-    UsageError for options it has no use for.
+    UsageError for options that are not for it.
     """
     options.check("onnxruntime" if name == "auto" else name)
     if name in ("auto", "onnxruntime"):
@@ -30,12 +30,12 @@ def backend_build(
 
     build = TensorRtBuild(options)
     if not dry_run:
-        _ = build.machine  # refuses one that cannot build, before any work
+        _ = build.machine  # raises where this machine cannot build, before any work
     return build
 
 
 def resolve_precision(backend: BackendBuild, wanted: Literal["auto", PrecisionName]) -> PrecisionName:
-    """The precision to compute in. Raises UsageError when the backend has no such one."""
+    """The precision to compute in. Raises UsageError when the backend does not have it."""
     if wanted == "auto":
         return backend.precisions[0]
     if wanted not in backend.precisions:

@@ -1,6 +1,6 @@
 """Hugging Face's config.json, converted once into our own frozen records.
 
-What the graphs cannot express is refused here by its name; nothing foreign gets past this file.
+What the graphs cannot express is refused here by its name; no other module reads the foreign format.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
-from ddtree_trt.build.checkpoint.config_fields import refuse_others
+from ddtree_trt.build.checkpoint.config_fields import refuse_unknown_fields
 from ddtree_trt.build.checkpoint.quantization import Quantization, read_quantization
 from ddtree_trt.build.checkpoint.rope import positions_with, read_scaling, read_theta
 from ddtree_trt.errors import CheckpointError
@@ -23,14 +23,14 @@ from ddtree_trt.reading import Between, Fields, Source, read_object, read_value,
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 
-# What fused attention with rotary embedding asks for; ONNX Runtime would say so only when the engine first runs.
+# Required by fused attention with rotary embedding; ONNX Runtime would refuse it only when the engine first runs.
 _HEAD_DIM_MULTIPLE = 16
 _LONGEST_WINDOW = 1 << 30
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What the configuration files of one checkpoint say."""
+    """The configuration of one checkpoint."""
 
     dims: TransformerDims  # of the record that the kind of drafter has
     tied: bool  # the language-model head is the embedding
@@ -45,7 +45,7 @@ def read_config(directory: Path) -> ModelConfig:
     fields = Fields(_read_json(directory / CONFIG), _source(directory / CONFIG))
     is_dflash = fields.has(dflash.SECTION) or dflash.ARCHITECTURE in _architectures(fields)
     family = _family(fields, is_dflash=is_dflash)
-    refuse_others(fields, family, is_dflash=is_dflash)
+    refuse_unknown_fields(fields, family, is_dflash=is_dflash)
     quantization = read_quantization(directory, fields.data)
     dims = _transformer_dims(fields, family)
     _check_layer_types(fields, family, dims.num_layers)
@@ -100,7 +100,7 @@ def _check_layer_types(fields: Fields, family: Family, layers: int) -> None:
     transformers derives."""
     switch = "sliding_window" if family.windowed else "use_sliding_window"
     windowed = family.windowed or fields.flag("use_sliding_window", False)
-    # 0 is written for none where none is used.
+    # Configurations without a window may write 0 for none.
     within = Between(1 if windowed else 0, _LONGEST_WINDOW)
     no_window = fields.optional("sliding_window", Annotated[int, within]) is None and "sliding_window" in fields.data
     first = fields.integer("max_window_layers", Between(0, bounds.LAYERS.highest), 28)
@@ -162,7 +162,7 @@ def _drafter_dims(fields: Fields, dims: TransformerDims) -> DrafterDims:
 
 
 def _block_size(fields: Fields, section: Fields) -> int:
-    """Beside `dflash_config` in z-lab's first checkpoints, inside it in others."""
+    """The block size, which is outside `dflash_config` in z-lab's first checkpoints and inside it in others."""
     block = Annotated[int, dflash.BLOCK]
     inner = section.optional("block_size", block)
     if inner is None:

@@ -1,9 +1,8 @@
-"""Which fields of a config.json are understood; every other one is refused by its name.
+"""The fields of config.json that are known; every other one is refused by its name.
 
-Three kinds: fields that `config` reads, bookkeeping that no number of the model depends on, and fields of which one
-value is implemented, the one that changes nothing. A field that is null is not set. Names are those
-of the families' configurations in transformers and of their base class through all versions, and of the DFlash-like
-drafters people publish.
+Three kinds: fields that `config` reads, bookkeeping that no number of the model depends on, and fields of which only
+the values that change nothing are implemented. A field that is null is not set. Names are those of the families'
+configurations in transformers, of their base class through all versions, and of published DFlash-like drafters.
 """
 
 from __future__ import annotations
@@ -92,9 +91,9 @@ _NEUTRAL_OF_SECTION: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def refuse_others(fields: Fields, family: Family, *, is_dflash: bool) -> None:
-    """Raises the fields' error for the first one of a config.json that is not implemented, by its name."""
-    # Whatever its vocabulary is called, a drafter's must be the target's.
+def refuse_unknown_fields(fields: Fields, family: Family, *, is_dflash: bool) -> None:
+    """Raises the fields' error for the first field of a config.json that is not implemented."""
+    # A drafter's vocabulary must be the target's, under any of these names.
     vocabulary = dict.fromkeys(("draft_vocab_size", "target_vocab_size"), (fields.data.get("vocab_size"),))
     own = {**_NEUTRAL_OF_DFLASH, **vocabulary} if is_dflash else _NEUTRAL_OF_LANGUAGE_MODELS
     read = _READ | _READ_OF_DFLASH if is_dflash else _READ
@@ -108,7 +107,7 @@ def refuse_unknown(fields: Fields, known: Collection[str], neutral: Mapping[str,
     """Raises the fields' error for the first entry of one object that is neither known nor one of the values that
     `neutral` allows it."""
     given = {name: value for name, value in fields.data.items() if name not in known and value is not None}
-    # Known ones first, in the table's order: they say more than what comes with them.
+    # Known fields first, in the table's order: their messages say more than those for unknown ones.
     for name in neutral:
         if name in given and not any(_same(given[name], wanted) for wanted in neutral[name]):
             implemented = " or ".join(_json(wanted) for wanted in neutral[name]) or "null"
@@ -118,7 +117,7 @@ def refuse_unknown(fields: Fields, known: Collection[str], neutral: Mapping[str,
 
 
 def _not_implemented(fields: Fields, name: str, hint: str) -> DDTreeError:
-    """The hint takes the place of the source's advice: the file may well be as it was published."""
+    """The error for a field; `hint` replaces the source's advice, since the file may be as it was published."""
     hinted = replace(fields, source=replace(fields.source, advice=hint))
     return hinted.fault(name, f"is {shown(fields.data[name])}, which is not implemented")
 

@@ -1,4 +1,4 @@
-"""Checkpoints that NVIDIA ModelOpt quantised: which can be read, and how their projections are stored.
+"""Formats of checkpoints that NVIDIA ModelOpt quantised: those that can be read, and how they store projections.
 
 A projection [out, in] as ModelOpt's Hugging Face export writes it (NVIDIA/TensorRT-Model-Optimizer at 5a4242fa, in
 modelopt/torch/export: `pack_int4_in_uint8`, `to_quantized_weight` and `process_layer_quant_config` of quant_utils.py,
@@ -44,10 +44,11 @@ class Format:
     values: Values
     stored: str  # safetensors' name of the weight's type
     rounds_inputs: bool
-    smooths: bool  # pre_quant_scale may be there
+    smooths: bool  # a projection may have a pre_quant_scale
 
     @property
     def rows_per_byte(self) -> int:
+        """Rows of a projection that share one stored byte."""
         return 2 if self.values == "int4" else 1
 
 
@@ -62,11 +63,11 @@ STORED_TYPES = frozenset(f.stored for f in FORMATS.values())
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a checkpoint's configuration says of it."""
+    """A checkpoint's quantisation as its configuration states it."""
 
     algorithm: str
     group: int | None  # values of a row that share a scale; None where the configuration does not say
-    excluded: tuple[str, ...]  # patterns of modules that are as they were
+    excluded: tuple[str, ...]  # patterns of modules that are not quantised
 
     @property
     def format(self) -> Format:
@@ -78,11 +79,11 @@ class Quantization:
         return module.endswith("_proj") and not any(fnmatchcase(module, pattern) for pattern in self.excluded)
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the tensor that holds a quantised projection [out, in]."""
+        """Shape of the tensor that holds a quantised projection [out, in]."""
         return (shape[0] // self.format.rows_per_byte, *shape[1:])
 
     def weight_bytes(self, shape: tuple[int, ...], item_bytes: int) -> int:
-        """Of a quantised projection [out, in] and its scales, which are in a precision of `item_bytes`."""
+        """Bytes of a quantised projection [out, in] and its scales, which are in a precision of `item_bytes`."""
         out, width = shape
         groups = -(-width // (self.group or _DEFAULT_GROUP))
         scales = {"float8_e4m3fn": 1, "int8": out, "int4": out * groups}[self.format.values]

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint as the graphs want it: dimensions, and tensors by name, one at a time.
+"""A Hugging Face checkpoint as builds read it: dimensions, and tensors by name, one at a time.
 
 Every tensor's presence, shape and storage type is checked from the files' headers when a checkpoint is loaded, so that
 a wrong or half-copied checkpoint is refused by name before any work.
@@ -24,10 +24,10 @@ from ddtree_trt.build.checkpoint.scales import (
     CACHE_SCALES,
     WEIGHT,
     Scales,
-    beside,
     dequantize,
     find_scales,
     read_scales,
+    scale_name,
 )
 from ddtree_trt.build.checkpoint.tensorfile import (
     check_dtype,
@@ -42,15 +42,15 @@ from ddtree_trt.models.decoder import EMBEDDING, HEAD, Shapes, TransformerDims
 from ddtree_trt.models.drafters.kinds import DrafterKind, kind_of
 from ddtree_trt.models.pairs import checkpoint_shapes, misfit
 
-# What some files hold beside the weights in use: a copy of tied weights, buffers, a drafter's unused embedding.
+# Tensors that some files hold and nothing uses: a copy of tied weights, buffers, a drafter's unused embedding.
 _IGNORED = (HEAD, EMBEDDING, "embed_tokens.weight")
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", *CACHE_SCALES)
-_SHOWN = 3  # names in one complaint
+_SHOWN_NAMES = 3  # in one message
 
 
 @dataclass
 class Checkpoint:
-    """One network's weights and what its configuration says of them. `load_checkpoint` makes it."""
+    """One network's weights and configuration, made by `load_checkpoint`."""
 
     directory: Path
     dims: TransformerDims  # of the record that the kind of drafter has
@@ -59,14 +59,14 @@ class Checkpoint:
     name: str
     revision: str
     tensors: dict[str, StoredTensor] = field(repr=False)  # the tensors in use, by Hugging Face name
-    shapes: Shapes = field(repr=False)  # of their values: what is quantised may be packed
+    shapes: Shapes = field(repr=False)  # of their values: quantised ones may be stored packed
     quantization: Quantization | None  # how those that `quantizers` has scales for are stored
     quantizers: dict[str, StoredTensor] = field(repr=False)  # their scales
     _identity: CheckpointIdentity | None = field(default=None, repr=False)
 
     @property
     def kind(self) -> DrafterKind:
-        """What it needs and offers as a drafter."""
+        """The record of what it needs and offers as a drafter."""
         return kind_of(self.dims)
 
     @property
@@ -75,7 +75,7 @@ class Checkpoint:
         return sum(map(math.prod, self.shapes.values()))
 
     def stored_bytes(self, item_bytes: int) -> int:
-        """Of all tensors in use where quantised ones are kept as they are and others have a precision of
+        """Bytes of all tensors in use where quantised ones are kept as stored and others have a precision of
         `item_bytes`."""
         total = 0
         for name, shape in self.shapes.items():
@@ -104,13 +104,9 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         return name in self.tensors
 
-    @property
-    def is_quantized(self) -> bool:
-        return bool(self.quantizers)
-
     def tensor(self, name: str) -> NDArray[np.float32]:
-        """A float32 copy of one tensor, of a quantised one what it stands for. Raises CheckpointError for an unknown
-        name, NaN or Inf."""
+        """A float32 copy of one tensor, dequantised if need be. Raises CheckpointError for an unknown name, NaN or
+        Inf."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.directory} has no tensor {name}")
         scales = self.scales(name)
@@ -128,7 +124,7 @@ class Checkpoint:
         return read_scales(name, self.tensors[name], self.quantization, self.quantizers)
 
     def _has_scales(self, name: str) -> bool:
-        return beside(name, WEIGHT) in self.quantizers
+        return scale_name(name, WEIGHT) in self.quantizers
 
     def stored(self, name: str) -> NDArray[np.uint8]:
         """The bytes of a quantised projection. Raises CheckpointError."""
@@ -170,11 +166,11 @@ def _check_tensors(
     missing = [name for name in expected if name not in stored]
     if missing:
         raise CheckpointError(
-            f"{directory} lacks {_some(missing)}, which its {CONFIG} calls for; copy the whole checkpoint, "
+            f"{directory} lacks {_listed(missing)}, which its {CONFIG} calls for; copy the whole checkpoint, "
             f"and the {CONFIG} that belongs to it"
         )
     for name, shape in expected.items():
-        if quantization and beside(name, WEIGHT) in quantizers:
+        if quantization and scale_name(name, WEIGHT) in quantizers:
             shape = quantization.stored_shape(shape)
         else:
             check_dtype(name, stored[name])
@@ -187,18 +183,19 @@ def _check_tensors(
     unused = [name for name in stored if name not in known and not name.endswith(_IGNORED_SUFFIXES)]
     if unused:
         raise CheckpointError(
-            f"{directory} holds {_some(unused)}, which its {CONFIG} has no place for; "
+            f"{directory} holds {_listed(unused)}, which its {CONFIG} has no place for; "
             "is it quantised, or another architecture?"
         )
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+def _listed(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - _SHOWN_NAMES} more" if len(names) > _SHOWN_NAMES else ""
+    return ", ".join(names[:_SHOWN_NAMES]) + more
 
 
 class Network(Protocol):
-    """A checkpoint, or what its configuration alone says."""
+    """A checkpoint, or only its configuration."""
 
     @property
     def name(self) -> str: ...

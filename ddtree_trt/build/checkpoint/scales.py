@@ -1,4 +1,4 @@
-"""What lies beside a quantised projection's weight, checked, and what its bytes stand for. Layouts: `quantization`."""
+"""Scales of quantised projections: finding and checking them, and dequantisation. `quantization` has the layouts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ddtree_trt.build.checkpoint.quantization import MODELOPT_CONFIG, STORED_TYP
 from ddtree_trt.build.checkpoint.tensorfile import check_dtype, read_float32
 from ddtree_trt.errors import CheckpointError
 
-WEIGHT, INPUT, SMOOTH = "weight_scale", "input_scale", "pre_quant_scale"  # beside a projection's `weight`
+WEIGHT, INPUT, SMOOTH = "weight_scale", "input_scale", "pre_quant_scale"  # where the projection has `weight`
 CACHE_SCALES = ("k_proj.k_scale", "v_proj.v_scale")  # for a quantised cache; ours has the engine's precision
 
 
 @dataclass(frozen=True, eq=False)
 class Scales:
-    """What a projection's stored values are multiplied by, and what is done to the rows it is multiplied with."""
+    """The scales of a projection's stored values, and the rounding and smoothing of the rows it is multiplied with."""
 
     values: Values
     group: int  # G
@@ -31,7 +31,7 @@ class Scales:
 
 
 class QuantizedWeights(Protocol):
-    """Where a graph finds weights as they are stored; a `Checkpoint` is one."""
+    """A source of weights as they are stored, for graphs; a `Checkpoint` is one."""
 
     def scales(self, name: str) -> Scales | None:
         """The scales of one weight; None for one that is not quantised."""
@@ -40,12 +40,12 @@ class QuantizedWeights(Protocol):
         """A quantised weight's bytes."""
 
 
-def side_by_side(scales: Sequence[Scales]) -> Scales | None:
-    """The scales of several projections as those of one that has all their rows; None where no single product with
-    the same rows is equal."""
+def join_scales(scales: Sequence[Scales]) -> Scales | None:
+    """The scales of one projection that has all rows of several; None where one product cannot replace theirs, because
+    they round or smooth its input differently or have different groups."""
     first, *others = scales
     for other in others:
-        if (first.values, first.input) != (other.values, other.input) or not _same(first.smooth, other.smooth):
+        if (first.values, first.input) != (other.values, other.input) or not _equal(first.smooth, other.smooth):
             return None
     if first.weight.ndim == 0:
         return first if all(s.weight == first.weight for s in others) else None
@@ -54,12 +54,12 @@ def side_by_side(scales: Sequence[Scales]) -> Scales | None:
     return replace(first, weight=np.concatenate([s.weight for s in scales]))
 
 
-def _same(a: NDArray[np.float32] | None, b: NDArray[np.float32] | None) -> bool:
+def _equal(a: NDArray[np.float32] | None, b: NDArray[np.float32] | None) -> bool:
     return a is b if a is None or b is None else np.array_equal(a, b)
 
 
-def beside(weight: str, kind: str) -> str:
-    """The name of a projection's scale."""
+def scale_name(weight: str, kind: str) -> str:
+    """The name of a projection's scale of this kind, by the name of its weight."""
     return f"{weight.removesuffix('weight')}{kind}"
 
 
@@ -69,7 +69,7 @@ def find_scales(
     stored: Mapping[str, StoredTensor],
     expected: Mapping[str, tuple[int, ...]],
 ) -> dict[str, StoredTensor]:
-    """The scales of every quantised weight by name. `expected` are the shapes of the weights as they were.
+    """The scales of every quantised weight by name. `expected` are the shapes of the weights before quantisation.
 
     Raises CheckpointError where one is missing or of the wrong shape, and for a weight that may not be quantised.
     """
@@ -79,14 +79,14 @@ def find_scales(
             continue
         dtype = stored[weight].dtype
         if quantization is None or dtype != quantization.format.stored:
-            told = f"is for {quantization.algorithm}" if quantization else "is not there"
+            finding = f"is for {quantization.algorithm}" if quantization else "is not there"
             raise CheckpointError(
                 f"{directory}: {weight} is stored as {dtype}, and the {MODELOPT_CONFIG} that would say how to read it "
-                f"{told}; fetch the checkpoint again"
+                f"{finding}; fetch the checkpoint again"
             )
         if not weight.endswith("_proj.weight"):
             raise CheckpointError(f"{directory}: {weight} is stored as {dtype}; only projections of a layer may be")
-        for name, wanted in _wanted(directory, weight, shape, quantization, stored).items():
+        for name, wanted in _scale_shapes(directory, weight, shape, quantization, stored).items():
             shape_found = stored[name].shape if name in stored else None
             if shape_found != wanted and (wanted or shape_found not in ((), (1,))):
                 what = "it is missing" if shape_found is None else f"it has shape {list(shape_found)}"
@@ -100,19 +100,20 @@ def find_scales(
     return found
 
 
-def _wanted(
+def _scale_shapes(
     directory: Path,
     weight: str,
     shape: tuple[int, ...],
     quantization: Quantization,
     stored: Mapping[str, StoredTensor],
 ) -> dict[str, tuple[int, ...]]:
-    """Shapes of what must lie beside a weight [out, in]; () is one number."""
+    """Shapes by name of the scales that a weight [out, in] must have; () is one number. Raises CheckpointError for a
+    weight that its algorithm cannot store."""
     (out, width), layout = shape, quantization.format
-    name, smooth = beside(weight, WEIGHT), beside(weight, SMOOTH)
-    wanted: dict[str, tuple[int, ...]] = {name: (out,) if layout.values == "int8" else ()}
+    name, smooth = scale_name(weight, WEIGHT), scale_name(weight, SMOOTH)
+    shapes: dict[str, tuple[int, ...]] = {name: (out,) if layout.values == "int8" else ()}
     if layout.values == "int4":
-        # config.json alone does not say how large a group is; then the scale does.
+        # Where the configuration does not state the size of a group, the scale's shape does.
         groups = stored[name].shape[-1] if name in stored and stored[name].shape else 1
         group = quantization.group or max(width // max(groups, 1), 1)
         if out % 2 or width % group:
@@ -120,21 +121,21 @@ def _wanted(
                 f"{directory}: {weight} [{out}, {width}] cannot be {quantization.algorithm}, which packs two rows in "
                 f"one and has rows of whole groups, of {group} values here; fetch the checkpoint again"
             )
-        wanted[name] = (out, width // group)
+        shapes[name] = (out, width // group)
     if layout.rounds_inputs:
-        wanted[beside(weight, INPUT)] = ()
+        shapes[scale_name(weight, INPUT)] = ()
     if layout.smooths and smooth in stored:
-        wanted[smooth] = (width,)
-    return wanted
+        shapes[smooth] = (width,)
+    return shapes
 
 
 def read_scales(
     weight: str, stored: StoredTensor, quantization: Quantization, quantizers: Mapping[str, StoredTensor]
 ) -> Scales:
-    """The scales of one weight, of those that `find_scales` found. Raises CheckpointError for one of 0 or less."""
+    """The scales of one weight, from those that `find_scales` returned. Raises CheckpointError for one of 0 or less."""
 
     def read(kind: str) -> NDArray[np.float32] | None:
-        name = beside(weight, kind)
+        name = scale_name(weight, kind)
         if name not in quantizers:
             return None
         values = read_float32(name, quantizers[name])
@@ -144,7 +145,7 @@ def read_scales(
         return values
 
     scale, rounding = read(WEIGHT), read(INPUT)
-    assert scale is not None, "who asks has found scales"
+    assert scale is not None, "find_scales has found it"
     if quantization.format.values == "float8_e4m3fn":
         scale = scale.reshape(())
     step = None if rounding is None else float(rounding.reshape(()))
@@ -153,7 +154,7 @@ def read_scales(
 
 
 def dequantize(stored: NDArray[np.uint8], scales: Scales) -> NDArray[np.float32]:
-    """What the bytes of a projection [out, in] stand for, in a product with rows as they are: float32 [out, in]."""
+    """The float32 weight [out, in] that a projection's bytes and scales stand for, smoothing included."""
     values = _values(stored, scales.values)
     if scales.weight.ndim == 2:
         grouped = values.reshape(len(values), -1, scales.group)  # a view
@@ -166,13 +167,14 @@ def dequantize(stored: NDArray[np.uint8], scales: Scales) -> NDArray[np.float32]
 
 
 def _values(stored: NDArray[np.uint8], kind: Values) -> NDArray[np.float32]:
+    """The stored numbers as float32 [out, in], without scales."""
     if kind == "float8_e4m3fn":
         return _FLOAT8[stored]
     if kind == "int8":
         return stored.view(np.int8).astype(np.float32)
     values = np.empty((2 * stored.shape[0], stored.shape[1]), np.float32)
     signed = stored.view(np.int8)
-    values[::2] = (signed << 4) >> 4  # the shift back brings the sign down
+    values[::2] = (signed << 4) >> 4  # the shift back extends the sign
     values[1::2] = signed >> 4
     return values
 

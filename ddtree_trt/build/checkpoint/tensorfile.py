@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: which tensors there are, and one of them at a time as float32.
+"""The safetensors files of a checkpoint: their tensors by name, read one at a time as float32.
 
 Headers are checked in full when the files are opened. Data is mapped only while one tensor is converted: a mapping kept
 open would count every page read so far as this process's memory.
@@ -24,15 +24,15 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _FLOATS = tuple(dict.fromkeys(precision.safetensors for precision in PRECISIONS.values()))
 _ADVICE = "fetch the checkpoint again"
-_CHECK_VALUES = 1 << 22  # values looked at in one step, so that checking needs no memory to speak of
+_CHECK_VALUES = 1 << 22  # values checked in one step, so that checking needs little memory
 
 
 def open_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Tensor name → where it is, from the headers of the checkpoint's weight files. Raises CheckpointError."""
+    """Tensor name → its place, from the headers of the checkpoint's weight files. Raises CheckpointError."""
     tensors: dict[str, StoredTensor] = {}
     placed = _placement(directory)
     for file in weight_files(directory):
-        for name, tensor in _located(file).items():
+        for name, tensor in _locate_tensors(file).items():
             if placed is None or placed.get(name) == file.name:
                 tensors[name] = tensor
     for name, file_name in (placed or {}).items():
@@ -69,8 +69,8 @@ def _placement(directory: Path) -> dict[str, str] | None:
     return placed
 
 
-def _located(file: Path) -> dict[str, StoredTensor]:
-    """Tensor name → where it is, of one file."""
+def _locate_tensors(file: Path) -> dict[str, StoredTensor]:
+    """Tensor name → its place in one file."""
     source = Source(str(file), CheckpointError, f"the file is damaged or cut short, {_ADVICE}")
     try:
         return read_header(file, source).locate()

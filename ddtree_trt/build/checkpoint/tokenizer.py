@@ -24,8 +24,8 @@ def find_tokenizer(checkpoint: Path, vocab_size: int) -> Path:
 
     Raises CheckpointError when a file is missing or damaged, or when the tokenizer makes tokens the target has not.
     """
-    beside = checkpoint.resolve().parent / "tokenizer"
-    directory = next((d for d in (checkpoint, beside) if (d / _VOCABULARY).is_file()), None)
+    sibling = checkpoint.resolve().parent / "tokenizer"
+    directory = next((d for d in (checkpoint, sibling) if (d / _VOCABULARY).is_file()), None)
     if directory is None:
         raise CheckpointError(
             f"{checkpoint} has no tokenizer: {_VOCABULARY} is missing; copy it and {_SETTINGS} from where the "
@@ -43,12 +43,12 @@ def find_tokenizer(checkpoint: Path, vocab_size: int) -> Path:
 
 
 def copy_tokenizer(source: Path, checkpoint: Path, stop_token_ids: tuple[int, ...], destination: Path) -> None:
-    """Copy the tokenizer's files; generation_config.json is the checkpoint's, or says at least where text ends.
+    """Copy the tokenizer's files; generation_config.json is the checkpoint's, or a new one with its stop tokens.
 
     Raises OSError when the destination cannot be written.
     """
     for name in (*TOKENIZER_FILES, *OPTIONAL_TOKENIZER_FILES):
-        # generation_config.json belongs to the model and lies with it, wherever the tokenizer is.
+        # generation_config.json belongs to the model, not to the tokenizer.
         path = (checkpoint if name == GENERATION_CONFIG else source) / name
         if path.is_file():
             shutil.copyfile(path, destination / name)
@@ -58,7 +58,7 @@ def copy_tokenizer(source: Path, checkpoint: Path, stop_token_ids: tuple[int, ..
 
 
 def open_tokenizer(copied: Path, checkpoint: Path, vocab_size: int) -> Any:
-    """The tokenizer of copied files, as the runtime will load it.
+    """The tokenizer of copied files, loaded as the runtime will load it.
 
     Raises CheckpointError when it does not load or makes tokens the target has not.
     """

@@ -1,4 +1,4 @@
-"""The drafter's graph, by the drafter's kind."""
+"""The graph of a drafter of each kind."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def build_drafter(g: Graph, drafter: Checkpoint, target: Checkpoint, limits: Limits) -> ModelProto:
-    """The graph of a drafter for this target, in the verbs of `g`."""
+    """The graph of a drafter for this target, lowered by `g`."""
     return _BUILDERS[drafter.kind.name](g, drafter, target, limits)
 
 

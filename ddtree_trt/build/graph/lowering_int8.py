@@ -1,11 +1,11 @@
 """ONNX Runtime's lowering with matrix products in 8-bit integers: W8A8, for CPUs.
 
 Weights are quantised once, with a scale for each output channel; activations as they come, with a scale for each row.
-So what the other rows of a pass are does not change a row's product, as it would where one scale serves a whole tensor
-(`DynamicQuantizeMatMul`), and sums of integers are exact. All that is no product of a row with a weight stays in
-float32: embedding, norms, attention, caches.
+So the other rows of a pass do not change a row's product, as they would with one scale for a whole tensor
+(`DynamicQuantizeMatMul`), and sums of integers are exact. Everything but products of rows and weights stays in float32:
+embedding, norms, attention, caches.
 
-Activations are stored unsigned around 128 and weights signed, which is what the CPU's kernels are fast with.
+Activations are stored unsigned around 128 and weights signed, the types for which the CPU's kernels are fast.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from ddtree_trt.build.graph.ops import Make, Table
 
 LARGEST = 127  # of a quantised value, to either side of zero
 _ZERO_POINT = 128  # of activations
-_SMALLEST = 1e-20  # what the largest of a row of zeros is taken for
+_SMALLEST = 1e-20  # divisor of a row of zeros
 
 
 class Int8Graph(OnnxRuntimeGraph):
+    """`OnnxRuntimeGraph` whose projections and head multiply 8-bit integers."""
+
     def linear(self, x: str, key: str, make: Make, out: str) -> str:
         return self._product(x, key, make, out)
 
@@ -59,8 +61,8 @@ class Int8Graph(OnnxRuntimeGraph):
 
 
 def quantize_channels(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
-    """A weight [in, out] as int8 values [in, out] and a scale for each output channel [out]; their product is the
-    weight, to half a scale. Symmetric: no value is below -127."""
+    """(int8 values [in, out], scales [out]) of a weight [in, out], which is their product to half a scale. Symmetric:
+    no value is below -127."""
     largest = np.maximum(weight.max(0), -weight.min(0))
     scale = np.maximum(largest, np.finfo(np.float32).tiny) / np.float32(LARGEST)
     values = np.empty(weight.shape, np.int8)

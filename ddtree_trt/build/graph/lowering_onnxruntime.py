@@ -16,7 +16,7 @@ MICROSOFT = "com.microsoft"
 
 @dataclass(frozen=True)
 class _Rows:
-    """Where the rows of one attention go; empty positions are for rows that are turned already."""
+    """The inputs that place the rows of one attention in the cache. Without positions rows are rotated already."""
 
     seqlens: str  # int32 [N]: past + T − 1
     total: str  # int32 []: W
@@ -26,10 +26,12 @@ class _Rows:
 
 
 class OnnxRuntimeGraph(Graph):
+    """`Graph` of ONNX Runtime's fused operators."""
+
     domains = (MICROSOFT,)
 
     def __init__(self, name: str, sink: Sink, *, always_causal: bool = False) -> None:
-        """`always_causal` is for versions of the attention kernel that know nothing else; see `block_attention`."""
+        """`always_causal`: whether the attention kernel has no other mode; see `block_attention`."""
         super().__init__(name, sink)
         self._always_causal = always_causal
         self._bias = ""
@@ -40,7 +42,7 @@ class OnnxRuntimeGraph(Graph):
     def table(self, table: Table) -> str:
         return self.weight(table.key, table.make)
 
-    def place(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
+    def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
         self.input(names.SEQLENS_K, "int32", ["N"])
         self.input(names.TOTAL_LENGTH, "int32", [])
         self.input(names.POSITIONS, "int64", ["N", tokens])
@@ -51,7 +53,7 @@ class OnnxRuntimeGraph(Graph):
         return self.op("Gemm", [x, self.table(table)], [out], transB=1)
 
     def choices(self, logits: str) -> None:
-        """None: ArgMax takes several times as long as NumPy does over the same memory."""
+        """Adds nothing: ArgMax takes several times as long as NumPy does over the same memory."""
 
     def most_probable(self, logits: str, candidates: int, outputs: tuple[str, str]) -> str:
         log_probs = self.op("LogSoftmax", [logits], ["all_log_probs"], axis=-1)
@@ -74,16 +76,15 @@ class OnnxRuntimeGraph(Graph):
         return self.op("Mul", [silu, up], [out])
 
     def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:
-        """The bias hides what the mask says."""
+        """The mask is an attention bias."""
         return self._attention(qkv, at, self._rows(at, self._bias), out)
 
     def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, out: str) -> str:
-        """Where the kernel is always causal the block comes twice: the second copy stands behind the first and sees all
-        of it, and its own keys are hidden from it. They take `block` more rows of the cache.
-        """
+        """Where the kernel is always causal the block is repeated: rows of the second copy see all of the first, and a
+        bias hides the copy's own keys, which take `block` more rows of the cache."""
         if self._always_causal:
-            twice, rows = self._twice(qkv, at, block)
-            seen = self._attention(twice, at, rows, f"{out}.rows")
+            repeated, rows = self._repeat_block(qkv, at, block)
+            seen = self._attention(repeated, at, rows, f"{out}.rows")
         else:
             seen = self._attention(qkv, at, self._rows(at, ""), f"{out}.rows", causal=0)
         return self.rows_from(seen, -block, out)
@@ -96,12 +97,13 @@ class OnnxRuntimeGraph(Graph):
         attrs |= {"num_heads": at.heads[0], "kv_num_heads": at.heads[1], "do_rotary": int(rows.positions != "")}
         return self.op("GroupQueryAttention", inputs, [out, *at.present], domain=MICROSOFT, **attrs)
 
-    def _twice(self, qkv: tuple[str, str, str], at: Attention, block: int) -> tuple[tuple[str, str, str], _Rows]:
-        """qkv with the last `block` rows repeated, lengths to match, and the bias [1, 1, T, W] that hides the copy."""
+    def _repeat_block(self, qkv: tuple[str, str, str], at: Attention, block: int) -> tuple[tuple[str, str, str], _Rows]:
+        """(qkv with the last `block` rows repeated, the inputs that place them), with the bias [1, 1, T, W] that hides
+        the copy."""
         query, key, value = qkv
         # The kernel's own rotary embedding lets positions only rise in a first pass.
         query, key = (
-            self.op("RotaryEmbedding", [x, names.POSITIONS, *at.rotary], [f"{x}.turned"], domain=MICROSOFT)
+            self.op("RotaryEmbedding", [x, names.POSITIONS, *at.rotary], [f"{x}.rotated"], domain=MICROSOFT)
             for x in (query, key)
         )
         query, key, value = (

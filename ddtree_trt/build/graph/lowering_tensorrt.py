@@ -1,7 +1,7 @@
 """The graphs' vocabulary lowered to TensorRT: ONNX's own operators and one plugin, `DDTreeAttention`.
 
-Networks are strongly typed: matrix products run in the engine's precision, what adds up many values or turns by angles
-runs in float32 between casts, which TensorRT fuses away. Ids, positions and row numbers are int32. The embedding and
+Networks are strongly typed: matrix products run in the engine's precision, long sums and rotary embedding in float32
+between casts, which TensorRT fuses away. Ids, positions and row numbers are int32. The embedding and
 the head are inputs, so that both engines read one copy.
 """
 
@@ -24,11 +24,13 @@ MAX_CANDIDATES = 256
 
 
 class TensorRtGraph(Graph):
+    """`Graph` of operators that TensorRT's parser reads."""
+
     integers = "int32"
     domains = (plugins.NAMESPACE,)
 
     def __init__(self, name: str, sink: Sink, floats: str) -> None:
-        """`floats` is what the engine computes in: bfloat16 or float16 (float32 has no attention kernel)."""
+        """`floats` is the engine's precision: bfloat16 or float16 (float32 has no attention kernel)."""
         super().__init__(name, sink)
         self.floats = floats
         self._tables: set[str] = set()
@@ -44,7 +46,7 @@ class TensorRtGraph(Graph):
             self.input(table.name, self.floats, table.shape)
         return table.name
 
-    def place(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
+    def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
         self._max_tokens = max_tokens
         self.input(names.POSITIONS, "int32", ["N", tokens])
         self.input(names.SLOT_IDS, "int32", ["N"])
@@ -67,8 +69,8 @@ class TensorRtGraph(Graph):
         self.output(names.CHOICES, self.integers, ["R"])
 
     def most_probable(self, logits: str, candidates: int, outputs: tuple[str, str]) -> int:
-        """The K best logits less the logarithm of the sum: TensorRT's LogSoftmax would take the logarithm of what has
-        become 0, and sort a second array of V columns."""
+        """The K best logits less the logarithm of the sum: TensorRT's LogSoftmax would take the logarithm of
+        probabilities rounded to 0, and TopK would sort a second array of V columns."""
         k = min(candidates, MAX_CANDIDATES)
         log_probs, token_ids = outputs
         count = self.constant(f"top.{k}", np.array([k], np.int64))
@@ -103,7 +105,7 @@ class TensorRtGraph(Graph):
         return self._attention(qkv, at, MaskMode.TREE, self._mask, out)
 
     def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, out: str) -> str:
-        # The plugin wants a mask of rank 3 in every mode and reads it in none but TREE.
+        # The plugin requires a mask of rank 3 in every mode and reads it in mode TREE only.
         mask = self.reshape(names.SLOT_IDS, [-1, 1, 1], "no_mask")
         return self.rows_from(self._attention(qkv, at, MaskMode.NONE, mask, f"{out}.rows"), -block, out)
 
@@ -120,28 +122,28 @@ class TensorRtGraph(Graph):
             plugins.MAX_TREE: self._max_tokens,
             plugins.SCALE: size**-0.5,
             plugins.MASK_MODE: int(mode),
-            # What TensorRT's parser finds the plugin by.
+            # By these TensorRT's parser finds the plugin.
             "plugin_namespace": plugins.NAMESPACE,
             "plugin_version": plugins.VERSION,
         }
-        inputs = [self._turn(query, at), self._turn(key, at), value, *at.past, names.SLOT_IDS, names.PAST_LEN, mask]
+        inputs = [self._rotate(query, at), self._rotate(key, at), value, *at.past, names.SLOT_IDS, names.PAST_LEN, mask]
         seen = f"{out}.by_head"
         self.op(plugins.ATTENTION, inputs, [seen, *at.present], domain=plugins.NAMESPACE, **attrs)
         return self.reshape(seen, [0, 0, query_heads * size], out)
 
-    def _turn(self, x: str, at: Attention) -> str:
-        """Rotary embedding of x [N, T, heads, D]: the halves (a, b) of a head turned by the angles of its position."""
+    def _rotate(self, x: str, at: Attention) -> str:
+        """Rotary embedding of x [N, T, heads, D]: the halves (a, b) of a head rotated by its position's angles."""
         single = self._single(x)
         half = at.head_dim // 2
         a, b = self.split(single, [half, half], [f"{x}.a", f"{x}.b"])
         cos, sin = (self._angles(table) for table in at.rotary)
-        turned = [
+        rotated = [
             self.op(
                 kind, [self.op("Mul", [p, cos], [f"{p}.cos"]), self.op("Mul", [q, sin], [f"{q}.sin"])], [f"{p}.new"]
             )
             for kind, p, q in (("Sub", a, b), ("Add", b, a))
         ]
-        return self._rounded("Concat", turned, f"{x}.turned", axis=-1)
+        return self._rounded("Concat", rotated, f"{x}.rotated", axis=-1)
 
     def _angles(self, table: str) -> str:
         """The rows of a rotary table that the positions name: [N, T, 1, D/2]."""
@@ -159,5 +161,5 @@ class TensorRtGraph(Graph):
         return self._cast(x, "float32", f"{x}.single")
 
     def _rounded(self, kind: str, inputs: Sequence[str], out: str, **attrs: Any) -> str:
-        """A node over float32 values, its result in the engine's precision."""
+        """The result, in the engine's precision, of a node over float32 values."""
         return self._cast(self.op(kind, inputs, [f"{out}.exact"], **attrs), self.floats, out)

@@ -1,7 +1,7 @@
 """The two networks, built by hand as ONNX graphs: the target and the DFlash drafter.
 
-Both are written once, in the verbs of `ops.Graph`, for every runtime. Weights are asked for by their Hugging Face names
-and go to the graph's sink one by one, so that building needs little more memory than the largest tensor.
+Both are written once, in the methods of `ops.Graph`, for every runtime. Weights are read by their Hugging Face names
+and written to the graph's sink one by one, so that building needs little more memory than the largest tensor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from onnx import ModelProto
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.build.checkpoint.scales import QuantizedWeights, side_by_side
+from ddtree_trt.build.checkpoint.scales import QuantizedWeights, join_scales
 from ddtree_trt.build.graph.ops import Attention, Graph, Table
 from ddtree_trt.models.decoder import BODY, EMBEDDING, HEAD, Part, TransformerDims, decoder_layers, final_norm
 from ddtree_trt.models.drafters import dflash
@@ -24,9 +24,9 @@ Weights = Callable[[str], np.ndarray]  # Hugging Face tensor name → float32 ar
 
 
 class _Network:
-    """What the target and the drafter have in common: their layers, their caches, their rotary tables.
+    """The common parts of the target and the drafter: layers, caches, rotary tables.
 
-    Weights keep their Hugging Face names in the graph, behind `prefix`; `body` goes before the names of layers.
+    In the graph weights have their Hugging Face names after `prefix`; `body` is the prefix of layers in the checkpoint.
     """
 
     def __init__(
@@ -39,10 +39,15 @@ class _Network:
         body: str = BODY,
         quantized: QuantizedWeights | None = None,
     ) -> None:
-        self.g, self.dims, self.weights, self.prefix, self.quantized = graph, dims, weights, prefix, quantized
-        self.layers, self.body = decoder_layers(dims, body), body
-        key = f"{prefix}rotary.{dims.head_dim // 2}.{dims.rope_theta:g}"
-        rotary = dims.head_dim, dims.rope_theta, limits.cache_rows, dims.rope_scaling
+        self.g = graph
+        self.dims = dims
+        self.weights = weights
+        self.prefix = prefix
+        self.body = body
+        self.quantized = quantized
+        self.layers = decoder_layers(dims, body)
+        rotary, half = (dims.head_dim, dims.rope_theta, limits.cache_rows, dims.rope_scaling), dims.head_dim // 2
+        key = f"{prefix}rotary.{half}.{dims.rope_theta:g}"
         cos = graph.weight(f"{key}.cos", lambda: rotary_tables(*rotary)[0], "float32")
         sin = graph.weight(f"{key}.sin", lambda: rotary_tables(*rotary)[1], "float32")
         self.rotary = (cos, sin)
@@ -55,15 +60,15 @@ class _Network:
     def linear(self, x: str, name: str, *sources: str, out: str) -> str:
         """x [..., in] times one or several projections side by side, by their Hugging Face names.
 
-        Quantised projections are multiplied as they are stored, and one by one where their rows are treated
-        differently or they have other scales than can lie side by side.
+        Quantised projections are multiplied as they are stored, and one by one where no single product can replace
+        theirs (see `join_scales`).
         """
         quantized = self.quantized
         each = [quantized.scales(source) if quantized else None for source in sources]
         found = [scales for scales in each if scales is not None]
         if quantized is None or not found:
             return self.g.linear(x, self.prefix + name, lambda: self.joined(*sources), out)
-        shared = side_by_side(found) if len(found) == len(sources) else None
+        shared = join_scales(found) if len(found) == len(sources) else None
         if shared is None:
             parts = [self.linear(x, source, source, out=f"{source}.out") for source in sources]
             return self.g.concat(parts, out, axis=-1)
@@ -75,20 +80,21 @@ class _Network:
         return self.g.linear_quantized(x, self.g.weight(self.prefix + name, stored, shared.values), shared, out)
 
     def norm(self, part: Part) -> str:
+        """A norm's weight."""
         (name,) = part.sources
         return self.g.weight(self.prefix + name, lambda: self.weights(name), "float32")
 
     def next_norm(self, index: int) -> str:
-        """The norm behind layer `index`: the next layer's first, or the last of all."""
+        """The weight of the norm after layer `index`: the next layer's first, or the final norm."""
         layers = self.layers[index + 1 :]
         return self.norm(layers[0].input_norm if layers else final_norm(self.dims, self.body))
 
     def name(self, index: int) -> str:
-        """Before the names of what layer `index` computes."""
+        """Prefix of the tensors that layer `index` computes."""
         return f"{self.body}layers.{index}"
 
     def cached(self, index: int) -> Attention:
-        """What layer `index` attends to."""
+        """The inputs of layer `index`'s attention."""
         d = self.dims
         return Attention(*self.caches[index], self.rotary, (d.num_heads, d.num_kv_heads), d.head_dim)
 
@@ -111,16 +117,21 @@ class _Network:
         normed = g.rms_norm(split, self.norm(part), f"{x}.normed", d.rms_norm_eps)
         return g.reshape(normed, [0, 0, heads * d.head_dim], f"{x}.flat")
 
+    def after_attention(self, index: int, attn: str, x: str) -> tuple[str, str]:
+        """The rest of layer `index`, from the result attn [N, T, Hq · D] of its attention and the residual stream x
+        [N, T, H]: the next layer's normed input and the residual stream."""
+        parts, layer, eps = self.layers[index], self.name(index), self.dims.rms_norm_eps
+        projected = self.linear(attn, f"{layer}.o", *parts.o.sources, out=f"{layer}.o.out")
+        h, x = self.g.add_rms_norm(projected, x, self.norm(parts.post_norm), f"{layer}.post", eps)
+        return self.g.add_rms_norm(self.mlp(index, h), x, self.next_norm(index), f"{layer}.next", eps)
+
     def mlp(self, index: int, h: str) -> str:
+        """SwiGLU of rows h [N, T, H]."""
         g, width, parts, layer = self.g, self.dims.intermediate_size, self.layers[index], self.name(index)
         both = self.linear(h, f"{layer}.gate_up", *parts.gate_up.sources, out=f"{layer}.gate_up.out")
         gate, up = g.split(both, [width, width], [f"{layer}.gate", f"{layer}.up"])
         inner = g.swiglu(gate, up, f"{layer}.swiglu")
         return self.linear(inner, f"{layer}.down", *parts.down.sources, out=f"{layer}.mlp")
-
-    def project(self, index: int, attn: str) -> str:
-        layer = self.name(index)
-        return self.linear(attn, f"{layer}.o", *self.layers[index].o.sources, out=f"{layer}.o.out")
 
 
 def _embedding(dims: TransformerDims, weights: Weights, prefix: str) -> Table:
@@ -145,15 +156,15 @@ def build_target_graph(
     prefix: str = "",
     quantized: QuantizedWeights | None = None,
 ) -> ModelProto:
-    """The target: T tokens of N slots on top of their caches → logits of R rows, tapped hidden states, and where the
-    logits stay on a device, the choices.
+    """The target: T tokens of N slots after their caches → logits of R rows, tapped hidden states, and where the logits
+    stay on a device, the choices.
 
     A chain under a causal mask is a prefill, a tree under an ancestor-only mask a verification; the graph is the same.
     With no tap_layers it is a plain language model (an autoregressive drafter); `prefix` keeps its weights apart.
-    Without `quantized` no row is rounded: quantised weights are taken for what they stand for.
+    Without `quantized` quantised weights are dequantised, and no row is rounded.
     """
     token_ids = g.input(names.TOKEN_IDS, g.integers, ["N", "T"])
-    g.place("T", limits.max_tokens_per_pass, masked=True)
+    g.row_inputs("T", limits.max_tokens_per_pass, masked=True)
     rows = g.input(names.ROWS, g.integers, ["R"])
     net = _Network(g, dims, weights, limits, prefix, quantized=quantized)
     eps = dims.rms_norm_eps
@@ -162,11 +173,8 @@ def build_target_graph(
     h = g.rms_norm(x, net.norm(net.layers[0].input_norm), "layers.0.input", eps)
     taps = []
     for i in range(dims.num_layers):
-        layer = net.name(i)
-        attn = g.attention(net.qkv(i, h), net.cached(i), f"{layer}.attn")
-        attn = net.project(i, attn)
-        h, x = g.add_rms_norm(attn, x, net.norm(net.layers[i].post_norm), f"{layer}.post", eps)
-        h, x = g.add_rms_norm(net.mlp(i, h), x, net.next_norm(i), f"{layer}.next", eps)
+        attn = g.attention(net.qkv(i, h), net.cached(i), f"{net.name(i)}.attn")
+        h, x = net.after_attention(i, attn, x)
         if i in tap_layers:
             taps.append(x)
     if taps:
@@ -200,7 +208,7 @@ def build_drafter_graph(
     block, eps = dims.block_size, dims.rms_norm_eps
     taps = g.input(names.TAPS, g.floats, ["N", "C", dims.taps_width])
     token_ids = g.input(names.TOKEN_IDS, g.integers, ["N", block])
-    g.place("C+block", max(limits.prefill_chunk, block) + block, masked=False)
+    g.row_inputs("C+block", max(limits.prefill_chunk, block) + block, masked=False)
     net = _Network(g, dims, weights, limits, "drafter.", dflash.BODY)
 
     # Hidden states have a few values so large that in 8 bits the others would vanish: this product is never rounded.
@@ -212,9 +220,7 @@ def build_drafter_graph(
         layer = net.name(i)
         rows = g.concat([context, h], f"{layer}.rows", axis=1)
         attn = g.block_attention(net.qkv(i, rows), net.cached(i), block, f"{layer}.attn")
-        attn = net.project(i, attn)
-        h, x = g.add_rms_norm(attn, x, net.norm(net.layers[i].post_norm), f"{layer}.post", eps)
-        h, x = g.add_rms_norm(net.mlp(i, h), x, net.next_norm(i), f"{layer}.next", eps)
+        h, x = net.after_attention(i, attn, x)
     flat = g.reshape(g.rows_from(h, 1, "masks"), [-1, dims.hidden_size], "hidden")
     logits = g.head(flat, _head(dims, target_weights, "", target_tied), "flat_logits")
     logits = g.reshape(logits, [-1, block - 1, dims.vocab_size], "logits")

@@ -1,6 +1,6 @@
-"""The operator vocabulary of the graphs: what every runtime's lowering shares, and the verbs each lowers in its way.
+"""The operator vocabulary of the graphs: the operators that all lowerings share, and those each lowers in its own way.
 
-`networks.py` speaks in these verbs only. `lowering_onnxruntime.py` and `lowering_tensorrt.py` are the two lowerings;
+`networks.py` uses these methods only. `lowering_onnxruntime.py` and `lowering_tensorrt.py` are the two lowerings;
 `lowering_int8.py` is the first with integer products.
 """
 
@@ -35,11 +35,11 @@ TYPES = {
 }
 
 Shape = Sequence[int | str]
-Make = Callable[[], np.ndarray]  # makes an array when it is wanted: float32, or the bytes of quantised values
+Make = Callable[[], np.ndarray]  # returns an array when it is needed: float32, or the bytes of quantised values
 
 
 class Sink(Protocol):
-    """Where weights go: stores an array once under its key and returns the initialiser that refers to it."""
+    """A store of weights: `add` stores an array once under its key and returns the initialiser that refers to it."""
 
     def add(self, key: str, make: Make, dtype: str) -> TensorProto: ...
 
@@ -48,15 +48,15 @@ class Sink(Protocol):
 class Table:
     """An embedding or language-model head that both networks may use."""
 
-    name: str  # of the graph's input, in engines that keep tables outside their graphs
-    key: str  # in the weight file, of engines that keep them there
+    name: str  # of the graph's input, where an engine keeps tables outside of its graphs
+    key: str  # in the weight file, where it keeps them inside
     make: Make
     shape: tuple[int, int]  # [V, H]
 
 
 @dataclass(frozen=True)
 class Attention:
-    """What an attention reads beside its rows: one layer's cache, the rotary tables, the shape of its heads."""
+    """The inputs of an attention apart from its rows: one layer's cache, the rotary tables, the shape of its heads."""
 
     past: tuple[str, str]  # keys, values: [slots, Hkv, S, D]
     present: tuple[str, str]  # the same buffers, as outputs
@@ -66,10 +66,10 @@ class Attention:
 
 
 class Graph(ABC):
-    """Collects nodes, inputs, outputs and initialisers of one ONNX graph."""
+    """One ONNX graph in the making: nodes, inputs, outputs and initialisers. Methods return names of tensors."""
 
-    floats = "float32"  # what the network computes in
-    integers = "int64"  # what ids, positions and row numbers are
+    floats = "float32"  # type the network computes in
+    integers = "int64"  # type of ids, positions and row numbers
     domains: tuple[str, ...] = ()  # of operators that are not ONNX's own
 
     def __init__(self, name: str, sink: Sink) -> None:
@@ -80,7 +80,7 @@ class Graph(ABC):
         self._outputs: list[ValueInfoProto] = []
         self._initializers: dict[str, TensorProto] = {}
 
-    # Edges of the graph
+    # Inputs, outputs and weights
 
     def input(self, name: str, dtype: str, shape: Shape) -> str:
         self._inputs.append(helper.make_tensor_value_info(name, TYPES[dtype], list(shape)))
@@ -102,7 +102,7 @@ class Graph(ABC):
         return name
 
     def cache(self, dims: TransformerDims, limits: Limits) -> list[tuple[tuple[str, str], tuple[str, str]]]:
-        """Adds every layer's cache as inputs and outputs; per layer its (past keys, values), (present keys, values)."""
+        """Add every layer's cache as inputs and outputs; returns per layer (past, present), each (keys, values)."""
         shape = [self.slots(limits), dims.num_kv_heads, limits.cache_rows, dims.head_dim]
         past, present = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
         for name in past:
@@ -112,10 +112,10 @@ class Graph(ABC):
         past_pairs = zip(past[::2], past[1::2], strict=True)
         return list(zip(past_pairs, zip(present[::2], present[1::2], strict=True), strict=True))
 
-    # Verbs every runtime has
+    # Operators of every runtime
 
     def op(self, kind: str, inputs: Sequence[str], outputs: Sequence[str], *, domain: str = "", **attrs: Any) -> str:
-        """Add one node, once however often it is asked for, and return the name of its first output.
+        """Add a node, unless the graph has it, and return the name of its first output.
 
         An empty name is an absent optional input.
         """
@@ -139,7 +139,7 @@ class Graph(ABC):
         """As `linear`, for a quantised weight [in, out]; x is scaled and rounded as `scales` say."""
         if scales.smooth is not None:
             x = self.op("Mul", [x, self._scale(f"{weight}.smooth", scales.smooth)], [f"{out}.smooth"])
-        zero = f"{scales.values}.zero"  # tells QuantizeLinear what to round to; as wide as the scale it goes with
+        zero = f"{scales.values}.zero"  # its type is the one QuantizeLinear rounds to
         if scales.input is not None:
             none = helper.make_tensor(zero, TYPES[scales.values], [], b"\0", raw=True)
             self._initializers.setdefault(zero, none)
@@ -182,7 +182,7 @@ class Graph(ABC):
         names = [self.constant(f"{n}.{v}", np.array([v], np.int64)) for n, v in bounds]
         return self.op("Slice", [x, *names], [out])
 
-    # Verbs each runtime lowers in its own way
+    # Operators that each runtime lowers in its own way
 
     @abstractmethod
     def slots(self, limits: Limits) -> int | str:
@@ -190,12 +190,12 @@ class Graph(ABC):
 
     @abstractmethod
     def table(self, table: Table) -> str:
-        """The edge that carries its values [V, H]."""
+        """The tensor of its values [V, H]."""
 
     @abstractmethod
-    def place(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
-        """Adds the inputs that say where the `tokens` rows of a call, at most `max_tokens`, go in the cache, and, where
-        `masked`, which of them see which."""
+    def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
+        """Add the inputs that place the `tokens` rows of a call, at most `max_tokens`, in the cache, and with `masked`
+        those that state which of them see which."""
 
     @abstractmethod
     def head(self, x: str, table: Table, out: str) -> str:
@@ -204,8 +204,8 @@ class Graph(ABC):
 
     @abstractmethod
     def choices(self, logits: str) -> None:
-        """The output `choices`, `integers` [R]: the column of the largest of each row of logits [R, V]. None where the
-        logits are the host's own memory, which finds it there."""
+        """Add the output `choices`, `integers` [R]: the column of the largest value in each row of logits [R, V]. Where
+        logits are in host memory nothing is added, and the host computes it."""
 
     @abstractmethod
     def most_probable(self, logits: str, candidates: int, outputs: tuple[str, str]) -> int | str:
@@ -228,17 +228,18 @@ class Graph(ABC):
 
     @abstractmethod
     def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:
-        """Grouped-query attention that appends to the cache in place: a row sees the past, and of the rows of the call
-        those that the mask says.
+        """Grouped-query attention that appends to the cache in place: a row sees the past, and those rows of the call
+        that the mask allows.
 
         qkv are [N, T, heads · D], before rotary embedding; so is what it returns.
         """
 
     @abstractmethod
     def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, out: str) -> str:
-        """As `attention`, but each of the last `block` rows sees all. Returns what these get: [N, block, Hq · D]."""
+        """As `attention`, but each of the last `block` rows sees all rows. Returns their results [N, block, Hq · D]."""
 
     def model(self) -> ModelProto:
+        """The finished graph."""
         graph = helper.make_graph(
             list(self._nodes.values()), self.name, self._inputs, self._outputs, list(self._initializers.values())
         )

@@ -1,4 +1,4 @@
-"""The external data file both graphs keep their weights in."""
+"""The file of both graphs' weights, ONNX's external data."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ _FLOATS = frozenset(precision.dtype for precision in PRECISIONS.values())
 
 
 class WeightFile:
-    """Writes arrays one after another and hands out ONNX initialisers that refer to them.
+    """Writes arrays one after another and returns ONNX initialisers that refer to them.
 
-    An array is stored once under its key, whichever graph asks for it: the drafter's embedding and head are the
-    target's. Only the array being written is in memory. A context manager; `path` must not exist yet.
+    An array is stored once under its key for both graphs: the drafter's embedding and head are the target's. Only the
+    array being written is in memory. A context manager; `path` must not exist yet.
     """
 
     def __init__(self, path: Path, *, expected_bytes: int = 0, progress: Progress = no_progress) -> None:
         self._file = path.open("xb")
         self._name = path.name
         self._written: dict[str, TensorProto] = {}
-        self._expected, self._done, self._progress = expected_bytes, 0, progress
+        self._expected = expected_bytes
+        self._done = 0
+        self._progress = progress
 
     @property
     def size(self) -> int:
@@ -38,8 +40,8 @@ class WeightFile:
         return self._done
 
     def add(self, key: str, make: Callable[[], np.ndarray], dtype: str = "float32") -> TensorProto:
-        """The initialiser of `key`; `make` is called, and its array written in `dtype`, only if the key is new. What
-        is quantised comes as its bytes, two values of int4 in one.
+        """The initialiser of `key`; `make` is called, and its array written in `dtype`, only if the key is new. Arrays
+        of quantised values are their bytes, each with two values of int4.
 
         Raises OSError when the disk is full, BuildError when fp16 cannot hold a value, and whatever `make` raises.
         """

@@ -22,11 +22,13 @@ from ddtree_trt.models.decoder import (
 )
 from ddtree_trt.reading import Between
 
-BLOCK, LAYER = Between(2, 4096), Between(0, 999)
+BLOCK = Between(2, 4096)
+LAYER = Between(0, 999)
 ARCHITECTURE = "DFlashDraftModel"  # its class in config.json
 SECTION = "dflash_config"  # its object in config.json
-BODY = ""  # before the names of its layers and final norm
-FC, CONTEXT_NORM = "fc.weight", "hidden_norm.weight"
+BODY = ""  # prefix of its layers and final norm
+FC = "fc.weight"
+CONTEXT_NORM = "hidden_norm.weight"
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def default_tap_layers(num_target_layers: int, num_draft_layers: int) -> tuple[i
 
 
 def config_entries(dims: DrafterDims) -> dict[str, object]:
-    """What a drafter's config.json says beside the entries of its family."""
+    """The entries of a drafter's config.json that its family does not have."""
     return {
         "architectures": [ARCHITECTURE],
         "block_size": dims.block_size,

@@ -24,13 +24,13 @@ class DrafterKind:
 
     name: KindName
     title: str  # in messages: "a DFlash drafter"
-    # What it needs
+    # What it needs:
     language_model: bool  # its graph is the target's: a tree of tokens in, logits out
-    own_tables: bool  # has an embedding and a head; another uses the target's
+    own_tables: bool  # it has an embedding and a head; without them it uses the target's
     tap_layers: tuple[int, ...] = ()  # target layers whose output it is conditioned on, M of them
     target_layers: int | None = None  # layers of the target it was trained for; None where any will do
-    mask_token_id: int | None = None  # what stands for a token that is not known yet; None where nothing does
-    # What it offers
+    mask_token_id: int | None = None  # the input at positions that are to be drafted; None where there are none
+    # What it offers:
     block_size: int | None = None  # tokens of its one pass, 1 + L; None where it drafts token by token
     longest_draft: int = LONGEST_CHAIN  # most tokens of a chain that `auto` drafts in a round
 
@@ -64,7 +64,6 @@ _KINDS: Mapping[KindName, tuple[type[TransformerDims], Callable[[Any], DrafterKi
     "dflash": (DrafterDims, _dflash),
     "autoregressive": (TransformerDims, _autoregressive),
 }
-KIND_NAMES: tuple[KindName, ...] = tuple(_KINDS)
 
 
 def kind_of(dims: TransformerDims) -> DrafterKind:

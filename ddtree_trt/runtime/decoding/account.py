@@ -1,18 +1,18 @@
-"""Whether drafting pays for a request: what it has gained or lost, in seconds.
+"""The account of a request: the time it has gained or lost by drafting, in seconds, and whether it drafts on.
 
-A drafting round gains the time its tokens would have taken one by one, less its own. To draft or not is a bandit with
-two arms, of which one, single tokens, is known. The rule is bounded both ways:
+A drafting round gains the time its tokens would have taken one by one, less its duration. To draft or not is a bandit
+with two arms, of which one, single tokens, is known. The rule is bounded both ways:
 
-- A request drafts until it has lost more than `STAKE`; a round that follows no gain is no larger than may lose `TRIAL`.
-  Then it makes single tokens. So if nothing it drafts is accepted, it loses less than STAKE + TRIAL; where a draft
-  alone costs a pass, that is one TRIAL.
-- Nothing that others lost counts. A request's own first draft always runs, at the same size after any history, and
-  decides: no sequence of poor requests takes drafting away from one it would pay for.
-- One draft may be unlucky. If the tokens behind the one it missed are those it had for their places, the request drafts
-  again; the second and third time since it last gained, two and three such tokens are needed. Text the drafter knows
-  nothing of gives no such sign, so this costs nothing there; against a drafter made to deceive it costs three TRIALs.
-- Single-token rounds of an engine, whichever request makes them, save `SHARE` of their time, which pays for probes. So
-  probes cost no more than that share, and drafting is tried again after the price of a probe over that share.
+- A request drafts until it has lost more than `STAKE`; after a round without gain, the next one is no larger than may
+  lose `TRIAL`. Then it makes single tokens. So if nothing it drafts is accepted, it loses less than STAKE + TRIAL;
+  where a draft alone costs a pass, that is one TRIAL.
+- Losses of other requests have no effect. A request's first draft always runs, at the same size after any history, and
+  decides: no sequence of poor requests stops drafting for one that would gain by it.
+- One draft may be unlucky. If the tokens behind the one it missed are those it had at their positions, the request
+  drafts again; the second and third time since it last gained, two and three such tokens are needed. A drafter that
+  does not know the text has no such matches, so this costs nothing there; an adversarial drafter costs three TRIALs.
+- Single-token rounds of an engine, of any request, save `SHARE` of their time, which pays for probes. So probes cost no
+  more than that share, and the time until the next probe is the price of a probe divided by the share.
 
 A useless drafter then costs less than 5 % of an answer of 48 tokens. Where even the smallest round that could pay may
 lose more than TRIAL, it is that round that a request's first draft costs.
@@ -27,37 +27,39 @@ from __future__ import annotations
 
 from ddtree_trt.runtime.decoding.costs import Costs
 
-STAKE, TRIAL = 0.9, 2.0  # what a request may lose, in single-token passes
-PROOF = 3.0  # what a request has gained, in single-token passes, before others learn from it: less may be luck
+STAKE = 0.9  # most loss of a request before it stops drafting, in single-token passes
+TRIAL = 2.0  # most loss of a round after a round without gain, in single-token passes
+PROOF = 3.0  # gain of a request, in single-token passes, before others learn from it: less may be luck
 SHARE = 1 / 128  # of the time of single-token rounds
-MEMORY = 32.0  # rounds after which a gain counts for a third, so that a request that gets worse is noticed
-PATIENCE = 2  # a request whose probes failed so often waits for 2 ** PATIENCE prices: newer ones come first
+MEMORY = 32.0  # rounds after which the weight of a gain is a third, so that a request that gets worse is noticed
+PATIENCE = 2  # after so many failed probes a request waits for 2 ** PATIENCE prices: newer ones come first
 
 
 class Savings:
-    """What the single-token rounds of an engine have saved for probes."""
+    """The time that the single-token rounds of an engine have saved for probes."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def add(self, costs: Costs) -> None:
-        """A single-token round is made."""
+        """Save for a single-token round."""
         most_s = 2**PATIENCE * costs.trial_s
         self.seconds = max(self.seconds, min(self.seconds + SHARE * costs.single_s, most_s))
 
 
 class Account:
-    """One request's gains and losses, and with them whether it drafts."""
+    """One request's gains and losses, which decide whether it drafts."""
 
     def __init__(self, savings: Savings) -> None:
         self._savings = savings
         self._balance_s = 0.0
         self._failed = 0  # probes in a row that did not gain
-        self._foreseen = 0  # tokens after the latest draft that it had for their places
-        self._reconsidered = 0  # times since the request last gained
-        self._paid = False  # its latest draft
-        self.stopped = self.probing = False
-        self.proved = False  # whether drafting has gained more than luck may
+        self._matches = 0  # tokens after the latest draft that it had at their positions
+        self._resumed = 0  # times that matches resumed drafting since the request last gained
+        self._latest_gained = False  # whether the latest draft gained
+        self.stopped = False  # whether the request makes single tokens, except for probes
+        self.probing = False  # whether the current round is a probe
+        self.proved = False  # whether drafting has gained more than luck explains
 
     @property
     def gains(self) -> bool:
@@ -65,7 +67,7 @@ class Account:
         return self._balance_s > 0 and not self.stopped
 
     def may_draft(self, costs: Costs) -> bool:
-        """Whether the next round drafts; if not, it is a single-token round, and saves."""
+        """Whether the next round drafts. If not, it is a single-token round, which saves for probes."""
         if not costs.least:
             return False
         if not self.stopped:
@@ -77,14 +79,15 @@ class Account:
         return True
 
     def most_nodes(self, costs: Costs) -> int:
-        """What the next round may verify and draft."""
-        return costs.most if self.gains or self._paid else costs.affordable(TRIAL * costs.single_s)
+        """Most nodes that the next round may draft and verify."""
+        return costs.max_nodes if self.gains or self._latest_gained else costs.affordable(TRIAL * costs.single_s)
 
     def settle(self, costs: Costs, nodes: int, tokens: int) -> None:
-        """A drafting round verified so many nodes and committed so many tokens."""
+        """Book a drafting round that verified `nodes` nodes and committed `tokens` tokens."""
         cost_s = costs.round_s(nodes)
         gain_s = tokens * costs.single_s - cost_s
-        self._paid, self._foreseen = gain_s > 0, 0
+        self._latest_gained = gain_s > 0
+        self._matches = 0
         if self.probing:
             self._savings.seconds -= cost_s - costs.single_s
             self.probing = False
@@ -92,21 +95,23 @@ class Account:
             self._failed = self._failed + 1 if self.stopped else 0
             self._balance_s = gain_s
         else:
-            kept = 1 - 1 / MEMORY if self._balance_s > 0 else 1.0
-            self._balance_s = kept * self._balance_s + gain_s
+            weight = 1 - 1 / MEMORY if self._balance_s > 0 else 1.0
+            self._balance_s = weight * self._balance_s + gain_s
             self.stopped = self._balance_s < -STAKE * costs.single_s
         self.proved = not self.stopped and self._balance_s > PROOF * costs.single_s
         if self.gains:
-            self._reconsidered = 0
+            self._resumed = 0
 
-    def foreseen(self, costs: Costs) -> None:
-        """A token after the draft that ended drafting is the one that draft had for its place."""
-        self._foreseen += 1
-        if self.stopped and self._foreseen > self._reconsidered:
-            self._reconsidered += 1
-            self.stopped, self._balance_s = False, -STAKE * costs.single_s
+    def match(self, costs: Costs) -> None:
+        """Book a token that the draft which ended drafting had at its position; enough of them resume drafting."""
+        self._matches += 1
+        if self.stopped and self._matches > self._resumed:
+            self._resumed += 1
+            self.stopped = False
+            self._balance_s = -STAKE * costs.single_s
 
     def stop(self, costs: Costs) -> None:
-        """What is known of the request promises no gain: make single tokens, beginning with the next round."""
-        self.stopped, self.probing = True, False
+        """Make single tokens from the next round on, because no draft is expected to gain."""
+        self.stopped = True
+        self.probing = False
         self._savings.add(costs)

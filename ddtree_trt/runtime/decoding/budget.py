@@ -1,11 +1,11 @@
-"""How many draft nodes a round verifies.
+"""Tree budgets: the number of draft nodes that a round verifies.
 
 `auto` follows the rule of CaDDTree (arXiv 2606.01813): of the heap's pop order take the prefix of n nodes that
 maximises expected tokens per second, (1 + Σ q̂) / (C_draft + C_verify(n, context)), with the costs of the engine's
 latency profile and q̂ calibrated online.
 
-Whether to draft at all is decided before the drafter runs, by what drafting has gained for the request (`account`).
-What is learnt of a request that does not gain stays its own: others start from what requests that gain have shown.
+Whether to draft at all is decided before the drafter runs, by the time drafting has gained for the request (`account`).
+Other requests start from a calibration that has learnt only from requests that gained by drafting.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from ddtree_trt.runtime.tree import EMPTY, DraftTree, chain
 
 @dataclass(frozen=True)
 class Decision:
-    """Why a round had the budget it had."""
+    """The budget of a round, and the estimates it was chosen by."""
 
     nodes: int
     expected_tokens: float  # 1 + Σ q̂ over the chosen nodes
     expected_s: float  # C_draft + C_verify
-    single_token_s: float  # what a round without drafting costs
+    single_token_s: float  # a round without drafting
     drafted: bool = True
     probe: bool = False  # drafted only to see whether drafting pays again
 
     @property
     def expected_gain(self) -> float:
-        """Expected tokens per second over those without drafting."""
+        """Expected tokens per second, relative to a round without drafting."""
         return self.expected_tokens * self.single_token_s / self.expected_s
 
 
 class Budget(Protocol):
     """Chooses the tree size of every round of one sequence."""
 
-    last: Decision | None  # of the latest round; None where nothing was decided
+    last: Decision | None  # of the latest round; None for a fixed budget
 
     def ceiling(self, past: int, left: int) -> int:
         """Most nodes worth drafting for at `past` committed tokens, where at most `left` ≥ 1 tokens may still come; 0
@@ -57,7 +57,8 @@ class Budget(Protocol):
 
     def observe(self, tree: DraftTree, path: NDArray[np.int32], next_token: int, *, ends: bool = False) -> None:
         """Learn from a verified tree, the accepted path [m], root first, and the target's choice at its end. `ends`:
-        the answer ends there and may have cut the path, which says nothing of the draft: only the cost counts."""
+        the output ends with the path, which its end may have cut: the round is booked, but is no evidence of the
+        draft's quality."""
 
 
 class FixedBudget:
@@ -78,12 +79,14 @@ class FixedBudget:
 
 
 class AutoBudgets:
-    """What the sequences of one engine share: its costs, what those that gain have learnt about the drafter, and what
-    is saved for probes."""
+    """State shared by the sequences of one engine: its costs, the calibration learnt from requests that gain, and the
+    time saved for probes."""
 
-    REQUEST_MEMORY, ENGINE_MEMORY = 48.0, 512.0  # rounds
-    REQUEST_PRIOR, ENGINE_PRIOR = 4.0, 4.0  # pseudo-observations per depth
-    CHAIN_PRIOR = 0.8  # how often a drafted token is accepted, before any was seen, where no drafter says its odds
+    REQUEST_MEMORY = 48.0  # rounds
+    ENGINE_MEMORY = 512.0  # rounds
+    REQUEST_PRIOR = 4.0  # pseudo-observations per depth
+    ENGINE_PRIOR = 4.0  # pseudo-observations per depth
+    CHAIN_PRIOR = 0.8  # prior acceptance rate of a chain, whose length is chosen before the drafter has probabilities
 
     def __init__(
         self,
@@ -95,45 +98,49 @@ class AutoBudgets:
         chains: bool = False,
     ) -> None:
         """`buckets`: numbers of tree tokens the engine pads a verification to. `chains`: the drafter drafts token by
-        token, so that the budget, its γ, is chosen before it runs."""
+        token, so that the budget, the length γ of its chain, is chosen before it runs."""
         self.costs = CostModel(profile, max_nodes, max_depth, buckets)
-        self.max_nodes, self.max_depth = max_nodes, max_depth
+        self.max_nodes = max_nodes
+        self.max_depth = max_depth
         self._kind: type[AutoBudget] = AutoLength if chains else AutoBudget
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        """Begin as on an engine that has seen no request."""
+    def _reset(self) -> None:
+        """Start with the state of an engine that has served no request."""
         root = self.CHAIN_PRIOR if self._kind is AutoLength else 1.0
         self.calibration = Calibration(self.max_depth, prior=self.ENGINE_PRIOR, memory=self.ENGINE_MEMORY, root=root)
         self.savings = Savings()
 
     def for_sequence(self, *, alone: bool = False) -> AutoBudget:
-        """`alone`: it learns from nothing but its own rounds, so that the same rounds have the same budgets again."""
+        """The budget of one sequence. `alone`: it learns from that sequence only, so that its budgets are
+        repeatable."""
         shared = self
         if alone:
             shared = copy.copy(self)
-            shared._forget()
+            shared._reset()
         return self._kind(shared)
 
 
 class _FailedDraft:
-    """A draft that ended drafting. Where the target goes on as it says behind the token it missed, it was unlucky."""
+    """A draft after which drafting stopped. It was unlucky if the target's tokens behind the missed one match it."""
 
-    PLACES = 3  # how far behind the missed token
+    MAX_POSITIONS = 3  # positions behind the missed token that are compared
 
     def __init__(self, tree: DraftTree, missed: int) -> None:
         """`missed`: depth of the first token that was not in the tree."""
-        self._tree, self._depth, self._last = tree, missed, missed + self.PLACES
+        self._tree = tree
+        self._depth = missed
+        self._last_depth = missed + self.MAX_POSITIONS
 
-    def foresaw(self, token: int) -> bool:
-        """Whether the next token is the most probable one of the draft for its place."""
+    def matches(self, token: int) -> bool:
+        """Whether the next token is the draft's most probable one at its position. Call it with every token."""
         self._depth += 1
         at_depth = np.flatnonzero(self._tree.depths == self._depth)
-        return self._depth <= self._last and at_depth.size > 0 and token == self._tree.token_ids[at_depth[0]]
+        return self._depth <= self._last_depth and at_depth.size > 0 and token == self._tree.token_ids[at_depth[0]]
 
 
 class AutoBudget:
-    """The best budget of each round, by expected tokens per second."""
+    """Chooses the budget of each round by expected tokens per second."""
 
     def __init__(self, shared: AutoBudgets) -> None:
         self._shared = shared
@@ -152,13 +159,13 @@ class AutoBudget:
 
     def ceiling(self, past: int, left: int) -> int:
         self._costs = self._shared.costs.at(past, left)
-        if self._account.may_draft(self._costs) and (most := self._most()):
-            return most
+        if self._account.may_draft(self._costs) and (nodes := self._draft_nodes()):
+            return nodes
         self.last = Decision(0, 1.0, self._costs.single_s, self._costs.single_s, drafted=False)
         return 0
 
-    def _most(self) -> int:
-        """Nodes worth building a tree of."""
+    def _draft_nodes(self) -> int:
+        """Most nodes to draft; 0 skips the drafter."""
         return self._shared.costs.fill(min(self._largest * 3 // 2, self._shared.max_nodes))
 
     def choose(self, tree: DraftTree, past: int) -> int:
@@ -168,15 +175,15 @@ class AutoBudget:
         return n
 
     def _best(self, log_weights: NDArray[np.float64], depths: NDArray[np.int32], least: int) -> int:
-        """The most profitable beginning of a tree that has `least` nodes or more and that the account affords. Rows
-        that the engine would pad are used. A probe expects of the drafter what requests that gain have seen of it."""
+        """The size of the most profitable prefix of a tree, of `least` nodes or more, that the account affords. Rows
+        that the engine would pad are used. A probe expects the acceptance of requests that gain."""
         account, costs = self._account, self._costs
         ratios = (self._shared.calibration if account.probing else self._calibration).ratios()
-        ratios[costs.deepest :] = 0.0  # the answer ends above these depths
-        most = account.most_nodes(costs)
+        ratios[costs.deepest :] = 0.0  # the output ends above these depths
+        largest = account.most_nodes(costs)
         nodes, expected = _native.best_prefix(
-            log_weights[:most],
-            depths[:most],
+            log_weights[:largest],
+            depths[:largest],
             ratios,
             costs.draft_s,
             costs.nodes_s,
@@ -190,8 +197,8 @@ class AutoBudget:
         if self.last is None:
             return
         if not self.last.drafted:
-            if self._failed is not None and self._failed.foresaw(next_token):
-                self._account.foreseen(self._costs)
+            if self._failed is not None and self._failed.matches(next_token):
+                self._account.match(self._costs)
             return
         self._account.settle(self._costs, self.last.nodes, len(path))
         if ends:
@@ -204,21 +211,22 @@ class AutoBudget:
 
 
 class AutoLength(AutoBudget):
-    """The best length γ of each round's chain, for a drafter that drafts token by token.
+    """Chooses the length γ of each round's chain, for a drafter that drafts token by token.
 
-    The length is chosen before anything is drafted, so that the surrogate is how often a token at each depth was
-    accepted lately.
+    The length is chosen before anything is drafted, so the surrogate of a token is the recent acceptance rate of its
+    depth.
     """
 
     def __init__(self, shared: AutoBudgets) -> None:
         super().__init__(shared)
-        self._any = chain(np.zeros(shared.max_depth, np.int32))
-        self._new = True
+        self._longest_chain = chain(np.zeros(shared.max_depth, np.int32))
+        self._first_round = True
 
-    def _most(self) -> int:
-        trial = self._new or self._account.probing
-        self._new = False
-        length = self._best(self._any.log_weights, self._any.depths, self._costs.least if trial else 0)
+    def _draft_nodes(self) -> int:
+        trial = self._first_round or self._account.probing
+        self._first_round = False
+        longest = self._longest_chain
+        length = self._best(longest.log_weights, longest.depths, self._costs.least if trial else 0)
         if not length:
             self._account.stop(self._costs)
         return min(length, self._costs.deepest)

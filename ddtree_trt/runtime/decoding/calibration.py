@@ -1,14 +1,14 @@
 """Online calibration of the drafter's surrogate.
 
 The heap ranks prefixes by the product of the drafter's marginals, which may be over- or under-confident. Per depth d we
-keep how often a walk that stood above children at depth d went on (observed) and how much marginal mass those children
-had (predicted). Their ratio r_d scales the surrogate: a node at depth d is accepted with probability about
+keep how often a walk at a node with children at depth d accepted one (observed) and the marginal mass of those children
+(predicted). Their ratio r_d scales the surrogate: a node at depth d is accepted with probability about
 q̂ = exp(log_weight) · r_1 · … · r_d.
 
-Evidence is forgotten exponentially, so that what is no longer tried drifts back to the prior. A request's prior is the
-engine-wide calibration; the engine's own prior at a depth is the depth above, since few walks reach the deep ones. The
-engine learns from requests once they have clearly gained by drafting, from their first draft on: what it expects for a
-new request is what such requests have shown, whatever the others were like.
+Evidence is forgotten exponentially, so that depths no longer tried drift back to the prior. A request's prior is the
+engine-wide calibration; the engine's prior at a depth is the ratio of the depth above, since few walks reach the deep
+ones. The engine learns from requests once they have clearly gained by drafting, from their first draft on: it expects
+of a new request the acceptance of such requests, whatever the others were like.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from ddtree_trt import _native
 from ddtree_trt.runtime.tree import DraftTree
 
-HELD = 16  # rounds
-LOWEST, HIGHEST = 0.02, 2.0  # bounds of r_d: no streak of luck may silence or inflate a depth
+HELD = 16  # rounds of a request kept until it is known whether the parent learns them
+LOWEST, HIGHEST = 0.02, 2.0  # bounds of r_d, so that a lucky or unlucky streak has a bounded effect
 
 
 class Calibration:
@@ -33,8 +33,11 @@ class Calibration:
         self, max_depth: int, *, prior: float, memory: float, parent: Calibration | None = None, root: float = 1.0
     ) -> None:
         self._evidence = np.zeros((2, max_depth))  # observed, predicted
-        self._prior, self._keep, self._parent, self._root = prior, 1 - 1 / memory, parent, root
-        self._held: deque[NDArray[np.float64]] = deque(maxlen=HELD)  # masses the parent has not learnt
+        self._prior = prior
+        self._keep = 1 - 1 / memory
+        self._parent = parent
+        self._root = root
+        self._held: deque[NDArray[np.float64]] = deque(maxlen=HELD)  # evidence the parent has not learnt
 
     def ratios(self) -> NDArray[np.float64]:
         """r_1 … r_max_depth."""
@@ -42,9 +45,9 @@ class Calibration:
         return _native.calibrated_ratios(self._evidence, priors, self._prior, LOWEST, HIGHEST, self._root)
 
     def observe(self, tree: DraftTree, path: NDArray[np.int32], *, share: bool = True) -> None:
-        """Learn from a verified tree and the accepted path [m], root first. Only depths the walk tried count.
+        """Learn from a verified tree and the accepted path [m], root first, at the depths the walk tried.
 
-        The parent learns it too, with what was held back before, if it is to `share`.
+        With `share` the parent learns it too, and the evidence held back before.
         """
         mass = _native.tried_mass(tree.parents, tree.log_weights, path)
         _native.learn(self._evidence, mass, self._keep)
@@ -57,5 +60,5 @@ class Calibration:
             self._held.clear()
 
     def withhold(self) -> None:
-        """Never let the parent learn what was held back so far."""
+        """Drop the evidence held back for the parent."""
         self._held.clear()

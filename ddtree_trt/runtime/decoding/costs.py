@@ -1,4 +1,4 @@
-"""What rounds cost, from the latency profile: by tree size and context, in the steps an engine pads its passes to."""
+"""Costs of rounds by tree size and context, from the latency profile and the sizes an engine pads its passes to."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from ddtree_trt.runtime.decoding.latency import LatencyProfile
 
 @dataclass(frozen=True)
 class Costs:
-    """What rounds cost at one context length, in seconds."""
+    """Costs of rounds at one context length, in seconds."""
 
     single_s: float  # a round without drafting
-    draft_s: float  # a draft, what each drafted token costs aside
-    nodes_s: NDArray[np.float64]  # [1 + max_nodes]: drafting, where it goes by the token, and verifying n nodes
-    least: int  # fewest nodes that pay if as many are accepted as can be; 0 where none do
+    draft_s: float  # a draft, without the cost per drafted token
+    nodes_s: NDArray[np.float64]  # [1 + max_nodes]: verifying n nodes, with the drafter's cost of n tokens
+    least: int  # fewest nodes that pay if all possible ones are accepted; 0 where no number does
     deepest: int  # depth below which an accepted node adds no token
 
     @property
-    def most(self) -> int:
+    def max_nodes(self) -> int:
         return len(self.nodes_s) - 1
 
     @property
     def trial_s(self) -> float:
-        """What the smallest round that could pay loses against a single-token round when nothing is accepted."""
+        """Loss of the smallest round that could pay, against a single-token round, when nothing is accepted."""
         return self.round_s(self.least) - self.single_s
 
     def round_s(self, nodes: int) -> float:
-        """Seconds of a drafting round that verifies so many nodes."""
+        """Seconds of a drafting round that verifies `nodes` nodes."""
         return self.draft_s + float(self.nodes_s[nodes])
 
     def affordable(self, loss_s: float) -> int:
-        """Most nodes with which a round that commits one token loses no more than `loss_s` against a single-token
-        round, but never so few that it could not pay."""
+        """Most nodes of a round that loses at most `loss_s` against a single-token round when it commits one token, but
+        at least as many as could pay."""
         most = int(self.nodes_s.searchsorted(loss_s + self.single_s - self.draft_s, side="right")) - 1
         return max(most, self.least)
 
@@ -44,7 +44,7 @@ class Costs:
 class CostModel:
     """The latency profile, interpolated over the measured contexts.
 
-    Where passes are padded, a tree costs what the next size up does: the curve is flat up to there.
+    Where passes are padded, a tree costs as much as the next larger size: the curve is flat up to that size.
     """
 
     STEP = 64  # tokens of context over which costs are taken as constant

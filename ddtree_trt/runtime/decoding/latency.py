@@ -1,7 +1,7 @@
-"""The latency profile: what a draft and a verification cost on this machine, by tree tokens and context length.
+"""The latency profile: times of drafts and verifications on this machine, by tree tokens and context length.
 
-Stored beside the engine as `profile.json` with the machine's fingerprint. It is measured, not part of the build: a
-profile of another machine, engine or thread count is noticed and measured again.
+Stored in the engine directory as `profile.json` with the machine's fingerprint. It is not part of the build: a profile
+of another machine, engine or thread count is detected and measured again.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ PROFILE_VERSION = 2
 TREE_TOKENS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 513, 1025)
 CONTEXTS = (64, 512, 2048, 8192, 32768)
 COSTLY = 8.0  # trees are measured until one costs this many single-token passes: larger ones cannot pay
-REPETITIONS = (2, 10)  # of every size, at least and at most
+REPETITIONS = (2, 10)  # least and most of every size
 IN_A_ROW = 4  # rounds of one size in each repetition
-LONG_PASS_S = 0.02
-DRAFT_LENGTHS = (1, 5)  # tokens an autoregressive drafter is timed with
-DRAFT_ROWS = 4  # new context rows of the measured drafter pass, about what a round commits
+LONG_PASS_S = 0.02  # a pass of this time or more is timed once in each repetition
+DRAFT_LENGTHS = (1, 5)  # lengths of the timed drafts of an autoregressive drafter
+DRAFT_ROWS = 4  # new context rows of the measured drafter pass, about as many as a round commits
 _MAX_BYTES = 1 << 20  # of the file; a real one has some kilobytes
 _log = logging.getLogger(__name__)
 
-# What a stored cost may be: no pass takes no time, and an hour is no latency.
+# Accepted ranges of stored costs.
 _Seconds = Annotated[float, Between(1e-9, 3600)]
-_SecondsOrNone = Annotated[float, Between(0, 3600)]
+_SecondsOrZero = Annotated[float, Between(0, 3600)]
 _Tokens = Annotated[int, Between(1, 1 << 31)]
 
 
@@ -54,16 +54,16 @@ class ContextCost:
     """Costs at one context length."""
 
     context: _Tokens
-    draft_s: _SecondsOrNone  # a draft, what each drafted token costs aside
+    draft_s: _SecondsOrZero  # a draft, without the cost per drafted token
     tree_tokens: tuple[_Tokens, ...]  # T, rising from 1
     verify_s: tuple[_Seconds, ...]  # one per T
-    draft_token_s: _SecondsOrNone = 0.0  # each drafted token, where the drafter drafts token by token
+    draft_token_s: _SecondsOrZero = 0.0  # each drafted token, where the drafter drafts token by token
 
     def verify_curve(self, largest: int) -> NDArray[np.float64]:
         """Seconds to verify a tree of n = 0 … `largest` draft nodes, float64 [largest + 1].
 
-        Monotone, and convex from n = 1 on; a single token takes another kernel and is kept as measured. Past the last
-        measured size the last slope goes on.
+        Monotone, and convex from n = 1 on; a single token takes another kernel and is kept as measured. Beyond the
+        last measured size the curve continues with its last slope.
         """
         sizes, costs = np.array(self.tree_tokens, float), np.array(self.verify_s)
         wanted = np.arange(1, largest + 2, dtype=float)
@@ -88,7 +88,7 @@ class LatencyProfile:
 
     @staticmethod
     def from_json(text: str) -> LatencyProfile:
-        """Raises ArtifactError, which names the field, for anything but a profile of this version."""
+        """The profile of `to_json`. Raises ArtifactError, which names the field, for any other text or version."""
         source = _source("the profile")
         return _read(parse_json(text, source), source)
 
@@ -104,14 +104,14 @@ def _read(data: object, source: Source) -> LatencyProfile:
     for number, cost in enumerate(profile.contexts):
         if len(cost.tree_tokens) != len(cost.verify_s):
             raise source.fault(f"contexts[{number}] has not one verify_s for each of its tree_tokens")
-        if cost.tree_tokens[:1] != (1,) or not _rise(cost.tree_tokens):
+        if cost.tree_tokens[:1] != (1,) or not _rising(cost.tree_tokens):
             raise source.fault(f"contexts[{number}].tree_tokens must rise from 1")
-    if not profile.contexts or not _rise(tuple(cost.context for cost in profile.contexts)):
+    if not profile.contexts or not _rising(tuple(cost.context for cost in profile.contexts)):
         raise source.fault("contexts must hold costs of rising context lengths")
     return profile
 
 
-def _rise(numbers: tuple[int, ...]) -> bool:
+def _rising(numbers: tuple[int, ...]) -> bool:
     return all(a < b for a, b in pairwise(numbers))
 
 
@@ -133,17 +133,18 @@ def convex_fit(x: NDArray[np.float64], y: NDArray[np.float64]) -> NDArray[np.flo
 
 
 def fingerprint(manifest: Manifest, threads: int) -> str:
-    """What a profile is valid for: the machine, the engine's graphs, the runtime and its threads."""
+    """A hash of what a profile depends on: the machine, the engine's graphs, the runtime and its threads."""
     graphs = {name: entry.sha256 for name, entry in manifest.files.items()}
     parts = [str(read_cpu()), manifest.backend, manifest.toolchain, graphs, threads]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def load_or_measure(directory: Path, engine: Engine) -> LatencyProfile:
-    """The engine's profile for this machine: the stored one if it fits, else a fresh one, stored when possible.
+    """The engine's profile for this machine: the stored one if its fingerprint matches, else a fresh one, which is
+    stored.
 
-    Measuring takes some seconds, uses slot 0 and empties it. A stored profile that cannot be read is reported in one
-    line of the log.
+    Measuring takes some seconds, uses slot 0 and empties it. A stored profile that cannot be read is logged as a
+    warning.
     """
     path = directory / PROFILE
     if os.path.lexists(path):
@@ -158,7 +159,7 @@ def load_or_measure(directory: Path, engine: Engine) -> LatencyProfile:
 
 
 def measure_and_store(directory: Path, engine: Engine, progress: Progress = no_progress) -> LatencyProfile:
-    """A fresh profile, stored beside the engine; where that cannot be, a line of the log says so."""
+    """A fresh profile, stored in the engine directory; where it cannot be written, a warning is logged."""
     profile = measure(engine, progress=progress)
     try:
         write_atomically(directory / PROFILE, profile.to_json())
@@ -174,9 +175,8 @@ def measure_and_store(directory: Path, engine: Engine, progress: Progress = no_p
 def measure(engine: Engine, *, seconds: float = 6.0, progress: Progress = no_progress) -> LatencyProfile:
     """Time drafts and verifications on slot 0, which must be free, for about `seconds`, shared by the contexts.
 
-    Sizes are interleaved, so that a slow moment of the machine touches all of them, and the fastest time is kept:
-    other work on the machine only ever adds to it. Every size is timed REPETITIONS[0] times however long
-    that takes.
+    Sizes are interleaved, so that a slow moment of the machine affects all of them, and the fastest time is kept: other
+    work on the machine only adds to times. Every size is timed REPETITIONS[0] times, however long that takes.
     """
     limits = engine.manifest.limits
     contexts = [c for c in CONTEXTS if c <= limits.max_seq_len // 2] or [max(1, limits.max_seq_len // 2)]
@@ -206,7 +206,7 @@ def _measure_context(engine: Engine, context: int, seconds: float) -> ContextCos
         verify[t] = _rounds(engine, context, t)[1]
         if verify[t] > COSTLY * verify[1]:
             break
-    # The first draft after a prefill takes in the prompt's states: no round's cost.
+    # The first draft after a prefill, above, also processed the prompt's states; drafts of rounds do not.
     drafts = dict.fromkeys((1,) if engine.manifest.drafting.at_once else DRAFT_LENGTHS, float("inf"))
     for repetition in range(REPETITIONS[1]):
         for length in drafts:
@@ -220,7 +220,7 @@ def _measure_context(engine: Engine, context: int, seconds: float) -> ContextCos
 
 
 def _tree_tokens(engine: Engine) -> list[int]:
-    """Sizes to measure: where an engine pads its passes, those it pads to."""
+    """Sizes to measure: TREE_TOKENS, or where an engine pads its passes the sizes it pads them to."""
     largest = 1 + engine.manifest.limits.max_tree_budget
     sizes = [t for t in TREE_TOKENS if t <= largest]
     if engine.buckets is None:
@@ -229,8 +229,8 @@ def _tree_tokens(engine: Engine) -> list[int]:
 
 
 def _rounds(engine: Engine, context: int, tokens: int, length: int = 1) -> tuple[float, float]:
-    """The fastest draft and verify of a few rounds in a row: the first ones still find the processor's caches and
-    clock as another tree size left them. Long passes do not feel that and are timed once."""
+    """(draft, verify) seconds, the fastest of a few successive rounds: the first ones run with the caches and clock
+    that another tree size left. That hardly affects long passes, which are timed once."""
     draft_s, verify_s = _round(engine, context, tokens, length)
     for _ in range(IN_A_ROW - 1):
         if verify_s > LONG_PASS_S:
@@ -241,8 +241,8 @@ def _rounds(engine: Engine, context: int, tokens: int, length: int = 1) -> tuple
 
 
 def _round(engine: Engine, context: int, tokens: int, length: int) -> tuple[float, float]:
-    """(draft, verify) seconds of one round as decoding would do it: what ran before decides what the processor's
-    caches hold. A single token follows a single token, a tree its draft."""
+    """(draft, verify) seconds of one round in the order of decoding, since earlier work decides the contents of the
+    processor's caches: a single token follows a single token, a tree its draft."""
     _verify(engine, tokens)
     if tokens == 1:
         return float("inf"), _timed(_verify, engine, 1)

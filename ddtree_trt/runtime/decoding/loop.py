@@ -1,8 +1,7 @@
 """The decode loop: one round of draft → tree_build → tree_compile → verify → commit over any number of slots.
 
-Every method goes through this one function. Autoregressive decoding is a round whose tree is the root alone. Where an
-engine does the five stages of a sequence as one, what it found joins the others here: tokens are emitted, stopped and
-counted in one way.
+Every method is decoded by this one function. Autoregressive decoding is a round whose tree is the root alone. Where an
+engine runs all five stages on its device, the results are emitted, stopped and counted here in the same way.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.runtime.decoding.budget import Decision
-from ddtree_trt.runtime.decoding.methods import NOTHING, Proposal
+from ddtree_trt.runtime.decoding.methods import Proposal
 from ddtree_trt.runtime.decoding.sampling import Row
 from ddtree_trt.runtime.engines.base import (
     Draft,
@@ -27,14 +26,15 @@ from ddtree_trt.runtime.engines.base import (
 )
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import DEVICE_ROUND, StageClock
-from ddtree_trt.runtime.tree import DraftTree, compile_tree, descend, walk
+from ddtree_trt.runtime.tree import EMPTY, DraftTree, compile_tree, descend, walk
 
 Path = NDArray[np.int32]
+NOTHING = Proposal(EMPTY)
 
 
 @dataclass(frozen=True)
 class Round:
-    """One finished round of one sequence, for those who watch."""
+    """One finished round of one sequence, as watchers get it."""
 
     root_token: int  # the bonus token of the round before
     tree: DraftTree
@@ -46,17 +46,18 @@ class Round:
 Watcher = Callable[[Round], None]
 
 
-class _Turn:
-    """One sequence's part in a round."""
+class _SlotRound:
+    """One sequence's share of a round."""
 
     def __init__(self, sequence: Sequence, engine: Engine) -> None:
         assert sequence.slot is not None, "a sequence is decoded only while it holds a slot"
-        self.sequence, self.slot = sequence, sequence.slot
+        self.sequence = sequence
+        self.slot = sequence.slot
         self.past = engine.length(self.slot)
         self.root_token = sequence.bonus_token
-        self.ceiling = sequence.budget.ceiling(self.past, sequence.left) if sequence.drafts else 0
+        self.ceiling = sequence.budget.ceiling(self.past, sequence.tokens_left) if sequence.drafts else 0
         self.proposal = NOTHING
-        self.path: Path | None = None  # accepted nodes [m]; None until the walk, and for good when the sequence failed
+        self.path: Path | None = None  # accepted nodes [m]; None before the walk, and if it failed
 
     @property
     def tree(self) -> DraftTree:
@@ -72,7 +73,7 @@ class _Turn:
         return RoundRequest(self.slot, self.root_token, self.ceiling, params.temperature, sampler.noise.target_seed)
 
     def __enter__(self) -> None:
-        """What fails inside is this sequence's matter only: it ends with the error, the others go on."""
+        """Begin a block whose exceptions end this sequence only; the others continue."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         if isinstance(error, Exception):
@@ -87,7 +88,7 @@ class _Turn:
             self.proposal = Proposal(proposal.tree.cut(nodes), proposal.drawn[:nodes])
 
     def take(self, result: RoundResult, engine: Engine) -> None:
-        """Emit what the engine found and has committed; where the sequence ends inside, the rest is forgotten."""
+        """Emit the tokens that the engine has committed; if the sequence ends at one, forget those after it."""
         with self:
             emitted = emit(self.sequence, ((token, None) for token in result.tokens))
             self.sequence.metrics.add_round(emitted, result.nodes)
@@ -111,45 +112,45 @@ class _Turn:
 
 
 def decode_round(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
-    """Advance every sequence by one round: all of them on the device, or all by stages. They hold distinct slots, each
-    with a bonus token not yet in the cache."""
+    """Advance every sequence by one round. All of them run on the device, or all by stages; each holds a slot and has a
+    bonus token that is not yet in the cache."""
     one_round = _round_on_device if sequences[0].route.on_device else _round_by_stages
     one_round(engine, sequences, clock)
 
 
-def _turns(engine: Engine, sequences: list[Sequence]) -> list[_Turn]:
-    return sorted((_Turn(s, engine) for s in sequences), key=lambda turn: turn.slot)
+def _by_slot(engine: Engine, sequences: list[Sequence]) -> list[_SlotRound]:
+    return sorted((_SlotRound(s, engine) for s in sequences), key=lambda slot_round: slot_round.slot)
 
 
 def _round_on_device(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
-    assert engine.rounds is not None, "only an engine that has them is asked for rounds of its own"
+    assert engine.rounds is not None, "routing sends sequences here only where the engine has device rounds"
     with clock(DEVICE_ROUND):
-        turns = _turns(engine, sequences)
-        results = engine.rounds.round([turn.round_request() for turn in turns])
-        for turn, result in zip(turns, results, strict=True):
-            turn.take(result, engine)
+        slot_rounds = _by_slot(engine, sequences)
+        results = engine.rounds.round([each.round_request() for each in slot_rounds])
+        for each, result in zip(slot_rounds, results, strict=True):
+            each.take(result, engine)
 
 
 def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
     with clock("draft"):
-        turns = _turns(engine, sequences)
-        drafting = [turn for turn in turns if turn.ceiling > 0]
-        drafts = engine.draft([turn.draft_request() for turn in drafting])
+        slot_rounds = _by_slot(engine, sequences)
+        drafting = [each for each in slot_rounds if each.ceiling > 0]
+        drafts = engine.draft([each.draft_request() for each in drafting])
 
     with clock("tree_build"):
-        for turn, draft in zip(drafting, drafts, strict=True):
-            turn.build(draft)
+        for each, draft in zip(drafting, drafts, strict=True):
+            each.build(draft)
 
     with clock("tree_compile"):
-        requests = [VerifyRequest(turn.slot, compile_tree(turn.root_token, turn.tree)) for turn in turns]
+        requests = [VerifyRequest(each.slot, compile_tree(each.root_token, each.tree)) for each in slot_rounds]
 
     with clock("verify"):
-        for turn, verdict in zip(turns, engine.verify(requests), strict=True):
-            turn.walk(verdict)
+        for each, verdict in zip(slot_rounds, engine.verify(requests), strict=True):
+            each.walk(verdict)
 
     with clock("commit"):
-        for turn in turns:
-            turn.commit(engine)
+        for each in slot_rounds:
+            each.commit(engine)
 
 
 def accept(sequence: Sequence, proposal: Proposal, verdict: Verdict) -> Path:
@@ -161,7 +162,7 @@ def accept(sequence: Sequence, proposal: Proposal, verdict: Verdict) -> Path:
     tree = proposal.tree
     if sequence.sampler.takes_choices:
         path = walk(tree, verdict.choices)
-        wanted = sequence.params.logprobs is not None  # reading a row may bring it over from a device
+        wanted = sequence.params.logprobs is not None  # reading a row may copy it from a device
         tokens = zip(path.tolist(), verdict.choices[path].tolist(), strict=True)
         path = path[: emit(sequence, ((token, verdict.logits[node] if wanted else None) for node, token in tokens))]
     else:
@@ -180,8 +181,8 @@ def accept(sequence: Sequence, proposal: Proposal, verdict: Verdict) -> Path:
 
 
 def emit(sequence: Sequence, tokens: Iterable[tuple[int, Row | None]]) -> int:
-    """Append tokens, each with the logits it was chosen from where they are wanted, until the sequence ends. Returns
-    how many were appended."""
+    """Append tokens, each with its logits if they are wanted, until the sequence ends. Returns how many were
+    appended."""
     emitted = 0
     for token, logits in tokens:
         emitted += 1

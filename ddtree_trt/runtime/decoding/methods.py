@@ -1,40 +1,48 @@
 """Methods: the ways to make a round's tree. Everything else about decoding is common to all of them.
 
 A method is one `Method` object in the table `METHODS`. Nothing outside this module compares names of methods: what
-differs between them is a field here.
+differs between them is a field here. The command line reads the names: loading this module loads no NumPy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.models.drafters.kinds import DrafterKind
-from ddtree_trt.runtime.engines.base import Draft, Draw, DrawnFrom
-from ddtree_trt.runtime.tree import EMPTY, DraftTree, build_tree, chain
 
-AUTO = "auto"  # as a method: the first of METHODS that the engine's drafter is for
-SAMPLED_CANDIDATES = 64  # K a sampled chain draws from: q may be any distribution, this one keeps nearly all mass
+if TYPE_CHECKING:
+    from ddtree_trt.runtime.engines.base import Draft, Draw, DrawnFrom
+    from ddtree_trt.runtime.tree import DraftTree
+
+AUTO = "auto"  # as a method: the first of METHODS that drafts with the engine's drafter
+SAMPLED_CANDIDATES = 64  # K that a sampled chain draws from: any distribution q is valid, this keeps most of its mass
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A tree to verify. `drawn` [n] is given for chains whose tokens were drawn at random: the walk must then accept
-    by the ratio of probabilities; otherwise the candidates are a fixed set and membership decides."""
+    """A tree to verify. `drawn` [n] is given for chains whose tokens were drawn at random, which the walk must accept
+    by the ratio of probabilities; of other trees it accepts a node that equals the target's token."""
 
     tree: DraftTree
     drawn: tuple[DrawnFrom, ...] = ()
 
 
-NOTHING = Proposal(EMPTY)
+# Proposals: functions of the drafter's output, the budget (most nodes), and the request's function that draws a token.
 
 
-# How methods propose: the drafter's output, the budget (most nodes), and the request's way to draw a token.
+def _nothing(draft: Draft, budget: int, draw: Draw) -> Proposal:
+    from ddtree_trt.runtime.tree import EMPTY
+
+    return Proposal(EMPTY)
 
 
 def _tree(draft: Draft, budget: int, draw: Draw) -> Proposal:
-    """The most probable prefixes. Raises EngineError where the drafter's output is none."""
+    """The most probable prefixes. Raises EngineError where the drafter's output is invalid."""
+    from ddtree_trt.runtime.tree import build_tree
+
     try:
         return Proposal(build_tree(draft.log_probs, draft.token_ids, budget))
     except ValueError as error:
@@ -42,10 +50,14 @@ def _tree(draft: Draft, budget: int, draw: Draw) -> Proposal:
 
 
 def _most_probable_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
+    from ddtree_trt.runtime.tree import chain
+
     return Proposal(chain(draft.token_ids[:budget, 0], draft.log_probs[:budget, 0]))
 
 
 def _drawn_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
+    from ddtree_trt.runtime.tree import chain
+
     drawn = draft.drawn
     if drawn is None:
         rows = zip(draft.log_probs[:budget], draft.token_ids[:budget], strict=True)
@@ -53,7 +65,8 @@ def _drawn_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
     return Proposal(chain([d.token for d in drawn]), drawn)
 
 
-# K: how many candidates per position a method asks the drafter for, by its budget and whether the request samples.
+# K, the candidates per position that a method asks the drafter for: functions of the budget and of whether the request
+# samples.
 
 
 def _as_many_as_nodes(budget: int, stochastic: bool) -> int:
@@ -73,27 +86,27 @@ class Method:
     """A way to make the tree of a round."""
 
     name: str
-    makes: str  # what the tree is, in the words of help and documents
-    drafters: tuple[str, ...]  # kinds of drafter it can use; none: it drafts nothing, and serves with every drafter
+    makes: str  # description of the tree, for help and documents
+    drafters: tuple[str, ...]  # kinds of drafter it can use; (): it drafts nothing, and works with every drafter
     propose: Callable[[Draft, int, Draw], Proposal]
     candidates: Callable[[int, bool], int] = _one
-    weighs_costs: bool = False  # the budget `auto` follows from what rounds cost; else it is the whole draft
-    branches: bool = False  # makes trees, which are measured at several budgets; else chains
-    draws: bool = False  # drafted tokens are drawn at random: with a seed, output depends on what was drafted
+    weighs_costs: bool = False  # the budget `auto` is chosen by the costs of rounds; else it is the whole draft
+    branches: bool = False  # makes branching trees, which are measured at several budgets; else chains
+    draws: bool = False  # drafted tokens are drawn at random: with a seed, output depends on the drafts
     host_reason: str | None = "builds no tree"  # why its rounds cannot stay on the device; None: they can
 
     @property
     def drafts(self) -> bool:
-        """Whether it ever asks the drafter for anything."""
+        """Whether it uses the drafter."""
         return bool(self.drafters)
 
     def serves(self, drafter_kind: str) -> bool:
-        """Whether an engine with a drafter of that kind can do it."""
+        """Whether it works with a drafter of that kind."""
         return not self.drafts or drafter_kind in self.drafters
 
     def default_budget(self, drafter: DrafterKind) -> int | None:
-        """What the budget `auto` is in every round: nothing, or the whole block, as DFlash is published and measured.
-        None where it is chosen by what rounds cost."""
+        """The budget `auto` of every round: 0, or the whole block, as DFlash is published and measured. None where it
+        is chosen by the costs of rounds."""
         if self.weighs_costs:
             return None
         return drafter.longest_draft if self.drafts else 0
@@ -119,7 +132,7 @@ AUTOREGRESSIVE = Method(
     name="ar",
     makes="none: plain autoregressive decoding",
     drafters=(),
-    propose=lambda draft, budget, draw: NOTHING,
+    propose=_nothing,
 )
 DFLASH_SAMPLE = Method(
     name="dflash-sample",
@@ -141,12 +154,12 @@ DRAFT_MODEL = Method(
 
 # By name. `auto` is the first one that drafts with the engine's drafter.
 METHODS = {method.name: method for method in (DDTREE, DFLASH, AUTOREGRESSIVE, DFLASH_SAMPLE, DRAFT_MODEL)}
-BASELINES = (AUTOREGRESSIVE, DFLASH)  # what every method is compared with, where the drafter can do it
+BASELINES = (AUTOREGRESSIVE, DFLASH)  # methods that every other is compared with, where the drafter supports them
 
 
 def resolve_method(name: str, drafter_kind: str) -> Method:
-    """The method of that name; `auto` is the best one the drafter can serve. Raises UsageError when it cannot serve
-    another."""
+    """The method of that name; `auto` is the first that drafts with the drafter. Raises UsageError for a method that
+    needs another kind of drafter."""
     if name == AUTO:
         return next(method for method in METHODS.values() if drafter_kind in method.drafters)
     method = METHODS[name]

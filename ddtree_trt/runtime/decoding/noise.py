@@ -1,12 +1,12 @@
-"""The random numbers of one completion. Each is a function of the request's seed and of what it is for.
+"""The random numbers of one completion. Each is a function of the request's seed and of its purpose.
 
 A token is drawn as the argmax of log-weight + Gumbel noise, where the noise belongs to (seed, position, token id): the
 draw does not depend on the tree the token is found in, and a difference by rounding changes it at near ties only. The
 rule is in `cpp_plugins/include/ddtree/noise.h`; `runtime/engines/torch/noise.py` is the same on a device.
 
-The target's draws, the drafter's, the decision to keep a drafted token and the draw in place of one that was not kept
-have seeds of their own. No number serves twice: a position is emitted once, and the drafter's noise also depends on
-where its round began, since a later round may draft for a position again.
+The target's draws, the drafter's draws, the decisions to keep drafted tokens and the draws in place of rejected ones
+each have a separate seed. No number is used twice: a position is emitted once, and the drafter's noise also depends on
+the start of its round, since a later round may draft for a position again.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ class Noise:
     """Draws of one completion. Positions are indices in the whole sequence, prompt and output."""
 
     def __init__(self, seed: int | None, index: int) -> None:
-        """For the request's completion `index`; without a seed the numbers are fresh."""
+        """For the request's completion `index`; without a seed the numbers are random."""
         sequence = np.random.SeedSequence(None if seed is None else [seed, index])
-        seeds = sequence.generate_state(4, np.uint64).tolist()
-        self._target, self._draft, self._keep, self._residual = seeds
-        self._drafting = -1, 0  # where the round of the last draft began, and its seed
+        self._target, self._draft, self._keep, self._residual = sequence.generate_state(4, np.uint64).tolist()
+        self._round_start = -1  # first position of the latest draft's round
+        self._round_seed = 0  # seed of the latest draft's round
 
     @property
     def target_seed(self) -> int:
@@ -45,19 +45,20 @@ class Noise:
 
     def draft(self, start: int, position: int, weights: Weights, ids: Ids) -> int:
         """The drafter's token as an index into weights [K]. `start` is the first position its round drafts for."""
-        if self._drafting[0] != start:
-            self._drafting = start, _number(self._draft, start)
-        return _native.draw_weights(weights, self._drafting[1], position, ids)
+        if self._round_start != start:
+            self._round_start = start
+            self._round_seed = _number(self._draft, start)
+        return _native.draw_weights(weights, self._round_seed, position, ids)
 
     def keeps(self, position: int, p: float, q: float) -> bool:
         """Whether a drafted token is kept: true with probability min(1, p/q)."""
         return (_number(self._keep, position) >> 11) * 2.0**-53 * q < p
 
     def residual(self, position: int, weights: Weights) -> int:
-        """The token drawn from weights [V] in place of a drafted one that was not kept; -1 where all are 0."""
+        """The token drawn from weights [V] in place of a rejected one; -1 where all are 0."""
         return _native.draw_weights(weights, self._residual, position)
 
 
 def _number(seed: int, position: int) -> int:
-    """64 random bits that belong to a position alone."""
+    """64 random bits of a position."""
     return _native.noise_bits(seed, position, 0)

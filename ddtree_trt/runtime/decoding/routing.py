@@ -1,21 +1,24 @@
-"""Where a request's rounds run: on the device, or by stages on the host, and why."""
+"""Routing of requests: whether rounds run on the device or by stages on the host, with the reason."""
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.errors import UsageError
 from ddtree_trt.plugins import MAX_DEVICE_BUDGET
 from ddtree_trt.runtime.decoding.methods import METHODS
-from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.params import PARAMETERS, DeviceRoundsMode, SamplingParams
+
+if TYPE_CHECKING:
+    from ddtree_trt.runtime.engines.base import Engine
 
 
 @dataclass(frozen=True)
 class Route:
-    """Where a request's rounds run."""
+    """The place where a request's rounds run."""
 
     host_reason: str | None  # why its trees are built on the host; None where its rounds stay on the device
 
@@ -25,7 +28,7 @@ class Route:
 
 
 def choose_route(mode: DeviceRoundsMode, engine: Engine, params: SamplingParams, *, watched: bool = False) -> Route:
-    """Where the rounds of a request run. `params` name their method; `watched`: somebody wants to see every tree.
+    """The route of a request whose `params` name a method other than `auto`. `watched`: every tree goes to a watcher.
 
     Raises UsageError where the mode is `on` and they cannot stay on the device.
     """
@@ -46,7 +49,7 @@ def _mode_host_reason(mode: DeviceRoundsMode, engine: Engine) -> str | None:
 
 
 def check_mode(mode: DeviceRoundsMode, engine: Engine) -> None:
-    """Raises UsageError for `on` where the engine cannot do it for any request."""
+    """Raises UsageError for `on` where the engine has no rounds on the device."""
     if mode == "on":
         _refuse(engine_host_reason(engine.manifest))
 
@@ -81,8 +84,8 @@ def _request_host_reason(params: SamplingParams, *, watched: bool) -> str | None
 
 
 def _not_honoured(params: SamplingParams) -> list[str]:
-    """Names of the fields whose value the device's greedy or Gumbel choice does not honour, as the table of parameters
-    has it. A field without a row of the table is the host's."""
+    """Names of the fields whose value the device's greedy or Gumbel choice does not honour, by the table of parameters.
+    A field without a row in the table is honoured on the host only."""
     neutral = type(params)()
     names = [field.name for field in dataclasses.fields(params) if not _honoured(field.name, params)]
     return [name for name in names if getattr(params, name) != getattr(neutral, name)]

@@ -26,7 +26,8 @@ _NOT_FINITE = "the target's logits are not finite; rebuild the engine from an un
 
 
 class Sampler:
-    """Turns logits into tokens for one sequence. Mutated by `observe`, which must see every emitted token in order."""
+    """Chooses the tokens of one sequence from logits. `observe` changes it and must get every emitted token in
+    order."""
 
     def __init__(
         self, params: SamplingParams, vocab_size: int, prompt: list[int], stop_ids: frozenset[int], index: int = 0
@@ -46,16 +47,16 @@ class Sampler:
 
     @property
     def takes_choices(self) -> bool:
-        """Whether the target's own argmax is the answer, so that no logits are needed."""
+        """Whether the next token is the argmax of the target's logits, so that no row of them is needed."""
         return not (self.params.stochastic or self._penalties or len(self._bias) or self._left > 0)
 
     @property
     def _filters(self) -> bool:
-        """Whether tokens are left out by their probabilities, which must be known for it."""
+        """Whether tokens are excluded by their probabilities, which must then be computed."""
         return self.params.top_k > 0 or self.params.top_p < 1 or self.params.min_p > 0
 
     def observe(self, token: int) -> None:
-        """Account for an emitted token."""
+        """Count an emitted token."""
         self._position += 1
         self._left -= 1
         if self._penalties:
@@ -63,7 +64,7 @@ class Sampler:
             self._seen[token] = None
 
     def pick(self, choice: int, logits: Row) -> int:
-        """The next token at a row of logits [V] whose argmax the engine says is `choice`."""
+        """The next token at a row of logits [V] with the argmax `choice`."""
         if not self.takes_choices:
             return self.choose(logits)
         if not np.isfinite(logits[choice]):
@@ -98,9 +99,9 @@ class Sampler:
         return drawn.token if token < 0 else token  # no residual: p and q differ by rounding only
 
     def draft(self, log_probs: Row, token_ids: NDArray[np.int32], depth: int) -> DrawnFrom:
-        """Draw a draft token from the drafter's candidates [K], falling, at this request's temperature and filters:
-        any distribution would do, and the nearer to the target's the more is accepted. `depth` is 0 for the token
-        behind the bonus token, and rises along a round's chain."""
+        """Draw a draft token from the drafter's candidates [K], by falling probability, at this request's temperature
+        and filters: any distribution is valid, and the nearer it is to the target's the more is accepted. `depth` is 0
+        for the token behind the bonus token, and rises along a round's chain."""
         params = self.params
         if not params.stochastic:
             return DrawnFrom(int(token_ids[0]), token_ids[:1], np.ones(1))
@@ -114,7 +115,7 @@ class Sampler:
         return DrawnFrom(int(token_ids[index]), token_ids, q)
 
     def distribution(self, logits: Row) -> NDArray[np.float64]:
-        """The distribution tokens are drawn from, float64 [V]; one-hot at temperature 0."""
+        """The distribution that tokens are drawn from, float64 [V]; one-hot at temperature 0."""
         if self.params.stochastic:
             ids, weights = self._support(logits)
             weights /= weights.sum()
@@ -135,7 +136,7 @@ class Sampler:
         return token
 
     def _support(self, logits: Row) -> tuple[NDArray[np.int32] | None, NDArray[np.float64]]:
-        """The tokens [K] that can be drawn, rising, None for all V, and their weights [K]."""
+        """The tokens [K] that can be drawn, rising, or None for all V, and their weights [K]."""
         x, top_k = self._processed(logits), self.params.top_k
         if not 0 < top_k < len(x):
             return None, self._weights(x)
@@ -159,7 +160,7 @@ class Sampler:
         return weights
 
     def _processed(self, logits: Row) -> Row:
-        """Logits after penalties, bias and min_tokens; the input row is left alone."""
+        """Logits after penalties, bias and min_tokens; the input row is not changed."""
         params = self.params
         if not (self._penalties or len(self._bias) or self._left > 0):
             return logits

@@ -1,8 +1,8 @@
-"""The engine protocol: what the decode loop asks of a backend.
+"""The engine protocol: the calls of the decode loop to a backend.
 
-An engine holds `max_batch` slots. A slot is one sequence's cache: the target's keys and values of its committed tokens,
-the drafter's of the same, and the tapped target states the drafter has not seen yet. Every verb names the slots it is
-for; nothing else is shared between them.
+An engine holds `max_batch` slots. A slot is one sequence's cache: the target's and the drafter's keys and values of its
+committed tokens, and the tapped target states the drafter has not processed yet. Every call names its slots; no state
+is shared between slots.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class DraftRequest:
     slot: int
     bonus_token: int
     top_k: int  # K
-    length: int  # most positions worth drafting; a block drafter drafts all L in one pass regardless
+    length: int  # most positions to draft; a block drafter drafts all L in one pass regardless
     draw: Draw  # how an autoregressive drafter picks each next token; a block drafter ignores it
 
 
@@ -48,7 +48,7 @@ class Draft:
 
     log_probs: NDArray[np.float32]  # [L, K]
     token_ids: NDArray[np.int32]  # [L, K]
-    drawn: tuple[DrawnFrom, ...] | None = None  # [L]: the tokens an autoregressive drafter went on from
+    drawn: tuple[DrawnFrom, ...] | None = None  # [L]: the tokens an autoregressive drafter drew and continued from
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class Verdict:
-    """The target's results at R rows. Both belong to the engine: valid until its next target pass."""
+    """The target's results at R rows, valid until the engine's next target pass."""
 
     choices: NDArray[np.int64]  # [R]: the most probable next token
     logits: Rows  # [R, V]
@@ -80,13 +80,13 @@ class Verdict:
 
 @dataclass(frozen=True)
 class RoundRequest:
-    """A whole round of one slot, for an engine that builds trees by itself: method `ddtree`."""
+    """A whole round of one slot on the device, by method `ddtree`."""
 
     slot: int
     bonus_token: int
     budget: int  # draft nodes, 1 or more
     temperature: float = 0.0  # 0 is greedy
-    seed: int = 0  # int64: with position and token, what the draws at a temperature depend on
+    seed: int = 0  # int64: draws at a temperature are a function of seed, position and token
 
 
 @dataclass(frozen=True)
@@ -96,18 +96,18 @@ class RoundResult:
 
 
 class DeviceRounds(Protocol):
-    """Rounds without the host. What a slot is drafted and verified with never leaves the device."""
+    """Rounds without the host: drafts, trees and logits stay on the device."""
 
-    by_default: bool  # whether they are worth it here
+    by_default: bool  # whether the mode `auto` uses them on this device
 
     def round(self, requests: Sequence[RoundRequest]) -> list[RoundResult]:
-        """One round of every slot, committed: each then holds all tokens before the last of its result. The engine may
-        already be at work on the next; any other verb for a slot is as if it were not."""
+        """One round of every slot, committed: each slot then holds all tokens before the last of its result. The engine
+        may have launched the next round already; that has no effect on other calls for a slot."""
 
 
 class Engine(Protocol):
     manifest: Manifest
-    threads: int  # CPU threads of its own; 1 where the work is done elsewhere
+    threads: int  # CPU threads it computes with; 1 on a GPU
 
     @property
     def buckets(self) -> Sequence[int] | None:
@@ -115,16 +115,16 @@ class Engine(Protocol):
 
     @property
     def rounds(self) -> DeviceRounds | None:
-        """Rounds that stay on the device, where the engine has them."""
+        """Rounds that stay on the device; None where the engine has none."""
 
     def length(self, slot: int) -> int:
         """Committed tokens of the slot."""
 
     def draftable_length(self, slot: int) -> int:
-        """Leading committed tokens whose target states the drafter has or can still be given."""
+        """Leading committed tokens that the drafter knows."""
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget what lies behind the first `length` tokens; 0 empties the slot."""
+        """Keep the first `length` tokens and forget the others; 0 empties the slot."""
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         """Append tokens [T] causally and commit them. `taps=False` when the slot will never be drafted for.
@@ -141,13 +141,12 @@ class Engine(Protocol):
         """Keep the nodes on `path` [m] (rising, root first) of the slot's last verified tree and forget the others."""
 
     def warm_up(self) -> None:
-        """Do now what the first passes of a single sequence would do beside their work: have libraries set themselves
-        up, capture passes. All slots must be empty, and are left so. Nothing depends on it but the time that the first
-        requests take."""
+        """Do the one-time work of a single sequence's first passes: initialisation of libraries and captures. All slots
+        must be empty, and are left empty. It only shortens the first requests."""
 
     def settle(self) -> None:
-        """Wait until everything the verbs have started is done. Only exact stage times need it: what reads results
-        waits for them by itself."""
+        """Wait until all started work is done. Only exact stage times need it: calls that return results wait for
+        them."""
 
     def close(self) -> None:
         """Release the engine's memory and threads; a second call does nothing."""

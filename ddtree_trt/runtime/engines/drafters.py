@@ -1,6 +1,6 @@
-"""The drafter behind an engine, as every backend has it, and the one that is a language model, on any backend.
+"""The drafter interface of all backends, and the autoregressive drafter, which is the same class on all of them.
 
-`commit` gives a drafter the committed tokens at once; it may take them into its cache as late as its next draft.
+`Engine.commit` passes the committed tokens to the drafter, which may delay their pass until its next draft.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 @dataclass(frozen=True)
 class Pass:
-    """What a language model says of a tree's T rows. The arrays are overwritten by its next pass."""
+    """The results of a language model's pass over a tree of T rows. The arrays are overwritten by its next pass."""
 
     choices: NDArray[np.int64]  # [R]
     logits: Rows  # [R, V]
@@ -33,41 +33,42 @@ class LanguageModel(Protocol):
 
     @property
     def cache(self) -> SlotLengths:
-        """Committed rows by slot."""
+        """The number of committed rows of each slot."""
 
     def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
-        """Write a tree's T rows behind the slot's committed ones; logits for the wanted rows [R]."""
+        """Write a tree's T rows behind the slot's committed ones; the results have logits for `rows` [R]."""
 
 
 class Drafter(ABC):
-    """The drafter of an engine, for all its slots. A kind of drafter is one class per backend, which `make_drafter` of
-    the backend's package makes."""
+    """The drafter of an engine, for all its slots. `make_drafter` of a backend's package makes the one of the engine's
+    kind."""
 
     @property
     def waits(self) -> int:
-        """How often the host has waited for a device in `draft`, where that is counted apart from the engine's."""
+        """How often the host has waited for a device in `draft`, where the drafter counts that."""
         return 0
 
     @abstractmethod
     def known(self, slot: int) -> int:
-        """Leading committed tokens that `learn` has been given."""
+        """Number of leading committed tokens that were passed to `learn`."""
 
     @abstractmethod
     def learn(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
-        """Tokens [m] were committed behind the known ones; their tapped target states [m, M·H] where there are taps."""
+        """Take tokens [m] committed behind the known ones, with their tapped target states [m, M·H] if the kind has
+        taps."""
 
     @abstractmethod
     def truncate(self, slot: int, length: int) -> None:
-        """Forget what lies behind the first `length` committed tokens; fewer may be known."""
+        """Keep the first `length` committed tokens, of which fewer may be known, and forget the others."""
 
     @abstractmethod
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Draft behind the bonus token of each request, on top of every committed token of its slot. The requests are
-        one or more and name distinct slots; the drafts are in their order."""
+        """Draft behind the bonus token of each request, with all committed tokens of its slot as context. There is at
+        least one request, the slots are distinct, and the drafts are in the requests' order."""
 
     @abstractmethod
     def warm_up(self, budget: int) -> None:
-        """Capture what drafts of one sequence for budgets up to `budget` run. Slot 0 holds a prompt."""
+        """Capture the passes of one sequence's drafts for budgets up to `budget`. Slot 0 holds a prompt."""
 
 
 def check_up_to_date(drafter: Drafter, target: SlotLengths, slot: int) -> None:
@@ -78,23 +79,23 @@ def check_up_to_date(drafter: Drafter, target: SlotLengths, slot: int) -> None:
 
 
 def draft_all(drafter: Drafter, target: SlotLengths, requests: Sequence[DraftRequest]) -> list[Draft]:
-    """`Engine.draft`: nothing is drafted unless the drafter knows every committed token of all the slots. Raises
-    EngineError where it does not."""
+    """The common part of `Engine.draft`. Raises EngineError, before anything is drafted, where the drafter does not
+    know every committed token of all the slots."""
     for request in requests:
         check_up_to_date(drafter, target, request.slot)
     return drafter.draft(requests) if requests else []
 
 
 class _Context:
-    """An autoregressive drafter's view of one slot."""
+    """An autoregressive drafter's record of one slot."""
 
     def __init__(self) -> None:
         self.committed: list[int] = []
-        self.cached: list[int] = []  # what its cache holds: committed tokens, then what it went on from itself
-        self.agreed = 0  # leading tokens of `cached` known to be the committed ones
+        self.cached: list[int] = []  # tokens of its cache: committed ones, then drafted ones
+        self.agreed = 0  # leading tokens of `cached` that equal the committed ones
 
     def roll_back(self) -> int:
-        """Forget cached tokens that were not committed; returns how many are left."""
+        """Forget cached tokens that were not committed; returns the number of those left."""
         kept, longest = self.agreed, min(len(self.cached), len(self.committed))
         while kept < longest and self.cached[kept] == self.committed[kept]:
             kept += 1
@@ -104,12 +105,13 @@ class _Context:
 
 
 class AutoregressiveDrafter(Drafter):
-    """A small language model that drafts token by token, each drawn by the request. What it cached of a draft stays
-    as far as the target accepted it."""
+    """A small language model that drafts token by token, each drawn by the request. Cached rows of a draft stay in
+    the cache if the target accepted their tokens."""
 
     def __init__(self, model: LanguageModel, chunk: int) -> None:
-        """`chunk`: most tokens one pass takes in."""
-        self._model, self._chunk = model, chunk
+        """`chunk`: most tokens of one pass."""
+        self._model = model
+        self._chunk = chunk
         self._contexts = [_Context() for _ in range(model.cache.slots)]
 
     def known(self, slot: int) -> int:
@@ -125,11 +127,11 @@ class AutoregressiveDrafter(Drafter):
         context.agreed = min(context.agreed, length)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Slot by slot, a pass per token."""
+        """One pass per slot and token."""
         return [self._draft(request) for request in requests]
 
     def warm_up(self, budget: int) -> None:
-        """Passes of one token are captured at their first use, where they are captured."""
+        """Does nothing: on a GPU, passes of one token are captured at their first use."""
 
     def _draft(self, request: DraftRequest) -> Draft:
         slot, context = request.slot, self._contexts[request.slot]
@@ -146,21 +148,21 @@ class AutoregressiveDrafter(Drafter):
         return Draft(np.stack(log_probs), np.stack(token_ids), tuple(drawn))
 
     def _append(self, slot: int, context: _Context, tokens: list[int]) -> NDArray[np.float32]:
-        """Take tokens into the cache; the logits [V] behind the last one."""
-        said: Pass | None = None
+        """Append tokens to the cache; returns the logits [V] of the last one."""
+        result: Pass | None = None
         for start in range(0, len(tokens), self._chunk):
             piece = np.array(tokens[start : start + self._chunk], np.int64)
             size = len(piece)
             tree = token_chain(piece)
-            said = self._model.extend(slot, tree, np.array([size - 1]))
+            result = self._model.extend(slot, tree, np.array([size - 1]))
             self._model.cache.append(slot, size)
             context.cached += piece.tolist()
-        assert said is not None, "a draft starts at the bonus token at least"
-        return said.logits[0]
+        assert result is not None, "a draft starts at the bonus token at least"
+        return result.logits[0]
 
 
 def _most_probable(logits: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-    """Log-probabilities and ids of the k most probable tokens of logits [V], falling."""
+    """Log-probabilities and ids of the k most probable tokens of logits [V], by falling probability."""
     k = min(k, len(logits))
     ids = np.argpartition(-logits, k - 1)[:k]
     ids = ids[np.lexsort((ids, -logits[ids]))]

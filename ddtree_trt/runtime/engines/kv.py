@@ -13,7 +13,7 @@ from ddtree_trt.models.decoder import TransformerDims
 
 
 class SlotLengths:
-    """How many rows of each slot are committed; the memory they lie in is another object's."""
+    """The number of committed rows of each slot. The object does not own the rows' memory."""
 
     def __init__(self, slots: int, rows: int) -> None:
         """`rows`: of each slot."""
@@ -30,18 +30,18 @@ class SlotLengths:
         return self._lengths
 
     def check_room(self, slot: int, tokens: int) -> None:
-        """Raises EngineError when `tokens` more rows do not fit: a pass would write past the slot silently."""
+        """Raises EngineError when `tokens` more rows do not fit: a pass would silently write behind the slot."""
         length = self._lengths[slot]
         if length + tokens > self.rows:
             raise EngineError(f"slot {slot} holds {length} of {self.rows} cache rows, {tokens} more do not fit")
 
     def append(self, slot: int, tokens: int) -> None:
-        """Count rows that a pass has written behind the committed ones."""
+        """Count the rows that a pass has written behind the committed ones as committed."""
         self.check_room(slot, tokens)
         self._lengths[slot] += tokens
 
     def truncate(self, slot: int, length: int) -> None:
-        """Forget the rows behind the first `length`. Raises EngineError when the slot holds fewer."""
+        """Keep the first `length` rows and forget the others. Raises EngineError when the slot holds fewer."""
         if not 0 <= length <= self._lengths[slot]:
             raise EngineError(f"slot {slot} holds {self._lengths[slot]} tokens, cannot keep the first {length}")
         self._lengths[slot] = length

@@ -12,14 +12,16 @@ Row = NDArray[np.float32]
 
 
 class LazyRows:
-    """`base.Rows` of a device: reading a row copies that row to the host, and nothing else does.
+    """`base.Rows` in a device's memory: a row is copied to the host only when it is read.
 
     Greedy decoding reads none. Valid until the engine's next target pass.
     """
 
     def __init__(self, rows: int, width: int, fetch: Callable[[int, int], Row]) -> None:
         """`fetch(start, stop)` returns a copy of those rows, float32 [stop − start, width]."""
-        self._rows, self._width, self._fetch = rows, width, fetch
+        self._rows = rows
+        self._width = width
+        self._fetch = fetch
 
     def __len__(self) -> int:
         return self._rows

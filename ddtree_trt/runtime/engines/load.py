@@ -28,12 +28,12 @@ _NO_MEMORY = re.compile(r"allocate\b|bad.alloc|alloc_failed|out of memory", re.I
 
 
 def open_engine(directory: Path, *, threads: int = 0, warm: bool = False, exact: bool | None = None) -> Engine:
-    """Load the engine in `directory`, after checking schema and digests. Backends are imported only when needed.
+    """Load the engine in `directory`, after checking schema and digests. Only its backend is imported.
 
-    `threads`: of the CPU; 0 chooses. `warm`: what the first requests would wait for is done here, see
-    `Engine.warm_up`. `exact`: whether a single token gets the same logits, bit for bit, as in a pass of several; None
-    is the engine's default. Raises UsageError where that is no number of threads or `exact` cannot be chosen,
-    ArtifactError with what differs and the command that rebuilds the engine.
+    `threads`: CPU threads; 0 chooses automatically. `warm`: call `Engine.warm_up`. `exact`: whether a single token gets
+    the same logits, bit for bit, as in a pass of several; None is the engine's default. Raises UsageError for an
+    invalid number of threads or where `exact` cannot be chosen, and ArtifactError, which names the difference and the
+    command that rebuilds the engine, for an engine that cannot be loaded.
     """
     check_range("threads", threads, 0, MAX_THREADS)
     manifest = load_manifest(directory)
@@ -56,12 +56,12 @@ def open_engine(directory: Path, *, threads: int = 0, warm: bool = False, exact:
 
 @contextmanager
 def _as_memory_errors() -> Iterator[None]:
-    """Turn what the backends raise where memory runs out into a MemoryError of one line."""
+    """Raise the backends' out-of-memory errors as MemoryError with a one-line text."""
     try:
         yield
     except RuntimeError as error:
-        # PyTorch has a class for GPUs alone, which is known by its name because torch may not be installed; of a CPU,
-        # and of the libraries it calls, there is only the text.
+        # PyTorch's class for GPUs is recognised by its name, because torch may not be installed. The errors of CPUs and
+        # of other libraries can be recognised by their texts only.
         text = str(error)
         if type(error).__name__ != "OutOfMemoryError" and not _NO_MEMORY.search(text):
             raise
@@ -78,7 +78,7 @@ def _open_backend(directory: Path, manifest: Manifest, threads: int, exact: bool
 
 @contextmanager
 def closed_on_failure(engine: Engine) -> Iterator[None]:
-    """Close the engine where the block raises: whoever was to own it does not come to be."""
+    """Close the engine where the block raises, since no object then owns it."""
     try:
         yield
     except BaseException:
@@ -103,7 +103,7 @@ def _load_backend(directory: Path, manifest: Manifest, threads: int, exact: bool
 
 
 def require_torch(why: str) -> None:
-    """Raises MissingDependency, which begins with `why`, where PyTorch is not installed."""
+    """Raises MissingDependency, whose text begins with `why`, where PyTorch is not installed."""
     if importlib.util.find_spec("torch") is None:
         raise MissingDependency(f"{why} and PyTorch is not installed; {install_with('torch')}")
 

@@ -16,8 +16,8 @@ Int32 = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class PaddedTrees:
-    """N trees of T rows each. A padding row repeats its root's token and position and sees only itself; what it
-    writes lies behind the tree's rows in the cache and is never committed."""
+    """N trees of T rows each. A padding row repeats its root's token and position and sees only itself; its keys and
+    values lie behind the tree's rows in the cache and are never committed."""
 
     slot_ids: Int32  # [N]
     past_len: Int32  # [N]
@@ -36,8 +36,13 @@ def write_mask(mask: NDArray[np.uint32], parents: Int32) -> None:
     mask[padding, padding // 32] = np.uint32(1) << padding % np.uint32(32)
 
 
+def mask_words(tokens: int) -> int:
+    """W: the 32-bit words that hold one row of a mask over `tokens` new rows."""
+    return -(-tokens // 32)
+
+
 def pad_trees(requests: Sequence[VerifyRequest], lengths: Sequence[int], tokens: int, words: int) -> PaddedTrees:
-    """The requests' trees, T = `tokens`, behind `lengths`[slot] committed rows; W = `words` words per mask row."""
+    """The requests' trees padded to T = `tokens`, behind `lengths`[slot] committed rows; W = `words` per mask row."""
     count = len(requests)
     slots = np.array([r.slot for r in requests], np.int32)
     past = np.array([lengths[r.slot] for r in requests], np.int32)

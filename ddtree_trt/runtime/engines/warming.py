@@ -1,4 +1,4 @@
-"""The passes of a single sequence, made once when an engine is opened."""
+"""Warm-up passes of a single sequence, run when an engine is opened."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ddtree_trt.runtime.tree import token_chain
 
 
 def make_single_passes(engine: Engine, sizes: Iterable[int], drafts: Callable[[], None] | None) -> None:
-    """Run slot 0, which must be empty and is left so, through verifications of `sizes` tokens, the largest first, and
-    a prompt's longest chunk; then call `drafts`, for which the slot has target states. None: a drafter without any."""
+    """Verify trees of `sizes` tokens, the largest first, and prefill a prompt's longest chunk, in slot 0, which must be
+    empty and is left empty. Then call `drafts` with the prompt still in the slot; None for a drafter without taps."""
     limits = engine.manifest.limits
     chunk = min(limits.prefill_chunk, limits.max_seq_len - 1)
     try:

@@ -1,1 +1,1 @@
-"""Text to tokens and back."""
+"""Conversion between text and tokens."""

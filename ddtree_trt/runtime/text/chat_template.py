@@ -1,9 +1,9 @@
-"""Rendering chat templates in a process of their own, with limits of time, memory and size.
+"""Rendering of chat templates in a separate process, with limits of time, memory and size.
 
 A template is a program that came with a checkpoint. Jinja's sandbox keeps it from files and modules, but not from loops
 that never end or texts that double, and neither a thread nor one operation on a long number or text can be stopped from
 within the interpreter. A process can: the kernel refuses it memory, and it is killed when its time is up. There is one
-for all engines of this process, started by the first rendering or by `start_for`; it ends when its input ends.
+for all engines of this process, started by the first rendering or by `start_for`; it exits when its input ends.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from ddtree_trt.artifact.tokenizer_files import has_chat_template
 from ddtree_trt.errors import EngineError, UsageError, shown
 from ddtree_trt.isolation import isolated
 
-_START_S = 120.0  # for the process to import what it needs, on a machine that has other things to do
+_START_S = 120.0  # for the process to finish its imports on a busy machine
 _PIPE_BYTES = 1 << 16
-_ERROR_BYTES = 4096  # of what a process that did not start has written last
+_ERROR_BYTES = 4096  # read from the end of the stderr of a process that did not start
 _MODULE = "ddtree_trt.runtime.text.chat_template_worker"
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one rendering may take."""
+    """Limits of one rendering."""
 
     seconds: float = 5.0
-    memory_bytes: int = 256 << 20  # beyond what the process has before it
+    memory_bytes: int = 256 << 20  # beyond the memory of the process before it
     characters: int = 4 << 20  # of the text
 
 
 class Renderer:
-    """A process that renders chat templates, started when it is needed and again after it was stopped. Thread-safe."""
+    """A process that renders chat templates, started and restarted when it is needed. Thread-safe."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         self._limits = limits or Limits()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._errors: BinaryIO | None = None  # what the process writes to stderr until it is ready
+        self._errors: BinaryIO | None = None  # stderr of the process until it is ready
         self._ready = False
 
     def start(self) -> None:
@@ -57,7 +57,7 @@ class Renderer:
             self._start()
 
     def start_for(self, directory: Path) -> None:
-        """The same where the tokenizer in the directory has a chat template."""
+        """`start` if the tokenizer in the directory has a chat template."""
         if has_chat_template(directory):
             self.start()
 
@@ -67,10 +67,10 @@ class Renderer:
             self._ready_process()
 
     def render(self, template: str, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """The text of a chat, with the turn of the assistant begun.
+        """The text of a chat, up to where the assistant's message begins.
 
-        Raises UsageError where the template refuses the messages or takes more than the limits allow, EngineError where
-        no process can be started, or it ends for another reason.
+        Raises UsageError where the template refuses the messages or exceeds the limits, EngineError where the process
+        cannot be started or ends for another reason.
         """
         try:
             chat = [dict(message) for message in messages]
@@ -78,7 +78,7 @@ class Renderer:
         except (TypeError, ValueError, RecursionError) as error:
             raise UsageError(f"chat messages and template variables must hold what JSON can: {error}") from error
         with self._lock:
-            answer = self._ask(request.encode() + b"\n")
+            answer = self._exchange(request.encode() + b"\n")
         if "text" in answer:
             return str(answer["text"])
         raise UsageError(f"the chat template refused the messages: {shown(answer.get('error', ''))[1:-1]}")
@@ -88,12 +88,12 @@ class Renderer:
         with self._lock:
             self._stop()
 
-    def _ask(self, request: bytes) -> dict[str, Any]:
+    def _exchange(self, request: bytes) -> dict[str, Any]:
         process = self._ready_process()
         end = time.monotonic() + self._limits.seconds
         try:
             _write(process, request, end)
-            line = self._line(process, end, 12 * self._limits.characters + (1 << 16))
+            line = self._read_line(process, end, 12 * self._limits.characters + (1 << 16))
         except TimeoutError:
             self._stop()
             raise UsageError(
@@ -102,30 +102,30 @@ class Renderer:
             ) from None
         except BrokenPipeError:
             line = b""
-        except BaseException:  # Ctrl-C: the answer that is still to come is nobody's
+        except BaseException:  # Ctrl-C: the pending answer must not be read by the next call
             self._stop()
             raise
-        return self._expect(line, "render")
+        return self._parse_answer(line, "render")
 
     def _ready_process(self) -> subprocess.Popen[bytes]:
         process = self._start()
         if not self._ready:
             try:
-                self._expect(self._line(process, time.monotonic() + _START_S, 1 << 16), "start")
+                self._parse_answer(self._read_line(process, time.monotonic() + _START_S, 1 << 16), "start")
             except TimeoutError:
                 self._stop()
                 raise EngineError(f"chat templates cannot be rendered: no process in {_START_S:g} s") from None
             self._ready = True
         return process
 
-    def _expect(self, line: bytes, doing: str) -> dict[str, Any]:
-        """The process's answer. Where it is the last one, or none has come, the next call starts another process."""
+    def _parse_answer(self, line: bytes, doing: str) -> dict[str, Any]:
+        """The process's answer. Where it is the last one, or missing, the next call starts another process."""
         answer: dict[str, Any] = json.loads(line) if line else {"last": True}
         if answer.get("last"):
-            words = self._last_words()
+            stderr = self._last_error_line()
             code = self._stop()
             if doing == "start":
-                reason = answer.get("error") or f"exit code {code}{words and f': {words}'}"
+                reason = answer.get("error") or f"exit code {code}{stderr and f': {stderr}'}"
                 raise EngineError(f"chat templates cannot be rendered: {reason}")
             if "error" not in answer:
                 raise EngineError(f"the process that renders chat templates ended with code {code}; try again")
@@ -146,7 +146,7 @@ class Renderer:
                 stderr=self._errors,
                 env={**os.environ, **_ONE_THREAD},
                 bufsize=0,
-                start_new_session=True,  # Ctrl-C in a terminal is for this process
+                start_new_session=True,  # Ctrl-C in a terminal must reach this process only
             )
         except EngineError as error:
             raise EngineError(f"chat templates cannot be rendered: {error}") from error
@@ -157,8 +157,8 @@ class Renderer:
         os.set_blocking(self._process.stdin.fileno(), False)
         return self._process
 
-    def _line(self, process: subprocess.Popen[bytes], end: float, most: int) -> bytes:
-        """The process's next line, or nothing where it has ended. Raises TimeoutError."""
+    def _read_line(self, process: subprocess.Popen[bytes], end: float, most: int) -> bytes:
+        """The process's next line; empty where it has ended or wrote more than `most` bytes. Raises TimeoutError."""
         assert process.stdout is not None
         line = bytearray()
         while not line.endswith(b"\n"):
@@ -169,7 +169,7 @@ class Renderer:
                 return b""
         return bytes(line)
 
-    def _last_words(self) -> str:
+    def _last_error_line(self) -> str:
         """The last line that the process wrote to stderr."""
         if self._errors is None:
             return ""
@@ -193,10 +193,12 @@ class Renderer:
                     pipe.close()
         return code
 
-    def _forget(self) -> None:
-        """In a forked process: the child is the parent's."""
+    def _reset_after_fork(self) -> None:
+        """Drop the process in a forked child: it belongs to the parent."""
         self._lock = threading.Lock()
-        self._process, self._errors, self._ready = None, None, False
+        self._process = None
+        self._errors = None
+        self._ready = False
 
 
 def _write(process: subprocess.Popen[bytes], data: bytes, end: float) -> None:
@@ -217,4 +219,4 @@ def _wait(descriptor: int, event: int, end: float) -> None:
 _shared = Renderer()
 start_for, wait, render = _shared.start_for, _shared.wait, _shared.render
 atexit.register(_shared.close)
-os.register_at_fork(after_in_child=_shared._forget)
+os.register_at_fork(after_in_child=_shared._reset_after_fork)

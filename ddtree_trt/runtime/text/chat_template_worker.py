@@ -1,7 +1,7 @@
-"""The process of `chat_template`: a rendering per line of input, its answer a line of output.
+"""The worker process of `chat_template`: reads one request per line and writes one answer per line.
 
 Input: {"template", "messages", "variables"}. Output: first {"ready": true}, then for each line {"text"} or {"error"};
-with "last" where this process is of no further use.
+with "last" where this process can render no more.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, BinaryIO
 
 
 def main() -> None:
-    """Answer until the input ends."""
+    """Answer requests until the input ends."""
     seconds, memory_bytes, characters = json.loads(sys.argv[1])
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    sys.stdout = sys.stderr  # nothing but answers is an answer
+    sys.stdout = sys.stderr  # only answers go to stdout
     try:
         from transformers.utils.chat_template_utils import render_jinja_template
     except Exception as error:
@@ -26,10 +26,10 @@ def main() -> None:
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit(resource.RLIMIT_AS, _mapped_bytes() + memory_bytes)
-    _silence()
+    _discard_stderr()
     _send(answers, {"ready": True})
     for line in requests:
-        # Whoever started this process ends it in time; this is for when that one is gone.
+        # The parent kills this process in time; the kernel's limit serves where the parent is gone.
         spent = resource.getrusage(resource.RUSAGE_SELF)
         _limit(resource.RLIMIT_CPU, math.ceil(spent.ru_utime + spent.ru_stime + 2 * seconds) + 1)
         _send(answers, _answer(render_jinja_template, line, memory_bytes, characters))
@@ -49,21 +49,21 @@ def _answer(render: Any, line: bytes, memory_bytes: int, characters: int) -> dic
         return {"text": texts[0]}
     except MemoryError:
         return {"error": f"it needs more than the {memory_bytes >> 20} MiB allowed", "last": True}
-    except Exception as error:  # a template is a program of its own and raises what it likes
+    except Exception as error:  # a template is a program and may raise anything
         return {"error": str(error)[:1000] or type(error).__name__}
 
 
 def _limit(kind: int, most: int) -> None:
-    """Limit this process, within the hard limit it was started with, which stays."""
+    """Set a limit of this process, at most its hard limit, which is not changed."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def _silence() -> None:
-    """What is written to stderr from here on is read by nobody."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stderr.fileno())
-    os.close(nowhere)
+def _discard_stderr() -> None:
+    """Send later output on stderr to /dev/null: the parent no longer reads it."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stderr.fileno())
+    os.close(null)
 
 
 def _mapped_bytes() -> int:

@@ -1,4 +1,4 @@
-"""Text in and out: tokenizer, chat template, incremental detokenisation, stop strings."""
+"""The codec of text and tokens: tokenizer, chat template, incremental detokenisation, stop strings."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from ddtree_trt.runtime.values import as_integer, check_text
 
 Messages = Sequence[Mapping[str, str]]
 Prompt = str | Sequence[int] | Messages
-INCOMPLETE = "\ufffd"  # what a tokenizer decodes a cut UTF-8 sequence to
+INCOMPLETE = "\ufffd"  # the decoded text of a cut UTF-8 sequence
 
 
 def as_prompts(prompts: Any) -> list[Prompt]:
-    """One prompt (text, token ids, messages) or several, as a list of prompts. Raises UsageError for what is neither;
-    what is wrong with a single prompt is `TextCodec.encode`'s to say."""
+    """One prompt (text, token ids, messages) or several, as a list of prompts. Raises UsageError for anything else;
+    single prompts are checked by `TextCodec.encode`."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Mapping | bytes | bytearray | Set) or not isinstance(prompts, Iterable):
@@ -47,8 +47,8 @@ class TextCodec:
     def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a prompt: text as it is, chat messages through the template, ids unchanged.
 
-        `chat_template_kwargs` are as for `render`, and for chat messages only. Raises UsageError for anything else;
-        whether ids are in the vocabulary is the engine's to say.
+        `chat_template_kwargs` are as for `render`, and for chat messages only. Raises UsageError for anything else. It
+        does not check that ids are in the vocabulary.
         """
         is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
         if chat_template_kwargs and not is_chat:
@@ -58,7 +58,7 @@ class TextCodec:
             return list(self.tokenizer.encode(prompt, add_special_tokens=False))
         if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
             raise UsageError(f"a prompt is text, token ids or chat messages, not {type(prompt).__name__}")
-        if set(map(type, prompt)) == {int}:  # the general way takes a microsecond per item
+        if set(map(type, prompt)) == {int}:  # a fast path: the general one takes a microsecond per item
             return list(cast(Sequence[int], prompt))
         if prompt and all(isinstance(item, Mapping) for item in prompt):
             return self.encode(self.render(prompt, chat_template_kwargs))  # type: ignore[arg-type]
@@ -71,9 +71,9 @@ class TextCodec:
         return cast(list[int], ids)
 
     def render(self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
-        """Chat messages as the text the model was trained on; `chat_template_kwargs` are variables of the template over
-        those that the engine was built with. Raises UsageError for messages that are none, for variables that the
-        template never looks at, and where the template refuses the messages, or takes too much time or memory."""
+        """Chat messages rendered by the engine's template; `chat_template_kwargs` are variables of the template over
+        those that the engine was built with. Raises UsageError for anything but messages, for variables that the
+        template never reads, and where the template refuses them or takes too much time or memory."""
         given = self.check_template_kwargs(chat_template_kwargs)
         for place, message in enumerate(messages):
             for name in ("role", "content"):
@@ -109,7 +109,7 @@ class TextCodec:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The tokens' text exactly, with U+FFFD for bytes that are no UTF-8."""
-        # Not the tokenizer's own decode: that one may tidy up spaces and costs ten times as much.
+        # Not `tokenizer.decode`, which may clean up spaces and takes ten times as long.
         return str(self.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
 
@@ -117,7 +117,7 @@ class TextStream:
     """The text of a growing token sequence, cut before the first stop string.
 
     A token adds the characters it completes: text never ends inside a UTF-8 character, whose bytes may be spread over
-    several tokens. `starts[i]` is the character at which token i begins, be it the middle of that character's bytes.
+    several tokens. `starts[i]` is the index of the character in which token i begins.
     """
 
     _LONGEST_WINDOW = 4  # tokens decoded again with every new one
@@ -130,12 +130,15 @@ class TextStream:
         skip_special_tokens: bool = True,
         keep_stop: bool = False,
     ) -> None:
-        self._codec, self._skip = codec, skip_special_tokens
-        self._stop, self._keep_stop = tuple(stop), keep_stop
+        self._codec = codec
+        self._skip_special_tokens = skip_special_tokens
+        self._stop = tuple(stop)
+        self._keep_stop = keep_stop
         self._tokens: list[int] = []
-        # How a token decodes may depend on the one before it: a window of tokens is decoded, of which `_taken`
-        # characters are in the text. `_boundary` is the last place before the newest tokens where no character is open.
-        self._window = self._boundary = self._taken = 0
+        # A token's text may depend on the token before it, so a window of the latest tokens is decoded each time.
+        self._window = 0  # index of the window's first token
+        self._boundary = 0  # latest token index before which no character is incomplete
+        self._taken = 0  # characters of the window's text that are in `text`
         self.text = ""
         self.starts: list[int] = []
 
@@ -154,27 +157,28 @@ class TextStream:
         return self._cut(before) if self._stop and may_stop else None
 
     def _decode(self) -> str:
-        return self._codec.decode(self._tokens[self._window :], skip_special_tokens=self._skip)
+        return self._codec.decode(self._tokens[self._window :], skip_special_tokens=self._skip_special_tokens)
 
     def _take(self, text: str) -> None:
-        """Append what is new of the window's text."""
+        """Append the new characters of the window's text."""
         if len(text) > self._taken:
             self.text += text[self._taken :]
             self._taken = len(text)
 
     def _advance(self) -> None:
-        """No character is open: a long window may begin at the boundary before this one."""
+        """Move the boundary to the next token, and the start of a long window to the boundary before. Called where no
+        character is incomplete."""
         if len(self._tokens) - self._window > self._LONGEST_WINDOW:
             window, self._window = self._window, self._boundary
             taken = len(self._decode())
             if taken:
                 self._taken = taken
-            else:  # tokens without text tell nothing about how the next one decodes
+            else:  # a window of tokens without text would not determine the next token's text
                 self._window = window
         self._boundary = len(self._tokens)
 
     def _cut(self, before: int) -> str | None:
-        """Find the earliest stop string that ends behind `before` and cut the text at it."""
+        """Cut the text at the earliest stop string that ends behind `before`; returns that stop string, if any."""
         found: tuple[int, str] | None = None
         for stop in self._stop:
             at = self.text.find(stop, max(0, before - len(stop) + 1))
@@ -191,11 +195,11 @@ class TextStream:
         return bisect_left(self.starts, size)
 
     def flush(self) -> None:
-        """At the end of the sequence, take what an unfinished character left open."""
+        """Add the replacement characters of an incomplete character, at the end of the sequence."""
         self._take(self._decode())
 
     def safe_length(self) -> int:
-        """Characters that can be shown now: those that cannot turn out to be the start of a stop string."""
+        """Length of the text that can be shown: without a suffix that may be the start of a stop string."""
         held, last = 0, self.text[-1:]
         for stop in self._stop if last else ():
             end = min(len(stop) - 1, len(self.text))

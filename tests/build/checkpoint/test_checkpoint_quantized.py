@@ -56,7 +56,7 @@ def test_what_quantised_tensors_stand_for(tmp_path: Path, algorithm: str) -> Non
     smooth = ("o_proj",) if algorithm in ("W8A8_SQ_PER_CHANNEL", "W4A16_AWQ") else ()
     quantized = quantize(make_target(tmp_path / "quantized", tied=False), algorithm, smooth=smooth)
     checkpoint, truth = load_checkpoint(quantized), projections(quantized)
-    assert checkpoint.is_quantized and not plain.is_quantized
+    assert checkpoint.quantizers and not plain.quantizers
     assert checkpoint.num_values == plain.num_values
     assert {name for name in plain.tensors if name.endswith("_proj.weight")} == set(truth)
     for name in plain.tensors:

@@ -169,7 +169,7 @@ def test_a_scale_fp16_cannot_hold(tmp_path: Path, algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_quantised_drafter_is_taken_for_what_it_stands_for(tmp_path: Path, algorithm: str) -> None:
     drafter = load_checkpoint(quantize(make_drafter(tmp_path / "d", **DIMS), algorithm))
-    assert isinstance(drafter.dims, DrafterDims) and drafter.is_quantized
+    assert isinstance(drafter.dims, DrafterDims) and drafter.quantizers
     name = "layers.0.mlp.up_proj.weight"
     np.testing.assert_array_equal(drafter.tensor(name), projections(drafter.directory)[name].weight.numpy())
     assert torch.isfinite(torch.from_numpy(drafter.tensor(name))).all()

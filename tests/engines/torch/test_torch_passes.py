@@ -15,11 +15,12 @@ from plugin_libraries import torch_operators
 
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.errors import EngineError
+from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.base import DraftRequest, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.lazy_rows import LazyRows
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
-from ddtree_trt.runtime.engines.torch.attention import KernelAttention
+from ddtree_trt.runtime.engines.torch.attention import KernelAttention, Place
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.params import SamplingParams
@@ -113,6 +114,42 @@ def test_a_draft_has_the_candidates_that_were_asked_for(engine: TorchEngine) -> 
 def test_a_pass_longer_than_any(engine: TorchEngine) -> None:
     with pytest.raises(EngineError, match="a pass of 258 tokens is longer than the 257 this engine was made for"):
         engine.prefill(0, np.ones(258, np.int64), rows="none", taps=True)
+
+
+@pytest.mark.parametrize(("tokens", "words"), [(1, 1), (32, 1), (33, 2), (257, 9)])
+def test_a_mask_is_as_wide_as_its_pass(
+    engine: TorchEngine, tokens: int, words: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as the longest pass: what goes up with a verification grows with its trees."""
+    network, shapes = engine.target.network, []
+    forward = network.forward
+
+    def record(token_ids: torch.Tensor, positions: torch.Tensor, place: Place, mode: MaskMode) -> Any:
+        shapes.append(None if place.mask is None else tuple(place.mask.shape))
+        return forward(token_ids, positions, place, mode)
+
+    monkeypatch.setattr(network, "forward", record)
+    fill(engine, (4,))
+    verified(engine, {0: random_tree(np.random.default_rng(0), tokens, VOCAB)})
+    assert shapes == [None, (1, tokens, words)]
+
+
+def test_the_drafter_takes_in_a_prompt_before_the_host_waits(
+    engine: TorchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+
+    def recorded(name: str, function: Any) -> Any:
+        def call(*given: Any) -> Any:
+            order.append(name)
+            return function(*given)
+
+        return call
+
+    monkeypatch.setattr(engine.drafter, "learn", recorded("drafter", engine.drafter.learn))
+    monkeypatch.setattr(engine.target.network, "logits", recorded("logits", engine.target.network.logits))
+    engine.prefill(0, np.arange(40), rows="last", taps=True)
+    assert order == ["drafter", "logits"]
 
 
 def test_states_of_an_earlier_pass_are_gone(engine: TorchEngine) -> None:

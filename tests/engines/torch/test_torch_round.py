@@ -276,6 +276,28 @@ def test_other_work_on_a_slot_ends_its_flight(
     assert starts.count(own) == 2
 
 
+def test_a_start_that_fails_ends_the_flight_before_it(
+    engine: TorchEngine, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are one object of tensors, which the start has overwritten in part."""
+    assert engine.rounds is not None
+    first, second = prefill(engine, prompts[:2])
+    found, _ = decode(engine, [first], 4)
+    start = DeviceRound.start
+
+    def fail(self: DeviceRound, requests: Any) -> None:
+        start(self, requests)
+        raise RuntimeError("the device is lost")
+
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the device is lost"):
+        patch.setattr(DeviceRound, "start", fail)
+        engine.rounds.round([RoundRequest(1, second, 16)])
+    later, _ = decode(engine, [found[0][-1]], 20)
+    prefill(engine, prompts[:1])
+    expected, _ = decode(engine, [first], 40)
+    assert begins_with(expected[0], (found[0] + later[0])[:30])
+
+
 def test_rounds_on_the_kernels(
     directory: Path, tmp_path: Path, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,7 +88,7 @@ class Person:
     def questions(self) -> list[Question]:
         return [(question, answer, value) for _, value, _, question, answer in self.rows]
 
-    def told(self, w: Writer) -> tuple[str, list[str]]:
+    def sentences(self, w: Writer) -> tuple[str, list[str]]:
         """The rows as free sentences, the first with the name, and the facts in order."""
         he, his = self.he, "Her" if self.he == "She" else "His"
         forms = {
@@ -117,22 +117,22 @@ def one_of_two(w: Writer) -> Answer:
     one, two = Person(w, w.ask(6, 7, 8)), Person(w, w.ask(6, 7, 8))
     chosen = w.ask(one, two)
     request = w.ask(f"What do you learn about {chosen.name}?", f"Tell me all about {chosen.name}.")
-    told = " ".join(answer for _, answer, _ in chosen.questions)
+    text = " ".join(answer for _, answer, _ in chosen.questions)
     passage = f"{one.passage} {two.passage}"
-    return [(about(w, passage, request), told)], facts([chosen.name, *(row[1] for row in chosen.rows)])
+    return [(about(w, passage, request), text)], facts([chosen.name, *(row[1] for row in chosen.rows)])
 
 
 def profile(w: Writer) -> Answer:
     """Notes to sentences, of one or two people."""
     people = [Person(w, w.ask(5, 6, 7)) for _ in range(w.ask(1, 2))]
     notes = "\n".join(f"Name: {p.name}\n" + "\n".join(f"{row[0]}: {row[1]}" for row in p.rows) for p in people)
-    told = [p.told(w) for p in people]
+    written = [p.sentences(w) for p in people]
     request = w.ask("Write a short text with these notes:", "Turn these notes into sentences:", "Describe them:")
     text = "\n".join(
         w.say("", f"This is {p.name}. ", f"Let me introduce {p.name}. ") + text
-        for p, (text, _) in zip(people, told, strict=True)
+        for p, (text, _) in zip(people, written, strict=True)
     )
-    return [(f"{request}\n{notes}", text)], facts([fact for _, found in told for fact in found])
+    return [(f"{request}\n{notes}", text)], facts([fact for _, found in written for fact in found])
 
 
 def notes(w: Writer) -> Answer:

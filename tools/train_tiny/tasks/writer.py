@@ -41,7 +41,8 @@ class Writer:
     """
 
     def __init__(self, rng: random.Random, held_out: bool) -> None:
-        self.rng, self.held_out = rng, held_out
+        self.rng = rng
+        self.held_out = held_out
         self.numbers: list[object] = []
         self.wordings: list[int] = []
         self._used: set[str] = set()

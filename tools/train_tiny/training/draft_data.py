@@ -1,4 +1,4 @@
-"""What the drafter learns from: the target's own continuations and corpus text, with the target's states per token.
+"""The drafter's training data: the target's own continuations and corpus text, with the target's states per token.
 
 Three kinds of sequence: greedy continuations (met at temperature 0), continuations at temperature 1 (met there), and
 training conversations as they are (contexts that are right where the target is not).

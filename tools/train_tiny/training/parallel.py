@@ -81,8 +81,11 @@ class Worker:
         self, shared: Shared, rank: int, model: nn.Module, rates: Rates, elapsed_s: float = 0.0,
         state: dict[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self.shared, self.rank, self.rates = shared, rank, rates
-        self.steps, self.began = 0, time.time() - elapsed_s
+        self.shared = shared
+        self.rank = rank
+        self.rates = rates
+        self.steps = 0
+        self.began = time.time() - elapsed_s
         self.copy = copy.deepcopy(model)
         for p in self.copy.parameters():
             p.data = p.data.bfloat16()  # not the buffers: angles of rotary embedding need float32

@@ -1,4 +1,4 @@
-"""The ONNX Runtime half of a build: both graphs and the weight file they share."""
+"""The ONNX Runtime part of a build: both graphs and the weight file they share."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ class OnnxRuntimeBuild:
 
 
 def weight_bytes(shapes: Mapping[str, tuple[int, ...]], precision: PrecisionName) -> int:
-    """What the tensors of a network take in the weight file. In int8 a projection [out, in] takes a byte a value and a
-    scale for each output; so does the head, beside the embedding even when it is tied to it."""
+    """Bytes of a network's tensors in the weight file. In int8 a projection [out, in] takes a byte per value and a
+    scale per output; so does the head, which is stored apart from the embedding even when tied to it."""
     sizes = {name: FLOAT_BYTES * math.prod(shape) for name, shape in shapes.items()}
     if PRECISIONS[precision].quantized:
         heads = {HEAD: shapes[EMBEDDING]} if EMBEDDING in shapes else {}

@@ -1,4 +1,4 @@
-"""The TensorRT half of a build: both graphs compiled on this machine's GPU, and the tables both engines read."""
+"""The TensorRT part of a build: both graphs compiled on this machine's GPU, and the tables both plans read."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class TensorRtBuild:
 
     @cached_property
     def machine(self) -> Machine:
-        """What this machine has. Raises MissingDependency or BuildError where it cannot build."""
+        """This machine's versions and GPU. Raises MissingDependency or BuildError where it cannot build."""
         return examine()
 
     @property
@@ -59,7 +59,7 @@ class TensorRtBuild:
         return block
 
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
-        # While a network is compiled its weights lie there twice: as the parser reads them, and in the plan.
+        # While a network is compiled its weights are on disk twice: as the parser reads them, and in the plan.
         return 2 * target.stored_bytes(2) + 2 * drafter.num_values
 
     def write(
@@ -90,7 +90,7 @@ class TensorRtBuild:
         def drafter_graph(sink: Sink) -> ModelProto:
             return build_drafter(TensorRtGraph("drafter", sink, floats), drafter, target, limits)
 
-        # Not in the directory that is built: it serves the next build too.
+        # Outside of the directory that is built: later builds use it too.
         cache = directory.parent / f"tensorrt-{machine.tensorrt}-sm{machine.sm}.timing"
         builder = EngineBuilder(machine.plugins, cache, self._options, progress)
         tensors = {}
@@ -115,7 +115,7 @@ class TensorRtBuild:
 def _write_graph(
     path: Path, make: Callable[[Sink], ModelProto], *, expected_bytes: int, progress: Progress
 ) -> ModelProto:
-    """Make a graph, its weights in a file beside it."""
+    """The graph that `make` returns, written to `path` with its weights in a file beside it."""
     from ddtree_trt.build.graph.weights import WeightFile
 
     with WeightFile(path.with_name(artifact.WEIGHTS), expected_bytes=expected_bytes, progress=progress) as sink:
@@ -127,8 +127,8 @@ def _write_graph(
 def write_shared(
     path: Path, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName, progress: Progress
 ) -> None:
-    """The tables the engines read, [V, H] each: the embedding and, where it is another, the language-model head, of
-    the target and of a drafter that has its own."""
+    """Write the tables that both plans read, [V, H] each: the embedding and, unless tied to it, the language-model
+    head, of the target and of a drafter with its own."""
     from ddtree_trt.artifact.number_bytes import encode
     from ddtree_trt.artifact.safetensor_header import safetensors_header
     from ddtree_trt.models.decoder import EMBEDDING, HEAD
@@ -149,7 +149,7 @@ def write_shared(
 
 
 def _check_supported(target: Checkpoint, drafter: Checkpoint, machine: Machine) -> None:
-    """Raises UsageError for a pair the plugin or the GPU cannot do."""
+    """Raises UsageError for a pair that the plugin or the GPU does not support."""
     for network in (target.dims, drafter.dims):
         if network.head_dim not in plugins.HEAD_DIMS:
             sizes = " or ".join(map(str, plugins.HEAD_DIMS))

@@ -1,4 +1,4 @@
-"""What a TensorRT build needs of the machine: TensorRT, CUDA, a GPU and the plugin library, checked before any work."""
+"""Requirements of a TensorRT build: TensorRT, CUDA, a GPU and the plugin library, checked before any work."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ LOWEST_FP8_SM = 89  # the first GPUs that multiply FP8
 
 @dataclass(frozen=True)
 class Machine:
+    """A machine that can build, as the manifest records it."""
+
     tensorrt: str  # version, for instance 11.4.0.106
     cuda: str  # version of the CUDA runtime, for instance 13.0
     driver: str  # the highest CUDA version the driver supports
@@ -25,7 +27,7 @@ class Machine:
 
 
 def examine() -> Machine:
-    """This machine, if it can build. Raises MissingDependency for what can be installed, BuildError for the rest."""
+    """This machine, which can build. Raises MissingDependency for what can be installed, BuildError for the rest."""
     tensorrt = import_tensorrt().__version__
     if not LOWEST <= tuple(int(part) for part in tensorrt.split(".")[:2]) < BELOW:
         raise MissingDependency(

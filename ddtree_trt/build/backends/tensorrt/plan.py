@@ -1,4 +1,4 @@
-"""One ONNX graph to one TensorRT plan: parser, profiles, timing cache, progress, and errors that name the node."""
+"""Compile one ONNX graph to one TensorRT plan: parser, profiles, timing cache, progress, errors that name the node."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from ddtree_trt.build.backends.tensorrt.profiles import Profile
 from ddtree_trt.device.tensorrt_library import load_plugins, make_log
 from ddtree_trt.errors import BuildError
 
-_SHOWN = 5  # lines of TensorRT's own words in one error
-_STEPS = 1000  # of a phase, whatever TensorRT counts in
+_SHOWN_ERRORS = 5  # of the parser's, in one error of ours
+_STEPS = 1000  # reported per phase, whatever TensorRT counts in
 
 
 class EngineBuilder:
-    """TensorRT's builder for the networks of one engine directory; they share what the timing cache learns."""
+    """TensorRT's builder for the networks of one engine directory, which share a timing cache."""
 
     def __init__(self, plugin_library: Path, timing_cache: Path, options: BuilderOptions, progress: Progress) -> None:
         """Raises BuildError when TensorRT does not start or does not take the plugin library."""
-        self._options, self._timing_cache, self._progress = options, timing_cache, progress
+        self._options = options
+        self._timing_cache = timing_cache
+        self._progress = progress
         self._log = make_log(trt)
         try:
             self._builder = trt.Builder(self._log)
-        except (TypeError, RuntimeError) as error:  # what the binding makes of a null builder
+        except (TypeError, RuntimeError) as error:  # the binding raises them for a null builder
             raise BuildError(f"TensorRT's builder does not start: {self._log.words() or error}") from error
         load_plugins(trt, self._log, plugin_library, BuildError)
 
@@ -50,7 +52,7 @@ class EngineBuilder:
         monitor = _Monitor(f"build {name}", self._progress)
         config = self._config(name, profiles, monitor)
         serialized = self._builder.build_serialized_network(network, config)
-        monitor.raise_what_stopped_it()
+        monitor.raise_stopping_error()
         if serialized is None:
             raise BuildError(f"TensorRT {trt.__version__} cannot build the {name}: {self._log.words()}")
         self._save_timing_cache(config)
@@ -65,12 +67,13 @@ class EngineBuilder:
         parser = trt.OnnxParser(network, self._log)
         if not parser.parse_from_file(str(graph)):
             errors = [_described(parser.get_error(i)) for i in range(parser.num_errors)]
-            reasons = "; ".join(errors[:_SHOWN]) or self._log.words()
+            reasons = "; ".join(errors[:_SHOWN_ERRORS]) or self._log.words()
             raise BuildError(f"TensorRT {trt.__version__} cannot parse the {name}: {reasons}")
         return network
 
     def _check_plugins(self, name: str, network: trt.INetworkDefinition, attentions: int) -> None:
-        """A node whose plugin is not found may be replaced by something of the same name, without a word."""
+        """Raises BuildError unless there are as many plugin layers as attentions: TensorRT may silently replace a node
+        whose plugin it does not find by another operator of the same name."""
         kinds = [network.get_layer(i).type for i in range(network.num_layers)]
         found = kinds.count(trt.LayerType.PLUGIN_V3)
         if found != attentions:
@@ -107,13 +110,13 @@ class EngineBuilder:
         return config
 
     def _save_timing_cache(self, config: trt.IBuilderConfig) -> None:
-        """Beside the engines, whole or not at all: the next build of this TensorRT and GPU starts from it."""
+        """Write the cache beside the engines, whole or not at all, for later builds with this TensorRT and GPU."""
         partial = self._timing_cache.with_name(f".{self._timing_cache.name}.{os.getpid()}")
         partial.write_bytes(config.get_timing_cache().serialize())
         partial.replace(self._timing_cache)
 
     def _write_layers(self, name: str, serialized: trt.IHostMemory, path: Path) -> None:
-        """What TensorRT's inspector says of every layer, as JSON."""
+        """Write the report of TensorRT's inspector on every layer, as JSON."""
         runtime = trt.Runtime(self._log)
         engine = runtime.deserialize_cuda_engine(serialized)
         if engine is None:
@@ -123,7 +126,7 @@ class EngineBuilder:
 
 
 def _described(error: trt.ParserError) -> str:
-    """One complaint of the parser: the node, by the name `ops.Graph` gave it, and the reason."""
+    """One error of the parser: the node, by the name `ops.Graph` gave it, and the reason."""
     return f"node {error.node_name()!r} ({error.node_operator()}): {error.desc()} [{error.code()}]"
 
 
@@ -132,7 +135,8 @@ class _Monitor(trt.IProgressMonitor):  # type: ignore[misc]
 
     def __init__(self, stage: str, progress: Progress) -> None:
         super().__init__()
-        self._stage, self._progress = stage, progress
+        self._stage = stage
+        self._progress = progress
         self._lock = threading.Lock()
         self._phases: dict[str, tuple[str | None, int]] = {}  # name → the phase around it, steps
         self._done: dict[str, int] = {}  # name → steps finished
@@ -156,8 +160,8 @@ class _Monitor(trt.IProgressMonitor):  # type: ignore[misc]
             self._done[phase_name] = self._phases[phase_name][1]
             self._report(phase_name)
 
-    def raise_what_stopped_it(self) -> None:
-        """Whatever the caller's progress raised, a Ctrl-C above all: it must not pass through TensorRT."""
+    def raise_stopping_error(self) -> None:
+        """Raise what the caller's progress raised, such as a Ctrl-C, which must not pass through TensorRT."""
         if self._stopped is not None:
             raise self._stopped
 

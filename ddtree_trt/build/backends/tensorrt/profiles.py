@@ -30,8 +30,8 @@ def target_sizes(limits: Limits) -> tuple[dict[str, Range], dict[str, Range]]:
 
 
 def drafter_sizes(limits: Limits, block: int | None) -> tuple[dict[str, Range], dict[str, Range]]:
-    """Dimension → range: context rows of one round, at most a block; and of a prompt's chunk. Without a block it is a
-    language model, of the target's sizes."""
+    """Dimension → range: of the context rows of one round, at most a block, and of a prompt's chunk. A drafter without
+    a block is a language model and has the target's sizes."""
     if block is None:
         return target_sizes(limits)
     # With the block behind them they must fit a cache, which may be shorter than a chunk.
@@ -45,7 +45,7 @@ def drafter_sizes(limits: Limits, block: int | None) -> tuple[dict[str, Range], 
 
 
 def profile(inputs: Iterable[ValueInfoProto], sizes: Mapping[str, Range]) -> Profile:
-    """The shapes of every input that has a dimension in `sizes`; each of its dimensions is there or a number."""
+    """The shapes of every input with named dimensions, all of which are in `sizes`."""
     shapes = {}
     for value in inputs:
         dims = value.type.tensor_type.shape.dim

@@ -1,4 +1,4 @@
-"""The torch half of a build: both networks' weights in one safetensors file, in the engine's precision.
+"""The torch part of a build: both networks' weights in one safetensors file, in the engine's precision.
 
 Nothing is compiled and PyTorch is not needed: the file is written tensor by tensor, straight from the checkpoints.
 """
@@ -23,16 +23,16 @@ from ddtree_trt.build.backends.base import Written
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
 
-_GPU_CONTROL = Path("/dev/nvidiactl")  # there when an NVIDIA driver is loaded
+_GPU_CONTROL = Path("/dev/nvidiactl")  # exists when an NVIDIA driver is loaded
 
 
 class TorchBuild:
-    """`BackendBuild` for PyTorch. `auto` is bf16 where there is an NVIDIA GPU, else fp32."""
+    """`BackendBuild` for PyTorch. Precision `auto` is bf16 where there is an NVIDIA GPU, else fp32."""
 
     name: BackendName = "torch"
 
     def __init__(self, *, on_gpu: bool | None = None) -> None:
-        """`on_gpu`: whether it is for a machine with a GPU; None looks at this one."""
+        """`on_gpu`: whether the engine is for a machine with a GPU; None takes this machine."""
         on_gpu = _GPU_CONTROL.exists() if on_gpu is None else on_gpu
         known = BACKEND_PRECISIONS["torch"]
         self.precisions = tuple(sorted(known, key=lambda p: not PRECISIONS[p].half)) if on_gpu else known

@@ -39,7 +39,8 @@ class _States:
 
     def take(self) -> NDArray[np.float32]:
         states = self._pieces[0] if len(self._pieces) == 1 else np.concatenate(self._pieces)
-        self._pieces, self.rows = [], 0
+        self._pieces = []
+        self.rows = 0
         return states
 
 
@@ -47,8 +48,11 @@ class BlockDrafter(Drafter):
     """DFlash: one pass over [bonus, MASK × L], conditioned on the tapped target states of every committed token."""
 
     def __init__(self, network: OrtNetwork, dims: DrafterDims, chunk: int, scratch: int) -> None:
-        """`chunk`: most states one pass takes in; `scratch`: cache rows the graph writes behind the block."""
-        self._network, self._dims, self._chunk, self._scratch = network, dims, chunk, scratch
+        """`chunk`: most states of one pass; `scratch`: cache rows that the graph overwrites behind the block."""
+        self._network = network
+        self._dims = dims
+        self._chunk = chunk
+        self._scratch = scratch
         self._pending = [_States() for _ in range(network.cache.slots)]
 
     def known(self, slot: int) -> int:
@@ -65,11 +69,11 @@ class BlockDrafter(Drafter):
         self._pending[slot].cut(length - context)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One pass per slot, as the target's."""
+        """One pass per slot, as the target does."""
         return [self._draft(request) for request in requests]
 
     def warm_up(self, budget: int) -> None:
-        """Sessions capture nothing."""
+        """Does nothing: sessions have nothing to capture."""
 
     def _draft(self, request: DraftRequest) -> Draft:
         slot, dims, cache = request.slot, self._dims, self._network.cache
@@ -85,7 +89,7 @@ class BlockDrafter(Drafter):
         token_ids = take(names.CANDIDATES, (1, length, k), np.int64)
         outputs: dict[str, NDArray[Any]] = {names.LOG_PROBS: log_probs, names.CANDIDATES: token_ids}
         for start in range(0, len(states), self._chunk):
-            # All but the last piece only extend the drafter's context; their block is overwritten by the next.
+            # All pieces but the last only extend the drafter's context; the next one overwrites their block.
             piece = states[start : start + self._chunk]
             past, rows = cache.lengths[slot], len(piece) + dims.block_size
             positions = take(names.POSITIONS, (1, rows), np.int64)
@@ -97,7 +101,7 @@ class BlockDrafter(Drafter):
 
 
 def make_drafter(directory: Path, manifest: Manifest, threads: int) -> Drafter:
-    """The drafter of an engine directory. Raises ArtifactError when its graph is not that of the manifest."""
+    """The drafter of an engine directory. Raises ArtifactError when its graph does not match the manifest."""
     shape = (manifest.limits.max_batch, manifest.limits.cache_rows, threads)
     return _MAKERS[manifest.drafter_kind](directory / artifact.DRAFTER_GRAPH, manifest, shape)
 

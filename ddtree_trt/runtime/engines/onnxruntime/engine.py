@@ -22,11 +22,11 @@ from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 
 @dataclass(frozen=True)
-class _Passed:
+class _LastPass:
     """A slot's last target pass."""
 
     token_ids: NDArray[np.int64]  # [T]
-    taps: NDArray[np.float32] | None  # [T, M·H]: the network's memory, unless it was copied
+    taps: NDArray[np.float32] | None  # [T, M·H]: in the network's buffer, unless it was copied
 
 
 class OrtEngine:
@@ -36,12 +36,12 @@ class OrtEngine:
     buckets = None
 
     def __init__(self, directory: Path, manifest: Manifest, *, threads: int = 0, exact: bool | None = None) -> None:
-        """`exact`: give a single token the same logits, bit for bit, as in a pass of several; None chooses."""
-        # In 8 bits the last bits of single tokens matter, and are worth their cost: a difference in the last bit of a
-        # sum decides to which integer a value is rounded, and grows from layer to layer.
+        """`exact`: give a single token the same logits, bit for bit, as in a pass of several; None: in int8 only."""
+        # In int8 the last bit of a sum may decide to which integer a value is rounded, and the difference grows from
+        # layer to layer, so equal bits are worth the slower single tokens.
         self.exact = PRECISIONS[manifest.precision].quantized if exact is None else exact
         if self.exact:
-            # Single tokens cost more then: a profile is known by the toolchain it is for.
+            # Single tokens take longer then, and the toolchain is a part of the latency profile's fingerprint.
             manifest = replace(manifest, toolchain={**manifest.toolchain, "single_tokens": "exact"})
         self.manifest = manifest
         weights = manifest.files[artifact.WEIGHTS].size
@@ -59,7 +59,7 @@ class OrtEngine:
             exact=self.exact,
         )
         self._drafter = make_drafter(directory, manifest, threads)
-        self._passed: dict[int, _Passed] = {}  # by slot
+        self._last_passes: dict[int, _LastPass] = {}  # by slot
 
     def length(self, slot: int) -> int:
         return self._target.cache.lengths[slot]
@@ -77,7 +77,7 @@ class OrtEngine:
         first = 0 if rows == "all" else tokens - 1
         verdict = self._pass(slot, tree, np.arange(first, tokens))
         self.commit(slot, np.arange(tokens, dtype=np.int32), taps=taps)
-        if rows == "none":  # the graph computes one at least
+        if rows == "none":  # the graph computes at least one row
             return Verdict(verdict.choices[:0], np.empty((0, self.manifest.target_dims.vocab_size), np.float32))
         return verdict
 
@@ -89,35 +89,35 @@ class OrtEngine:
         verdicts = []
         for r in requests:
             v = self._pass(r.slot, r.tree, np.arange(len(r.tree)))
-            passed = self._passed[r.slot]
-            if passed.taps is not None:
-                self._passed[r.slot] = replace(passed, taps=passed.taps.copy())
+            last = self._last_passes[r.slot]
+            if last.taps is not None:
+                self._last_passes[r.slot] = replace(last, taps=last.taps.copy())
             verdicts.append(Verdict(v.choices, np.array(v.logits)))
         return verdicts
 
     def _pass(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Verdict:
-        """Write a tree's rows behind the slot's committed ones; logits for the wanted rows [R]."""
+        """Write a tree's rows behind the slot's committed ones; the verdict has the rows `rows` [R]."""
         output = self._target.extend(slot, tree, rows)
-        self._passed[slot] = _Passed(tree.token_ids, output.taps)
+        self._last_passes[slot] = _LastPass(tree.token_ids, output.taps)
         return Verdict(output.choices, output.logits)
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         if taps:
             check_up_to_date(self._drafter, self._target.cache, slot)
-            passed = self._passed[slot]
-            self._drafter.learn(slot, passed.token_ids[path], None if passed.taps is None else passed.taps[path])
+            last = self._last_passes[slot]
+            self._drafter.learn(slot, last.token_ids[path], None if last.taps is None else last.taps[path])
         self._target.cache.compact(slot, path)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return draft_all(self._drafter, self._target.cache, requests)
 
     def warm_up(self) -> None:
-        """Nothing to do: sessions set themselves up when they are made."""
+        """Does nothing: sessions are initialised when they are made."""
 
     def settle(self) -> None:
-        """Nothing to wait for: every verb returns when its work is done."""
+        """Does nothing: every call returns when its work is done."""
 
     def close(self) -> None:
-        self._passed.clear()
+        self._last_passes.clear()
         for network in ("_target", "_drafter"):
             vars(self).pop(network, None)

@@ -1,6 +1,6 @@
-"""One network in ONNX Runtime: a session with its cache, shared between past and present.
+"""One network in ONNX Runtime: a session with a cache whose buffers are both past and present.
 
-Rules of `GroupQueryAttention` this file keeps (a wrong value gives wrong numbers without an error):
+Rules of `GroupQueryAttention` that this file observes (a wrong value gives wrong numbers without an error):
 seqlens_k is past + T − 1 of each sequence, total_length the largest past + T, the bias exactly that wide, and the past
 and present of a layer are one buffer.
 """
@@ -27,15 +27,15 @@ from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 
 def session_options(threads: int) -> ort.SessionOptions:
-    """How networks run on this processor; 0 threads are one per core."""
+    """Session options for this processor; 0 threads means one per core."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.log_severity_level = 3
-    options.enable_mem_pattern = False  # planned per set of input shapes, and the bias has another every pass
-    # Target and drafter have threads of their own: those of one would spin on the cores the other computes on.
+    options.enable_mem_pattern = False  # planned per set of input shapes, and the bias changes its shape every pass
+    # Target and drafter have separate threads: those of one would spin on the cores that the other computes on.
     options.add_session_config_entry("session.force_spinning_stop", "1")
     if "vnni" not in read_cpu().features:
-        # There x86 processors sum products of bytes in 16 bits, which overflow, unless weights are unsigned.
+        # Without VNNI, x86 processors sum products of bytes in 16 bits, which overflow unless weights are unsigned.
         options.add_session_config_entry("session.x64quantprecision", "1")
     return options
 
@@ -48,7 +48,7 @@ class _Buffers:
         self._views: dict[str, NDArray[Any]] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: type) -> NDArray[Any]:
-        """The same array as last time while the shape stays, so that what is bound stays bound."""
+        """The same array as in the last call while the shape is the same, so that its binding stays valid."""
         view = self._views.get(name)
         if view is not None and view.shape == shape:
             return view
@@ -62,14 +62,14 @@ class _Buffers:
 
 class _Binding:
     """A slot's caches and the arrays of its passes, bound to a session. An array that is bound already is not bound
-    again: every run reads and writes its memory."""
+    again: a run reads its current values."""
 
     def __init__(self, session: ort.InferenceSession) -> None:
         self.handle = session.io_binding()
         self._bound: dict[str, NDArray[Any]] = {}
 
     def cache(self, past: str, present: str, buffer: NDArray[np.float32]) -> None:
-        """One buffer as past and present."""
+        """Bind one buffer as past and as present."""
         value = ort.OrtValue.ortvalue_from_numpy(buffer)
         self.handle.bind_ortvalue_input(past, value)
         self.handle.bind_ortvalue_output(present, value)
@@ -98,8 +98,8 @@ class OrtNetwork:
         *,
         widths: Mapping[str, int],
     ) -> None:
-        """`widths`: inputs and outputs by name, with their last axis. Raises ArtifactError when the graph cannot be
-        loaded, or is not that of `dims`."""
+        """`widths`: length of the last axis by name of input or output. Raises ArtifactError when the graph cannot be
+        loaded, or does not match `dims`."""
         try:
             self.session = ort.InferenceSession(str(path), session_options(threads), providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's exceptions share no useful base
@@ -114,8 +114,8 @@ class OrtNetwork:
         self._bindings: dict[int, _Binding] = {}
 
     def _check_graph(self, path: Path, rows: int, widths: Mapping[str, int]) -> None:
-        """Raises ArtifactError for a tensor that is missing or of another shape than the passes bind: without this it
-        would be an error of the first pass, or wrong numbers."""
+        """Raises ArtifactError for a tensor that is missing or has another shape than the arrays bound to it, which
+        would otherwise fail in the first pass or give wrong numbers."""
         shapes = {end.name: end.shape for end in (*self.session.get_inputs(), *self.session.get_outputs())}
         heads, size = self.dims.num_kv_heads, self.dims.head_dim
         cache = [*names.past_names(self.dims.num_layers), *names.present_names(self.dims.num_layers)]
@@ -151,10 +151,10 @@ class OrtNetwork:
         *,
         scratch: int = 0,
     ) -> None:
-        """Write `tokens` rows behind the slot's committed ones, filling `outputs`; nothing is committed. Arrays
-        from `buffers` stay bound while their shapes stay.
+        """Write `tokens` rows behind the slot's committed ones and fill `outputs`; nothing is committed. Arrays from
+        `buffers` stay bound while their shapes stay.
 
-        `scratch`: rows of the cache the graph writes behind those for itself.
+        `scratch`: further rows of the cache that the graph overwrites.
         """
         self.cache.check_room(slot, tokens + scratch)
         total = self.cache.lengths[slot] + tokens
@@ -188,23 +188,24 @@ class OrtLanguageModel(OrtNetwork):
     ) -> None:
         """`taps` is M, the number of tapped layers. `exact`: a row's results do not depend on how many others are in
         its pass, as long as its ancestors lie right before it and there is room for two rows."""
-        self._tap_width, self._exact = taps * dims.hidden_size, exact
+        self._tap_width = taps * dims.hidden_size
+        self._exact = exact
         widths = {names.LOGITS: dims.vocab_size} | ({names.TAPS: self._tap_width} if taps else {})
         super().__init__(path, dims, slots, rows, threads, widths=widths)
 
     def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
-        """Write a tree's T rows behind the slot's committed ones; logits for the wanted rows [R]."""
+        """Write a tree's T rows behind the slot's committed ones; the results have logits for `rows` [R]."""
         size, wanted = len(tree), len(rows)
         if not self._exact:
             return self._extend(slot, tree, rows, size, wanted)
-        # Kernels for one row add in another order than those for several: a second, idle row is computed beside one
-        # that is alone. It lies behind the row in the cache, which sees nothing of it, and is never committed.
+        # Kernels for one row sum in another order than those for several: a single row is computed together with an
+        # idle second one. That lies behind it in the cache, is not seen by it, and is never committed.
         if size == 1 and self.cache.lengths[slot] + 2 <= self.cache.rows:
             tree = token_chain(np.repeat(tree.token_ids, 2))
         return self._extend(slot, tree, np.repeat(rows, 2) if wanted == 1 else rows, size, wanted)
 
     def _extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64], size: int, wanted_rows: int) -> Pass:
-        """One pass, of which the first `size` tokens and the first `wanted_rows` rows of logits count."""
+        """One pass; the results have the first `size` tokens and the first `wanted_rows` rows of logits."""
         past, tokens, take = self.cache.lengths[slot], len(tree), self.buffers.take
         token_ids = take(names.TOKEN_IDS, (1, tokens), np.int64)
         positions = take(names.POSITIONS, (1, tokens), np.int64)

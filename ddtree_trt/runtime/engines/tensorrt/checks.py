@@ -1,4 +1,4 @@
-"""What must be the same where a TensorRT engine runs as where it was built, compared before anything is deserialised.
+"""Checks of this machine against the one a TensorRT engine was built for, made before anything is deserialised.
 
 A plan is native code for one TensorRT version and one kind of GPU.
 """
@@ -18,9 +18,9 @@ from ddtree_trt.plugins import library
 
 
 def check_machine(directory: Path, manifest: Manifest) -> tuple[Any, Any, Path]:
-    """The modules `tensorrt` and `cuda.bindings.runtime` and the plugin library, if all is as the engine needs it.
+    """The modules `tensorrt` and `cuda.bindings.runtime` and the plugin library, after all checks.
 
-    Raises MissingDependency for what is not installed, and ArtifactError with what differs and what to do.
+    Raises MissingDependency for what is not installed, and ArtifactError, which names the difference and what to do.
     """
     version = manifest.toolchain.get("tensorrt", "of an unknown version")
     refusal = f"{directory} was built with TensorRT {version}, which cannot be imported here"
@@ -30,7 +30,8 @@ def check_machine(directory: Path, manifest: Manifest) -> tuple[Any, Any, Path]:
 
 
 def check_toolchain(directory: Path, manifest: Manifest, tensorrt: str, cuda: Any) -> None:
-    """Compare TensorRT, CUDA, the driver and the GPU with the engine's. Raises ArtifactError with what differs."""
+    """Compare TensorRT, CUDA, the driver and the GPU with the engine's. Raises ArtifactError with the
+    difference."""
     built, rebuild = manifest.toolchain, f"rebuild with: {rebuild_command(directory, manifest)}"
 
     def refuse(what: str, expected: str, found: str) -> ArtifactError:
@@ -38,7 +39,7 @@ def check_toolchain(directory: Path, manifest: Manifest, tensorrt: str, cuda: An
 
     if built.get("tensorrt") != tensorrt:
         raise refuse("TensorRT", built.get("tensorrt", "unknown"), tensorrt)
-    # Asked first: where there is no driver, TensorRT's runtime may end the process.
+    # Before any call of TensorRT's runtime, which may end the process where no driver is installed.
     try:
         gpu = current_gpu(cuda)
     except EngineError as error:
@@ -61,9 +62,9 @@ def check_toolchain(directory: Path, manifest: Manifest, tensorrt: str, cuda: An
 def check_plugins(directory: Path, manifest: Manifest) -> Path:
     """The plugin library, of the ABI the engine was built with. Raises MissingDependency or ArtifactError.
 
-    The ABI number promises that a plan's plugins are what this library makes of them: their tensors, attributes, stored
-    fields and workspace. Another build of the same ABI, of another compiler or for more GPUs, has another sha256 and
-    serves; the manifest's says which one it was built with.
+    Libraries with the same ABI number agree on a plan's plugins: their tensors, attributes, stored fields and
+    workspace. Another build of the same ABI, by another compiler or for more GPUs, has another sha256 and is accepted;
+    the manifest's sha256 records the library of the build.
     """
     built, rebuild = manifest.plugin or {}, f"rebuild with: {rebuild_command(directory, manifest)}"
     for field, found in plugins.IDENTITY.items():

@@ -1,4 +1,4 @@
-"""Moving a verified tree's kept rows to the front: in the target's cache, and in the pass's tapped states."""
+"""Compaction of a verified tree's accepted rows, in the target's cache and in the pass's tapped states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ddtree_trt.plugins.library import KernelLibrary
 
 @dataclass(frozen=True)
 class TappedStates:
-    """Where a pass left the tapped states [T, M·H] of one tree."""
+    """The tapped states [T, M·H] of one tree in device memory."""
 
     address: int
     rows: int  # T
@@ -29,8 +29,8 @@ class Compaction:
     def __init__(
         self, kernels: KernelLibrary, device: Device, shape: CacheShape, address: int, uploads: Sequence[Upload]
     ) -> None:
-        """`shape` of the cache at `address`. `uploads`: one for each slot, so that commits of a round follow each other
-        without a wait."""
+        """`shape` of the cache at `address`. `uploads`: one for each slot, so that the commits of a round need no wait
+        between them."""
         self._kernels = kernels
         self._device = device
         self._shape = shape
@@ -39,7 +39,7 @@ class Compaction:
 
     def move(self, slot: int, past: int, path: NDArray[np.int32], states: TappedStates | None) -> None:
         """Move rows past + path[j] of the slot to past + j in every plane of the cache, and likewise the tree's states,
-        which to the kernel are a cache of one plane, slot and head."""
+        which the kernel gets as a cache of one plane, slot and head."""
         at = self._uploads[slot].send(
             {
                 "slot": np.array([slot], np.int32),

@@ -1,4 +1,4 @@
-"""The drafters of the TensorRT engine: DFlash, with the tapped target states on the device, and the language model."""
+"""The drafters of the TensorRT engine: DFlash, whose tapped states stay on the device, and the autoregressive one."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from ddtree_trt.runtime.engines.tensorrt.model import Outputs, TrtLanguageModel
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded
 
-ROUND, CHUNK = 0, 1  # optimisation profiles: context rows of one round, at most a block; of a prompt's chunk
+ROUND, CHUNK = 0, 1  # optimisation profiles: context rows of a round, at most a block, and of a prompt's chunk
 
 
 @dataclass
 class _Known:
-    """Which tapped states of a slot the ring holds: those of rows first … end − 1."""
+    """The tapped states of a slot in its ring: those of rows first … end − 1."""
 
     first: int = 0
     end: int = 0  # committed tokens the drafter knows
@@ -37,7 +37,7 @@ class _Known:
 
 @dataclass(frozen=True)
 class Buffers:
-    """Addresses on the device, and where results arrive on the host."""
+    """Addresses on the device, and the host's memory for results."""
 
     states: int  # [slots, ring rows, M·H]
     context: int  # [N, C, M·H], the drafter's input
@@ -48,10 +48,10 @@ class Buffers:
 class BlockDrafter(Drafter):
     """One pass over [bonus, MASK × L] of every slot, conditioned on the tapped target states of every committed token.
 
-    The drafter's own cache holds `cache.lengths` context rows of a slot. States that it does not hold wait, one block
-    of them at most: more, such as a prompt's, is taken in when it comes. Slots of one pass must bring equally many
-    rows (C is exact, a padded row would become context), so a slot with fewer brings rows again that the cache already
-    holds, which writes the same values.
+    The drafter's cache holds `cache.lengths` context rows of a slot. At most one block of further states waits in the
+    slot's ring: more, such as a prompt's, are processed at once by `learn`. All slots of a pass have equally many
+    context rows (C is exact, a padded row would become context), so a slot with fewer new ones repeats rows that its
+    cache holds, which writes the same values.
     """
 
     def __init__(
@@ -59,8 +59,12 @@ class BlockDrafter(Drafter):
         buffers: Buffers, upload: Upload, candidates: int,
     ) -> None:  # fmt: skip
         """`candidates` is K of the engine."""
-        self.network, self._device, self._dims, self._buffers = network, device, dims, buffers
-        self._upload, self._candidates = upload, candidates
+        self.network = network
+        self._device = device
+        self._dims = dims
+        self._buffers = buffers
+        self._upload = upload
+        self._candidates = candidates
         self._rows = Rows.of(dims.block_size, limits)
         self._state_bytes = len(dims.tap_layers) * dims.hidden_size * element_bytes
         self.cache = SlotLengths(limits.max_batch, limits.cache_rows)
@@ -71,12 +75,12 @@ class BlockDrafter(Drafter):
         return self._known[slot].end
 
     def learn(self, slot: int, token_ids: NDArray[np.int64], states: int) -> None:
-        """Tokens [m] were committed behind the known ones; their tapped states [m, M·H] are at the address `states`."""
+        """Take tokens [m] committed behind the known ones, with tapped states [m, M·H] at the address `states`."""
         known, size, rows = self._known[slot], self._state_bytes, len(token_ids)
         for start in range(0, rows, self._rows.chunk):
             piece = min(self._rows.chunk, rows - start)
             source = states + start * size
-            for address, count in self._ring(slot, known.end, piece):
+            for address, count in self._ring_pieces(slot, known.end, piece):
                 self._device.copy(address, source, count * size)
                 source += count * size
             known.end += piece
@@ -91,7 +95,7 @@ class BlockDrafter(Drafter):
         self.cache.truncate(slot, min(self.cache.lengths[slot], known.end))
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One pass for all requests; another for a slot whose sequence is still shorter than what the others bring."""
+        """One pass for all requests, and another for each slot with fewer known rows than that pass has per slot."""
         wanted = max(max(self._waiting(r.slot) for r in requests), 1)
         common = next(c for c in self._steps if c >= wanted)
         groups: dict[int, list[DraftRequest]] = {}
@@ -109,7 +113,7 @@ class BlockDrafter(Drafter):
         return [drafts[r.slot] for r in requests]
 
     def warm_up(self, budget: int) -> None:
-        """For as many context rows as the known states of slot 0 allow; K is the engine's, whatever the budget."""
+        """Capture passes of all numbers of context rows that slot 0 has states for; K does not depend on the budget."""
         known = self._known[0]
         for rows in self._steps:
             if rows <= known.end - known.first:
@@ -118,8 +122,8 @@ class BlockDrafter(Drafter):
     def _waiting(self, slot: int) -> int:
         return self._known[slot].end - self.cache.lengths[slot]
 
-    def _ring(self, slot: int, first: int, rows: int) -> Iterator[tuple[int, int]]:
-        """Where the states of rows first … first + rows − 1 lie: (address, rows) of each piece."""
+    def _ring_pieces(self, slot: int, first: int, rows: int) -> Iterator[tuple[int, int]]:
+        """(address, rows) of each contiguous piece of the states of rows first … first + rows − 1."""
         ring = self._rows.waiting
         base = self._buffers.states + slot * ring * self._state_bytes
         while rows:
@@ -129,9 +133,9 @@ class BlockDrafter(Drafter):
             first, rows = first + count, rows - count
 
     def _pass(self, slots: Sequence[int], rows: int, bonus_tokens: Sequence[int], *, capture: bool = False) -> None:
-        """Take in `rows` context rows of every slot, C, and run the block behind them.
+        """Process `rows` context rows of every slot, C, and run the block behind them.
 
-        They are those that end where the known ones do, or the oldest that wait when more wait than are taken.
+        They are the last known ones, or the oldest waiting ones when more than `rows` wait.
         """
         dims, block, size = self._dims, self._dims.block_size, self._state_bytes
         ends = [min(self._known[s].end, self.cache.lengths[s] + rows) for s in slots]
@@ -139,7 +143,7 @@ class BlockDrafter(Drafter):
         target = self._buffers.context
         for slot, start in zip(slots, past.tolist(), strict=True):
             self.cache.check_room(slot, start + rows + block - self.cache.lengths[slot])
-            for address, count in self._ring(slot, start, rows):
+            for address, count in self._ring_pieces(slot, start, rows):
                 self._device.copy(target, address, count * size)
                 target += count * size
         tokens = np.full((len(slots), block), dims.mask_token_id, np.int32)
@@ -183,7 +187,7 @@ class BlockDrafter(Drafter):
 def make_drafter(
     manifest: Manifest, loaded: Loaded, network: TrtNetwork, upload: Upload, host_results: NDArray[np.uint8]
 ) -> Drafter:
-    """The drafter that runs `network`. `upload` takes its control data, `host_results` what it drafted."""
+    """The drafter that runs `network`, with control data in `upload` and drafts in `host_results`."""
     return _MAKERS[manifest.drafter_kind](manifest, loaded, network, upload, host_results)
 
 

@@ -1,8 +1,8 @@
 """The TensorRT engine: two plans, one stream, one block of device memory that never moves.
 
-A round: `draft` and `verify` are each one copy up, one graph and one copy down, at which the host waits; `commit` puts
-its work on the stream and waits for nothing. All slots of a call go through one pass. Tapped states stay on the device,
-and logits do until a row is read.
+In a round, `draft` and `verify` are each one upload, one graph and one download, for which the host waits; `commit`
+puts its work on the stream and waits for nothing. All slots of a call are in one pass. Tapped states stay on the
+device, and logits until a row is read.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from ddtree_trt.runtime.tree import token_chain
 
 
 @dataclass(frozen=True)
-class _Passed:
+class _LastPass:
     """A slot's last target pass."""
 
-    generation: int  # which pass it was: the next one overwrites the states
-    token_ids: NDArray[np.int64]  # of the tree, padding aside
-    states: TappedStates  # of 0 bytes a row where no layer is tapped
+    generation: int  # number of the pass: the next one overwrites the states
+    token_ids: NDArray[np.int64]  # of the tree, without padding
+    states: TappedStates  # with 0 bytes per row where no layer is tapped
 
 
 class TrtEngine:
@@ -52,13 +52,13 @@ class TrtEngine:
     rounds = None
 
     def __init__(self, manifest: Manifest, loaded: Loaded, kernels: KernelLibrary) -> None:
-        """Owns what is `loaded`: `close` gives it back."""
+        """Takes ownership of `loaded`, which `close` releases."""
         self.manifest = manifest
         self.limits = manifest.limits
         self.device: Device = loaded.device
         self.buckets = buckets(1 + self.limits.max_tree_budget)
         self._loaded = loaded
-        self._passed: dict[int, _Passed] = {}
+        self._last_passes: dict[int, _LastPass] = {}  # by slot
         device, dims, drafter_dims = loaded.device, manifest.target_dims, manifest.drafter_dims
         at, sizes, size = loaded.addresses, loaded.layout.sizes, PRECISIONS[manifest.precision].value_bytes
         taps = manifest.drafting.tap_layers
@@ -85,9 +85,9 @@ class TrtEngine:
         ]
         shape = CacheShape.of(dims, self.limits, size)
         self._compaction = Compaction(kernels, device, shape, at[buffers.TARGET_KV], uploads)
-        own = network("drafter", loaded.drafter, loaded.drafter_tables, drafter_dims, buffers.DRAFTER_KV)
-        self.networks = (self.target.network, own)
-        self.drafter = make_drafter(manifest, loaded, own, upload(buffers.DRAFTER_CONTROL), results)
+        drafter_network = network("drafter", loaded.drafter, loaded.drafter_tables, drafter_dims, buffers.DRAFTER_KV)
+        self.networks = (self.target.network, drafter_network)
+        self.drafter = make_drafter(manifest, loaded, drafter_network, upload(buffers.DRAFTER_CONTROL), results)
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest) -> TrtEngine:
@@ -105,7 +105,7 @@ class TrtEngine:
 
     @property
     def layout(self) -> Layout:
-        """Where everything lies in the one block of device memory."""
+        """Layout of the block of device memory."""
         return self._loaded.layout
 
     @property
@@ -124,11 +124,11 @@ class TrtEngine:
         self.drafter.truncate(slot, length)
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
-        """A chain under a causal mask, in the profile for prompts. Not captured: a chunk has work enough to hide its
+        """A chain under a causal mask, in the profile for prompts. Not captured: a chunk's work takes longer than its
         launches, and every prompt ends in a chunk of another length."""
         tokens = len(token_ids)
         tree = token_chain(token_ids)
-        first = 0 if rows == "all" else tokens - 1  # an engine computes one row at least
+        first = 0 if rows == "all" else tokens - 1  # an engine computes at least one row
         choices = self._target_pass([VerifyRequest(slot, tree)], tokens, np.arange(first, tokens), PREFILL)
         self.commit(slot, np.arange(tokens, dtype=np.int32), taps=taps)
         wanted = choices[:0] if rows == "none" else choices
@@ -149,34 +149,34 @@ class TrtEngine:
     def _target_pass(
         self, requests: Sequence[VerifyRequest], tokens: int, rows: NDArray[np.int64], profile: int
     ) -> NDArray[np.int64]:
-        """One pass over all trees, T padded to `tokens`: the choices [R] at the wanted flat rows."""
+        """One pass over all trees, T padded to `tokens`; returns the choices [R] at the flat row numbers `rows`."""
         choices = self.target.run(requests, tokens, rows, profile)
         for n, request in enumerate(requests):
             states = TappedStates(self._taps + n * tokens * self._state_bytes, tokens, self._state_bytes)
-            self._passed[request.slot] = _Passed(self.target.generation, request.tree.token_ids, states)
+            self._last_passes[request.slot] = _LastPass(self.target.generation, request.tree.token_ids, states)
         return choices
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
-        size, passed = len(path), self._passed.get(slot)
-        if passed is None or passed.generation != self.target.generation:
+        size, last = len(path), self._last_passes.get(slot)
+        if last is None or last.generation != self.target.generation:
             raise EngineError(f"slot {slot} was not in the last target pass: there is nothing to commit")
         if taps:
             check_up_to_date(self.drafter, self.target.cache, slot)
         if int(path[-1]) != size - 1:
-            states = passed.states if taps and self._state_bytes else None
+            states = last.states if taps and self._state_bytes else None
             self._compaction.move(slot, self.length(slot), path, states)
         if taps:
-            self.drafter.learn(slot, passed.token_ids[path], passed.states.address)
+            self.drafter.learn(slot, last.token_ids[path], last.states.address)
         self.target.cache.append(slot, size)
-        del self._passed[slot]
+        del self._last_passes[slot]
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return draft_all(self.drafter, self.target.cache, requests)
 
     def warm_up(self) -> None:
-        """A prompt's chunk, and every graph of one sequence's rounds. Those of more sequences are captured at their
-        first use."""
-        # One that reads no states of the target is not given any: its passes are captured when it first drafts.
+        """Run a prompt's chunk and capture every graph of one sequence's rounds. Graphs of more sequences are captured
+        at their first use."""
+        # The passes of a drafter without taps are captured at its first draft.
         reads_states = bool(self.manifest.drafting.tap_layers)
         drafts = partial(self.drafter.warm_up, self.limits.max_tree_budget) if reads_states else None
         make_single_passes(self, self.buckets, drafts)
@@ -185,9 +185,9 @@ class TrtEngine:
         self.device.synchronize()
 
     def close(self) -> None:
-        """Give all memory back; a second call does nothing. Raises EngineError when CUDA refuses."""
-        self._passed.clear()
-        self.target.forget()
+        """Release all memory; a second call does nothing. Raises EngineError for an error of CUDA."""
+        self._last_passes.clear()
+        self.target.invalidate_outputs()
         try:
             self.device.stop()
         finally:

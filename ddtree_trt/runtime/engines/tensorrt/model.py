@@ -1,4 +1,4 @@
-"""One plan that takes trees of tokens, the target's or an autoregressive drafter's: choices and logits out."""
+"""A language model in TensorRT, the target or an autoregressive drafter: passes over trees of tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.drafters import Pass
 from ddtree_trt.runtime.engines.kv import SlotLengths
 from ddtree_trt.runtime.engines.lazy_rows import LazyRows
-from ddtree_trt.runtime.engines.padding import pad_trees
+from ddtree_trt.runtime.engines.padding import mask_words, pad_trees
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.tree import TokenTree
 
@@ -26,7 +26,7 @@ VERIFY, PREFILL = 0, 1  # optimisation profiles: trees of a round, a prompt's ch
 
 @dataclass(frozen=True)
 class Outputs:
-    """Where a pass writes, on the device, and where choices arrive on the host."""
+    """Addresses of a pass's outputs on the device, and the host's memory for choices."""
 
     results: int  # choices int32 [R]
     host_results: NDArray[np.uint8]
@@ -42,17 +42,17 @@ class TrtLanguageModel:
     ) -> None:
         self.network = network
         self.cache = SlotLengths(limits.max_batch, limits.cache_rows)
-        self.generation = 0  # the number of the pass whose outputs are in memory: the next one overwrites them
+        self.generation = 0  # number of the pass whose outputs are in memory: the next one overwrites them
         self._device = device
         self._vocab = vocab
         self._upload = upload
         self._outputs = outputs
-        self._mask_words = -(-limits.max_tokens_per_pass // 32)
+        self._mask_words = mask_words(limits.max_tokens_per_pass)
 
     def run(
         self, requests: Sequence[VerifyRequest], tokens: int, rows: NDArray[np.int64], profile: int
     ) -> NDArray[np.int64]:
-        """One pass over all trees, T padded to `tokens`: the choices [R] at the wanted flat rows."""
+        """One pass over all trees, T padded to `tokens`; returns the choices [R] at the flat row numbers `rows`."""
         for request in requests:
             self.cache.check_room(request.slot, tokens)
         trees = pad_trees(requests, self.cache.lengths, tokens, self._mask_words)
@@ -78,12 +78,12 @@ class TrtLanguageModel:
         self._device.synchronize()
         return found.view(np.int32).astype(np.int64)
 
-    def forget(self) -> None:
-        """Have the outputs of the last pass count no more: its logits can no longer be read."""
+    def invalidate_outputs(self) -> None:
+        """Make later reads of the last pass's logits raise EngineError."""
         self.generation += 1
 
     def logits(self, first: int, rows: int) -> LazyRows:
-        """Rows of the last pass's logits, [rows, V] from row `first` on, copied to the host when they are read."""
+        """The last pass's logits [rows, V] from row `first` on, copied to the host when they are read."""
         generation, base = self.generation, self._outputs.logits + first * self._vocab * FLOAT_BYTES
 
         def fetch(start: int, stop: int) -> NDArray[np.float32]:
@@ -97,7 +97,7 @@ class TrtLanguageModel:
         return LazyRows(rows, self._vocab, fetch)
 
     def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
-        """As `drafters.LanguageModel` says. Single tokens are captured, longer chains are a prompt's chunks."""
+        """See `drafters.LanguageModel`. Passes of single tokens are captured; longer chains are a prompt's chunks."""
         profile = VERIFY if len(tree) == 1 else PREFILL
         choices = self.run([VerifyRequest(slot, tree)], len(tree), rows, profile)
         return Pass(choices, self.logits(0, len(choices)), None)

@@ -1,7 +1,7 @@
 """One TensorRT engine: contexts, bindings, and passes captured as CUDA graphs.
 
-All contexts share one workspace, since passes follow each other on one stream. A graph has a context of its own: a
-context that is used again, for other shapes, must not be one a graph was captured from.
+All contexts share one workspace, since passes follow each other on one stream. Each graph has a separate context: a
+context from which a graph was captured must not be used for other shapes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Shared:
-    """What every network of an engine directory uses."""
+    """Resources shared by the networks of an engine directory."""
 
     trt: Any  # the module
-    log: Any  # its log: `words()` are TensorRT's latest errors as one text, `clear()` forgets them
+    log: Any  # its log: `words()` returns TensorRT's latest errors as one text, `clear()` forgets them
     device: Device
     workspace: tuple[int, int]  # address, bytes
 
@@ -33,19 +33,19 @@ class Shared:
 @dataclass(frozen=True)
 class _Captured:
     graph: Any
-    context: Any  # what the graph was captured from lives as long as it
+    context: Any  # must live as long as the graph captured from it
     addresses: Mapping[str, int]
 
 
 class TrtNetwork:
-    """Runs passes. The caller gives the addresses of what they read and write, equal ones for equal keys."""
+    """Runs passes. The caller gives the addresses of inputs and outputs, equal ones for equal keys."""
 
     def __init__(
         self, name: str, engine: Any, shared: Shared, tables: Mapping[str, int], dims: TransformerDims,
         cache: CacheShape, cache_address: int,
     ) -> None:  # fmt: skip
-        """`engine` is an ICudaEngine, `tables` are the addresses of those it reads by input, `cache` the shape of its
-        caches, at `cache_address`."""
+        """`engine` is an ICudaEngine, `tables` the addresses of its tables by input, `cache` the shape of its cache at
+        `cache_address`."""
         self.name = name
         self.engine = engine
         self.shared = shared
@@ -54,14 +54,14 @@ class TrtNetwork:
         for part in (names.past_names(dims.num_layers), names.present_names(dims.num_layers)):
             for plane, tensor in enumerate(part):
                 self._fixed[tensor] = cache_address + plane * cache.plane_bytes
-        its = io_tensors(engine)
-        self._fixed = {tensor: address for tensor, address in self._fixed.items() if tensor in its}
+        existing = io_tensors(engine)
+        self._fixed = {tensor: address for tensor, address in self._fixed.items() if tensor in existing}
         self._contexts: dict[int, Any] = {}  # profile → the context of passes that are not captured
         self._captured: dict[Hashable, _Captured] = {}
 
     @property
     def graphs(self) -> int:
-        """How many passes were captured."""
+        """Number of captured passes."""
         return len(self._captured)
 
     def run(
@@ -72,10 +72,11 @@ class TrtNetwork:
         *,
         key: Hashable | None = None,
     ) -> None:
-        """Put one pass on the stream. `shapes` of the inputs that vary; `addresses` of all that is not fixed.
+        """Put one pass on the stream. `shapes` of the inputs that vary; `addresses` of all tensors but tables and
+        cache.
 
-        With a `key` the pass is captured at its first use and launched as a graph from then on: equal keys mean equal
-        shapes and addresses. Raises EngineError with TensorRT's words.
+        With a `key` the pass is captured at its first use and launched as a graph later: equal keys must have equal
+        shapes and addresses. Raises EngineError with TensorRT's error text.
         """
         if key is None:
             context = self._contexts.get(profile)
@@ -85,11 +86,11 @@ class TrtNetwork:
             return
         captured = self._captured.get(key)
         if captured is not None:
-            assert captured.addresses == addresses, "a captured pass reads and writes where it did"
+            assert captured.addresses == addresses, "a captured pass keeps its addresses"
             self.shared.device.launch(captured.graph)
             return
         context = self._context(profile)
-        # The first pass of these shapes must not be captured: TensorRT sets itself up in it. This one is the result.
+        # TensorRT initialises itself in the first pass of these shapes, which cannot be captured. It gives the results.
         self._enqueue(context, shapes, addresses)
         graph = self.shared.device.capture(lambda: self._execute(context))
         self._captured[key] = _Captured(graph, context, dict(addresses))
@@ -126,7 +127,7 @@ class TrtNetwork:
         return EngineError(f"the {self.name} cannot run: {what}; {self.shared.log.words()}".rstrip("; "))
 
     def close(self) -> None:
-        """Let contexts and engine go. Graphs are the device's and must be gone before."""
+        """Release contexts and engine. The device owns the graphs and must have released them before."""
         self._captured.clear()
         self._contexts.clear()
         self.engine = None

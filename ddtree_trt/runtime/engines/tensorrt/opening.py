@@ -34,12 +34,12 @@ _BUFFERS = {
     names.DRAFTER + names.EMBEDDING: buffers.DRAFTER_EMBEDDING,
     names.DRAFTER + names.HEAD: buffers.DRAFTER_HEAD,
 }
-_PIECE_BYTES = 16 << 20  # of a table that is converted on its way
+_PIECE_BYTES = 16 << 20  # of a table that is converted during its upload
 
 
 @dataclass
 class Loaded:
-    """The engines, and one block of device memory with everything else."""
+    """The deserialised engines, and one block of device memory for all other data."""
 
     device: Device
     target: Any  # ICudaEngine
@@ -53,13 +53,15 @@ class Loaded:
     shared: Shared
 
     def close(self) -> None:
-        """Give everything back. Contexts must be gone, graphs go here."""
-        self.target = self.drafter = self.runtime = None
+        """Release everything, graphs included. Contexts must have been released before."""
+        self.target = None
+        self.drafter = None
+        self.runtime = None
         self.device.close()
 
 
 def load_plans(directory: Path, manifest: Manifest) -> tuple[Loaded, KernelLibrary]:
-    """Compare, allocate, deserialise. Raises as `TrtEngine.open` says."""
+    """Check the machine, allocate memory and deserialise the plans. Raises the errors of `TrtEngine.open`."""
     trt, cuda, plugin_library = check_machine(directory, manifest)
     kernels = library.kernels()
     device = Device(cuda)
@@ -84,7 +86,7 @@ def _load(directory: Path, manifest: Manifest, trt: Any, device: Device, plugin_
     candidates = int(tuple(drafter.get_tensor_shape(names.LOG_PROBS))[-1]) if manifest.drafting.at_once else 0
     workspace = max(int(target.device_memory_size_v2), int(drafter.device_memory_size_v2))
     layout = _layout(manifest, stored, candidates, workspace)
-    _check_memory(directory, manifest, device, 0, layout.total_bytes)  # with what TensorRT wants beside the weights
+    _check_memory(directory, manifest, device, 0, layout.total_bytes)  # with the workspace that TensorRT needs
     base = device.allocate(layout.total_bytes)
     addresses = {name: base + offset for name, offset in layout.offsets.items()}
     tables: dict[str, int] = {}
@@ -94,7 +96,7 @@ def _load(directory: Path, manifest: Manifest, trt: Any, device: Device, plugin_
         stored.upload(embedding, device, tables[embedding])
         stored.upload_single(head if stored.has(head) else embedding, device, tables[head])
     for cache in (buffers.TARGET_KV, buffers.DRAFTER_KV):
-        # Zeros, not garbage: a row that was never written must not turn a weight of zero into NaN.
+        # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN.
         device.clear(addresses[cache], layout.sizes[cache])
     device.synchronize()
     shared = Shared(
@@ -104,7 +106,8 @@ def _load(directory: Path, manifest: Manifest, trt: Any, device: Device, plugin_
         workspace=(addresses[buffers.WORKSPACE], workspace),
     )
     own = {t.removeprefix(names.DRAFTER): a for t, a in tables.items() if t.startswith(names.DRAFTER)}
-    return Loaded(device, target, drafter, runtime, layout, addresses, candidates, tables, own or tables, shared)
+    drafter_tables = own or tables
+    return Loaded(device, target, drafter, runtime, layout, addresses, candidates, tables, drafter_tables, shared)
 
 
 def _layout(manifest: Manifest, stored: _Tables, candidates: int | None, workspace: int) -> Layout:
@@ -121,7 +124,7 @@ def _layout(manifest: Manifest, stored: _Tables, candidates: int | None, workspa
 
 
 def _check_memory(directory: Path, manifest: Manifest, device: Device, weights: int, buffers: int) -> None:
-    """Raises EngineError when weights yet to be loaded and buffers cannot fit what the GPU has free."""
+    """Raises EngineError when weights that are not loaded yet and buffers do not fit into the GPU's free memory."""
     free, total = device.free_bytes()
     if weights + buffers > free:
         raise EngineError(
@@ -147,7 +150,7 @@ def _deserialise(runtime: Any, log: Any, path: Path, manifest: Manifest) -> Any:
 
 
 def _check_engine(directory: Path, manifest: Manifest, name: str, engine: Any) -> None:
-    """Raises ArtifactError for a plan that is not the manifest's: digests cannot show it where both files are whole."""
+    """Raises ArtifactError for a plan that does not match the manifest, which digests do not detect."""
     found = io_tensors(engine)
     listed = manifest.tensors.get(name, {})
     expected = {*listed.get("inputs", ()), *listed.get("outputs", ())}
@@ -187,7 +190,7 @@ class _Tables:
             if found != expected:
                 raise ArtifactError(f"{path}: {name} should be {expected}, found {found}; {rebuild}")
         self._tensors: dict[str, StoredTensor] = header.locate()
-        self.networks = ("", names.DRAFTER) if manifest.drafting.own_tables else ("",)  # with tables of their own
+        self.networks = ("", names.DRAFTER) if manifest.drafting.own_tables else ("",)  # with separate tables
         for prefix in self.networks:
             if not self.has(prefix + names.EMBEDDING):
                 raise ArtifactError(f"{path} has no tensor {prefix + names.EMBEDDING!r}; {rebuild}")
@@ -196,12 +199,12 @@ class _Tables:
         return tensor in self._tensors
 
     def upload(self, tensor: str, device: Device, address: int) -> None:
-        """Put a table on the device and wait for it."""
+        """Upload a table and wait for the copy."""
         device.upload(address, self._tensors[tensor].mapped())
         device.synchronize()
 
     def upload_single(self, tensor: str, device: Device, address: int) -> None:
-        """Put a table on the device in float32, which holds its values exactly, and wait for it."""
+        """Upload a table as float32, which represents its values exactly, and wait for the copy."""
         table = self._tensors[tensor].mapped()
         step = _PIECE_BYTES // table.itemsize
         for start in range(0, len(table), step):

@@ -1,9 +1,9 @@
 """Attention of T new rows over a slotted cache and themselves.
 
-- `KernelAttention`: our CUDA kernels, through `torch.ops.ddtree`; where flash-attn works (`flash.py`) it does
-  the passes that have no tree.
-- `DenseAttention`: PyTorch's scaled_dot_product_attention under a mask. It runs everywhere, and it is what the kernels
-  are compared with; on a GPU it serves precisions and head sizes that have no kernel.
+- `KernelAttention`: our CUDA kernels, through `torch.ops.ddtree`; where flash-attn works (`flash.py`), it computes the
+  passes that have no tree.
+- `DenseAttention`: PyTorch's scaled_dot_product_attention under a mask. It runs everywhere, and is the reference of the
+  kernels; on a GPU it serves precisions and head sizes that have no kernel.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ddtree_trt.runtime.engines.torch.flash import Flash, find_flash
 
 @dataclass(frozen=True)
 class Place:
-    """Where the rows of a pass go. Device data throughout: lengths are never shapes."""
+    """The slots and offsets at which a pass writes its rows. All of it is device data: lengths are never shapes."""
 
     slots: Tensor  # int32 [N]
-    past: Tensor  # int32 [N]: committed rows of each
+    past: Tensor  # int32 [N]: committed rows of each slot
     mask: Tensor | None = None  # int32 [N, T, W]: ancestor-or-self bits, for mode TREE
 
 
 class Attention(Protocol):
-    kernels: bool  # whether `torch.ops.ddtree` works where this does
+    kernels: bool  # whether `torch.ops.ddtree` works on its device
 
     def __call__(
         self,
@@ -53,7 +53,7 @@ class Attention(Protocol):
 def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scratch: Scratch) -> Attention:
     """The fastest attention for this device, type and head size.
 
-    Raises MissingDependency where the kernels would serve and are not built, and as `find_flash` does.
+    Raises MissingDependency where kernels exist for these and are not built, and the errors of `find_flash`.
     """
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_dim in HEAD_DIMS:
         load_operators()
@@ -62,8 +62,8 @@ def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scrat
 
 
 class Scratch:
-    """The kernels' scratch memory of a whole engine: passes follow each other on one stream, so that one piece serves
-    every layer of every pass of both networks. It is allocated at its first use and stays where it is."""
+    """The kernels' scratch memory of a whole engine: passes follow each other on one stream, so one buffer serves every
+    layer of every pass of both networks. It is allocated at its first use and keeps its address."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         """`size` bytes, enough for the largest pass: `memory.attention_workspace_bytes`."""
@@ -77,7 +77,7 @@ class Scratch:
 
 
 def load_operators() -> None:
-    """Make `torch.ops.ddtree` available. Raises MissingDependency when the library is not built or stale."""
+    """Load `torch.ops.ddtree`. Raises MissingDependency when the library is not built or out of date."""
     if not hasattr(torch.ops.ddtree, "tree_attention"):
         path = find(TORCH)
         torch.ops.load_library(str(path))
@@ -86,7 +86,7 @@ def load_operators() -> None:
 
 
 class KernelAttention:
-    """Our kernels, and flash-attn for passes without a tree where it was found."""
+    """Our kernels, and `flash` for passes without a tree if it is given."""
 
     kernels = True
 
@@ -127,8 +127,8 @@ class KernelAttention:
 
 
 class DenseAttention:
-    """PyTorch's attention under a mask: on a CPU over the rows that are in use; on a GPU, where finding their number
-    would cost a wait, over the whole slot."""
+    """PyTorch's attention under a mask: on a CPU over the rows in use; on a GPU, where reading their number would need
+    a wait, over the whole slot."""
 
     kernels = False
 
@@ -162,7 +162,7 @@ class DenseAttention:
 
 
 def _visible(place: Place, mode: MaskMode, tokens: int, width: int) -> Tensor:
-    """bool [N, T, width]: which rows of its slot a new row sees."""
+    """bool [N, T, width]: the rows of its slot that each new row sees."""
     past = place.past.long()
     column = torch.arange(tokens, device=past.device)
     if mode is MaskMode.NONE:

@@ -11,7 +11,8 @@ from ddtree_trt.runtime.engines.torch.attention import Place
 
 
 class DeviceCache(SlotLengths):
-    """Slots in device memory, which never move. The host counts their rows; passes get the counts as data (`Place`)."""
+    """Slots in device memory at fixed addresses. The host counts their rows; passes get the counts as data
+    (`Place`)."""
 
     def __init__(
         self, dims: TransformerDims, slots: int, rows: int, dtype: torch.dtype, device: torch.device, *, kernels: bool
@@ -19,7 +20,7 @@ class DeviceCache(SlotLengths):
         """`kernels`: rows are moved by `torch.ops.ddtree`, else by PyTorch."""
         super().__init__(slots, rows)
         self._kernels = kernels
-        # Zeros, not garbage: rows that were never written are multiplied by weights of zero, and NaN would survive it.
+        # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN.
         shape = (2 * dims.num_layers, slots, dims.num_kv_heads, rows, dims.head_dim)
         self.slab = torch.zeros(shape, dtype=dtype, device=device)  # [planes, slots, Hkv, S, D]: key, value by layer
 
@@ -33,7 +34,8 @@ class DeviceCache(SlotLengths):
         self.slab[:, place.slots.long()[:, None], :, rows.long()] = values
 
     def compact(self, slots: Tensor, past: Tensor, keep: Tensor, count: Tensor) -> None:
-        """Move rows past + keep[j] of each sequence's slot to past + j in every plane; nothing is counted.
+        """Move rows past + keep[j] of each sequence's slot to past + j in every plane. Committed lengths stay as they
+        are.
 
         slots, past and count are int32 [N], keep int32 [N, M], strictly rising; its first `count` columns are moved.
         """

@@ -1,8 +1,8 @@
 """A decoding round that stays on the device: draft, tree build, tree compile, verify and commit as one function.
 
-It is what `decoding.loop.decode_round` does by stages, for one number of sequences and one number of tree tokens, on
-tensors that stay where they are; on a GPU it is one CUDA graph. A round's end is the next one's beginning, so that
-rounds can be put on the stream ahead of the host, which only reads results from a ring in pinned memory (`rounds.py`).
+It computes what `decoding.loop.decode_round` computes by stages, for a fixed number of sequences and of tree tokens, on
+tensors at fixed addresses; on a GPU it is one CUDA graph. The state after a round is the input of the next one, so that
+rounds can be launched ahead of the host, which only reads results from a ring in pinned memory (`rounds.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ddtree_trt.runtime.engines.base import RoundRequest, RoundResult
+from ddtree_trt.runtime.engines.padding import mask_words
 from ddtree_trt.runtime.engines.torch.attention import Place
 from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
@@ -21,7 +22,7 @@ from ddtree_trt.runtime.engines.torch.round_ops import round_ops
 from ddtree_trt.runtime.engines.torch.target import TargetPass
 from ddtree_trt.runtime.stats import ROUND_STAGES
 
-RING = 4  # rounds the ring holds; more than are ever under way, or one would be overwritten before it was read
+RING = 4  # rounds in the ring: more than are launched ahead, so that none is overwritten before it is read
 
 
 class DeviceRound:
@@ -52,14 +53,14 @@ class DeviceRound:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=target.device)
 
-        # What a round starts from and leaves to the next one, [N] each.
+        # The state that a round reads, and updates for the next one, [N] each.
         self._slots = zeros(batch)
         self._past = zeros(batch)  # committed rows of the target's cache
         self._context = zeros(batch)  # rows of the drafter's cache
-        self._waiting = zeros(batch)  # states that wait for the drafter
+        self._waiting = zeros(batch)  # tapped states that the drafter has not processed
         self._bonus_tokens = zeros(batch)
         self._rounds = zeros(1, dtype=torch.int64)  # rounds since the start
-        # What stays the same from round to round, [N] each.
+        # The requests' constants, [N] each.
         self._budgets = zeros(batch)
         self._seeds = zeros(batch, dtype=torch.int64)
         self._temperatures = zeros(batch, dtype=torch.float32)
@@ -72,20 +73,21 @@ class DeviceRound:
         self.depths = zeros(batch, tokens)
         self._positions = zeros(batch, tokens)
         self._counts = zeros(batch)
-        self._mask = zeros(batch, tokens, -(-tokens // 32))  # [N, T, W]
-        # The verification, [N, T] and [N, T, M·H], and the walk that follows from it.
+        self._mask = zeros(batch, tokens, mask_words(tokens))  # [N, T, W]
+        # The results of the verification, [N, T] and [N, T, M·H], and of the walk.
         self._choices = zeros(batch, tokens)
         self._taps = zeros(batch, tokens, width, dtype=states)
         self._path = zeros(batch, tokens)  # [N, T], padded with −1
         self._lengths = zeros(batch)
         self._next_bonus_tokens = zeros(batch)
         self._next_past = zeros(batch)
-        # Of each round and sequence: nodes with the root, path length, and the target's choices along the path.
+        # For each round and sequence: nodes with the root, path length, and the target's choices along the path.
         self._ring = zeros(RING, batch, 2 + self.longest)
         self._host_ring = torch.zeros(self._ring.shape, dtype=torch.int32, pin_memory=self._ring.is_cuda)
 
     def start(self, requests: Sequence[RoundRequest]) -> None:
-        """Begin at the host's counts of these slots; the first round verifies behind their bonus tokens."""
+        """Set the state to the host's counts and the requests of these slots; the first round begins at their bonus
+        tokens."""
         drafter, cache = self._drafter, self._target.cache
         for tensor, values in (
             (self._slots, [r.slot for r in requests]),
@@ -101,7 +103,7 @@ class DeviceRound:
         self._rounds.zero_()
 
     def step(self) -> None:
-        """Put one round on the stream. The slots must have room for it; the host counts nothing of it."""
+        """Put one round on the stream. The slots must have room for it; the host's counts do not change."""
         self._graphs.run(self._key, self._round)
 
     def read(self, number: int) -> list[RoundResult]:
@@ -110,8 +112,8 @@ class DeviceRound:
         return [RoundResult(tokens[:length], count - 1) for count, length, *tokens in rows]
 
     def step_by_stages(self, after: Callable[[str], None]) -> None:
-        """A round as five graphs instead of one, for measurements: `after` gets each stage's name when that stage is on
-        the stream."""
+        """A round as five graphs instead of one, for measurements: `after` is called with each stage's name when that
+        stage is on the stream."""
         for stage, work in self._stages():
             self._graphs.run((self._key, stage), work)
             after(stage)
@@ -147,7 +149,7 @@ class DeviceRound:
         self._ops.walk(self._parents, self._token_ids, self._choices, self._counts, self._past, *following)
 
     def _commit(self) -> None:
-        """Keep the path's rows and states, put the results into the ring, and leave all as the next round wants it."""
+        """Keep the path's rows and states, write the results into the ring, and set the state for the next round."""
         kept = self._path[:, : self.longest].contiguous()
         self._target.cache.compact(self._slots, self._past, kept, self._lengths)
         path = kept.clamp(min=0).long()

@@ -1,4 +1,4 @@
-"""The drafters of the PyTorch engine: DFlash, and the cache and passes of one that is a language model."""
+"""The drafters of the PyTorch engine: DFlash, and the passes of an autoregressive drafter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
 from ddtree_trt.runtime.engines.torch.model import DFlash, LanguageModel, Weights
 from ddtree_trt.runtime.tree import TokenTree
 
-# Candidates per position a graph is captured for: a draft takes the next number up. The last is the largest budget.
+# Candidates per position of the captured graphs: a draft takes the next larger number. The last is the largest budget.
 TOP_KS = (1, 16, 64, 256, 1024, 4096)
 
 
@@ -31,9 +31,9 @@ class BlockDrafter(Drafter):
     """DFlash: one pass over [bonus, MASK × L] of every slot, conditioned on the tapped target states of every committed
     token.
 
-    States wait in a buffer of one block per slot, which is what a round commits at most; the draft's graph takes in
-    that whole buffer, and the block overwrites what it took in too much. More than a block, such as a prompt's states,
-    is taken in when it comes.
+    States wait in a buffer of one block per slot, the most that a round commits. The draft's graph processes the whole
+    buffer, and the block overwrites the rows of entries that held no state. More states than a block, such as a
+    prompt's, are processed at once by `learn`.
     """
 
     def __init__(
@@ -45,13 +45,15 @@ class BlockDrafter(Drafter):
         attention: Attention,
         graphs: Graphs,
     ) -> None:
-        self.dims, self.cache, self.graphs = dims, cache, graphs
+        self.dims = dims
+        self.cache = cache
+        self.graphs = graphs
         self.model = DFlash(dims, weights, target, cache, attention)
         device, slots, width = cache.slab.device, cache.slots, len(dims.tap_layers) * dims.hidden_size
         self.waiting = torch.zeros(slots, dims.block_size, width, dtype=cache.slab.dtype, device=device)
         self.counts = [0] * slots  # waiting states of each slot
         self._control = Upload(Upload.size(*[(slots,)] * 4), device)
-        self._grown = [Upload(Upload.size((1,), (1,)), device) for _ in range(slots)]
+        self._learn_control = [Upload(Upload.size((1,), (1,)), device) for _ in range(slots)]
         largest = min(TOP_KS[-1], dims.vocab_size)
         self._result = Download(2 * slots * (dims.block_size - 1) * largest, device)
 
@@ -72,7 +74,7 @@ class BlockDrafter(Drafter):
         states = torch.cat((self.waiting[slot, :count], states))
         self.cache.check_room(slot, len(states))
         lengths = np.array([self.cache.lengths[slot]], np.int32)
-        place = Place(*self._grown[slot].send(np.array([slot], np.int32), lengths))
+        place = Place(*self._learn_control[slot].send(np.array([slot], np.int32), lengths))
         self.model.absorb(states[None], place)
         self.cache.append(slot, len(states))
         self.counts[slot] = 0
@@ -91,13 +93,13 @@ class BlockDrafter(Drafter):
         top_k = min(next((k for k in TOP_KS if k >= wanted), TOP_KS[-1]), self.dims.vocab_size)
         columns = (slots, [self.cache.lengths[s] for s in slots], [self.counts[s] for s in slots])
         arrays = [np.array(c, np.int32) for c in (*columns, [r.bonus_token for r in requests])]
-        at, past, counts, bonus_tokens = self._control.send(*arrays)
+        slot_ids, past, counts, bonus_tokens = self._control.send(*arrays)
         shape = (2, len(requests), self.dims.block_size - 1, top_k)
         size = int(np.prod(shape))
         out = self._result.on_device[:size].view(shape)
 
         def work() -> None:
-            log_probs, ids = self.run(at, past, counts, bonus_tokens, top_k)
+            log_probs, ids = self.run(slot_ids, past, counts, bonus_tokens, top_k)
             out[0].copy_(log_probs.view(torch.int32))
             out[1].copy_(ids)
 
@@ -118,32 +120,33 @@ class BlockDrafter(Drafter):
             self.draft([DraftRequest(0, 0, min(top_k, wanted), self.dims.block_size - 1, never)])
 
     def hold(self, slots: Tensor, states: Tensor) -> None:
-        """Have tapped states [N, m, M·H], m at most a block, wait for the slots int32 [N]; nothing is counted."""
+        """Put tapped states [N, m, M·H], m at most a block, into the buffers of slots int32 [N]; `counts` stays as it
+        is."""
         self.waiting[slots.long(), : states.shape[1]] = states
 
     def advance(self, slot: int, committed: int, *, waiting: int) -> None:
-        """Count a round that ran on the device: the states of its last `waiting` tokens are held, those of all before
-        them are in the cache."""
+        """Count a round that ran on the device: the states of its last `waiting` tokens are in the buffer, all earlier
+        ones in the cache."""
         self.cache.append(slot, self.counts[slot] + committed - waiting)
         self.counts[slot] = waiting
 
     def run(
         self, slots: Tensor, past: Tensor, counts: Tensor, bonus_tokens: Tensor, top_k: int
     ) -> tuple[Tensor, Tensor]:
-        """Take in the waiting states and draft behind them; int32 [N] each. See `DFlash.block`."""
+        """Process the waiting states and draft behind them; arguments int32 [N], result as of `DFlash.block`."""
         self.model.absorb(self.waiting.index_select(0, slots), Place(slots, past))
         return self.model.block(bonus_tokens, Place(slots, past + counts), top_k)
 
 
 class TorchLanguageModel:
-    """A language model of its own over one slot at a time, for an autoregressive drafter."""
+    """Passes of an autoregressive drafter's language model, over one slot at a time."""
 
     def __init__(self, model: LanguageModel) -> None:
         self._model = model
         self.cache = model.cache
 
     def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
-        """Write a tree's T rows behind the slot's committed ones; logits for the wanted rows [R]."""
+        """Write a tree's T rows behind the slot's committed ones; the results have logits for `rows` [R]."""
         self.cache.check_room(slot, len(tree))
         device, past = self.cache.slab.device, self.cache.lengths[slot]
 
@@ -160,7 +163,7 @@ class TorchLanguageModel:
 def make_drafter(
     manifest: Manifest, weights: Weights, target: LanguageModel, scratch: Scratch, graphs: Graphs
 ) -> Drafter:
-    """The drafter of an engine, with a cache of its own; its passes go into `graphs`' memory."""
+    """The drafter of an engine, with a separate cache; its captured passes share the memory of `graphs`."""
     dims, slab = manifest.drafter_dims, target.cache.slab
     attention = attention_for(slab.device, slab.dtype, dims.head_dim, scratch)
     cache = DeviceCache(dims, target.cache.slots, target.cache.rows, slab.dtype, slab.device, kernels=attention.kernels)

@@ -1,8 +1,8 @@
 """The PyTorch engine: on NVIDIA GPUs with our kernels and CUDA graphs, on a CPU for numerics.
 
-The protocol's verbs over a target (`target.py`), a drafter (`drafters.py`) and, where the drafter is a block drafter,
-rounds that need no host (`rounds.py`). On a GPU `draft` and `verify` are each one copy up, one captured graph and one
-copy down, at which the host waits; `commit` waits for nothing. All slots of a call go through one pass.
+The protocol's calls over a target (`target.py`), a drafter (`drafters.py`) and, where the drafter is a block drafter,
+rounds on the device (`rounds.py`). On a GPU, `draft` and `verify` are each one upload, one captured graph and one
+download, for which the host waits; `commit` waits for nothing. All slots of a call are in one pass.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from ddtree_trt.runtime.engines.torch.weights import (
     check_device,
     choose_device,
     device_name,
-    keep_sums_single,
     read_weights,
+    use_float32_sums,
 )
 from ddtree_trt.runtime.engines.warming import make_single_passes
 
@@ -44,8 +44,8 @@ class TorchEngine:
     def __init__(self, manifest: Manifest, weights: Weights, device: torch.device) -> None:
         """`weights` by the names of `weight_layout`, on the device and in the manifest's precision."""
         if device.type == "cuda":
-            keep_sums_single()
-        # Latencies measured on one device are not those of another: a profile is known by the toolchain it is for.
+            use_float32_sums()
+        # Latencies depend on the device: the toolchain is a part of the latency profile's fingerprint.
         self.manifest = replace(manifest, toolchain={**manifest.toolchain, "device": device_name(device)})
         self.device = device
         self.threads = 1 if device.type == "cuda" else torch.get_num_threads()
@@ -55,7 +55,7 @@ class TorchEngine:
         attention = attention_for(device, dtype, dims.head_dim, scratch)
         self.target = TargetPass(manifest, weights, manifest.drafting.tap_layers, attention, device)
         self.drafter = make_drafter(manifest, weights, self.target.network, scratch, self.target.graphs)
-        # Rounds on the device draw nothing between the tokens of a draft: they are a block drafter's.
+        # Rounds on the device need a whole draft in one pass, which is a block drafter's.
         block = self.drafter if isinstance(self.drafter, BlockDrafter) else None
         self.rounds = None if block is None else TorchRounds(self.target, block)
 
@@ -64,7 +64,7 @@ class TorchEngine:
         """Load an engine directory whose digests were checked, on the GPU where there is one.
 
         Raises ArtifactError for a precision this device cannot compute in, and MissingDependency without the kernels.
-        On a CPU the number of threads is the process's: PyTorch knows no other.
+        On a CPU `threads` applies to the whole process, as PyTorch has no other setting.
         """
         device = choose_device()
         check_device(directory, manifest, device)
@@ -95,9 +95,12 @@ class TorchEngine:
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         self.target.claims.take([slot])
-        verdict = self.target.prefill(slot, token_ids, rows)
-        self.commit(slot, np.arange(len(token_ids), dtype=np.int32), taps=taps)
-        return verdict
+        size = len(token_ids)
+        hidden = self.target.prefill(slot, token_ids)
+        # First the commit: what the drafter takes in of the prompt is on the stream before the host waits.
+        self.commit(slot, np.arange(size, dtype=np.int32), taps=taps)
+        first = {"all": 0, "last": size - 1, "none": size}[rows]
+        return self.target.verdict(hidden[first:])
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         self.target.claims.take(r.slot for r in requests)
@@ -115,14 +118,14 @@ class TorchEngine:
             self.drafter.learn(slot, token_ids, states)
 
     def warm_up(self) -> None:
-        """On a GPU: a prompt's chunk, and every graph of one sequence's rounds by stages. Graphs of more sequences and
-        of rounds on the device are captured when they are first needed, each in the time of a pass or two."""
+        """On a GPU: run a prompt's chunk and capture every graph of one sequence's rounds by stages. Graphs of more
+        sequences and of rounds on the device are captured at their first use, each in the time of a pass or two."""
         if self.device.type != "cuda":
             return
-        most = self.limits.max_tree_budget
-        largest = self.target.bucket(1 + most)
-        # One that reads no states of the target is not given any: its passes are captured when it first drafts.
-        drafts = partial(self.drafter.warm_up, most) if self.manifest.drafting.tap_layers else None
+        budget = self.limits.max_tree_budget
+        largest = self.target.bucket(1 + budget)
+        # The passes of a drafter without taps are captured at its first draft.
+        drafts = partial(self.drafter.warm_up, budget) if self.manifest.drafting.tap_layers else None
         make_single_passes(self, [size for size in self.buckets if size <= largest], drafts)
 
     def settle(self) -> None:
@@ -131,7 +134,7 @@ class TorchEngine:
 
     def close(self) -> None:
         try:
-            self.settle()  # rounds may still be under way, in the memory that is given back here
+            self.settle()  # launched rounds may still use the memory that is released here
         finally:
             if self.rounds is not None:
                 self.rounds.close()

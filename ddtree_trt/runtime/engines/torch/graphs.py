@@ -1,4 +1,4 @@
-"""Copies between host and device, one up and one down per stage, and stages captured as CUDA graphs.
+"""Copies between host and device, one upload and one download per stage, and stages captured as CUDA graphs.
 
 On a CPU the same objects are plain memory and plain calls.
 """
@@ -18,7 +18,7 @@ _ALIGN = 4  # int32 values: the kernels ask for multiples of 16 bytes
 
 
 class Upload:
-    """Control data of one stage: int32 arrays that go up in one copy, always to the same addresses."""
+    """Control data of one stage: int32 arrays that are uploaded in one copy, always to the same addresses."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         """`size`: most values of one copy, see `Upload.size`."""
@@ -28,10 +28,10 @@ class Upload:
         self._sent = torch.cuda.Event() if self._on_gpu else None
 
     def send(self, *arrays: NDArray[np.int32]) -> list[Tensor]:
-        """Tensors of these shapes and values on the device. Equal shapes give equal addresses, so that a graph
-        captured with them reads what is sent next."""
+        """Tensors of these shapes and values on the device. Equal shapes give equal addresses, so that a graph captured
+        with them reads the values of the latest call."""
         if self._sent is not None:
-            self._sent.synchronize()  # the copy before this one reads the same host memory
+            self._sent.synchronize()  # the previous copy reads the same host memory
         host, views, end = self._host.numpy(), [], 0
         for array in arrays:
             start = end
@@ -45,12 +45,12 @@ class Upload:
 
     @staticmethod
     def size(*shapes: Sequence[int]) -> int:
-        """Values that arrays of these shapes take, the gaps that align them included."""
+        """Number of values that arrays of these shapes take, with the gaps that align them."""
         return sum(-(-int(np.prod(shape)) // _ALIGN) * _ALIGN for shape in shapes)
 
 
 class Download:
-    """Results of one stage: int32 values that come back in one copy. `waits` counts how often the host waited."""
+    """Results of one stage: int32 values that are downloaded in one copy. `waits` counts the waits of the host."""
 
     def __init__(self, size: int, device: torch.device) -> None:
         """`size`: most values of one copy; the stage writes them to `on_device`."""
@@ -59,7 +59,7 @@ class Download:
         self.waits = 0
 
     def fetch(self, size: int) -> NDArray[np.int32]:
-        """A copy of the first `size` values, once everything before on the stream is done."""
+        """A copy of the first `size` values, made after all earlier work on the stream."""
         self.waits += 1
         self._host[:size].copy_(self.on_device[:size], non_blocking=True)
         if self.on_device.is_cuda:
@@ -70,12 +70,12 @@ class Download:
 class Graphs:
     """Runs stages, on a GPU as CUDA graphs: one per key, captured at its first use.
 
-    Work must read its inputs from, and write its results to, tensors that stay where they are. All graphs, also those
-    of others that share with these, have one pool of memory: what is inside a pass may be overwritten by the next.
+    Work must read its inputs from, and write its results to, tensors at fixed addresses. All graphs, also those of
+    objects made by `sharing`, use one pool of memory: a pass may overwrite the intermediate tensors of the one before.
     """
 
     def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
-        """`recorder`: of the graphs to share memory with; None for memory of their own."""
+        """`recorder` of the graphs to share memory with; None for a separate pool."""
         self._device = device
         self._graphs: dict[Hashable, Any] = {}
         self._recorder = recorder
@@ -83,26 +83,25 @@ class Graphs:
             self._recorder = Recorder()
 
     def sharing(self) -> Graphs:
-        """Graphs with keys of their own in the same memory."""
+        """Graphs with separate keys in the same pool of memory."""
         return Graphs(self._device, self._recorder)
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     def run(self, key: Hashable, work: Callable[[], None]) -> None:
-        """Do `work`, which is the same for equal keys. What fails while it is captured is raised, and leaves the stream
-        and the other graphs as they were."""
+        """Run `work`, which must be the same for equal keys. An error during its capture is raised, and leaves the
+        stream and the other graphs as they were."""
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
             return
-        work()  # libraries set themselves up at the first call, which must not be captured; its results are the call's
+        work()  # libraries initialise themselves in the first call, which cannot be captured; it gives the results
         if self._recorder is not None:
             self._graphs[key] = self._recorder.record(work)
 
     def replay(self, key: Hashable) -> bool:
-        """Whether the stage was captured; it is then put on the stream once more, with the inputs it had last. For
-        measurements."""
+        """Launch a captured stage again with its latest inputs, for measurements. False if it was not captured."""
         graph = self._graphs.get(key)
         if graph is not None:
             graph.replay()
@@ -115,16 +114,16 @@ class Graphs:
 class Recorder:
     """Records work into CUDA graphs, which share one pool of memory.
 
-    `torch.cuda.graph` would do, but it waits for the device and empties the allocator's cache before each graph, which
-    is what a capture takes most of its time for, and stays on its stream when the end of a capture fails.
+    `torch.cuda.graph` waits for the device and empties the allocator's cache before each graph, which takes most of a
+    capture's time, and does not leave its stream when the end of a capture fails.
     """
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream: Any = None  # one for all: memory of the pool belongs to the stream it was taken on
+        self._stream: Any = None  # one for all graphs: memory of the pool belongs to the stream it was allocated on
 
     def record(self, work: Callable[[], None]) -> Any:
-        """A `torch.cuda.CUDAGraph` of the work, which is not done."""
+        """A `torch.cuda.CUDAGraph` of the work, which is captured and not run."""
         graph = torch.cuda.CUDAGraph()
         if self._stream is None:
             self._stream = torch.cuda.Stream()
@@ -134,7 +133,7 @@ class Recorder:
             try:
                 work()
             except BaseException:
-                with contextlib.suppress(Exception):  # its error would hide what went wrong
+                with contextlib.suppress(Exception):  # its error would hide the first one
                     graph.capture_end()
                 raise
             graph.capture_end()

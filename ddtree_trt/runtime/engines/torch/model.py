@@ -1,8 +1,8 @@
 """Both networks in PyTorch: a language model, and the DFlash drafter, which shares its target's embedding and head.
 
 Everything is a function of tensors of fixed shape, the committed lengths included, so that a pass can be captured into
-a CUDA graph once and replayed at any length. Rows behind the wanted ones are padding: they see themselves only, write
-their keys and values behind those of the real rows, and nobody reads what comes out of them.
+a CUDA graph once and replayed at any length. Rows behind the real ones are padding: they see themselves only, write
+their keys and values behind those of the real rows, and their outputs are not read.
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ class Decoder:
         cache: DeviceCache,
         attention: Attention,
     ) -> None:
-        self.dims, self.cache, self.attention = dims, cache, attention
+        self.dims = dims
+        self.cache = cache
+        self.attention = attention
         self.math = math_for(attention.kernels, dims)
         self.layers = [_layer(weights, prefix, i, parts) for i, parts in enumerate(decoder_layers(dims))]
         self.norm = weights[f"{prefix}norm"]
@@ -79,7 +81,7 @@ class Decoder:
         """Rows x [N, T, H] at positions int32 [N, T] through all layers: the normed hidden states [N, T, H] and the
         tapped layers' outputs."""
         eps, tapped = self.dims.rms_norm_eps, []
-        update: Tensor | None = None  # what the last product adds to x; the next norm takes it in
+        update: Tensor | None = None  # the MLP's output, added to x by the next norm
         for i, layer in enumerate(self.layers):
             x, h = self.math.add_norm(x, update, layer.input_norm, eps)
             if i - 1 in taps:
@@ -93,7 +95,7 @@ class Decoder:
 
 
 def _layer(weights: Weights, prefix: str, index: int, parts: Iterable[Part]) -> Layer:
-    """The weights of layer `index`; a part that the file keeps in one tensor over all layers is one of its rows."""
+    """The weights of layer `index`. A part may be stored in one tensor [layers, …] for all layers."""
 
     def find(name: str) -> Tensor:
         stacked = weights.get(f"{prefix}{name}")
@@ -114,11 +116,13 @@ class LanguageModel:
         attention: Attention,
         taps: tuple[int, ...] = (),
     ) -> None:
-        self.dims, self.cache, self.taps = dims, cache, taps
+        self.dims = dims
+        self.cache = cache
+        self.taps = taps
         self.embedding = weights[f"{prefix}embedding"]
         self.head = weights.get(f"{prefix}head", self.embedding)
         if not self.head.is_cuda:
-            self.head = self.head.float()  # only CUDA multiplies halves and keeps the sums
+            self.head = self.head.float()  # float32 sums of half-precision products are available in CUDA only
         self._decoder = Decoder(dims, weights, prefix, cache, attention)
 
     def forward(
@@ -145,9 +149,12 @@ class DFlash:
     def __init__(
         self, dims: DrafterDims, weights: Weights, target: LanguageModel, cache: DeviceCache, attention: Attention
     ) -> None:
-        self.dims, self.cache, self._target = dims, cache, target
+        self.dims = dims
+        self.cache = cache
+        self._target = target
         self._decoder = Decoder(dims, weights, DRAFTER, cache, attention)
-        self._fc, self._context_norm = weights[f"{DRAFTER}fc"], weights[f"{DRAFTER}context_norm"]
+        self._fc = weights[f"{DRAFTER}fc"]
+        self._context_norm = weights[f"{DRAFTER}context_norm"]
         first, *_ = dims.qkv_widths
         self._context_kv = weights[f"{DRAFTER}qkv"][:, first:]  # [layers, 2·Hkv·D, H]
         bias = weights.get(f"{DRAFTER}qkv_bias")
@@ -162,7 +169,7 @@ class DFlash:
         batch, rows = states.shape[:2]
         _, context = decoder.math.add_norm(F.linear(states, self._fc), None, self._context_norm, d.rms_norm_eps)
         context = context.flatten(0, 1)
-        # [layers, N·C, 2·Hkv·D]; the layers' weights are read where they lie, between those of their queries.
+        # [layers, N·C, 2·Hkv·D], by a view of the stored weights that leaves out those of the queries.
         product = torch.bmm(context.expand(d.num_layers, -1, -1), self._context_kv.transpose(1, 2))
         if self._context_bias is not None:
             product = product + self._context_bias

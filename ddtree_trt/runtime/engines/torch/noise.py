@@ -1,8 +1,8 @@
 """The noise of `cpp_plugins/include/ddtree/noise.h` as tensors: the same numbers on a device as on the host.
 
 With Gumbel noise g, argmax(logits + temperature · g) is a draw from softmax(logits / temperature). Here g is a function
-of the request's seed, the token's position and its id: whatever tree a token is found in, and whether it was drafted at
-all, it is the same draw, so that every method gives the same text. Numbers come from SplitMix64 (Steele, Lea, Flood
+of the request's seed, the token's position and its id: the draw does not depend on the tree a token is in, or on
+whether it was drafted, so that every method gives the same text. Numbers come from SplitMix64 (Steele, Lea, Flood
 2014), whose state is a counter.
 """
 
@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 _GAMMA = 0x9E3779B97F4A7C15
-_FIRST, _SECOND = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_TOKEN_BITS = 24  # of the counter; the position takes the others
+_FIRST_FACTOR = 0xBF58476D1CE4E5B9
+_SECOND_FACTOR = 0x94D049BB133111EB
+_TOKEN_BITS = 24  # of the counter; the other bits are the position
 _BELOW_ONE = 1 - 2.0**-24  # the largest float32 below 1
 
 
@@ -22,8 +23,8 @@ def noise_bits(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
     token = torch.arange(vocab_size, device=seeds.device)
     counter = (positions.long() << _TOKEN_BITS)[..., None] + token
     x = seeds[:, None, None] + (counter + 1) * _signed(_GAMMA)
-    x = (x ^ _shifted(x, 30)) * _signed(_FIRST)
-    x = (x ^ _shifted(x, 27)) * _signed(_SECOND)
+    x = (x ^ _shifted(x, 30)) * _signed(_FIRST_FACTOR)
+    x = (x ^ _shifted(x, 27)) * _signed(_SECOND_FACTOR)
     return x ^ _shifted(x, 31)
 
 
@@ -35,7 +36,7 @@ def gumbel(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
 
 
 def _signed(value: int) -> int:
-    """The same 64 bits as an int64; products wrap around."""
+    """The int64 with the bits of a 64-bit number; products wrap around."""
     return value - (1 << 64) if value >> 63 else value
 
 

@@ -1,7 +1,7 @@
 """The operations between a layer's matrix products: norms, rotary embedding, SwiGLU.
 
-`KernelMath` is our CUDA kernels, one launch each; in a decoding round the number of launches is what these cost.
-`PlainMath` computes the same in PyTorch, in any precision, and rounds where Hugging Face rounds.
+`KernelMath` is our CUDA kernels, one launch each: in a decoding round the time of these operations is that of their
+launches. `PlainMath` computes the same in PyTorch, in any precision, and rounds where Hugging Face rounds.
 """
 
 from __future__ import annotations
@@ -126,6 +126,6 @@ class KernelMath(PlainMath):
 
 
 def math_for(kernels: bool, *dims: TransformerDims) -> Math:
-    """The kernels where attention has them too and the networks' widths suit them."""
+    """`KernelMath` if attention uses kernels too and all widths are multiples of 8, else `PlainMath`."""
     widths = [w for d in dims for w in (d.hidden_size, d.intermediate_size)]
     return KernelMath() if kernels and not any(w % 8 for w in widths) else PlainMath()

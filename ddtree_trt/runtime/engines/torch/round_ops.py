@@ -1,4 +1,4 @@
-"""The operators of a round on the device: the kernels of `torch.ops.ddtree`, or the host's C++ for a CPU."""
+"""The operators of a round on the device: the kernels of `torch.ops.ddtree`, or on a CPU the host's C++ functions."""
 
 from __future__ import annotations
 
@@ -31,14 +31,15 @@ class RoundOps(Protocol):
         self, parents: Tensor, token_ids: Tensor, choices: Tensor, counts: Tensor, past: Tensor,
         path: Tensor, lengths: Tensor, next_tokens: Tensor, next_past: Tensor,
     ) -> None:  # fmt: skip
-        """The accepted paths into path [N, T], padded with −1, and what follows from them into tensors [N]."""
+        """The accepted paths into path [N, T], padded with −1; their lengths, next bonus tokens and the next committed
+        lengths into tensors [N]."""
 
 
 def round_ops(device: torch.device, kernels: bool) -> RoundOps:
     """The kernels on a GPU, or on a CPU where they are emulated (`kernels`); else the host's operators. Raises
     MissingDependency as `load_operators` does."""
     if device.type == "cuda":
-        load_operators()  # attention in precisions and head sizes it has no kernel for has not loaded them
+        load_operators()  # DenseAttention has not loaded them
     return KernelOps() if device.type == "cuda" or kernels else HostOps()
 
 
@@ -61,7 +62,7 @@ class KernelOps:
 
 
 class HostOps:
-    """The host's C++, for tensors of a CPU."""
+    """The host's C++ functions, for tensors of a CPU."""
 
     def build_tree(
         self, log_probs: Tensor, candidates: Tensor, root_tokens: Tensor, budgets: Tensor, past: Tensor,
@@ -96,5 +97,5 @@ class HostOps:
 
 
 def _tree_size(parents: NDArray[np.int32]) -> int:
-    """Nodes of a tree, root included, whose padding has the root's parent, −1."""
+    """Number of nodes, root included, of a tree whose padding rows have the parent −1, as the root."""
     return 1 + int(np.count_nonzero(parents[1:] >= 0))

@@ -1,6 +1,6 @@
 """The target on a device: its network and cache, and passes over the trees of several slots.
 
-A verification on a GPU is one copy up, one captured graph and one copy down, at which the host waits; a commit puts its
+A verification on a GPU is one upload, one captured graph and one download, for which the host waits; a commit puts its
 work on the stream and waits for nothing. Rounds that stay on the device (`device_round.py`) run the same network over
 the same cache and logits.
 """
@@ -20,9 +20,9 @@ from ddtree_trt.artifact.weight_layout import TARGET
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins import MaskMode
-from ddtree_trt.runtime.engines.base import LogitRows, Rows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.base import Rows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.lazy_rows import LazyRows
-from ddtree_trt.runtime.engines.padding import pad_trees
+from ddtree_trt.runtime.engines.padding import mask_words, pad_trees
 from ddtree_trt.runtime.engines.torch.attention import Attention, Place
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
 from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
@@ -32,14 +32,14 @@ from ddtree_trt.runtime.tree import token_chain
 
 
 class SlotClaims:
-    """Which work on a slot came last, so that rounds launched ahead of the host know whether they still count."""
+    """The latest claim of each slot. Rounds launched ahead of the host are valid while their claim is the latest."""
 
     def __init__(self, slots: int) -> None:
         self._holders = [0] * slots
         self._latest = 0
 
     def take(self, slots: Iterable[int]) -> int:
-        """Claim these slots: the claim's number."""
+        """Claim these slots; returns the claim's number."""
         self._latest += 1
         for slot in slots:
             self._holders[slot] = self._latest
@@ -51,7 +51,7 @@ class SlotClaims:
 
 
 @dataclass(frozen=True)
-class _Passed:
+class _LastPass:
     """A slot's last pass."""
 
     token_ids: NDArray[np.int64]  # [T]
@@ -59,16 +59,16 @@ class _Passed:
 
 
 class TargetPass:
-    """What the engine and its rounds on the device share of the target.
+    """The target's network, cache, buffers and passes, used by the engine and by its rounds on the device.
 
     `kernels`: whether `torch.ops.ddtree` works on this device. `buckets`: the sizes T of passes, rising. `logits`:
-    float32 [N·T, V] of the last pass over trees. `claims`: whoever is about to work on a slot takes a claim of it.
+    float32 [N·T, V] of the last pass over trees. `claims`: every call for a slot claims it before it starts.
     """
 
     def __init__(
         self, manifest: Manifest, weights: Weights, taps: tuple[int, ...], attention: Attention, device: torch.device
     ) -> None:
-        """`weights` by the names of `weight_layout`; `taps`: the layers whose outputs the drafter is given."""
+        """`weights` by the names of `weight_layout`; `taps`: the layers whose outputs are the drafter's input."""
         limits, dims, dtype = manifest.limits, manifest.target_dims, DTYPES[manifest.precision]
         slots, tokens = limits.max_batch, limits.max_tokens_per_pass
         self.device = device
@@ -77,17 +77,16 @@ class TargetPass:
         self.claims = SlotClaims(slots)
         self.cache = DeviceCache(dims, slots, limits.cache_rows, dtype, device, kernels=attention.kernels)
         self.network = LanguageModel(dims, weights, TARGET, self.cache, attention, taps)
-        # A CPU captures nothing: there a pass is as long as its longest tree.
+        # On a CPU, without captures, a pass is as long as its longest tree.
         self.buckets = buckets(tokens) if device.type == "cuda" else list(range(1, tokens + 1))
         self.logits = torch.empty(slots * tokens, dims.vocab_size, device=device)
         self._taps = torch.empty(slots * tokens, len(taps) * dims.hidden_size, dtype=dtype, device=device)
-        self._mask_words = -(-tokens // 32)
-        mask = (slots, tokens, self._mask_words)
+        mask = (slots, tokens, mask_words(tokens))
         self._control = Upload(Upload.size((slots,), (slots,), *[(slots, tokens)] * 2, mask), device)
-        # One for each slot: commits of a round follow each other without a wait.
+        # One for each slot, so that the commits of a round need no wait between them.
         self._commits = [Upload(Upload.size((1,), (1,), (1,), (tokens,)), device) for _ in range(slots)]
         self._choices = Download(slots * tokens, device)
-        self._passed: dict[int, _Passed] = {}
+        self._last_passes: dict[int, _LastPass] = {}  # by slot
 
     @property
     def waits(self) -> int:
@@ -95,7 +94,8 @@ class TargetPass:
         return self._choices.waits
 
     def bucket(self, tokens: int) -> int:
-        """The T of a pass with so many real rows. Raises EngineError when there is none."""
+        """The T of a pass with `tokens` real rows. Raises EngineError when it would be longer than the largest
+        bucket."""
         for size in self.buckets:
             if size >= tokens:
                 return size
@@ -108,16 +108,19 @@ class TargetPass:
         logits = self.network.logits(hidden.flatten(0, 1), out=self.logits[: token_ids.numel()])
         return logits.unflatten(0, token_ids.shape), tapped
 
-    def prefill(self, slot: int, token_ids: NDArray[np.int64], rows: LogitRows) -> Verdict:
-        """Append tokens [T] causally, for `commit` to keep. Not captured: a chunk has work enough to hide its
-        launches."""
+    def prefill(self, slot: int, token_ids: NDArray[np.int64]) -> Tensor:
+        """Append tokens [T] causally, for `commit` to keep: the network's output [T, H]. Not captured: a
+        chunk's work takes longer than its launches."""
         size = len(token_ids)
         place, ids, positions = self._send([VerifyRequest(slot, token_chain(token_ids))], size, MaskMode.CAUSAL)
         hidden, tapped = self.network.forward(ids, positions, place, MaskMode.CAUSAL)
-        self._passed[slot] = _Passed(token_ids, None if tapped is None else tapped[0, :size])
-        first = {"all": 0, "last": size - 1, "none": size}[rows]
-        logits = self.network.logits(hidden[0, first:size])
-        choices = logits.argmax(-1).cpu().numpy() if rows != "none" else np.empty(0, np.int64)
+        self._last_passes[slot] = _LastPass(token_ids, None if tapped is None else tapped[0, :size])
+        return hidden[0, :size]
+
+    def verdict(self, hidden: Tensor) -> Verdict:
+        """The results at rows [R, H] of a prompt's output. The host waits for the choices, unless R is 0."""
+        logits = self.network.logits(hidden)
+        choices = logits.argmax(-1).cpu().numpy() if len(hidden) else np.empty(0, np.int64)
         return Verdict(choices, readable(logits))
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
@@ -132,46 +135,46 @@ class TargetPass:
             if tapped is not None:
                 self._taps[:rows].copy_(tapped.flatten(0, 1))
 
-        self._passed.clear()  # the states of passes before this one are overwritten
+        self._last_passes.clear()  # the tapped states of earlier passes are overwritten
         self.graphs.run((batch, tokens), work)
         choices = self._choices.fetch(rows).astype(np.int64).reshape(batch, tokens)
         verdicts = []
         for n, request in enumerate(requests):
             size, start = len(request.tree), n * tokens
             taps = self._taps[start : start + size] if self.network.taps else None
-            self._passed[request.slot] = _Passed(request.tree.token_ids, taps)
+            self._last_passes[request.slot] = _LastPass(request.tree.token_ids, taps)
             verdicts.append(Verdict(choices[n, :size], readable(self.logits[start : start + size])))
         return verdicts
 
     def commit(self, slot: int, path: NDArray[np.int32]) -> tuple[NDArray[np.int64], Tensor | None]:
-        """Keep the rows `path` [m] of the slot's last pass: their token ids [m] and, where layers are tapped, their
-        states [m, M·H] on the device. Raises EngineError for a slot that was not in the last pass."""
-        passed = self._passed.pop(slot, None)
-        if passed is None:
+        """Keep the rows `path` [m] of the slot's last pass. Returns their token ids [m] and, where layers are tapped,
+        their states [m, M·H] on the device. Raises EngineError for a slot that was not in the last pass."""
+        last = self._last_passes.pop(slot, None)
+        if last is None:
             raise EngineError(f"slot {slot} was not in the last target pass: its states are gone")
-        size, states = len(path), passed.taps
+        size, states = len(path), last.taps
         if int(path[-1]) == size - 1:
             states = None if states is None else states[:size]
         else:
             keep = self._compact(slot, path)
             states = None if states is None else states.index_select(0, keep)
         self.cache.append(slot, size)
-        return passed.token_ids[path], states
+        return last.token_ids[path], states
 
     def _compact(self, slot: int, path: NDArray[np.int32]) -> Tensor:
-        """Move the rows of a path with gaps to the front of the cache's new ones: the path on the device."""
+        """Move the rows of a path with gaps to the front of the cache's new rows; returns the path on the device."""
         control = (np.array([v], np.int32) for v in (slot, self.cache.lengths[slot], len(path)))
         slots, past, count, keep = self._commits[slot].send(*control, path.astype(np.int32, copy=False))
         self.cache.compact(slots, past, keep[None], count)
         return keep
 
     def _send(self, requests: Sequence[VerifyRequest], longest: int, mode: MaskMode) -> tuple[Place, Tensor, Tensor]:
-        """Control data on the device, of a pass over trees of at most `longest` tokens: where its rows go, and token
-        ids and positions int32 [N, T]."""
+        """Upload the control data of a pass over trees of at most `longest` tokens; returns the place of its rows, and
+        token ids and positions int32 [N, T]."""
         tokens = self.bucket(longest)
         for request in requests:
             self.cache.check_room(request.slot, tokens)
-        padded = pad_trees(requests, self.cache.lengths, tokens, self._mask_words)
+        padded = pad_trees(requests, self.cache.lengths, tokens, mask_words(tokens))
         control = (padded.slot_ids, padded.past_len, padded.token_ids, padded.positions)
         if mode is not MaskMode.TREE:
             slots, past, ids, positions = self._control.send(*control)
@@ -181,7 +184,7 @@ class TargetPass:
 
 
 def readable(logits: Tensor) -> Rows:
-    """Logits [R, V] as the host reads them: on a CPU the same memory, from a GPU row by row when asked for."""
+    """Logits [R, V] for the host: on a CPU an array over the same memory, on a GPU rows that are copied when read."""
     if logits.device.type == "cpu":
         array: NDArray[np.float32] = logits.numpy()
         return array

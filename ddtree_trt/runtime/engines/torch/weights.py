@@ -1,4 +1,4 @@
-"""Where an engine computes, whether that device knows its precision, and its weights there."""
+"""The device of the PyTorch engine, checks of its precision, and loading of the weights."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
-def keep_sums_single() -> None:
-    """Have this process's matrix products on GPUs sum in float32, whatever their inputs are.
+def use_float32_sums() -> None:
+    """Set PyTorch, for the whole process, to sum matrix products on GPUs in float32 for inputs of all types.
 
-    PyTorch lets cuBLAS add the parts of a product that was split along its sums in bf16 or fp16. It splits by the
-    number of rows, so that a row would come out differently in a pass over a tree and in one over a single token. TF32
-    would round float32 inputs to 10 bits.
+    By default cuBLAS may add partial sums of a split product in bf16 or fp16. It splits by the number of rows, so that
+    a row would have different results in a pass over a tree and in one over a single token. TF32 would round float32
+    inputs to 10 bits.
     """
     products = torch.backends.cuda.matmul
     products.allow_bf16_reduced_precision_reduction = False
@@ -63,7 +63,8 @@ def check_device(directory: Path, manifest: Manifest, device: torch.device) -> N
 
 
 def read_weights(directory: Path, manifest: Manifest, device: torch.device) -> dict[str, Tensor]:
-    """Every tensor of the weight file, on the device. Raises ArtifactError when it is not what the manifest says."""
+    """Every tensor of the weight file, on the device. Raises ArtifactError when the file does not match the
+    manifest."""
     path, dtype = directory / TORCH_WEIGHTS, DTYPES[manifest.precision]
     rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
     weights: dict[str, Tensor] = {}
@@ -87,7 +88,7 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device) -> d
 
 
 def _expected(manifest: Manifest, names: set[str]) -> list[StoredWeight]:
-    """Whether a network has a head of its own is the file's to say."""
+    """The weights that a file with these tensor names must hold; a network without a head in it has a tied one."""
     return stored_weights(
         manifest.target_dims,
         manifest.drafter_dims,
