@@ -17,15 +17,16 @@ from ddtree_trt.artifact.limits import BUDGETS, SLOTS
 from ddtree_trt.artifact.manifest import PACKAGED, SCHEMA_VERSION, Limits, Manifest, parse_manifest
 from ddtree_trt.artifact.precisions import BackendName, PrecisionName
 from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.artifact.template_arguments import OPTION, check_arguments, template_variables, thinking_note
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
 from ddtree_trt.build.backends.registry import backend_build, resolve_precision
-from ddtree_trt.build.checkpoint.template import check_arguments, template_variables, thinking_note
 from ddtree_trt.build.checkpoint.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.build.presets import PRESETS, PackagedSource, Preset, Source, find_preset
-from ddtree_trt.errors import BuildError, UsageError
+from ddtree_trt.errors import BuildError, CheckpointError, UsageError
 from ddtree_trt.models.decoder import POSITIONS
 from ddtree_trt.models.drafters.kinds import kind_of
+from ddtree_trt.reading import Source as JsonSource
 from ddtree_trt.reading import shown
 
 if TYPE_CHECKING:
@@ -99,8 +100,8 @@ def compile_engine(
     with atomic_directory(destination, force=request.force) as directory:
         copy_tokenizer(tokenizer, target.directory, target.stop_token_ids, directory)
         loaded = open_tokenizer(directory, tokenizer, target.dims.vocab_size)
-        variables = template_variables(loaded, tokenizer)
-        check_arguments(loaded, variables, request.chat_template_args)
+        variables = template_variables(loaded, _tokenizer_source(tokenizer))
+        check_arguments(loaded, variables, request.chat_template_args, OPTION)
         # A drafter that reads the target's states was trained on prompts of one format.
         if drafter.kind.tap_layers and (note := thinking_note(variables, template_args)):
             notice(note)
@@ -130,6 +131,10 @@ def compile_engine(
         parse_manifest(text, artifact.MANIFEST)  # what is written can be read
         (directory / artifact.MANIFEST).write_text(text, encoding="utf-8")
     return manifest
+
+
+def _tokenizer_source(tokenizer: Path) -> JsonSource:
+    return JsonSource(str(tokenizer), CheckpointError, "fetch the tokenizer again")
 
 
 def resolve_preset(request: BuildRequest) -> Preset | None:

@@ -51,7 +51,7 @@ class Preset:
 # golden_tau is the mean number of tokens per round, bonus included, at temperature 0. A value outside the range means a
 # wrongly wired drafter, not an unlucky prompt. The tiny pair's lower bounds are what it was trained to reach on its
 # held-out prompts, less a margin; the published pairs' bounds are the lowest and highest of the ten benchmarks in the
-# DDTree paper (arXiv 2604.12989), DDTree at its best budget.
+# DDTree paper (arXiv 2604.12989), DDTree at its best budget. The paper has no Llama.
 _PRESETS = (
     Preset(
         name="tiny",
@@ -74,6 +74,12 @@ _PRESETS = (
         limits=Limits(max_seq_len=4096, max_batch=4),
         chat_template_args={"enable_thinking": False},
         golden_tau={"dflash": (3.12, 7.79), "ddtree": (5.09, 10.73)},
+    ),
+    Preset(
+        name="llama-3.1-8b",
+        target=HubSource("meta-llama/Llama-3.1-8B-Instruct"),
+        drafter=HubSource("z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+        limits=Limits(max_seq_len=4096, max_batch=4),
     ),
 )
 PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _PRESETS}

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.artifact.template_arguments import parse_arguments
 from ddtree_trt.build.backends.base import BuilderOptions
-from ddtree_trt.build.checkpoint.template import parse_arguments
 from ddtree_trt.build.compile import Backend, BuildRequest, Precision, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.build.presets import PRESETS

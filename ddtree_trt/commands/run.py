@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ddtree_trt.artifact.files import newest_engine
+from ddtree_trt.artifact.template_arguments import OPTION, parse_arguments
 from ddtree_trt.commands.options import AsJson, DeviceRounds, Exact, NewestByDefault, Threads
 from ddtree_trt.commands.sampling_options import with_sampling_options
 from ddtree_trt.errors import UsageError
@@ -23,6 +24,13 @@ def run(
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the prompt.")] = None,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message for the chat template.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the prompt to the model without its chat template.")] = False,
+    chat_template_arg: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=VALUE",
+            help="What the chat template is rendered with, over what the engine was built with. May be repeated.",
+        ),
+    ] = None,
     *,
     sampling: dict[str, Any],
     show_tree: Annotated[bool, typer.Option("--show-tree", help="Draw each round's tree and accepted path.")] = False,
@@ -45,6 +53,10 @@ def run(
     if compare and show_tree:
         raise UsageError("--show-tree draws one run; give it without --compare")
 
+    arguments = parse_arguments(chat_template_arg or ())
+    if raw and arguments:
+        raise UsageError(f"{OPTION} is for the chat template, which --raw does without; give one of the two")
+
     from ddtree_trt.runtime.llm import LLM
     from ddtree_trt.runtime.params import SamplingParams, check_device_rounds
     from ddtree_trt.runtime.text import chat_template
@@ -56,10 +68,13 @@ def run(
         chat_template.start_for(directory)  # at the same time as the engine is loaded
     with LLM(directory, threads=threads, profile=profile, device_rounds=rounds, exact=exact) as llm:
         params = replace(params, method=resolve_method(params.method, llm.engine.manifest.drafter_kind).name)
+        llm.codec.check_template_kwargs(arguments, OPTION)
         if text is None:
-            console.chat(llm, params, system)
+            console.chat(llm, params, system, arguments)
             return
         request: Any = text if raw or not llm.tokenizer.chat_template else console.messages(text, system)
+        if arguments:
+            request = llm.codec.encode(request, arguments)
         if compare:
             console.compare(llm, request, params, as_json=json)
         elif json:

@@ -7,9 +7,10 @@ the fields of `TransformerDims`; `families.py` lists them. Projections are [out,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any
 
+from ddtree_trt.models.rope_scaling import ROPE_BASE, RopeScaling
 from ddtree_trt.reading import Between
 
 # Far above any use, far below what hangs or overflows. Checkpoints and manifests are both read by these bounds.
@@ -18,8 +19,7 @@ WIDTH = Between(1, 1 << 20)
 LAYERS = Between(1, 1000)
 HEADS = Between(1, 4096)
 HEAD_DIM = Between(1, 4096)
-EPSILON = Between(1e-30, 0.1)  # float32 holds both ends, here and of the next
-ROPE_BASE = Between(1, 1e15)
+EPSILON = Between(1e-30, 0.1)  # float32 holds both ends
 POSITIONS = Between(2, 1 << 27)  # one for a prompt, one for what follows it
 TOKEN = Between(0, (1 << 24) - 1)
 
@@ -36,7 +36,7 @@ BIAS = ".bias"  # suffix of the bias of a projection
 
 @dataclass(frozen=True)
 class TransformerDims:
-    """Shape of a decoder-only transformer. Fields with a default are the switches families differ in."""
+    """Shape of a decoder-only transformer. Fields with a default are the switches checkpoints differ in."""
 
     vocab_size: Annotated[int, VOCABULARY]  # V
     hidden_size: Annotated[int, WIDTH]  # H
@@ -50,6 +50,7 @@ class TransformerDims:
     max_positions: Annotated[int, POSITIONS]  # positions the rotary embedding was made for
     qk_norm: bool = field(default=True, kw_only=True)  # every head of queries and keys is normed
     qkv_bias: bool = field(default=False, kw_only=True)  # the projections of queries, keys and values add a bias
+    rope_scaling: RopeScaling | None = field(default=None, kw_only=True)  # None for plain rotary embedding
 
     @property
     def table(self) -> tuple[int, int]:
@@ -63,10 +64,10 @@ class TransformerDims:
         return self.num_heads * self.head_dim, kv, kv
 
     def stated(self) -> dict[str, Any]:
-        """Fields by name, without the switches at their default: an engine that needs none is described as before
-        there were any, and an older runtime reads it."""
+        """Fields by name as JSON holds them, without the switches at their default: an engine that needs none is
+        described as before there were any, and an older runtime reads it."""
         defaults = {f.name: f.default for f in fields(self)}
-        return {name: value for name, value in vars(self).items() if value is not defaults[name]}
+        return {name: value for name, value in asdict(self).items() if value is not defaults[name]}
 
 
 @dataclass(frozen=True)

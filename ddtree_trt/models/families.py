@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.rope_scaling import scaling_entries
 
 # Field of `TransformerDims` → its name in every family's config.json.
 CONFIG_NAMES: Mapping[str, str] = {
@@ -39,6 +40,9 @@ class Family:
     # Values of the fields a config.json may leave out. None follows from others: head_dim is hidden_size divided by
     # num_attention_heads, num_key_value_heads is num_attention_heads.
     defaults: Mapping[str, float | None]
+    # Whether layers have a window wherever config.json does not say `"sliding_window": null`. In other families
+    # `use_sliding_window` decides.
+    windowed: bool = False
 
     @property
     def switches(self) -> dict[str, bool]:
@@ -53,8 +57,9 @@ class Family:
     def config_entries(self, dims: TransformerDims) -> dict[str, object]:
         """The entries of config.json that a network of the family has as a target and as a drafter."""
         sizes = {name: getattr(dims, field) for field, name in CONFIG_NAMES.items()}
-        plain = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
-        return {"model_type": self.model_type, **sizes, **plain}
+        plain = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "sliding_window": None}
+        scaling = {"rope_scaling": scaling_entries(dims.rope_scaling)} if dims.rope_scaling else {}
+        return {"model_type": self.model_type, **sizes, **plain, **scaling}
 
 
 QWEN3 = Family(
@@ -65,10 +70,54 @@ QWEN3 = Family(
     qkv_bias=False,
     defaults={"head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "max_position_embeddings": 32768},
 )
+LLAMA = Family(
+    title="Llama",
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    qk_norm=False,
+    qkv_bias=False,
+    defaults={
+        "num_key_value_heads": None,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 2048,
+    },
+)
+MISTRAL = Family(
+    title="Mistral",
+    model_type="mistral",
+    architecture="MistralForCausalLM",
+    qk_norm=False,
+    qkv_bias=False,
+    defaults={
+        "num_key_value_heads": 8,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 131072,
+    },
+    windowed=True,
+)
+QWEN2 = Family(
+    title="dense Qwen2",
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    qk_norm=False,
+    qkv_bias=True,
+    defaults={
+        "num_key_value_heads": 32,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 32768,
+    },
+)
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN3,)}
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN3, LLAMA, MISTRAL, QWEN2)}
 
 
 def titles(word: str) -> str:
-    """The families by title, for a message: "dense Qwen3", or several with `word` between them."""
-    return f" {word} ".join(family.title for family in FAMILIES.values())
+    """The families by title, for a message: "dense Qwen3, Llama and Mistral" where `word` is "and"."""
+    *others, last = (family.title for family in FAMILIES.values())
+    return f"{', '.join(others)} {word} {last}" if others else last

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,40 +109,60 @@ class AsyncLLM:
         return self._failure
 
     async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the request's output so far after every round; the last one is the finished output."""
-        with self.submit(prompt, sampling_params, request_id) as submission:
+        with self.submit(prompt, sampling_params, request_id, chat_template_kwargs=chat_template_kwargs) as submission:
             whole: RequestOutput | None = None
             async for part in submission:
                 whole = part if whole is None else whole.joined(part)
                 yield whole
 
     async def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield only the new output after each round; the parts' texts joined are the whole text."""
-        with self.submit(prompt, sampling_params, request_id) as submission:
+        with self.submit(prompt, sampling_params, request_id, chat_template_kwargs=chat_template_kwargs) as submission:
             async for part in submission:
                 yield part
 
     async def complete(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> RequestOutput:
         """The finished output."""
-        with self.submit(prompt, sampling_params, request_id) as submission:
+        with self.submit(prompt, sampling_params, request_id, chat_template_kwargs=chat_template_kwargs) as submission:
             return await submission.result()
 
     def submit(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Submission:
-        """Hand a request to the worker. Call on a running event loop.
+        """Hand a request to the worker. Call on a running event loop. `chat_template_kwargs` are as for `LLM.generate`.
 
         Raises UsageError for a wrong call or a request id in use, QueueFull, or EngineError after shutdown or failure.
         """
         self._owner.check()
         params = sampling_params or SamplingParams()
-        request = self.core.maker.make(prompt, params, request_id)
+        request = self.core.maker.make(prompt, params, request_id, chat_template_kwargs=chat_template_kwargs)
         submission = Submission(request.request_id, lambda: self._command(lambda: self.core.cancel(request)))
         active = _Active(request, submission)
         with self._wake:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,21 +63,28 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many together; results come in the prompts' order.
 
-        A prompt is text, a list of token ids, or a list of chat messages. Raises UsageError before anything runs when
-        one of the calls is wrong, EngineError when the engine fails.
+        A prompt is text, a list of token ids, or a list of chat messages. `chat_template_kwargs` are variables of the
+        chat template, as `{"enable_thinking": False}`, over those that the engine was built with, for prompts of chat
+        messages. Raises UsageError before anything runs when one of the calls is wrong, EngineError when the engine
+        fails.
         """
-        requests = self._callers.call(lambda: self._run(prompts, sampling_params))
+        requests = self._callers.call(lambda: self._run(prompts, sampling_params, chat_template_kwargs))
         for request in requests:
             request.raise_error()
         return [request.output() for request in requests]
 
     def _run(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
     ) -> list[Request]:
-        requests = self._make(prompts, params)
+        requests = self._make(prompts, params, chat_template_kwargs)
         self.core.run(requests)
         return requests
 
@@ -87,14 +94,17 @@ class LLM:
         sampling_params: SamplingParams | None = None,
         *,
         on_round: Watcher | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Stream:
         """An iterator over the new output after each round; the parts' texts joined are the whole text.
 
         Several streams may be read alternately. Closing the iterator cancels the request. `on_round` is called with
-        every verified tree. A wrong call raises here, as in `generate`, not at the first part.
+        every verified tree; `chat_template_kwargs` are as for `generate`. A wrong call raises here, as in `generate`,
+        not at the first part.
         """
         params = sampling_params or SamplingParams()
-        request = self._callers.call(lambda: self.core.maker.make(prompt, params, on_round=on_round))
+        make = partial(self.core.maker.make, on_round=on_round, chat_template_kwargs=chat_template_kwargs)
+        request = self._callers.call(lambda: make(prompt, params))
         return Stream(request, self._callers, self._part, self.core.cancel)
 
     def reset_prefix_cache(self) -> None:
@@ -114,7 +124,10 @@ class LLM:
         return request.take()
 
     def _make(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
     ) -> list[Request]:
         items = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -123,7 +136,8 @@ class LLM:
             each = list(params) if isinstance(params, Sequence) else [params] * len(items)
             if len(each) != len(items):
                 raise UsageError(f"{len(items)} prompts but {len(each)} sampling params; give one, or one per prompt")
-        return [self.core.maker.make(prompt, p) for prompt, p in zip(items, each, strict=True)]
+        make = partial(self.core.maker.make, chat_template_kwargs=chat_template_kwargs)
+        return [make(prompt, p) for prompt, p in zip(items, each, strict=True)]
 
     def close(self) -> None:
         """Release the engine. Open streams end with an error; a second call does nothing."""

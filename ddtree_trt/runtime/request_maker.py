@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.decoding.budget import AutoBudgets, Budget, FixedBudget
@@ -84,8 +86,10 @@ class RequestMaker:
         *,
         on_round: Watcher | None = None,
         device_rounds: DeviceRoundsMode | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Request:
-        """The request of a prompt, with its n sequences. `device_rounds` overrides the mode of all requests.
+        """The request of a prompt, with its n sequences. `device_rounds` overrides the mode of all requests;
+        `chat_template_kwargs` are for a prompt of chat messages.
 
         Raises UsageError for a prompt that is empty, out of vocabulary or too long, or params the engine cannot honour.
         """
@@ -94,7 +98,7 @@ class RequestMaker:
                 f"sampling_params must be SamplingParams, not {shown(params)}; make them of names with "
                 "SamplingParams.from_mapping"
             )
-        ids = self._codec.encode(prompt)
+        ids = self._codec.encode(prompt, chat_template_kwargs)
         params = replace(params, method=resolve_method(params.method, self._manifest.drafter_kind).name)
         self._check(ids, params)
         mode = device_rounds or self.device_rounds

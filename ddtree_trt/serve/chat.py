@@ -42,7 +42,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
         given.setdefault("logprobs", 0)
     # "developer" is OpenAI's newer name of the role that chat templates call "system".
     messages = [{"role": "system" if m.role == "developer" else m.role, "content": m.content} for m in body.messages]
-    ids = await service.encode_chat(messages, "messages")
+    ids = await service.encode_chat(messages, body.chat_template_kwargs)
     params = service.params(given, service.max_seq_len - len(ids), names)
     request_id = new_id("chatcmpl")
     submission = service.submit(request, ids, params, request_id, "messages")

@@ -46,7 +46,7 @@ UNSUPPORTED = {
     "prediction": "the drafter predicts by itself",
     "prompt_cache_options": "prompts that begin alike share their cache without being told",
     "prompt_cache_retention": "prompts that begin alike share their cache without being told",
-    "reasoning_effort": "the chat template is fixed by the drafter's training",
+    "reasoning_effort": "give chat_template_kwargs, where the model's chat template has such a variable",
     "service_tier": "all requests are served alike",
     "suffix": "this server does not fill in the middle",
     "tool_choice": "this server does not call tools",
@@ -232,6 +232,7 @@ class ChatRequest(_GenerationRequest):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # variables of the template, as vLLM has them
     response_format: Annotated[dict[str, Any] | None, BeforeValidator(_plain_text_only)] = None
 
 

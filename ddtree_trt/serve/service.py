@@ -8,6 +8,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -68,14 +69,21 @@ class Service:
             raise ApiError(400, message, param=param, code="invalid_value")
         return ids
 
-    async def encode_chat(self, messages: list[dict[str, str]], param: str) -> list[int]:
-        """Token ids of a chat. Raises ApiError as `encode` does."""
+    async def encode_chat(
+        self, messages: list[dict[str, str]], chat_template_kwargs: Mapping[str, Any] | None
+    ) -> list[int]:
+        """Token ids of a chat; `chat_template_kwargs` are variables of the chat template. Raises ApiError as `encode`
+        does."""
+        param = "messages"
         characters = sum(len(m["content"]) for m in messages)
         if len(messages) > self.max_seq_len:  # each is a token at least
             raise self.too_long(f"{len(messages)} messages", param)
         if characters > self._max_characters:
             raise self.too_long(f"{characters} characters", param)
-        return await self.encode(await self._in_thread(self._renderer, self.llm.codec.render, messages, param), param)
+        codec, given = self.llm.codec, chat_template_kwargs
+        await self._in_thread(self._renderer, codec.check_template_kwargs, given, "chat_template_kwargs")
+        render = partial(codec.render, chat_template_kwargs=given)
+        return await self.encode(await self._in_thread(self._renderer, render, messages, param), param)
 
     async def _in_thread(self, thread: Executor, work: Callable[[Any], Any], argument: Any, param: str) -> Any:
         """The result of `work(argument)`, called in the given thread. Raises ApiError in place of UsageError."""

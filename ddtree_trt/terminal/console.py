@@ -6,6 +6,7 @@ import dataclasses
 import json
 import secrets
 import sys
+from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -153,7 +154,7 @@ def _explain(llm: LLM, prompt: Prompt, params: SamplingParams, outputs: dict[str
     return f"{method} differs from {AR} at token {at}{gap}"
 
 
-def chat(llm: LLM, params: SamplingParams, system: str | None) -> None:
+def chat(llm: LLM, params: SamplingParams, system: str | None, chat_template_kwargs: Mapping[str, Any]) -> None:
     """Converse until end of input. The conversation's cache is reused from turn to turn."""
     history = [{"role": "system", "content": system}] if system else []
     print(f"{llm.engine.manifest.name}, {params.method}. /reset forgets the conversation, /exit ends it.")
@@ -170,7 +171,8 @@ def chat(llm: LLM, params: SamplingParams, system: str | None) -> None:
         elif text:
             history.append({"role": "user", "content": text})
             try:
-                answer = stream(llm, history, params, show_tree=False)
+                ids = llm.codec.encode(history, chat_template_kwargs)
+                answer = stream(llm, ids, params, show_tree=False)
             except DDTreeError as error:
                 history.pop()
                 print(f"error: {error}", file=sys.stderr)

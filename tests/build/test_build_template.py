@@ -11,11 +11,17 @@ from checkpoints import edit_json, make_drafter, make_pair, make_target, make_to
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.build.checkpoint.template import MAX_ARGUMENT_NESTING, MAX_TEMPLATE, parse_arguments, template_variables
+from ddtree_trt.artifact.template_arguments import (
+    MAX_ARGUMENT_NESTING,
+    MAX_TEMPLATE,
+    parse_arguments,
+    template_variables,
+)
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.cli import app
 from ddtree_trt.errors import CheckpointError, UsageError
 from ddtree_trt.inspection import inspect_engine
+from ddtree_trt.reading import Source
 from ddtree_trt.runtime.text.codec import TextCodec
 
 # What Qwen3's does with the argument, in the words of the tests' tokenizer.
@@ -152,6 +158,10 @@ def test_arguments_that_would_change_nothing(
     assert not (tmp_path / "engine").exists()
 
 
+def source(directory: Path) -> Source:
+    return Source(str(directory), CheckpointError, "fetch the tokenizer again")
+
+
 class Tokenizer:
     def __init__(self, template: object) -> None:
         self.chat_template = template
@@ -178,7 +188,7 @@ class Tokenizer:
     ],
 )
 def test_variables_of_a_template(template: object, variables: set[str] | None, tmp_path: Path) -> None:
-    assert template_variables(Tokenizer(template), tmp_path) == variables
+    assert template_variables(Tokenizer(template), source(tmp_path)) == variables
 
 
 @pytest.mark.parametrize(
@@ -195,15 +205,15 @@ def test_variables_of_a_template(template: object, variables: set[str] | None, t
 )
 def test_templates_that_are_none(template: object, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="the chat template cannot be parsed") as caught:
-        template_variables(Tokenizer(template), tmp_path)
+        template_variables(Tokenizer(template), source(tmp_path))
     assert len(str(caught.value)) < 600
 
 
 def test_a_template_without_end_is_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert template_variables(Tokenizer("{{ x }}".ljust(MAX_TEMPLATE)), tmp_path) == {"x"}
+    assert template_variables(Tokenizer("{{ x }}".ljust(MAX_TEMPLATE)), source(tmp_path)) == {"x"}
     monkeypatch.setattr("jinja2.Environment.parse", None)
     with pytest.raises(CheckpointError, match="has 262145 characters, at most 262144 are supported; fetch the token"):
-        template_variables(Tokenizer("{{ x }}".ljust(MAX_TEMPLATE + 1)), tmp_path)
+        template_variables(Tokenizer("{{ x }}".ljust(MAX_TEMPLATE + 1)), source(tmp_path))
 
 
 def test_a_build_parses_the_template_once(
@@ -211,9 +221,9 @@ def test_a_build_parses_the_template_once(
 ) -> None:
     parsed = []
 
-    def noted(tokenizer: Any, directory: Path) -> set[str] | None:
-        parsed.append(directory)
-        return template_variables(tokenizer, directory)
+    def noted(tokenizer: Any, origin: Source) -> set[str] | None:
+        parsed.append(origin)
+        return template_variables(tokenizer, origin)
 
     monkeypatch.setattr("ddtree_trt.build.compile.template_variables", noted)
     assert len(notes_of(request(pair, tmp_path / "engine"))) == len(parsed) == 1

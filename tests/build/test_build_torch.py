@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_pair, make_target
-from families import OTHERS
+from checkpoints import BY_SWITCHES, TARGET_DIMS, edit_json, make_drafter, make_pair, make_target
 from safetensors.torch import load_file
 
 from ddtree_trt.artifact import files as artifact
@@ -23,7 +22,6 @@ from ddtree_trt.build.backends.torch import backend as torch_build
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import ArtifactError, BuildError
-from ddtree_trt.models.families import FAMILIES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -35,15 +33,12 @@ def build(pair: tuple[Path, Path], engine: Path, **options: Any) -> Manifest:
     return compile_engine(request)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash-untied", "autoregressive", *OTHERS])
+@pytest.mark.parametrize("kind", ["dflash", "dflash-untied", "autoregressive", *BY_SWITCHES])
 @pytest.mark.parametrize("precision", DTYPES)
-def test_weights_are_the_checkpoints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, precision: Any
-) -> None:
+def test_weights_are_the_checkpoints(tmp_path: Path, kind: str, precision: Any) -> None:
     """Every tensor of both checkpoints, once, in the engine's precision, joined where the layout joins."""
-    if kind in OTHERS:
-        monkeypatch.setitem(FAMILIES, kind, OTHERS[kind])
-        pair = make_pair(tmp_path, family=OTHERS[kind])
+    if kind in BY_SWITCHES:
+        pair = make_pair(tmp_path, family=BY_SWITCHES[kind])
     elif kind == "autoregressive":
         pair = make_target(tmp_path / "t"), make_target(tmp_path / "d", tied=False, num_layers=1, tokenizer=False)
     else:

@@ -129,7 +129,7 @@ def _no_network(*args: Any, **kwargs: Any) -> str:
     ("args", "words"),
     [
         ([], ["nothing to build", "tiny, qwen3-4b"]),
-        (["--target", "llama-3.1-8b"], ["unknown target 'llama-3.1-8b'", "no other architecture is supported"]),
+        (["--target", "gemma-2b"], ["unknown target 'gemma-2b'", "no other architecture is supported"]),
         (["--target", "x\x1b[2J"], ["'x\\x1b[2J' cannot name an engine"]),
         (["--target", "../up"], ["cannot name an engine"]),
         (["--checkpoint", "somewhere"], ["--checkpoint without --target needs --drafter DIR too"]),

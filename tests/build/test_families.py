@@ -1,4 +1,4 @@
-"""What a family of models is: one entry, read into dimensions, tensors and the manifest; and what is not offered."""
+"""What a family of models is: one entry, read into dimensions, tensors and the manifest; and what is refused."""
 
 from __future__ import annotations
 
@@ -10,8 +10,16 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_pair, make_target, write_safetensors
-from families import LLAMA, OTHERS, QWEN2, offered
+from checkpoints import (
+    BY_SWITCHES,
+    SCALINGS,
+    TARGET_DIMS,
+    edit_json,
+    make_drafter,
+    make_pair,
+    make_target,
+    write_safetensors,
+)
 from safetensors.numpy import load_file
 
 import ddtree_trt
@@ -23,25 +31,24 @@ from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.errors import ArtifactError, CheckpointError
 from ddtree_trt.models.decoder import TransformerDims, language_model_shapes
-from ddtree_trt.models.families import FAMILIES, QWEN3, Family
+from ddtree_trt.models.families import FAMILIES, LLAMA, MISTRAL, QWEN2, QWEN3, Family
 from ddtree_trt.models.pairs import checkpoint_shapes
-
-ALL = {"qwen3": QWEN3, **OTHERS}
 
 
 def test_what_is_offered() -> None:
-    assert list(FAMILIES.values()) == [QWEN3]
+    assert list(FAMILIES.values()) == [QWEN3, LLAMA, MISTRAL, QWEN2]
 
 
 def test_names_are_in_one_room() -> None:
     """No other module of the package names a tensor of a layer, or a family."""
     package = Path(ddtree_trt.__file__).parent
-    words = re.compile(r"self_attn|layernorm\b|(?:gate|up|down|o)_proj|Qwen3ForCausalLM|model_type\W+qwen3")
+    families = r"(?:Qwen\d|Llama|Mistral)ForCausalLM|model_type\W+(?:qwen|llama|mistral)"
+    words = re.compile(rf"self_attn|layernorm\b|(?:gate|up|down|o)_proj|{families}")
     found = {str(f.relative_to(package)) for f in package.rglob("*.py") if words.search(f.read_text("utf-8"))}
     assert found == {"models/decoder.py", "models/families.py"}
 
 
-@pytest.mark.parametrize("family", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize("tied", [True, False])
 def test_tensors_are_those_of_transformers(family: Family, tied: bool) -> None:
     """Every name and shape, and no other."""
@@ -57,24 +64,17 @@ def test_tensors_are_those_of_transformers(family: Family, tied: bool) -> None:
     assert language_model_shapes(dims, tied=tied) == expected
 
 
-@pytest.mark.parametrize("family", OTHERS.values(), ids=OTHERS)
-def test_a_family_is_refused_by_name_until_it_is_offered(family: Family, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
+def test_a_family_is_read_by_its_name(family: Family, tmp_path: Path) -> None:
     path = make_target(tmp_path, family=family)
-    with pytest.raises(CheckpointError) as caught:
+    assert load_checkpoint(path).dims == TransformerDims(**{**vars(TARGET_DIMS), **family.switches})
+    edit_json(path / "config.json", model_type="phi3")
+    known = "only dense Qwen3, Llama, Mistral and dense Qwen2 models ('qwen3', 'llama', 'mistral', 'qwen2')"
+    with pytest.raises(CheckpointError, match=re.escape(f"model_type is 'phi3', {known}")):
         load_checkpoint(path)
-    text = f"model_type is {family.model_type!r}, only dense Qwen3 models ('qwen3') are supported"
-    assert text in str(caught.value)
-    with offered(family):
-        assert load_checkpoint(path).dims == TransformerDims(**{**vars(TARGET_DIMS), **family.switches})
-        edit_json(path / "config.json", model_type="mistral")
-        text = (
-            f"model_type is 'mistral', only dense Qwen3 and {family.title} models \\('qwen3', '{family.model_type}'\\)"
-        )
-        with pytest.raises(CheckpointError, match=text):
-            load_checkpoint(path)
 
 
-@pytest.mark.parametrize("family", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_transformers_writes(family: Family, whole: bool, tmp_path: Path) -> None:
     """Every field of its configuration, or those that differ from its defaults; what is left out is what it means."""
@@ -84,11 +84,13 @@ def test_what_transformers_writes(family: Family, whole: bool, tmp_path: Path) -
     written = json.loads(config.to_json_string(use_diff=not whole))
     if not whole:  # these it writes always
         written = {k: v for k, v in written.items() if k not in ("head_dim", "rope_parameters")}
-    needed = ("intermediate_size", "vocab_size", *(("num_key_value_heads",) if family is QWEN3 else ()))
+    needed = ["intermediate_size", "vocab_size", *(["num_key_value_heads"] if family is QWEN3 else [])]
+    if family.windowed:
+        config.sliding_window = None
+        needed.append("sliding_window")
     written |= {name: getattr(config, name) for name in needed}
     (tmp_path / "config.json").write_text(json.dumps({**written, "model_type": family.model_type}))
-    with offered(family):
-        dims = read_config(tmp_path).dims
+    dims = read_config(tmp_path).dims
     assert (dims.head_dim, dims.num_kv_heads) == (128, config.num_key_value_heads)
     assert (dims.max_positions, dims.rms_norm_eps) == (config.max_position_embeddings, config.rms_norm_eps)
     assert dims.rope_theta == config.rope_parameters["rope_theta"]
@@ -102,6 +104,13 @@ def test_what_transformers_writes(family: Family, whole: bool, tmp_path: Path) -
         (LLAMA, {"qkv_bias": True}, "qkv_bias is true, which is not implemented; only false is"),
         (LLAMA, {"attention_bias": True}, "attention_bias is true, which is not implemented; only false is"),
         (QWEN2, {"qkv_bias": False}, "qkv_bias is false, which is not implemented; only true is"),
+        (LLAMA, {"mlp_bias": True}, "mlp_bias is true, which is not implemented; only false is"),
+        (LLAMA, {"rope_interleaved": True}, "rope_interleaved is true, which is not implemented; only false is"),
+        (QWEN2, {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}, "use_sliding_window is"),
+        (QWEN2, {"use_mrope": True}, "use_mrope is true, which is not implemented; only false is"),
+        (MISTRAL, {"sliding_window": 4096}, "sliding_window is 4096: layers with 'sliding_attention' are not"),
+        (MISTRAL, {"sliding_window": None}, "sliding_window is left out, which means a window: layers with"),
+        (MISTRAL, {"sliding_window": 64, "layer_types": ["full_attention"] * 3}, "sliding_window is 64"),
         (LLAMA, {"architectures": ["Qwen3ForCausalLM"]}, "architectures is 'Qwen3ForCausalLM', which is not"),
         (LLAMA, {"head_dim": None, "num_attention_heads": 3}, "hidden_size 32 is not a multiple of num_attention"),
         (LLAMA, {"head_dim": None, "num_attention_heads": 4}, "head_dim is 8, it must be a multiple of 16"),
@@ -109,30 +118,29 @@ def test_what_transformers_writes(family: Family, whole: bool, tmp_path: Path) -
 )  # fmt: skip
 def test_another_arithmetic_is_refused(family: Family, changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     path = make_target(tmp_path, family=family, config={"num_key_value_heads": 1, **changes})
-    with offered(family), pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         load_checkpoint(path)
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("family", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("family", BY_SWITCHES.values(), ids=BY_SWITCHES)
 def test_tensors_of_another_family_are_refused(family: Family, tmp_path: Path) -> None:
     """Weights of one family under the configuration of another: a part too many, or one too few."""
     path = make_target(tmp_path / "t")
     edit_json(path / "config.json", model_type=family.model_type, architectures=[family.architecture])
     part = "lacks model.layers.0.self_attn.q_proj.bias" if family.qkv_bias else "holds model.layers.0.self_attn.q_norm"
-    with offered(family), pytest.raises(CheckpointError, match=part):
+    with pytest.raises(CheckpointError, match=part):
         load_checkpoint(path)
 
 
 def build(path: Path, family: Family, **options: Any) -> Manifest:
     target, drafter = make_pair(path, family=family)
-    with offered(family):
-        return compile_engine(
-            BuildRequest(target="mine", checkpoint=target, drafter=drafter, output=path / "engine", **options)
-        )
+    return compile_engine(
+        BuildRequest(target="mine", checkpoint=target, drafter=drafter, output=path / "engine", **options)
+    )
 
 
-@pytest.mark.parametrize("family", OTHERS.values(), ids=OTHERS)
+@pytest.mark.parametrize("family", BY_SWITCHES.values(), ids=BY_SWITCHES)
 def test_an_engine_carries_the_switches(family: Family, tmp_path: Path) -> None:
     """The runtime has no table of families: the manifest says what there is."""
     manifest = build(tmp_path, family)
@@ -146,13 +154,31 @@ def test_manifests_say_no_switch_at_its_default(tmp_path: Path) -> None:
     manifest = build(tmp_path, QWEN3)
     body = json.loads((tmp_path / "engine" / MANIFEST).read_text())
     for dims in ("target_dims", "drafter_dims"):
-        assert not body[dims].keys() & QWEN3.switches.keys()
+        assert not body[dims].keys() & {*QWEN3.switches, "rope_scaling"}
     assert parse_manifest(json.dumps(body), "m") == manifest
     for dims in ("target_dims", "drafter_dims"):
         body[dims] |= QWEN3.switches
     assert parse_manifest(json.dumps(body), "m") == manifest
     body["target_dims"]["qk_norm"] = 1
     with pytest.raises(ArtifactError, match=r"target_dims\.qk_norm must be true or false, found 1"):
+        parse_manifest(json.dumps(body), "m")
+
+
+@pytest.mark.parametrize("name", SCALINGS)
+def test_an_engine_carries_the_scalings_of_both_networks(name: str, tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", rope_scaling=SCALINGS[name])
+    drafter = make_drafter(tmp_path / "drafter", rope_scaling=SCALINGS["yarn"])
+    compile_engine(BuildRequest(target="mine", checkpoint=target, drafter=drafter, output=tmp_path / "engine"))
+    loaded = load_manifest(tmp_path / "engine")
+    assert (loaded.target_dims.rope_scaling, loaded.drafter_dims.rope_scaling) == (SCALINGS[name], SCALINGS["yarn"])
+    body = json.loads((tmp_path / "engine" / MANIFEST).read_text())
+    body["drafter_dims"]["rope_scaling"]["beta_slow"] = 5.0
+    with pytest.raises(ArtifactError, match=r"drafter_dims\.rope_scaling: beta_fast 4 is below beta_slow 5"):
+        parse_manifest(json.dumps(body), "m")
+    body["drafter_dims"]["rope_scaling"]["rope_type"] = "longrope"
+    with pytest.raises(
+        ArtifactError, match=r"rope_scaling\.rope_type must be 'linear' or 'llama3' or 'yarn', found 'lo"
+    ):
         parse_manifest(json.dumps(body), "m")
 
 
@@ -163,25 +189,23 @@ def test_manifests_say_no_switch_at_its_default(tmp_path: Path) -> None:
 def test_a_dry_run_counts_every_tensor(backend: Any, precision: Any, tmp_path: Path) -> None:
     """A family with more tensors takes more: an item for each value of a bias, which int8 does not round."""
     sizes = {}
-    for name, family in OTHERS.items():
+    for name, family in BY_SWITCHES.items():
         target, drafter = make_pair(tmp_path / name, family=family)
-        with offered(family):
-            plan = dry_run(
-                BuildRequest(target="mine", checkpoint=target, drafter=drafter, backend=backend, precision=precision)
-            )
-            sizes[name] = plan.memory.weights_bytes
+        plan = dry_run(
+            BuildRequest(target="mine", checkpoint=target, drafter=drafter, backend=backend, precision=precision)
+        )
+        sizes[name] = plan.memory.weights_bytes
     biases = (3 + 2) * sum(TARGET_DIMS.qkv_widths)  # a target of three layers, a drafter of two
     assert sizes["qwen2"] - sizes["llama"] == biases * (2 if precision == "bf16" else 4)
 
 
 def test_a_drafter_has_the_layers_of_its_own_family(tmp_path: Path) -> None:
     path = make_drafter(tmp_path, family=QWEN2)
-    with offered(QWEN2):
-        checkpoint = load_checkpoint(path)
+    checkpoint = load_checkpoint(path)
     assert checkpoint.kind.name == "dflash" and checkpoint.dims.qkv_bias and not checkpoint.dims.qk_norm
     assert "layers.1.self_attn.v_proj.bias" in checkpoint_shapes(checkpoint.dims, tied=False)
     weights = load_file(path / "model.safetensors")
     del weights["layers.1.self_attn.v_proj.bias"]
     write_safetensors(path / "model.safetensors", weights, "fp32")
-    with offered(QWEN2), pytest.raises(CheckpointError, match=r"lacks layers\.1\.self_attn\.v_proj\.bias"):
+    with pytest.raises(CheckpointError, match=r"lacks layers\.1\.self_attn\.v_proj\.bias"):
         load_checkpoint(path)

@@ -9,7 +9,7 @@ from checkpoints import edit_json, make_target, make_tokenizer
 
 from ddtree_trt.build.checkpoint.reader import check_pair, load_checkpoint
 from ddtree_trt.build.checkpoint.tokenizer import find_tokenizer
-from ddtree_trt.build.presets import PRESETS, PackagedSource, find_preset
+from ddtree_trt.build.presets import PRESETS, HubSource, PackagedSource, find_preset
 from ddtree_trt.errors import CheckpointError, UsageError
 
 # Tokenizers
@@ -53,10 +53,24 @@ def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
 def test_presets_are_complete(name: str) -> None:
     preset = find_preset(name)
     assert preset.name == name
-    assert set(preset.golden_tau) == {"dflash", "ddtree"}
+    assert set(preset.golden_tau) == (set() if name == "llama-3.1-8b" else {"dflash", "ddtree"})
     assert all(1 <= low < high for low, high in preset.golden_tau.values())
-    if name != "tiny":
-        assert preset.chat_template_args == {"enable_thinking": False}
+    # Drafters for Qwen3 were trained without thinking; other templates have no such switch.
+    assert preset.chat_template_args == ({"enable_thinking": False} if name.startswith("qwen3") else {})
+
+
+def test_published_pairs() -> None:
+    """The repositories, as z-lab names them."""
+    found = {
+        p.name: (p.target.repository, p.drafter.repository)
+        for p in PRESETS.values()
+        if isinstance(p.target, HubSource) and isinstance(p.drafter, HubSource)
+    }
+    assert found == {
+        "qwen3-4b": ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
+        "qwen3-8b": ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
+        "llama-3.1-8b": ("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+    }
 
 
 def test_packaged_presets_load_and_fit() -> None:

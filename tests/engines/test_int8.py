@@ -11,10 +11,9 @@ import onnx
 import onnxruntime as ort
 import pytest
 import torch
-from checkpoints import make_pair, make_target
+from checkpoints import BY_SWITCHES, make_pair, make_target
 from dflash_truth import DFlash, refuse_to_draw
 from engine_builds import build_engine
-from families import OTHERS, offered
 from hypothesis import given
 from hypothesis import strategies as st
 from numerics import Follower, Truth, path_to, random_tree
@@ -178,13 +177,12 @@ def follow(engine: OrtEngine, truth: Truth) -> None:
 @pytest.mark.usefixtures("processor")
 @pytest.mark.parametrize(
     "shape",
-    [{"tied": True}, {"tied": False}, *({"family": f} for f in OTHERS.values())],
-    ids=["tied", "untied", *OTHERS],
+    [{"tied": True}, {"tied": False}, *({"family": f} for f in BY_SWITCHES.values())],
+    ids=["tied", "untied", *BY_SWITCHES],
 )
 def test_a_target_is_transformers_quantised(shape: dict[str, Any], errors: Errors, tmp_path: Path) -> None:
     target, drafter = make_pair(tmp_path / "pair", **shape)
-    with offered(*OTHERS.values()):
-        engine = build_engine(target, drafter, tmp_path / "engine", precision="int8", max_batch=2)
+    engine = build_engine(target, drafter, tmp_path / "engine", precision="int8", max_batch=2)
     follow(engine, RoundedTruth(target, engine.manifest.dflash.tap_layers))
     engine.close()
     engine.close()  # again is no error

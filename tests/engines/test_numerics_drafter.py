@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import TARGET_DIMS, make_drafter, make_target
+from checkpoints import BY_SWITCHES, SCALINGS, TARGET_DIMS, make_drafter, make_target
 from dflash_truth import DFlash, refuse_to_draw
 from engine_builds import CAUSAL, INSTALLED, PACKAGED, build_engine, build_torch_engine
-from families import OTHERS, offered
 from numerics import Measured, Truth, assert_close, path_to, random_tree
 
 from ddtree_trt.artifact.manifest import Limits
@@ -25,7 +24,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "block-4": {"block_size": 4, "tap_layers": (1,), "num_layers": 1},
     "block-8": {"block_size": 8, "num_heads": 8, "num_kv_heads": 1, "intermediate_size": 40, "rope_theta": 1e6},
     "block-16": {"block_size": 16, "tap_layers": (0, 1, 2), "num_layers": 3, "head_dim": 32, "rms_norm_eps": 1e-5},
-    **{name: {"family": family} for name, family in OTHERS.items()},  # its layers; the target's are Qwen3's
+    **{name: {"family": family} for name, family in BY_SWITCHES.items()},  # its layers; the target's are Qwen3's
+    **{f"rope-{name}": {"rope_scaling": scaling} for name, scaling in SCALINGS.items()},
 }
 
 
@@ -83,8 +83,7 @@ def slots(
     if request.param != "tiny":
         target = make_target(path / "target", tied=request.param != "block-8", max_positions=4 * CHUNK)
         drafter = make_drafter(path / "drafter", max_positions=4 * CHUNK, **SHAPES[request.param])
-    with offered(*OTHERS.values()):
-        engine = build(target, drafter, path / "engine", max_batch=2)
+    engine = build(target, drafter, path / "engine", max_batch=2)
     dims = engine.manifest.dflash
     truth = Truth(target, dims.tap_layers)
     dflash = DFlash(drafter, dims, truth)

@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import make_pair
+from checkpoints import BY_SWITCHES, SCALINGS, make_pair
 from engine_builds import PACKAGED, build_engine, build_torch_engine
-from families import OTHERS, offered
 from numerics import Follower, Truth, path_to, random_tree
 
 from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.models.families import FAMILIES, LLAMA, QWEN3
 
 CHUNK = Limits.prefill_chunk
 NODES = 10
@@ -24,7 +24,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "large-heads": {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1},
     "small-heads": {"head_dim": 16, "hidden_size": 128, "num_heads": 3, "num_kv_heads": 1},
     "rotary": {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "dtype": "bf16"},
-    **{name: {"family": family} for name, family in OTHERS.items()},
+    **{name: {"family": family} for name, family in FAMILIES.items() if family is not QWEN3},
+    **{f"rope-{name}": {"rope_scaling": scaling, "family": LLAMA, "tied": False} for name, scaling in SCALINGS.items()},
+    "rope-yarn-tied": {"rope_scaling": SCALINGS["yarn"]},
+    **{f"{name}-untied": {"family": family, "tied": False} for name, family in BY_SWITCHES.items()},
 }
 
 
@@ -43,8 +46,7 @@ def followers(request: pytest.FixtureRequest, build: Any, tmp_path_factory: pyte
     target, drafter = PACKAGED / "target", PACKAGED / "drafter"
     if request.param != "tiny":
         target, drafter = make_pair(path, max_positions=2 * CHUNK, **SHAPES[request.param])
-    with offered(*OTHERS.values()):
-        engine = build(target, drafter, path / "engine", max_batch=2)
+    engine = build(target, drafter, path / "engine", max_batch=2)
     truth = Truth(target, engine.manifest.dflash.tap_layers)
     return [Follower(engine, slot, truth) for slot in range(2)]
 

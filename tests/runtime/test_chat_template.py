@@ -145,7 +145,7 @@ def test_many_threads_render_their_own(renderer: Renderer) -> None:
 
 @pytest.mark.parametrize("value", [{1, 2}, b"x", object()], ids=["set", "bytes", "object"])
 def test_what_json_cannot_hold_is_refused(renderer: Renderer, value: object) -> None:
-    with pytest.raises(UsageError, match="chat messages must hold what JSON can"):
+    with pytest.raises(UsageError, match="chat messages and template variables must hold what JSON can"):
         renderer.render(PLAIN, [{"role": "user", "content": "x", "extra": value}], {})
 
 

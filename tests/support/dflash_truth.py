@@ -10,6 +10,8 @@ from numerics import Array, Truth
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.engines.base import DrawnFrom
@@ -24,6 +26,7 @@ class DFlash:
 
     def __init__(self, directory: Path, dims: DrafterDims, truth: Truth) -> None:
         self.dims = dims
+        self.config = AutoConfig.from_pretrained(directory)
         self.w = {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items()}
         self.embed, self.head = (m.weight.detach() for m in (truth.model.model.embed_tokens, truth.model.lm_head))
 
@@ -65,11 +68,16 @@ class DFlash:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.dims.rms_norm_eps) * self.w[f"{name}.weight"]
 
     def turn(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotary embedding: halves (a, b) of each head, as complex a + ib, turned by position · θ^(−2j/D)."""
+        """Rotary embedding: halves (a, b) of each head, as complex a + ib, turned by position · θ^(−2j/D), or by
+        transformers' own scaled frequencies."""
         half = self.dims.head_dim // 2
         speed = self.dims.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-        angle = positions[:, None, None] * speed
-        turned = torch.complex(*x.double().split(half, dim=-1)) * torch.polar(torch.ones_like(angle), angle)
+        magnitude = 1.0
+        if self.dims.rope_scaling:
+            speed, magnitude = ROPE_INIT_FUNCTIONS[self.dims.rope_scaling.rope_type](self.config, "cpu")
+        angle = positions[:, None, None] * speed.double()
+        turn = torch.polar(torch.full_like(angle, magnitude), angle)
+        turned = torch.complex(*x.double().split(half, dim=-1)) * turn
         return torch.cat([turned.real, turned.imag], dim=-1).float()
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 from ddtree_trt.build.checkpoint.config_fields import refuse_unknown_fields
 from ddtree_trt.build.checkpoint.quantization import Quantization, read_quantization
+from ddtree_trt.build.checkpoint.rope import positions_with, read_scaling, read_theta
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models import decoder as bounds
 from ddtree_trt.models.decoder import TransformerDims
@@ -47,7 +48,7 @@ def read_config(directory: Path) -> ModelConfig:
     refuse_unknown_fields(fields, family, is_dflash=is_dflash)
     quantization = read_quantization(directory, fields.data)
     dims = _transformer_dims(fields, family)
-    _check_layer_types(fields, dims.num_layers)
+    _check_layer_types(fields, family, dims.num_layers)
     if is_dflash:
         dims = _drafter_dims(fields, dims)
     return ModelConfig(
@@ -94,42 +95,33 @@ def _family(fields: Fields, *, is_dflash: bool) -> Family:
     return family
 
 
-def _check_layer_types(fields: Fields, layers: int) -> None:
-    """Every layer must attend to the whole sequence; where config.json lists none, by transformers' derivation."""
-    windowed = fields.flag("use_sliding_window", False)
+def _check_layer_types(fields: Fields, family: Family, layers: int) -> None:
+    """Every layer must attend to the whole sequence. Windows of layers that config.json does not list are those that
+    transformers derives."""
+    switch = "sliding_window" if family.windowed else "use_sliding_window"
+    windowed = family.windowed or fields.flag("use_sliding_window", False)
     # Configurations without a window may write 0 for none.
     within = Between(1 if windowed else 0, _LONGEST_WINDOW)
     no_window = fields.optional("sliding_window", Annotated[int, within]) is None and "sliding_window" in fields.data
     first = fields.integer("max_window_layers", Between(0, bounds.LAYERS.highest), 28)
     kinds = fields.optional("layer_types", list[str])
-    if kinds is None:
-        kinds = ["sliding_attention"] if windowed and not no_window and first < layers else []
-    elif len(kinds) != layers:
+    if kinds is not None and len(kinds) != layers:
         raise fields.fault("layer_types", f"has {len(kinds)} entries for num_hidden_layers {layers}")
-    for kind in kinds:
+    for kind in kinds or ():
         if kind != "full_attention":
             raise fields.fault(
                 "layer_types", f"is {shown(kind)}, which is not implemented: every layer must be 'full_attention'"
             )
-
-
-def _rope_theta(fields: Fields) -> float | None:
-    """The rotary base, from transformers 5's `rope_parameters` or the older `rope_theta` and `rope_scaling`; None where
-    none has it."""
-    places = (fields.section("rope_parameters"), fields.section("rope_scaling"), fields)
-    given = [part for part in places if part.has("rope_theta")]
-    found = {part.place("rope_theta"): part.number("rope_theta", bounds.ROPE_BASE) for part in given}
-    if len(set(found.values())) > 1:
-        values = " and ".join(f"{name} {value:g}" for name, value in found.items())
-        raise fields.source.fault(f"there are two values, {values}: which is it?")
-    return next(iter(found.values()), None)
+    if windowed and not no_window and (family.windowed or (kinds is None and first < layers)):
+        found = f"is {shown(fields.data[switch])}" if fields.has(switch) else "is left out, which means a window"
+        raise fields.fault(switch, f"{found}: layers with 'sliding_attention' are not implemented")
 
 
 def _transformer_dims(fields: Fields, family: Family) -> TransformerDims:
     defaults = dict(family.defaults)
     if "num_key_value_heads" in fields.data:
         defaults.setdefault("num_key_value_heads", None)  # null means one per query head
-    if (theta := _rope_theta(fields)) is not None:
+    if (theta := read_theta(fields)) is not None:
         defaults["rope_theta"] = theta
     kinds, sizes = get_type_hints(TransformerDims, include_extras=True), {}
     for field, name in CONFIG_NAMES.items():
@@ -145,7 +137,11 @@ def _transformer_dims(fields: Fields, family: Family) -> TransformerDims:
     sizes["head_dim"] = size = sizes["head_dim"] or hidden // heads
     if size % _HEAD_DIM_MULTIPLE:
         raise fields.fault("head_dim", f"is {size}, it must be a multiple of {_HEAD_DIM_MULTIPLE}")
-    return TransformerDims(**sizes, **family.switches)
+    scaling = read_scaling(fields, sizes["rope_theta"], sizes["max_positions"])
+    sizes["max_positions"] = positions = positions_with(scaling, sizes["max_positions"])
+    if positions not in bounds.POSITIONS:
+        raise fields.source.fault(f"its rotary scaling is made for {positions} positions, more than are supported")
+    return TransformerDims(**sizes, **family.switches, rope_scaling=scaling)
 
 
 def _drafter_dims(fields: Fields, dims: TransformerDims) -> DrafterDims:

@@ -27,7 +27,7 @@ _BOOKKEEPING = frozenset(
     """_name_or_path name_or_path _commit_hash attn_implementation _flash_attn_2_enabled
     _attn_implementation _attn_implementation_internal _attn_implementation_autoset
     _experts_implementation auto_map transformers_version transformers_weights torch_dtype dtype model_name
-    unsloth_fixed unsloth_version transformers.js_config pretraining_tp use_cache use_bfloat16
+    unsloth_fixed unsloth_version is_llama_config transformers.js_config pretraining_tp use_cache use_bfloat16
     initializer_range attention_dropout hidden_dropout resid_dropout embd_dropout dropout
     bos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id
     tokenizer_class model_max_length prefix num_labels id2label label2id problem_type finetuning_task
@@ -49,6 +49,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "partial_rotary_factor": (1,),
     "rope_interleave": (False,),
+    "rope_interleaved": (False,),
     "pruned_heads": ({},),
     "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
@@ -88,8 +89,6 @@ _NEUTRAL_OF_SECTION: Mapping[str, tuple[Any, ...]] = {
     "projector_type": (),
     "markov_rank": (0,),
 }
-_READ_OF_ROPE = frozenset(("rope_theta",))
-_NEUTRAL_OF_ROPE = {"rope_type": ("default",), "type": ("default",), "factor": (1,), "partial_rotary_factor": (1,)}
 
 
 def refuse_unknown_fields(fields: Fields, family: Family, *, is_dflash: bool) -> None:
@@ -98,15 +97,15 @@ def refuse_unknown_fields(fields: Fields, family: Family, *, is_dflash: bool) ->
     vocabulary = dict.fromkeys(("draft_vocab_size", "target_vocab_size"), (fields.data.get("vocab_size"),))
     own = {**_NEUTRAL_OF_DFLASH, **vocabulary} if is_dflash else _NEUTRAL_OF_LANGUAGE_MODELS
     read = _READ | _READ_OF_DFLASH if is_dflash else _READ
-    _refuse(fields, read | _BOOKKEEPING, {**_NEUTRAL, **family.neutral, **own})
-    for name in ("rope_parameters", "rope_scaling"):
-        _refuse(fields.section(name), _READ_OF_ROPE, _NEUTRAL_OF_ROPE)
+    refuse_unknown(fields, read | _BOOKKEEPING, {**_NEUTRAL, **family.neutral, **own})
     if is_dflash:
         neutral = {**_NEUTRAL_OF_SECTION, **vocabulary, "num_target_layers": (fields.data.get("num_target_layers"),)}
-        _refuse(fields.section(dflash.SECTION), _READ_OF_SECTION | _BOOKKEEPING_OF_SECTION, neutral)
+        refuse_unknown(fields.section(dflash.SECTION), _READ_OF_SECTION | _BOOKKEEPING_OF_SECTION, neutral)
 
 
-def _refuse(fields: Fields, known: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+def refuse_unknown(fields: Fields, known: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises the fields' error for the first entry of one object that is neither known nor one of the values that
+    `neutral` allows it."""
     given = {name: value for name, value in fields.data.items() if name not in known and value is not None}
     # Known fields first, in the table's order: their messages say more than those for unknown ones.
     for name in neutral:

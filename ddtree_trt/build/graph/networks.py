@@ -46,7 +46,7 @@ class _Network:
         self.body = body
         self.quantized = quantized
         self.layers = decoder_layers(dims, body)
-        rotary, half = (dims.head_dim, dims.rope_theta, limits.cache_rows), dims.head_dim // 2
+        rotary, half = (dims.head_dim, dims.rope_theta, limits.cache_rows, dims.rope_scaling), dims.head_dim // 2
         key = f"{prefix}rotary.{half}.{dims.rope_theta:g}"
         cos = graph.weight(f"{key}.cos", lambda: rotary_tables(*rotary)[0], "float32")
         sin = graph.weight(f"{key}.sin", lambda: rotary_tables(*rotary)[1], "float32")

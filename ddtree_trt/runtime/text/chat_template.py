@@ -76,7 +76,7 @@ class Renderer:
             chat = [dict(message) for message in messages]
             request = json.dumps({"template": template, "messages": chat, "variables": dict(variables)})
         except (TypeError, ValueError, RecursionError) as error:
-            raise UsageError(f"chat messages must hold what JSON can: {error}") from error
+            raise UsageError(f"chat messages and template variables must hold what JSON can: {error}") from error
         with self._lock:
             answer = self._exchange(request.encode() + b"\n")
         if "text" in answer:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any, cast
 
+from ddtree_trt.artifact.template_arguments import KEYWORD, check_arguments, template_variables
 from ddtree_trt.artifact.tokenizer_files import load_tokenizer
 from ddtree_trt.errors import ArtifactError, UsageError, shown
 from ddtree_trt.reading import Source
@@ -38,14 +40,19 @@ class TextCodec:
     """The engine's tokenizer with the chat template its drafter was trained for."""
 
     def __init__(self, directory: Path, chat_template_args: Mapping[str, Any]) -> None:
-        self.tokenizer = load_tokenizer(directory, Source(str(directory), ArtifactError, "rebuild the engine"))
+        self._source = Source(str(directory), ArtifactError, "rebuild the engine")
+        self.tokenizer = load_tokenizer(directory, self._source)
         self._template_args = dict(chat_template_args)
 
-    def encode(self, prompt: Prompt) -> list[int]:
+    def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
         """Token ids of a prompt: text as it is, chat messages through the template, ids unchanged.
 
-        Raises UsageError for anything else. It does not check that ids are in the vocabulary.
+        `chat_template_kwargs` are as for `render`, and for chat messages only. Raises UsageError for anything else. It
+        does not check that ids are in the vocabulary.
         """
+        is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
+        if chat_template_kwargs and not is_chat:
+            raise UsageError(f"{KEYWORD} are for chat messages, and this prompt is text or token ids; leave them out")
         if isinstance(prompt, str):
             check_text("the prompt", prompt)
             return list(self.tokenizer.encode(prompt, add_special_tokens=False))
@@ -54,7 +61,7 @@ class TextCodec:
         if set(map(type, prompt)) == {int}:  # a fast path: the general one takes a microsecond per item
             return list(cast(Sequence[int], prompt))
         if prompt and all(isinstance(item, Mapping) for item in prompt):
-            return self.encode(self.render(prompt))  # type: ignore[arg-type]
+            return self.encode(self.render(prompt, chat_template_kwargs))  # type: ignore[arg-type]
         ids = [as_integer(item) for item in prompt]
         if (wrong := next((place for place, token in enumerate(ids) if token is None), None)) is not None:
             raise UsageError(
@@ -63,9 +70,11 @@ class TextCodec:
             )
         return cast(list[int], ids)
 
-    def render(self, messages: Messages) -> str:
-        """Chat messages rendered by the engine's template. Raises UsageError for anything but messages, and where the
-        template refuses them or takes too much time or memory."""
+    def render(self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
+        """Chat messages rendered by the engine's template; `chat_template_kwargs` are variables of the template over
+        those that the engine was built with. Raises UsageError for anything but messages, for variables that the
+        template never reads, and where the template refuses them or takes too much time or memory."""
+        given = self.check_template_kwargs(chat_template_kwargs)
         for place, message in enumerate(messages):
             for name in ("role", "content"):
                 text = message.get(name)
@@ -80,8 +89,23 @@ class TextCodec:
             raise UsageError(f"this engine's chat templates cannot be used: {error}") from error
         if template is None:
             raise UsageError("this engine's tokenizer has no chat template; give the prompt as text")
-        variables = {**self.tokenizer.special_tokens_map, **self._template_args}
+        variables = {**self.tokenizer.special_tokens_map, **self._template_args, **given}
         return chat_template.render(template, messages, variables)
+
+    def check_template_kwargs(self, given: Mapping[str, Any] | None, given_as: str = KEYWORD) -> Mapping[str, Any]:
+        """The variables that a request gives the chat template; empty for None. Raises UsageError, which calls them
+        `given_as`, for one that the template never looks at and for one that requests set themselves."""
+        if given is None:
+            return {}
+        if not isinstance(given, Mapping):
+            raise UsageError(f"{given_as} must be an object of names and values, not {shown(given)}")
+        if given:
+            check_arguments(self.tokenizer, self._template_variables, given, given_as)
+        return given
+
+    @cached_property
+    def _template_variables(self) -> set[str] | None:
+        return template_variables(self.tokenizer, self._source)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The tokens' text exactly, with U+FFFD for bytes that are no UTF-8."""

@@ -194,7 +194,7 @@ def test_block_size_in_either_place(tmp_path: Path) -> None:
             {"layer_types": ["sliding_attention"] * 4 + ["full_attention"]},
             "'sliding_attention', which is not implemented",
         ),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type is 'yarn'"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 4.0}}, "rope_scaling.rope_type is 'longrope'"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e6}}}, "rope_parameters.full_attention is"),
         ({"color\n\x1b[2J": 1}, "'color\\n\\x1b[2J' is 1, which is not implemented"),
     ],

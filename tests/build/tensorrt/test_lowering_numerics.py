@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 import pytest
-from checkpoints import make_drafter, make_target
+from checkpoints import BY_SWITCHES, SCALINGS, make_drafter, make_target
 from engine_builds import PACKAGED, build_engine
-from families import OTHERS, offered
 from lowered import LoweredPair, attention_body
 from numerics import TOLERANCE, Array, path_to, random_tree
 from onnx import TensorProto, helper
@@ -32,7 +31,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "untied": {"tied": False, "head_dim": 64, "num_heads": 4, "num_kv_heads": 1},
     "one-layer": {"num_layers": 1, "head_dim": 128, "num_heads": 2, "num_kv_heads": 2, "rope_theta": 1e6},
     "wide": {"head_dim": 64, "num_heads": 6, "num_kv_heads": 2, "rms_norm_eps": 1e-5, "hidden_size": 48},
-    **{name: {"head_dim": 64, "family": family} for name, family in OTHERS.items()},
+    "rope-yarn": {"head_dim": 64, "rope_scaling": SCALINGS["yarn"]},
+    **{name: {"head_dim": 64, "family": family} for name, family in BY_SWITCHES.items()},
 }
 TOLERANCES = {"float32": TOLERANCE, "float16": 1e-2}
 TREE_BUDGET = 40
@@ -90,7 +90,10 @@ def refuse_to_draw(*_: object) -> DrawnFrom:
 
 @pytest.fixture(
     scope="module",
-    params=[*((name, "float32") for name in ("tiny", *SHAPES)), *((name, "float16") for name in ("tiny", *OTHERS))],
+    params=[
+        *((name, "float32") for name in ("tiny", *SHAPES)),
+        *((name, "float16") for name in ("tiny", *BY_SWITCHES)),
+    ],
 )
 def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Beside:
     name, floats = request.param
@@ -104,9 +107,8 @@ def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         taps = {"tap_layers": (0, layers - 1) if layers > 1 else (0,), "num_target_layers": layers}
         drafter = make_drafter(path / "drafter", **{**dims, **taps, "num_layers": 2})
     limits: dict[str, Any] = {"max_batch": 3, "max_tree_budget": TREE_BUDGET, "max_seq_len": 128}
-    with offered(*OTHERS.values()):
-        engine = build_engine(target, drafter, path / "engine", **limits)
-        pair = load_checkpoint(target), load_checkpoint(drafter)
+    engine = build_engine(target, drafter, path / "engine", **limits)
+    pair = load_checkpoint(target), load_checkpoint(drafter)
     lowered = LoweredPair(path / "graphs", *pair, engine.manifest.limits, floats)
     return Beside(lowered, engine, TOLERANCES[floats])
 

@@ -8,10 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from checkpoints import make_pair
+from checkpoints import BY_SWITCHES, make_pair
 from dflash_truth import refuse_to_draw
 from engine_builds import build_torch_engine
-from families import OTHERS, offered
 from numerics import random_tree
 from plugin_libraries import torch_operators
 
@@ -34,14 +33,13 @@ def operators(monkeypatch: pytest.MonkeyPatch) -> None:
     torch_attention.load_operators()
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize("family", BY_SWITCHES)
 @pytest.mark.usefixtures("operators")
 def test_an_engine_on_the_kernels(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits and drafts are those of plain PyTorch in the same precision, within its rounding; rounds on the device
     go on from them."""
-    pair = make_pair(tmp_path, family=OTHERS[family], head_dim=64, max_positions=512)
-    with offered(OTHERS[family]):
-        plain = build_torch_engine(*pair, tmp_path / "e", precision="bf16", max_batch=2)
+    pair = make_pair(tmp_path, family=BY_SWITCHES[family], head_dim=64, max_positions=512)
+    plain = build_torch_engine(*pair, tmp_path / "e", precision="bf16", max_batch=2)
     monkeypatch.setattr(ON_KERNELS, lambda *given: KernelAttention(given[-1]))
     kernels = open_engine(tmp_path / "e")
     assert isinstance(kernels, TorchEngine) and kernels.target.kernels

@@ -20,8 +20,9 @@ from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import BIAS, EMBEDDING, HEAD, TransformerDims
 from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.drafters.dflash import DrafterDims
-from ddtree_trt.models.families import QWEN3, Family
+from ddtree_trt.models.families import LLAMA, QWEN2, QWEN3, Family
 from ddtree_trt.models.pairs import checkpoint_shapes
+from ddtree_trt.models.rope_scaling import RopeScaling
 
 TARGET_DIMS = TransformerDims(
     vocab_size=96,
@@ -37,6 +38,12 @@ TARGET_DIMS = TransformerDims(
 )
 DRAFTER_EXTRA = {"block_size": 4, "mask_token_id": 95, "tap_layers": (0, 2), "num_target_layers": 3}
 STOP_TOKEN = 1
+SCALINGS = {  # of rotary embedding, at sizes that change every frequency of a small network differently
+    "linear": RopeScaling("linear", 3.0),
+    "llama3": RopeScaling("llama3", 8.0, 48, low_freq_factor=1.0, high_freq_factor=4.0),
+    "yarn": RopeScaling("yarn", 4.0, 64, beta_fast=4.0, attention_factor=1.2),
+}
+BY_SWITCHES = {"llama": LLAMA, "qwen2": QWEN2}  # beside Qwen3's, one family for every set of switches
 _LOGIT_STD = 3.0
 _STORED = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
 
@@ -107,8 +114,9 @@ def _config(dims: TransformerDims, family: Family) -> dict[str, Any]:
 
 def write_config(path: Path, entries: Mapping[str, Any], overrides: Mapping[str, Any] | None = None) -> None:
     path.mkdir(parents=True, exist_ok=True)
+    removed = {name for name, value in (overrides or {}).items() if value is None}
     merged = {**entries, **(overrides or {})}
-    kept = {k: v for k, v in merged.items() if v is not None}
+    kept = {name: value for name, value in merged.items() if name not in removed}
     (path / "config.json").write_text(json.dumps(kept, indent=1))
 
 

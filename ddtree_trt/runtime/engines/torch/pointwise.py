@@ -18,7 +18,8 @@ from ddtree_trt.models.decoder import TransformerDims
 
 def rotary_tables(dims: TransformerDims, rows: int, device: torch.device) -> Tensor:
     """float32 [2, rows, D]: cosines, and sines that are negative in the first half."""
-    cos, sin = map(torch.from_numpy, rotary.rotary_tables(dims.head_dim, dims.rope_theta, rows))
+    found = rotary.rotary_tables(dims.head_dim, dims.rope_theta, rows, dims.rope_scaling)
+    cos, sin = map(torch.from_numpy, found)
     return torch.stack((torch.cat((cos, cos), 1), torch.cat((-sin, sin), 1))).to(device)
 
 

@@ -1,6 +1,6 @@
 """Arguments of a chat template: read from the command line, and checked against the variables the template reads.
 
-Templates are parsed here and never run.
+A build takes them for all chats, a request for its own. Templates are parsed here and never run.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from ddtree_trt.errors import CheckpointError, UsageError
+from ddtree_trt.errors import UsageError
 from ddtree_trt.reading import MAX_NESTING, Source, parse_json, shown
 
-OPTION = "--chat-template-arg"
+OPTION = "--chat-template-arg"  # of `build` and `run`
+KEYWORD = "chat_template_kwargs"  # of requests
 MAX_TEMPLATE = 256 << 10  # characters; real ones have some thousands
 MAX_ARGUMENT_NESTING = MAX_NESTING // 2  # the manifest, which must be readable too, adds its own levels
 THINKING = "enable_thinking"  # of Qwen3's template
@@ -38,18 +38,22 @@ def parse_arguments(given: Sequence[str]) -> dict[str, Any]:
     return arguments
 
 
-def check_arguments(tokenizer: Any, known: set[str] | None, arguments: Mapping[str, Any]) -> None:
+def check_arguments(tokenizer: Any, known: set[str] | None, arguments: Mapping[str, Any], given_as: str) -> None:
     """Raises UsageError for an argument that is not among the `known` variables of the tokenizer's chat template, or
-    that every request sets itself. None for `known`: there is no template."""
+    that every request sets itself. None for `known`: there is no template. `given_as` is for messages: `OPTION` or
+    `KEYWORD`."""
     own = _own_arguments(tokenizer)
     for name in arguments:
+        spelled = name if isinstance(name, str) and name.isidentifier() and len(name) <= 100 else shown(name)
         if name in own:
-            raise UsageError(f"{OPTION} {name} is set by every request itself; leave it out")
+            raise UsageError(f"{given_as} {spelled} is set by every request itself; leave it out")
         if known is None:
-            raise UsageError(f"{OPTION} {name}: the target's tokenizer has no chat template; leave it out")
+            raise UsageError(f"{given_as} {spelled}: the target's tokenizer has no chat template; leave it out")
         if name not in known:
             variables = ", ".join(sorted(known - own)) or "none"
-            raise UsageError(f"{OPTION} {name}: the target's chat template has no such variable; it has {variables}")
+            raise UsageError(
+                f"{given_as} {spelled}: the target's chat template has no such variable; it has {variables}"
+            )
 
 
 def thinking_note(known: set[str] | None, arguments: Mapping[str, Any]) -> str | None:
@@ -67,17 +71,16 @@ def _own_arguments(tokenizer: Any) -> set[str]:
     return {"messages", *tokenizer.special_tokens_map, *inspect.signature(tokenizer.apply_chat_template).parameters}
 
 
-def template_variables(tokenizer: Any, directory: Path) -> set[str] | None:
+def template_variables(tokenizer: Any, source: Source) -> set[str] | None:
     """The variables that a caller can give the tokenizer's chat template; None where it has none.
 
-    `directory` is for messages. Raises CheckpointError where the template is no Jinja template, or is too long.
+    Raises the error of `source`, where the tokenizer came from, if the template is no Jinja template, or is too long.
     """
     template = tokenizer.chat_template
     if isinstance(template, dict):
         template = template.get("default")
     if not template:
         return None
-    source = Source(str(directory), CheckpointError, "fetch the tokenizer again")
     if isinstance(template, str) and len(template) > MAX_TEMPLATE:
         raise source.fault(f"the chat template has {len(template)} characters, at most {MAX_TEMPLATE} are supported")
     try:

@@ -1,0 +1,146 @@
+"""Frequencies of rotary embedding, plain and scaled, beside transformers' own, from the same config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import transformers
+from checkpoints import TARGET_DIMS, make_target, refusal
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ddtree_trt.build.checkpoint.config import read_config
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.families import LLAMA, QWEN3
+from ddtree_trt.models.rope_scaling import SCALINGS
+from ddtree_trt.models.rotary import inverse_frequencies, rotary_tables
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA31 = {**LLAMA3, "original_max_position_embeddings": 8192}
+YARN: dict[str, Any] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+GRID: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 1.0},
+    {"rope_type": "linear", "factor": 8},
+    LLAMA31,
+    {**LLAMA31, "factor": 32.0},
+    {**LLAMA3, "original_max_position_embeddings": 64, "low_freq_factor": 2.0, "high_freq_factor": 2.5},
+    LLAMA3,  # the positions of training are max_position_embeddings
+    YARN,
+    {"rope_type": "yarn", "factor": 2.5},
+    {**YARN, "original_max_position_embeddings": 4096, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
+    {**YARN, "factor": 40, "mscale": 0.707, "mscale_all_dim": 1.3},
+    {**YARN, "mscale": 0.707},  # one of the two alone changes nothing
+    {**YARN, "attention_factor": 1.25, "mscale": 2.0, "mscale_all_dim": 1.0},
+    {**YARN, "beta_fast": 8, "beta_slow": 2.5, "truncate": False},
+    {**YARN, "original_max_position_embeddings": 16, "beta_fast": 64.0},  # the ramp leaves the head at both ends
+    {**YARN, "original_max_position_embeddings": 4, "factor": 1.0},
+]
+SIZES = [(128, 1e6, 40960), (64, 5e5, 131072), (16, 1e4, 256)]  # head_dim, theta, positions
+
+
+def read(path: Path, rope: dict[str, Any], head_dim: int, theta: float, positions: int, spelling: str) -> Any:
+    """The dimensions of a config.json that states the scaling in one of the published ways."""
+    config = LLAMA.config_entries(TARGET_DIMS)
+    config |= {"head_dim": head_dim, "max_position_embeddings": positions, "rope_theta": theta}
+    if spelling == "rope_parameters":
+        del config["rope_theta"]
+        config["rope_parameters"] = {**rope, "rope_theta": theta}
+    else:
+        name = "type" if spelling == "type" else "rope_type"
+        config["rope_scaling"] = {name: rope["rope_type"], **{k: v for k, v in rope.items() if k != "rope_type"}}
+    (path / "config.json").write_text(json.dumps(config))
+    return read_config(path).dims
+
+
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling", "type"])
+@pytest.mark.parametrize("size", SIZES, ids=["qwen3", "llama", "tiny"])
+@pytest.mark.parametrize("rope", GRID, ids=[f"{i}-{rope['rope_type']}" for i, rope in enumerate(GRID)])
+def test_scaled_frequencies_are_those_of_transformers(
+    tmp_path: Path, rope: dict[str, Any], size: tuple[int, float, int], spelling: str
+) -> None:
+    dims = read(tmp_path, rope, *size, spelling)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    expected, magnitude = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
+    found = inverse_frequencies(dims.head_dim, dims.rope_theta, dims.rope_scaling)
+    np.testing.assert_allclose(found, expected.numpy(), rtol=3e-6)
+    assert dims.rope_scaling.attention_factor == pytest.approx(magnitude, rel=1e-12)
+    assert dims.rope_theta == size[1]
+
+
+@pytest.mark.parametrize("rope", [LLAMA31, YARN], ids=["llama3", "yarn"])
+def test_tables_are_the_angles_times_the_attention_factor(tmp_path: Path, rope: dict[str, Any]) -> None:
+    dims: TransformerDims = read(tmp_path, rope, 64, 1e5, 40960, "rope_scaling")
+    assert dims.rope_scaling is not None
+    cos, sin = rotary_tables(64, 1e5, 50, dims.rope_scaling)
+    angles = np.arange(50)[:, None] * inverse_frequencies(64, 1e5, dims.rope_scaling)
+    magnitude = dims.rope_scaling.attention_factor
+    assert (magnitude == 1) == (rope is LLAMA31)
+    np.testing.assert_allclose(cos, magnitude * np.cos(angles), atol=1e-7)
+    np.testing.assert_allclose(sin, magnitude * np.sin(angles), atol=1e-7)
+    assert cos.dtype == sin.dtype == np.float32 and cos.shape == (50, 32)
+
+
+@pytest.mark.parametrize(
+    ("rope", "positions"),
+    [
+        (YARN, 131072),  # config.json's 40960 were left as they are
+        ({**YARN, "factor": 1.0}, 40960),
+        ({**YARN, "original_max_position_embeddings": 40960}, 163840),
+        ({"rope_type": "yarn", "factor": 4.0}, 163840),
+        (LLAMA31, 40960),
+        ({"rope_type": "linear", "factor": 4.0}, 40960),
+    ],
+)
+def test_the_positions_a_scaling_is_made_for(tmp_path: Path, rope: dict[str, Any], positions: int) -> None:
+    assert read(tmp_path, rope, 64, 1e6, 40960, "rope_scaling").max_positions == positions
+
+
+@pytest.mark.parametrize("name", ["default", *SCALINGS])
+def test_a_config_written_from_dimensions_reads_back(tmp_path: Path, name: str) -> None:
+    ropes = {rope["rope_type"]: rope for rope in GRID}
+    scaling = read(tmp_path, ropes[name], 16, 1e4, 256, "rope_scaling").rope_scaling if name in ropes else None
+    dims = TransformerDims(**{**vars(TARGET_DIMS), "rope_scaling": scaling})
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3.config_entries(dims)))
+    assert read_config(tmp_path).dims == dims
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "rope_scaling.rope_type is 'longrope', which is not implemented; only 'default' or 'linear' or 'llama3' or "
+            "'yarn' is",
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling.type is 'dynamic', which is not"),
+        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, "rope_type is 'proportional'"),
+        ({"rope_scaling": {"type": "mrope", "mrope_section": [8]}}, "rope_scaling.type is 'mrope'"),
+        ({"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2}}, "type is 'linear', rope_type 'yarn'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling has no factor"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling has no factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "rope_scaling.factor must be a number from 1 to"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2, "beta_fast": 1}}, "rope_scaling.beta_fast is 1, which"),
+        ({"rope_scaling": {**YARN, "extrapolation_factor": 1.0}}, "rope_scaling.extrapolation_factor is 1.0, which"),
+        ({"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 2}}, "rope_scaling: beta_fast 1 is below beta_slow 2"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor 4 is not above low_freq_factor 4"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": None}}, "low_freq_factor must be a number from 1e-06 to"),
+        ({"rope_scaling": {**YARN, "truncate": 1}}, "rope_scaling.truncate must be true or false, found 1"),
+        ({"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"rope_scaling": YARN, "rope_theta": 1}, "rope_theta 1 is not above 1, as rope_type 'yarn' needs"),
+        ({"rope_scaling": {**YARN, "factor": 10000.0}}, "made for 327680000 positions, more than are supported"),
+        ({"rope_scaling": YARN, "rope_parameters": {"rope_theta": 1e4}}, "state different scalings: which is it?"),
+        ({"rope_scaling": {"rope_type": 4}}, "rope_scaling.rope_type is 4, which is not implemented"),
+    ],
+)
+def test_what_is_not_implemented_is_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    assert message in refusal(make_target(tmp_path, config=config))
+
+
+def test_both_spellings_may_agree(tmp_path: Path) -> None:
+    both = {"rope_scaling": YARN, "rope_parameters": {**YARN, "rope_theta": 1e4}}
+    make_target(tmp_path, config=both)
+    scaling = read_config(tmp_path).dims.rope_scaling
+    assert scaling is not None and scaling.rope_type == "yarn"
