@@ -25,7 +25,7 @@ class UsageError(DDTreeError, ValueError):
 
 
 class CheckpointError(DDTreeError):
-    """A Hugging Face checkpoint is missing, damaged, unsupported, or does not fit its partner."""
+    """A checkpoint is missing, damaged, unsupported, or does not fit its partner."""
 
 
 class BuildError(DDTreeError):

@@ -39,9 +39,9 @@ _SHA256 = Pattern("[0-9a-f]{64}", "a sha256 in lower-case hex")
 class CheckpointIdentity:
     """Where a network's weights came from."""
 
-    name: str  # hub repository or directory name
+    name: str  # hub repository, directory name or file name
     revision: str  # hub commit, LOCAL or PACKAGED
-    sha256: Annotated[str, _SHA256]  # over config.json and every weight file, in name order
+    sha256: Annotated[str, _SHA256]  # over config.json and every weight file in name order, or over the GGUF file
 
 
 @dataclass(frozen=True)

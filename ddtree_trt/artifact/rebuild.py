@@ -15,7 +15,8 @@ def rebuild_command(directory: Path, manifest: Manifest) -> str:
     """The command that builds this engine again, quoted for a shell."""
     words = ["ddtree-trt", "build", "--target", manifest.name]
     for option, network in (("--checkpoint", manifest.target), ("--drafter", manifest.drafter)):
-        words += [option, "DIR"] if network.revision == LOCAL else []
+        place = "FILE.gguf" if network.name.endswith(".gguf") else "DIR"
+        words += [option, place] if network.revision == LOCAL else []
     for name in ("max_seq_len", "max_tree_budget", "max_batch"):
         value = getattr(manifest.limits, name)
         words += [f"--{name.replace('_', '-')}", str(value)] if value != getattr(Limits, name) else []

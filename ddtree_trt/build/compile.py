@@ -20,6 +20,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.template_arguments import OPTION, check_arguments, template_variables, thinking_note
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
 from ddtree_trt.build.backends.registry import backend_build, resolve_precision
+from ddtree_trt.build.checkpoint.paths import engine_name
 from ddtree_trt.build.checkpoint.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.build.presets import PRESETS, PackagedSource, Preset, Source, find_preset
@@ -40,7 +41,7 @@ Precision = Literal["auto", PrecisionName]
 class BuildRequest:
     """A build as the user asks for it. The defaults are the command line's; None leaves a number to the preset."""
 
-    target: str | None = None  # a preset, or with both directories any name; None takes the checkpoint directory's
+    target: str | None = None  # a preset, or with both paths any name; None takes the checkpoint's
     checkpoint: Path | None = None  # instead of the preset's target
     drafter: Path | None = None  # instead of the preset's drafter
     backend: Backend = "auto"
@@ -56,7 +57,7 @@ class BuildRequest:
     @property
     def name(self) -> str:
         """The engine's name. Raises UsageError when there is none, or none that can name a directory."""
-        name = self.target or (self.checkpoint.resolve().name if self.checkpoint else None)
+        name = self.target or (engine_name(self.checkpoint) if self.checkpoint else None)
         if name is None:
             raise UsageError(f"nothing to build; give --target NAME with one of {', '.join(PRESETS)}")
         if not re.fullmatch(artifact.NAME.expression, name):
@@ -93,12 +94,12 @@ def compile_engine(
     drafter = _open(preset.drafter if preset else None, request.drafter, "--drafter")
     check_pair(target, drafter)
     limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend)
-    tokenizer = find_tokenizer(target.directory, target.dims.vocab_size)
+    tokenizer = find_tokenizer(target.path, target.dims.vocab_size)
     template_args = {**(preset.chat_template_args if preset else {}), **request.chat_template_args}
     _check_space(destination, backend.bytes_on_disk(target, drafter, precision))
 
     with atomic_directory(destination, force=request.force) as directory:
-        copy_tokenizer(tokenizer, target.directory, target.stop_token_ids, directory)
+        copy_tokenizer(tokenizer, target.path, target.stop_token_ids, directory)
         loaded = open_tokenizer(directory, tokenizer, target.dims.vocab_size)
         variables = template_variables(loaded, _tokenizer_source(tokenizer))
         check_arguments(loaded, variables, request.chat_template_args, OPTION)
@@ -145,17 +146,17 @@ def resolve_preset(request: BuildRequest) -> Preset | None:
     if request.checkpoint is not None and request.drafter is not None:
         return None
     if request.target is None:
-        raise UsageError("--checkpoint without --target needs --drafter DIR too")
+        raise UsageError("--checkpoint without --target needs --drafter PATH too")
     return find_preset(name)
 
 
-def _open(source: Source | None, directory: Path | None, option: str) -> Checkpoint:
-    """The checkpoint in the directory the user named, else the preset's."""
+def _open(source: Source | None, path: Path | None, option: str) -> Checkpoint:
+    """Load what the user named, else the preset's source."""
     from ddtree_trt.build.checkpoint.reader import load_checkpoint
 
-    if directory is not None or source is None:
-        assert directory is not None  # resolve_preset: without a preset both directories are given
-        return load_checkpoint(directory)
+    if path is not None or source is None:
+        assert path is not None  # resolve_preset: without a preset both paths are given
+        return load_checkpoint(path)
     if isinstance(source, PackagedSource):
         return load_checkpoint(source.directory, name=source.folder, revision=PACKAGED)
     from ddtree_trt.build.hub import download

@@ -12,6 +12,7 @@ from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import PRECISIONS, BackendName, PrecisionName
 from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
 from ddtree_trt.build.backends.registry import backend_build, resolve_precision
+from ddtree_trt.build.checkpoint.paths import checkpoint_name
 from ddtree_trt.build.checkpoint.quantization import MODELOPT_CONFIG, Quantization
 from ddtree_trt.build.compile import BuildRequest, check_numbers, resolve_limits, resolve_preset
 from ddtree_trt.build.presets import PackagedSource, Source
@@ -109,19 +110,20 @@ def dry_run(request: BuildRequest) -> DryRun:
     return DryRun(request.name, backend.name, precision, limits, memory, available_bytes(memory.place, find_gpus()))
 
 
-def _describe(source: Source | None, directory: Path | None, option: str) -> _Network:
-    """The network in the directory the user named, else the preset's."""
-    from ddtree_trt.build.checkpoint.config import CONFIG, read_config
+def _describe(source: Source | None, path: Path | None, option: str) -> _Network:
+    """The network that the user named, else the preset's."""
+    from ddtree_trt.build.checkpoint.config import CONFIG
+    from ddtree_trt.build.checkpoint.reader import load_config
 
-    if directory is not None or source is None:
-        assert directory is not None  # resolve_preset: without a preset both directories are given
-        name = directory.resolve().name
+    if path is not None or source is None:
+        assert path is not None  # resolve_preset: without a preset both paths are given
+        name = checkpoint_name(path)
     elif isinstance(source, PackagedSource):
-        directory, name = source.directory, source.folder
+        path, name = source.directory, source.folder
     else:
         from ddtree_trt.build.hub import download
 
-        directory, name = download(source, option, [CONFIG, MODELOPT_CONFIG]), source.repository
-    config = read_config(directory)
+        path, name = download(source, option, [CONFIG, MODELOPT_CONFIG]), source.repository
+    config = load_config(path)
     shapes = checkpoint_shapes(config.dims, tied=config.tied)
     return _Network(name, config.dims, shapes, config.quantization)

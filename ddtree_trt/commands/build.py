@@ -30,10 +30,12 @@ def build(
         str | None, typer.Option(metavar="NAME", help=f"One of {', '.join(PRESETS)}, or a name for your own pair.")
     ] = BuildRequest.target,
     checkpoint: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A local target, instead of the named one's download.")
+        Path | None,
+        typer.Option(metavar="PATH", help="A local target: a directory, or a GGUF file."),
     ] = BuildRequest.checkpoint,
     drafter: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A local drafter, instead of the named one's download.")
+        Path | None,
+        typer.Option(metavar="PATH", help="A local drafter: a directory, or a GGUF file."),
     ] = BuildRequest.drafter,
     backend: Annotated[Backend, typer.Option(help="What runs the engine.")] = BuildRequest.backend,
     precision: Annotated[Precision, typer.Option(help="What it computes in.")] = BuildRequest.precision,

@@ -16,7 +16,7 @@ import ddtree_trt
 PACKAGE = Path(ddtree_trt.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 NATIVE = "ddtree_trt._native"
-HEAVY = {"onnx", "onnxruntime", "torch", "tensorrt", "transformers"}
+HEAVY = {"gguf", "onnx", "onnxruntime", "torch", "tensorrt", "transformers"}
 
 # The rooms that may import a runtime, at any depth: whole packages and single files.
 OWNERS = {
@@ -27,6 +27,7 @@ OWNERS = {
     ),
     "tensorrt": ("build/backends/tensorrt/plan.py", "device/"),
     "cuda": ("device/",),
+    "gguf": ("build/checkpoint/gguf/quantised.py",),
 }
 BY_NAME = {"import_module", "import_package", "__import__"}  # functions that import what a text names
 # Where that text is not in the call: the public names, what `import_package` is given, a checkout's modules.
@@ -242,9 +243,9 @@ def test_every_runtime_dependency_ends_before_its_next_major_version() -> None:
     sections = {"dependencies": head.partition("\ndependencies = [")[2].partition("\n]")[0]}
     for line in extras.splitlines():
         name, _, value = line.partition(" = [")
-        if name in ("tensorrt", "torch", "triton", "serve", "bench"):
+        if name in ("tensorrt", "torch", "gguf", "triton", "serve", "bench"):
             sections[name] = value
-    assert len(sections) == 6
+    assert len(sections) == 7
     for section, text in sections.items():
         requirements = [r.group(1) for r in re.finditer(r'"([^"]+)"', re.sub(r"#.*", "", text))]
         assert requirements, section

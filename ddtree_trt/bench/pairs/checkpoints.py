@@ -7,6 +7,7 @@ from pathlib import Path
 
 from ddtree_trt.artifact.manifest import CheckpointIdentity, Manifest
 from ddtree_trt.bench.settings import BenchSettings
+from ddtree_trt.build.checkpoint.paths import is_gguf
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.hub import download
 from ddtree_trt.build.presets import PRESETS, PackagedSource, Source
@@ -15,7 +16,7 @@ from ddtree_trt.errors import UsageError
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Directories in Hugging Face format."""
+    """Directories in Hugging Face format, or GGUF files."""
 
     target: Path
     drafter: Path
@@ -45,6 +46,12 @@ def _locate(directory: str | None, source: Source | None, option: str) -> Path:
     if source is None:
         raise UsageError(f"peers need the checkpoint this engine was built from; give it as {option} DIR")
     return source.directory if isinstance(source, PackagedSource) else download(source, option)
+
+
+def pretrained(path: Path) -> dict[str, str]:
+    """What transformers' `from_pretrained` is given to load a checkpoint."""
+    names = {"pretrained_model_name_or_path": str(path)}
+    return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name} if is_gguf(path) else names
 
 
 def _check_same(directory: Path, expected: CheckpointIdentity, option: str) -> None:

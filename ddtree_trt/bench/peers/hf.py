@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ddtree_trt.bench.contender import Outcome, Request, TokenClock
+from ddtree_trt.bench.pairs.checkpoints import pretrained
 from ddtree_trt.bench.peers.base import PeerContext
 from ddtree_trt.bench.settings import Case
 from ddtree_trt.errors import MissingDependency, install_with
@@ -55,8 +57,8 @@ class HuggingFacePeer:
         methods = ["generate", "prompt-lookup"] + (["assisted"] if self._assistant is not None else [])
         self.cases = tuple(Case(m, peer=PEER) for m in methods)
 
-    def _load(self, directory: Any) -> Any:
-        model = self._transformers.AutoModelForCausalLM.from_pretrained(str(directory), **self._options)
+    def _load(self, path: Path) -> Any:
+        model = self._transformers.AutoModelForCausalLM.from_pretrained(**pretrained(path), **self._options)
         return model.eval().to(self._device)
 
     def describe(self) -> dict[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_trt.bench.contender import Outcome, Request
+from ddtree_trt.bench.pairs.checkpoints import pretrained
 from ddtree_trt.bench.peers.base import PeerContext
 from ddtree_trt.bench.peers.hf import device_for
 from ddtree_trt.bench.reference import adapted_libraries, commit_of, forced_acceptance, import_published
@@ -43,7 +44,7 @@ class ReferencePeer:
         self._device, self._dtype = device_for(context), getattr(torch, context.dtype)
         directories = context.checkpoints()
         options = {"dtype": self._dtype, "attn_implementation": "sdpa"}
-        target = transformers.AutoModelForCausalLM.from_pretrained(str(directories.target), **options)
+        target = transformers.AutoModelForCausalLM.from_pretrained(**pretrained(directories.target), **options)
         drafter = self._published.ddtree.DFlashDraftModel.from_pretrained(str(directories.drafter), **options)
         self._target, self._drafter = target.eval().to(self._device), drafter.eval().to(self._device)
         self._forced = context.settings.forced_acceptance

@@ -8,7 +8,8 @@ from typing import Any
 from ddtree_trt.bench.contender import Outcome, Request, TokenClock
 from ddtree_trt.bench.peers.base import PeerContext
 from ddtree_trt.bench.settings import Case
-from ddtree_trt.errors import MissingDependency, install_with
+from ddtree_trt.build.checkpoint.paths import is_gguf
+from ddtree_trt.errors import MissingDependency, UsageError, install_with
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, DFLASH
 
 PEER = "tensorrt-llm"
@@ -30,6 +31,8 @@ class TensorRTLLMPeer:
         self._module, self._api = tensorrt_llm, llmapi
         self._context = context
         directories, manifest = context.checkpoints(), context.manifest
+        if is_gguf(directories.target):
+            raise UsageError(f"--peer tensorrt-llm reads no GGUF file; {directories.target} is one: leave the peer out")
         self._target = str(directories.target)
         self._models: dict[str, Any] = {AUTOREGRESSIVE.name: self._load(None)}
         if manifest.drafter_kind == "dflash":

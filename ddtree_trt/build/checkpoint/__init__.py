@@ -1,1 +1,1 @@
-"""Reading checkpoints of Hugging Face's layout."""
+"""Reading checkpoints: Hugging Face's layout, and GGUF files."""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from ddtree_trt.build.checkpoint.config_fields import refuse_unknown_fields
+from ddtree_trt.build.checkpoint.paths import GGUF
 from ddtree_trt.build.checkpoint.quantization import Quantization, read_quantization
 from ddtree_trt.build.checkpoint.rope import positions_with, read_scaling, read_theta
 from ddtree_trt.errors import CheckpointError
@@ -47,7 +48,7 @@ def read_config(directory: Path) -> ModelConfig:
     family = _family(fields, is_dflash=is_dflash)
     refuse_unknown_fields(fields, family, is_dflash=is_dflash)
     quantization = read_quantization(directory, fields.data)
-    dims = _transformer_dims(fields, family)
+    dims = transformer_dims(fields, family)
     _check_layer_types(fields, family, dims.num_layers)
     if is_dflash:
         dims = _drafter_dims(fields, dims)
@@ -65,7 +66,9 @@ def _source(path: Path) -> Source:
 
 def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
-        raise CheckpointError(f"{path.parent} has no {path.name}; is this a Hugging Face checkpoint?")
+        found = sorted(p.name for p in path.parent.glob(f"*{GGUF}"))
+        hint = f"found {found[0]}: give the file itself" if found else "is this a Hugging Face checkpoint?"
+        raise CheckpointError(f"{path.parent} has no {path.name}; {hint}")
     return read_object(path, _source(path))
 
 
@@ -117,7 +120,8 @@ def _check_layer_types(fields: Fields, family: Family, layers: int) -> None:
         raise fields.fault(switch, f"{found}: layers with 'sliding_attention' are not implemented")
 
 
-def _transformer_dims(fields: Fields, family: Family) -> TransformerDims:
+def transformer_dims(fields: Fields, family: Family) -> TransformerDims:
+    """The dimensions that the entries of a config.json give a network of the family. Raises CheckpointError."""
     defaults = dict(family.defaults)
     if "num_key_value_heads" in fields.data:
         defaults.setdefault("num_key_value_heads", None)  # null means one per query head

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint as builds read it: dimensions, and tensors by name, one at a time.
+"""A checkpoint as builds read it: dimensions, and tensors by their Hugging Face names, one at a time.
 
 Every tensor's presence, shape and storage type is checked from the files' headers when a checkpoint is loaded, so that
 a wrong or half-copied checkpoint is refused by name before any work.
@@ -7,6 +7,7 @@ a wrong or half-copied checkpoint is refused by name before any work.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -18,7 +19,10 @@ from ddtree_trt.artifact.files import sha256_file
 from ddtree_trt.artifact.manifest import LOCAL, CheckpointIdentity
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.safetensor_header import StoredTensor
-from ddtree_trt.build.checkpoint.config import CONFIG, read_config
+from ddtree_trt.build.checkpoint.config import CONFIG, ModelConfig, read_config
+from ddtree_trt.build.checkpoint.gguf.files import open_gguf
+from ddtree_trt.build.checkpoint.gguf.network import gguf_names, read_gguf_config, read_tensor, unused_names
+from ddtree_trt.build.checkpoint.paths import checkpoint_name, is_gguf
 from ddtree_trt.build.checkpoint.quantization import Quantization
 from ddtree_trt.build.checkpoint.scales import (
     CACHE_SCALES,
@@ -52,7 +56,8 @@ _SHOWN_NAMES = 3  # in one message
 class Checkpoint:
     """One network's weights and configuration, made by `load_checkpoint`."""
 
-    directory: Path
+    path: Path  # a directory of Hugging Face's layout, or a GGUF file
+    files: tuple[Path, ...]  # all that its digest is over
     dims: TransformerDims  # of the record that the kind of drafter has
     tie_word_embeddings: bool
     stop_token_ids: tuple[int, ...]
@@ -62,6 +67,7 @@ class Checkpoint:
     shapes: Shapes = field(repr=False)  # of their values: quantised ones may be stored packed
     quantization: Quantization | None  # how those that `quantizers` has scales for are stored
     quantizers: dict[str, StoredTensor] = field(repr=False)  # their scales
+    _read: Callable[[str], NDArray[np.float32]] = field(repr=False)  # a tensor that has no scales
     _identity: CheckpointIdentity | None = field(default=None, repr=False)
 
     @property
@@ -89,15 +95,14 @@ class Checkpoint:
         return self.identify()
 
     def identify(self, progress: Progress = no_progress) -> CheckpointIdentity:
-        """`identity`, with progress over config.json and the weight files. Raises CheckpointError."""
+        """`identity`, with progress over the files. Raises CheckpointError."""
         if self._identity is None:
-            files = sorted([self.directory / CONFIG, *weight_files(self.directory)])
             try:
-                total = sum(file.stat().st_size for file in files)
+                total = sum(file.stat().st_size for file in self.files)
                 stage = f"identify {self.name}"
-                digest = sha256_file(*files, report=lambda read: progress(stage, read, total))
+                digest = sha256_file(*self.files, report=lambda read: progress(stage, read, total))
             except OSError as error:
-                raise CheckpointError(f"{self.directory} cannot be read: {error}") from error
+                raise CheckpointError(f"{self.path} cannot be read: {error}") from error
             self._identity = CheckpointIdentity(self.name, self.revision, digest)
         return self._identity
 
@@ -108,10 +113,10 @@ class Checkpoint:
         """A float32 copy of one tensor, dequantised if need be. Raises CheckpointError for an unknown name, NaN or
         Inf."""
         if name not in self.tensors:
-            raise CheckpointError(f"{self.directory} has no tensor {name}")
+            raise CheckpointError(f"{self.path} has no tensor {name}")
         scales = self.scales(name)
         if scales is None:
-            return read_float32(name, self.tensors[name])
+            return self._read(name)
         values = dequantize(self.stored(name), scales)
         check_finite(name, self.tensors[name], values.reshape(-1))
         return values
@@ -131,60 +136,100 @@ class Checkpoint:
         return read_bytes(name, self.tensors[name])
 
 
-def load_checkpoint(directory: Path, *, name: str | None = None, revision: str = LOCAL) -> Checkpoint:
+def load_config(path: Path) -> ModelConfig:
+    """What a checkpoint's config.json says, or a GGUF file's metadata. Raises CheckpointError, and MissingDependency
+    where GGUF files cannot be read."""
+    return read_gguf_config(open_gguf(path)) if is_gguf(path) else read_config(path)
+
+
+def load_checkpoint(path: Path, *, name: str | None = None, revision: str = LOCAL) -> Checkpoint:
     """Open a target, a DFlash drafter or an autoregressive drafter; no weight is read yet.
 
-    Raises CheckpointError when the directory is not a checkpoint, is of an unsupported kind, or when a tensor is
-    missing, superfluous, or of another shape than config.json says.
+    Raises CheckpointError when the path is not a checkpoint, is of an unsupported kind, or when a tensor is missing,
+    superfluous, or of another shape than its configuration says; MissingDependency where GGUF files cannot be read.
     """
+    name = name or checkpoint_name(path)
+    return _load_gguf(path, name, revision) if is_gguf(path) else _load_directory(path, name, revision)
+
+
+def _load_directory(directory: Path, name: str, revision: str) -> Checkpoint:
     config = read_config(directory)
     stored = open_tensors(directory)
     expected = checkpoint_shapes(config.dims, tied=config.tied)
     quantizers = find_scales(directory, config.quantization, stored, expected)
-    _check_tensors(directory, stored, expected, config.quantization, quantizers)
+    _refuse_missing(directory, CONFIG, stored, expected)
+    as_stored = dict(expected)
+    for weight, shape in expected.items():
+        if config.quantization and scale_name(weight, WEIGHT) in quantizers:
+            as_stored[weight] = config.quantization.stored_shape(shape)
+        else:
+            check_dtype(weight, stored[weight])
+    ignored = {name for name in stored if name in _IGNORED or name.endswith(_IGNORED_SUFFIXES)}
+    _refuse_misfits(directory, CONFIG, stored, as_stored, {*quantizers, *ignored})
     return Checkpoint(
-        directory=directory,
+        path=directory,
+        files=tuple(sorted([directory / CONFIG, *weight_files(directory)])),
         dims=config.dims,
         tie_word_embeddings=config.tied,
         stop_token_ids=config.stop_token_ids,
-        name=name or directory.resolve().name,
+        name=name,
         revision=revision,
         tensors={name: stored[name] for name in expected},
         shapes=expected,
         quantization=config.quantization,
         quantizers=quantizers,
+        _read=lambda name: read_float32(name, stored[name]),
     )
 
 
-def _check_tensors(
-    directory: Path,
-    stored: dict[str, StoredTensor],
-    expected: Shapes,
-    quantization: Quantization | None,
-    quantizers: dict[str, StoredTensor],
-) -> None:
+def _load_gguf(path: Path, name: str, revision: str) -> Checkpoint:
+    files = open_gguf(path)
+    config = read_gguf_config(files)
+    expected = checkpoint_shapes(config.dims, tied=config.tied)
+    names = gguf_names(config.dims, tied=config.tied)
+    wanted = {names[weight]: shape for weight, shape in expected.items()}
+    _refuse_missing(path, "metadata", files.tensors, wanted)
+    _refuse_misfits(path, "metadata", files.tensors, wanted, unused_names(files))
+    return Checkpoint(
+        path=path,
+        files=files.paths,
+        dims=config.dims,
+        tie_word_embeddings=config.tied,
+        stop_token_ids=config.stop_token_ids,
+        name=name,
+        revision=revision,
+        tensors={weight: files.tensors[names[weight]] for weight in expected},
+        shapes=expected,
+        quantization=None,
+        quantizers={},
+        _read=lambda weight: read_tensor(files, names[weight], config.dims),
+    )
+
+
+def _refuse_missing(path: Path, config: str, stored: Mapping[str, StoredTensor], expected: Shapes) -> None:
+    """Raises CheckpointError for expected tensors that are not stored. `config` is what calls for them."""
     missing = [name for name in expected if name not in stored]
     if missing:
         raise CheckpointError(
-            f"{directory} lacks {_listed(missing)}, which its {CONFIG} calls for; copy the whole checkpoint, "
-            f"and the {CONFIG} that belongs to it"
+            f"{path} lacks {_listed(missing)}, which its {config} calls for; copy the whole checkpoint, "
+            f"and the {config} that belongs to it"
         )
+
+
+def _refuse_misfits(
+    path: Path, config: str, stored: Mapping[str, StoredTensor], expected: Shapes, known: Collection[str]
+) -> None:
+    """Raises CheckpointError for a tensor of another shape than expected, and for those neither expected nor known."""
     for name, shape in expected.items():
-        if quantization and scale_name(name, WEIGHT) in quantizers:
-            shape = quantization.stored_shape(shape)
-        else:
-            check_dtype(name, stored[name])
         if stored[name].shape != shape:
             raise CheckpointError(
-                f"{directory}: {name} has shape {list(stored[name].shape)}, its {CONFIG} calls for {list(shape)}; "
-                f"use the {CONFIG} that belongs to these weights"
+                f"{path}: {name} has shape {list(stored[name].shape)}, its {config} calls for {list(shape)}; use the "
+                f"{config} that belongs to these weights"
             )
-    known = {*expected, *_IGNORED, *quantizers}
-    unused = [name for name in stored if name not in known and not name.endswith(_IGNORED_SUFFIXES)]
-    if unused:
+    if unused := [name for name in stored if name not in expected and name not in known]:
         raise CheckpointError(
-            f"{directory} holds {_listed(unused)}, which its {CONFIG} has no place for; "
-            "is it quantised, or another architecture?"
+            f"{path} holds {_listed(unused)}, which its {config} has no place for; is it quantised, or another "
+            "architecture?"
         )
 
 

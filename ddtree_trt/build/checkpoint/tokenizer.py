@@ -1,4 +1,4 @@
-"""The tokenizer's files: found beside a checkpoint, checked, and copied into the engine."""
+"""The tokenizer's files: found beside a checkpoint or made from a GGUF file, checked, and put into the engine."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from typing import Any
 from ddtree_trt.artifact.files import OPTIONAL_TOKENIZER_FILES, TOKENIZER_FILES
 from ddtree_trt.artifact.tokenizer_files import load_tokenizer
 from ddtree_trt.build.checkpoint.config import GENERATION_CONFIG
+from ddtree_trt.build.checkpoint.gguf.files import open_gguf
+from ddtree_trt.build.checkpoint.gguf.vocabulary import read_vocabulary
+from ddtree_trt.build.checkpoint.paths import is_gguf
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import TOKEN
 from ddtree_trt.reading import Between, Fields, Source, read_object, shown
@@ -20,10 +23,15 @@ _VOCABULARY, _SETTINGS = "tokenizer.json", "tokenizer_config.json"
 
 
 def find_tokenizer(checkpoint: Path, vocab_size: int) -> Path:
-    """The directory of the target's tokenizer: the checkpoint's own, or `tokenizer` beside it.
+    """Where the target's tokenizer is: in the checkpoint's directory, in `tokenizer` beside it, or in the GGUF file.
 
-    Raises CheckpointError when a file is missing or damaged, or when the tokenizer makes tokens the target has not.
+    Raises CheckpointError when a file is missing or damaged, when a GGUF file's tokenizer is of a kind that is not
+    supported, or when the tokenizer makes tokens the target has not.
     """
+    if is_gguf(checkpoint):
+        vocabulary_size = len(read_vocabulary(open_gguf(checkpoint).metadata).tokens)
+        _check_highest(checkpoint, vocabulary_size - 1, vocab_size)
+        return checkpoint
     sibling = checkpoint.resolve().parent / "tokenizer"
     directory = next((d for d in (checkpoint, sibling) if (d / _VOCABULARY).is_file()), None)
     if directory is None:
@@ -34,19 +42,27 @@ def find_tokenizer(checkpoint: Path, vocab_size: int) -> Path:
     vocabulary = _read(directory / _VOCABULARY)
     _read(directory / _SETTINGS)
     highest = _highest_token(directory / _VOCABULARY, vocabulary)
-    if highest >= vocab_size:
-        raise CheckpointError(
-            f"{directory / _VOCABULARY} has token {highest}, the target's vocab_size is {vocab_size}; "
-            "use the tokenizer that belongs to the target"
-        )
+    _check_highest(directory / _VOCABULARY, highest, vocab_size)
     return directory
 
 
+def _check_highest(path: Path, highest: int, vocab_size: int) -> None:
+    if highest >= vocab_size:
+        raise CheckpointError(
+            f"{path} has token {highest}, the target's vocab_size is {vocab_size}; "
+            "use the tokenizer that belongs to the target"
+        )
+
+
 def copy_tokenizer(source: Path, checkpoint: Path, stop_token_ids: tuple[int, ...], destination: Path) -> None:
-    """Copy the tokenizer's files; generation_config.json is the checkpoint's, or a new one with its stop tokens.
+    """Copy the tokenizer's files, or write those that say what a GGUF file does; generation_config.json is the
+    checkpoint's, or says at least where text ends.
 
     Raises OSError when the destination cannot be written.
     """
+    if is_gguf(source):
+        for name, content in read_vocabulary(open_gguf(source).metadata).files().items():
+            (destination / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
     for name in (*TOKENIZER_FILES, *OPTIONAL_TOKENIZER_FILES):
         # generation_config.json belongs to the model, not to the tokenizer.
         path = (checkpoint if name == GENERATION_CONFIG else source) / name

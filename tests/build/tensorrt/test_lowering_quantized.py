@@ -39,12 +39,12 @@ class QuantizedTruth(Truth):
     """transformers in float32 on the values the stored ones stand for, the inputs of projections scaled and rounded."""
 
     def __init__(self, folder: Path, checkpoint: Checkpoint, *, rounded: bool = True) -> None:
-        quantized = projections(checkpoint.directory)
+        quantized = projections(checkpoint.path)
         weights = {
             n: quantized[n].weight.numpy() if n in quantized else checkpoint.tensor(n) for n in checkpoint.tensors
         }
         folder.mkdir()
-        shutil.copy(checkpoint.directory / "config.json", folder)
+        shutil.copy(checkpoint.path / "config.json", folder)
         write_safetensors(folder / "model.safetensors", weights, "fp32")
         edit_json(folder / "config.json", quantization_config=None)
         super().__init__(folder, (0, 2))
@@ -104,7 +104,7 @@ def test_prefill_and_a_tree(checkpoint: Checkpoint, tmp_path: Path) -> None:
 
 def test_other_backends_compute_with_what_the_values_stand_for(checkpoint: Checkpoint, tmp_path: Path) -> None:
     drafter = make_drafter(tmp_path / "drafter", **DIMS)
-    engine = build_engine(checkpoint.directory, drafter, tmp_path / "engine", max_batch=1)
+    engine = build_engine(checkpoint.path, drafter, tmp_path / "engine", max_batch=1)
     prompt = np.random.default_rng(2).integers(0, 96, 20)
     truth = QuantizedTruth(tmp_path / "truth", checkpoint, rounded=False)
     assert error(np.asarray(engine.prefill(0, prompt, rows="all", taps=False).logits), truth(prompt)[0]) < TOLERANCE
@@ -151,7 +151,7 @@ def test_the_graph_holds_the_stored_values(
     onnx.external_data_helper.load_external_data_for_tensor(down, str(tmp_path))
     stored = numpy_helper.to_array(down).astype(np.float32)
     scales = checkpoint.scales("model.layers.1.mlp.down_proj.weight")
-    weight = projections(checkpoint.directory)["model.layers.1.mlp.down_proj.weight"].weight.numpy()
+    weight = projections(checkpoint.path)["model.layers.1.mlp.down_proj.weight"].weight.numpy()
     assert scales is not None
     by = np.repeat(scales.weight, GROUP, 1) if scales.weight.ndim == 2 else np.atleast_1d(scales.weight)[:, None]
     np.testing.assert_array_equal(stored.T * by, weight)
@@ -171,5 +171,5 @@ def test_a_quantised_drafter_is_taken_for_what_it_stands_for(tmp_path: Path, alg
     drafter = load_checkpoint(quantize(make_drafter(tmp_path / "d", **DIMS), algorithm))
     assert isinstance(drafter.dims, DrafterDims) and drafter.quantizers
     name = "layers.0.mlp.up_proj.weight"
-    np.testing.assert_array_equal(drafter.tensor(name), projections(drafter.directory)[name].weight.numpy())
+    np.testing.assert_array_equal(drafter.tensor(name), projections(drafter.path)[name].weight.numpy())
     assert torch.isfinite(torch.from_numpy(drafter.tensor(name))).all()

@@ -1,0 +1,1 @@
+"""Reading GGUF files, the checkpoints of llama.cpp."""

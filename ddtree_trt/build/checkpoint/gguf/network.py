@@ -1,0 +1,194 @@
+"""What a GGUF file's metadata says of its network, and its tensors by their Hugging Face names.
+
+Metadata is read by its own keys and then checked as the config.json that says the same. Keys of the architecture that
+are not known are refused by name, as fields of a config.json are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_type_hints
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.build.checkpoint.config import ModelConfig, transformer_dims
+from ddtree_trt.build.checkpoint.gguf.files import GgufFiles
+from ddtree_trt.models.decoder import (
+    Part,
+    TransformerDims,
+    decoder_layers,
+    embedding,
+    final_norm,
+    head,
+)
+from ddtree_trt.models.families import CONFIG_NAMES, FAMILIES, Family, titles
+from ddtree_trt.reading import Between, Fields, shown
+
+ARCHITECTURE = "general.architecture"
+_EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+
+# Field of `TransformerDims` → its key behind the architecture's name. The vocabulary is the embedding's.
+_KEYS: Mapping[str, str] = {
+    "hidden_size": "embedding_length",
+    "num_layers": "block_count",
+    "num_heads": "attention.head_count",
+    "num_kv_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "intermediate_size": "feed_forward_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "max_positions": "context_length",
+}
+_ROTARY_KEYS = ("attention.value_length", "rope.dimension_count")  # must be what the size of a head is
+_SCALING = "rope.scaling."
+_ROPE_THETA = 10000.0  # where the file does not say, as in llama.cpp
+# Keys that change nothing → the values with which they do not; none: whatever they say.
+_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "attention.causal": (True,),
+    "attention.sliding_window": (0,),
+    "expert_count": (0,),
+    "expert_used_count": (0,),
+    "nextn_predict_layers": (0,),
+    "logit_scale": (1.0,),
+    "use_parallel_residual": (False,),
+    "rope.scale_linear": (1.0,),
+}
+_STOP_TOKENS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
+
+# Architectures whose queries and keys the converter puts in the order of pairs (0, 1), (2, 3), … that llama.cpp rotates
+# together; those of the others, and of Hugging Face's files, are (0, D/2), (1, D/2 + 1), ….
+_PAIRED = frozenset(("llama",))
+
+# Name of a part → what its sources are called in a layer, in order; biases end with .bias.
+_LAYER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "input_norm": ("attn_norm",),
+    "qkv": ("attn_q", "attn_k", "attn_v"),
+    "qkv_bias": ("attn_q", "attn_k", "attn_v"),
+    "q_norm": ("attn_q_norm",),
+    "k_norm": ("attn_k_norm",),
+    "o": ("attn_output",),
+    "post_norm": ("ffn_norm",),
+    "gate_up": ("ffn_gate", "ffn_up"),
+    "down": ("ffn_down",),
+}
+
+
+def read_gguf_config(files: GgufFiles) -> ModelConfig:
+    """The configuration that the metadata states. Raises CheckpointError for what is missing or not implemented."""
+    metadata = files.metadata
+    family = _family(metadata)
+    architecture = family.model_type
+    _refuse_others(metadata, architecture)
+    entries = {CONFIG_NAMES[field]: value for field, value in _sizes(files, architecture).items()}
+    entries |= _rope_scaling(files, architecture)
+    dims = transformer_dims(Fields(entries, metadata.source), family)
+    token = Between(0, dims.vocab_size - 1)
+    stops = [metadata.integer(key, token) for key in _STOP_TOKENS if metadata.has(key)]
+    return ModelConfig(
+        dims=dims, tied=_HEAD not in files.tensors, stop_token_ids=tuple(dict.fromkeys(stops)), quantization=None
+    )
+
+
+def _family(metadata: Fields) -> Family:
+    """The family of that architecture: GGUF calls those that are read as their model_type is called."""
+    if not metadata.has(ARCHITECTURE):
+        raise metadata.fault(ARCHITECTURE, "is missing: is this a language model?")
+    architecture = metadata.text(ARCHITECTURE)
+    if architecture not in FAMILIES:
+        types = ", ".join(map(repr, FAMILIES))
+        raise metadata.fault(
+            ARCHITECTURE, f"is {shown(architecture)}, only {titles('and')} models ({types}) are supported"
+        )
+    return FAMILIES[architecture]
+
+
+def _refuse_others(metadata: Fields, architecture: str) -> None:
+    read = {f"{architecture}.{key}" for key in (*_KEYS.values(), "vocab_size", *_ROTARY_KEYS)}
+    neutral = {f"{architecture}.{key}": values for key, values in _NEUTRAL.items()}
+    for key, value in metadata.data.items():
+        if not key.startswith(f"{architecture}.") or key in read or value in neutral.get(key, ()):
+            continue
+        if key.startswith(f"{architecture}.{_SCALING}"):
+            continue  # `_rope_scaling` looks at these
+        only = f"; only {neutral[key][0]!r} is" if key in neutral else ""
+        raise metadata.fault(key, f"is {shown(value)}, which is not implemented{only}")
+
+
+def _rope_scaling(files: GgufFiles, architecture: str) -> dict[str, Any]:
+    """What config.json would say of scaled positions, in whichever of GGUF's ways the file says it: keys of the
+    metadata (linear, yarn), or a tensor of divisors of the frequencies (Llama 3.1's).
+
+    Raises CheckpointError where there is any scaling: none is implemented.
+    """
+    metadata, prefix = files.metadata, f"{architecture}.{_SCALING}"
+    given = {key: value for key, value in metadata.data.items() if key.startswith(prefix)}
+    kind = given.get(f"{prefix}type", "linear")  # what a factor without a type is
+    if given and kind != "none" and given.get(f"{prefix}factor") not in (0, 1):
+        key = f"{prefix}type" if f"{prefix}type" in given else min(given)
+        raise metadata.fault(key, f"is {shown(given[key])}, and scaled positions are not implemented")
+    if _ROPE_FACTORS in files.tensors and (files.read(_ROPE_FACTORS) != 1).any():
+        raise metadata.source.fault(f"{_ROPE_FACTORS} scales positions, which is not implemented")
+    return {}
+
+
+def _sizes(files: GgufFiles, architecture: str) -> dict[str, Any]:
+    """Fields of `TransformerDims` that families do not fix, each within its own bounds."""
+    metadata, kinds = files.metadata, get_type_hints(TransformerDims, include_extras=True)
+    if _EMBEDDING not in files.tensors:
+        raise metadata.source.fault(f"it lacks {_EMBEDDING}: is it a whole model?")
+    vocabulary = files.tensors[_EMBEDDING].shape[0]
+    stated = metadata.optional(f"{architecture}.vocab_size", int)
+    if stated not in (None, vocabulary):
+        raise metadata.fault(f"{architecture}.vocab_size", f"is {stated}, but {_EMBEDDING} has {vocabulary} rows")
+
+    def read(field: str, default: Any = None) -> Any:
+        key = f"{architecture}.{_KEYS[field]}"
+        return metadata.value(key, kinds[field], *(() if default is None else (default,)))
+
+    heads, hidden = read("num_heads"), read("hidden_size")
+    sizes = {field: read(field) for field in ("num_layers", "intermediate_size", "rms_norm_eps", "max_positions")}
+    size = read("head_dim", hidden // heads)
+    for key in _ROTARY_KEYS:
+        if (found := metadata.value(f"{architecture}.{key}", int, size)) != size:
+            raise metadata.fault(f"{architecture}.{key}", f"is {found}, which is not implemented; only {size} is")
+    return {
+        **sizes,
+        "vocab_size": vocabulary,
+        "num_heads": heads,
+        "hidden_size": hidden,
+        "head_dim": size,
+        "num_kv_heads": read("num_kv_heads", heads),
+        "rope_theta": read("rope_theta", _ROPE_THETA),
+    }
+
+
+def gguf_names(dims: TransformerDims, *, tied: bool) -> dict[str, str]:
+    """Hugging Face name → GGUF's, of every tensor of a language model."""
+    tables: list[tuple[Part, str]] = [(embedding(dims), _EMBEDDING)]
+    names = {}
+    for index, layer in enumerate(decoder_layers(dims)):
+        for part in layer:
+            for source, name in zip(part.sources, _LAYER_NAMES[part.name], strict=True):
+                names[source] = f"blk.{index}.{name}.{source.rpartition('.')[2]}"
+    tables += [(final_norm(dims), "output_norm.weight"), *([] if tied else [(head(dims), _HEAD)])]
+    for part, name in tables:
+        names[part.sources[0]] = name
+    return names
+
+
+def unused_names(files: GgufFiles) -> set[str]:
+    """Tensors that a file may have besides: the rotary embedding's, which were found to change nothing."""
+    return {_ROPE_FACTORS} & set(files.tensors)
+
+
+def read_tensor(files: GgufFiles, name: str, dims: TransformerDims) -> NDArray[np.float32]:
+    """A float32 copy of the tensor that GGUF calls `name`, its rows in Hugging Face's order."""
+    values = files.read(name)
+    if files.metadata.text(ARCHITECTURE) not in _PAIRED:
+        return values
+    heads = {"attn_q": dims.num_heads, "attn_k": dims.num_kv_heads}.get(name.split(".")[-2])
+    if heads is None:
+        return values
+    pairs = values.reshape(heads, dims.head_dim // 2, 2, -1)
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

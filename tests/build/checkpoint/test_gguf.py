@@ -1,0 +1,180 @@
+"""GGUF files of random checkpoints: the same configuration, tensors and engine as from safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from checkpoints import STOP_TOKEN, make_drafter, make_target, write_safetensors
+from gguf_files import gguf_name, make_gguf, tensors_of
+from safetensors.torch import load_file
+
+from ddtree_trt import LLM, SamplingParams
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.build.checkpoint.gguf import quantised
+from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint, load_config
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.inspection import inspect_engine
+from ddtree_trt.models.families import LLAMA, QWEN2, QWEN3
+
+ALL = {family.model_type: family for family in (QWEN3, LLAMA, QWEN2)}
+# Rows of whole blocks of every type that NumPy code can quantise to; K types have blocks of 256.
+SIZES: dict[str, Any] = {"intermediate_size": 64}
+LARGE: dict[str, Any] = {"hidden_size": 256, "intermediate_size": 256, "num_heads": 16, "num_layers": 1}
+
+
+def pair(path: Path, kind: str = "F32", **options: Any) -> tuple[Checkpoint, Checkpoint]:
+    """A checkpoint as safetensors, and the same as a GGUF file."""
+    directory = make_target(path / "target", **{**SIZES, **options})
+    return load_checkpoint(directory), load_checkpoint(make_gguf(directory, path / "model.gguf", kind))
+
+
+@pytest.mark.parametrize("family", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_file_is_its_checkpoint(family: Any, tied: bool, tmp_path: Path) -> None:
+    plain, read = pair(tmp_path, family=family, tied=tied)
+    assert load_config(tmp_path / "model.gguf") == load_config(tmp_path / "target")
+    assert (read.dims, read.tie_word_embeddings, read.shapes) == (plain.dims, tied, plain.shapes)
+    assert read.stop_token_ids == plain.stop_token_ids == (STOP_TOKEN,)
+    assert read.name == "model.gguf" and read.quantization is None
+    assert read.identity.sha256 == hashlib.sha256((tmp_path / "model.gguf").read_bytes()).hexdigest()
+    for name in plain.shapes:
+        np.testing.assert_array_equal(read.tensor(name), plain.tensor(name), err_msg=name)
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("F16", "fp16"), ("BF16", "bf16")])
+def test_halves_are_exact(kind: str, dtype: str, tmp_path: Path) -> None:
+    plain, read = pair(tmp_path, kind, dtype=dtype)
+    for name in plain.shapes:
+        np.testing.assert_array_equal(read.tensor(name), plain.tensor(name), err_msg=name)
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("Q8_0", 127), ("Q5_1", 31), ("Q4_1", 15), ("Q4_0", 8)])
+def test_quantised_tensors_are_within_half_a_step(
+    kind: str, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step is what separates the values of a block; Q4_0 has none at one end of its range, hence a whole one. Rows
+    are converted a few at a time."""
+    monkeypatch.setattr(quantised, "_ROWS_BYTES", 100)
+    family = LLAMA
+    plain, read = pair(tmp_path, kind, family=family)
+    for name in plain.shapes:
+        expected, found = plain.tensor(name), read.tensor(name)
+        if expected.ndim == 1:
+            np.testing.assert_array_equal(found, expected)
+            continue
+        blocks = expected.reshape(-1, 32)
+        spread = blocks.max(1) - blocks.min(1) if kind.endswith("_1") else np.abs(blocks).max(1)
+        step = spread[:, None] / steps
+        assert (np.abs(found.reshape(-1, 32) - blocks) <= step * (1.01 if kind == "Q4_0" else 0.51) + 1e-3).all(), name
+        assert (found != expected).any()
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q2_K", "IQ4_XS"])
+def test_types_of_large_blocks(kind: str, tmp_path: Path) -> None:
+    """Nothing at hand quantises to these, so their bytes are drawn; the file's own are compared with the package's."""
+    directory = make_target(tmp_path / "target", **LARGE)
+    number = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[number]
+    rng = np.random.default_rng(0)
+    matrices = {name: values for name, values in tensors_of(directory).items() if values.ndim == 2}
+    drawn = {}
+    for name, values in matrices.items():
+        blocks = rng.integers(0, 256, (len(values), values.shape[1] // block, size), np.uint8)
+        scales = {"Q4_K": (0, 2), "Q6_K": (208,), "Q2_K": (80, 82), "IQ4_XS": (0,)}[kind]  # float16, must be finite
+        for place in scales:
+            blocks[..., place : place + 2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+        drawn[name] = blocks.reshape(len(values), -1)
+    read = load_checkpoint(make_gguf(directory, tmp_path / "model.gguf", raw={n: (d, kind) for n, d in drawn.items()}))
+    for name in read.shapes:
+        if gguf_name(name) in drawn:
+            expected = gguf.dequantize(drawn[gguf_name(name)], number)
+            np.testing.assert_array_equal(read.tensor(name), expected, err_msg=name)
+            assert len(np.unique(expected)) > 10
+
+
+@pytest.mark.parametrize("family", ALL.values(), ids=ALL)
+def test_transformers_reads_the_same(family: Any, tmp_path: Path) -> None:
+    """The test's own writer follows llama.cpp as transformers understands it, which takes no size of heads from files
+    of the Qwen families: they have its default, or what divides evenly."""
+    pytest.importorskip("accelerate", reason="transformers loads GGUF files with accelerate")
+    import transformers
+
+    _, read = pair(tmp_path, family=family, tied=False, hidden_size=64, head_dim=128 if family is QWEN3 else 16)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    for name, tensor in model.state_dict().items():
+        np.testing.assert_array_equal(read.tensor(name), tensor.numpy(), err_msg=name)
+
+
+def test_a_split_file(tmp_path: Path) -> None:
+    directory = make_target(tmp_path / "target", tied=False)
+    plain = load_checkpoint(directory)
+    first = make_gguf(directory, tmp_path / "model.gguf", split=10)
+    assert first.name == "model-00001-of-00004.gguf"
+    read = load_checkpoint(first)
+    assert read.shapes == plain.shapes and len(read.files) == 4
+    for name in plain.shapes:
+        np.testing.assert_array_equal(read.tensor(name), plain.tensor(name), err_msg=name)
+    assert read.identity.sha256 == hashlib.sha256(b"".join(p.read_bytes() for p in read.files)).hexdigest()
+    assert BuildRequest(checkpoint=first).name == "model"
+    assert BuildRequest(checkpoint=tmp_path / "some.Q4_1.gguf").name == "some.Q4_1"
+
+
+def build(target: Path, drafter: Path, engine: Path, **options: Any) -> Manifest:
+    return compile_engine(BuildRequest(target="mine", checkpoint=target, drafter=drafter, output=engine, **options))
+
+
+def greedy(engine: Path) -> list[list[int]]:
+    prompts = [[3, 7, 30], [11, 5, 90, 2], [40]]
+    with LLM(engine) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=24, ignore_eos=True, method="ddtree", tree_budget=6))
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("family", ALL.values(), ids=ALL)
+@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_1"])
+def test_an_engine_of_the_same_weights(family: Any, kind: str, tmp_path: Path) -> None:
+    """Equal in its weights' bytes to that of a safetensors checkpoint of the dequantised values, and so in tokens."""
+    directory = make_target(tmp_path / "target", family=family, tied=False, **SIZES)
+    drafter = make_drafter(tmp_path / "drafter", family=family, **SIZES)
+    file = make_gguf(directory, tmp_path / "model.gguf", kind)
+    number = gguf.GGMLQuantizationType[kind]
+    rounded = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        values = tensor.numpy()
+        rounded[name] = gguf.dequantize(gguf.quantize(values, number), number) if values.ndim == 2 else values
+    write_safetensors(directory / "model.safetensors", rounded, "fp32")
+    plain = build(directory, drafter, tmp_path / "plain")
+    read = build(file, drafter, tmp_path / "read")
+    assert read.files["weights.bin"] == plain.files["weights.bin"]
+    assert read.files["target.onnx"] == plain.files["target.onnx"]
+    assert (read.target.name, read.name) == ("model.gguf", "mine")
+    assert replace(read.target, name="") != replace(plain.target, name="")
+    assert greedy(tmp_path / "read") == greedy(tmp_path / "plain")
+
+
+def test_an_autoregressive_drafter(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target", **SIZES)
+    small = make_target(tmp_path / "small", seed=1, num_layers=1, **SIZES)
+    file = make_gguf(target, tmp_path / "target.gguf")
+    manifest = build(file, make_gguf(small, tmp_path / "small.gguf"), tmp_path / "read")
+    assert manifest.drafter_kind == "autoregressive" and manifest.drafter.name == "small.gguf"
+    assert build(target, small, tmp_path / "plain").files["weights.bin"] == manifest.files["weights.bin"]
+    assert "--checkpoint FILE.gguf --drafter FILE.gguf" in rebuild_command(tmp_path / "read", manifest)
+
+
+def test_dry_run_and_inspect(tmp_path: Path) -> None:
+    target, drafter = make_target(tmp_path / "target", **SIZES), make_drafter(tmp_path / "drafter", **SIZES)
+    file = make_gguf(target, tmp_path / "model.gguf", "Q8_0")
+    plans = [dry_run(BuildRequest(target="mine", checkpoint=path, drafter=drafter)) for path in (target, file)]
+    assert plans[0].to_dict()["memory"] == plans[1].to_dict()["memory"]
+    build(file, drafter, tmp_path / "engine")
+    assert "model.gguf" in str(inspect_engine(tmp_path / "engine").to_dict())

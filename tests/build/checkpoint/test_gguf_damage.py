@@ -1,0 +1,237 @@
+"""GGUF files that are damaged, incomplete or not supported: each is refused by name, in one line, before any work."""
+
+from __future__ import annotations
+
+import builtins
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+from checkpoints import make_drafter, make_target, refusal
+from gguf_files import make_gguf, tensors_of
+
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.build.checkpoint.tokenizer import find_tokenizer
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.errors import CheckpointError, DDTreeError, MissingDependency
+from ddtree_trt.models.families import LLAMA, QWEN2
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    return make_target(tmp_path / "target", intermediate_size=64)
+
+
+@pytest.fixture
+def file(target: Path, tmp_path: Path) -> Path:
+    return make_gguf(target, tmp_path / "model.gguf", "Q8_0")
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "no.gguf") == f"no checkpoint at {tmp_path / 'no.gguf'}: there is no such file"
+
+
+def test_a_directory_of_a_gguf_file(tmp_path: Path, file: Path) -> None:
+    assert "has no config.json; found model.gguf: give the file itself" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        (b"", "is not a GGUF file: it begins with b'', not with b'GGUF'; give a GGUF file, or the directory"),
+        (b"PK\3\4....", "begins with b'PK\\x03\\x04', not with"),
+        (b"version https://git-lfs", "is a Git LFS pointer, not the weights; run: git lfs pull"),
+        (b"GGUF" + struct.pack("<I", 1), "is of GGUF version 1; little-endian files of version 2 or 3 can be read"),
+        (b"GGUF" + struct.pack(">I", 3), "is big-endian; little-endian files"),
+        (b"GGUF", "its header goes on behind the end of the file, at byte 4; the file is damaged or cut short"),
+    ],
+)
+def test_what_is_no_gguf_file(start: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(start)
+    assert message in refusal(tmp_path / "model.gguf")
+    (tmp_path / "config.json").write_bytes(start)
+    assert message in refusal(tmp_path / "config.json")
+
+
+def test_a_file_that_is_cut_short_anywhere(file: Path) -> None:
+    data = file.read_bytes()
+    for length in [*range(24, 3000, 97), len(data) // 2, len(data) - 40]:
+        file.write_bytes(data[:length])
+        assert "the file is damaged or cut short, fetch it again" in refusal(file)
+    file.write_bytes(data[:-40])
+    assert re.search(r"'[\w.]+' ends \d+ bytes behind the end of the file; ", refusal(file))
+
+
+def test_damaged_counts_do_not_count(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    for place in (8, 16, 24):  # tensors, keys, the first key's length
+        for count in (1 << 40, (1 << 64) - 1):
+            file.write_bytes(data[:place] + struct.pack("<Q", count) + data[place + 8 :])
+            assert "the file is damaged or cut short" in refusal(file)
+
+
+def test_random_damage_is_refused_or_harmless(file: Path) -> None:
+    """Never another exception than the package's own."""
+    data, rng = file.read_bytes(), np.random.default_rng(0)
+    refused = 0
+    for _ in range(300):
+        damaged = bytearray(data)
+        for place in rng.integers(0, 4000, 3):
+            damaged[place] = rng.integers(0, 256)
+        file.write_bytes(damaged)
+        try:
+            load_checkpoint(file)
+            find_tokenizer(file, 96)
+        except DDTreeError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 100
+
+
+@pytest.mark.parametrize("name", ["blk.1.attn_k.weight", "output_norm.weight", "token_embd.weight"])
+def test_a_missing_tensor(name: str, target: Path, tmp_path: Path) -> None:
+    message = refusal(make_gguf(target, tmp_path / "m.gguf", tensors={name: None}))
+    assert f"lacks {name}" in message
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"blk.0.attn_sinks.weight": np.ones(4, "f4")}, "holds blk.0.attn_sinks.weight, which its metadata has no"),
+        ({"blk.0.attn_q.bias": np.ones(64, "f4")}, "holds blk.0.attn_q.bias, which"),
+        ({"blk.2.ffn_up.weight": np.ones((32, 32), "f4")}, "shape [32, 32], its metadata calls for [64, 32]; use the"),
+        ({"rope_freqs.weight": np.array([1, 1, 8, 8], "f4")}, "rope_freqs.weight scales positions, which is not"),
+        ({"output_norm.weight": np.ones((1, 1, 1, 1, 32), "f4")}, "'output_norm.weight' has 5 axes"),
+    ],
+)
+def test_tensors_that_do_not_belong(tensors: dict[str, Any], message: str, target: Path, tmp_path: Path) -> None:
+    assert message in refusal(make_gguf(target, tmp_path / "m.gguf", tensors=tensors))
+
+
+def test_divisors_that_change_nothing(target: Path, tmp_path: Path) -> None:
+    file = make_gguf(target, tmp_path / "m.gguf", tensors={"rope_freqs.weight": np.ones(8, "f4")})
+    assert "rope_freqs.weight" not in load_checkpoint(file).shapes
+
+
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q4_1"])
+def test_weights_must_be_finite(kind: str, target: Path, tmp_path: Path) -> None:
+    values = tensors_of(target)["blk.1.ffn_up.weight"].copy()
+    values[3, 5] = np.inf
+    with np.errstate(all="ignore"):
+        file = make_gguf(target, tmp_path / "m.gguf", kind, tensors={"blk.1.ffn_up.weight": values})
+    checkpoint = load_checkpoint(file)
+    with pytest.raises(CheckpointError, match=r"blk\.1\.ffn_up\.weight\[3, \d+\] is .*; weights must be finite"):
+        checkpoint.tensor("model.layers.1.mlp.up_proj.weight")
+
+
+def test_types_that_cannot_be_converted(target: Path, tmp_path: Path) -> None:
+    name = "blk.0.ffn_up.weight"
+    drawn = np.zeros((64, 32), np.int8)
+    message = refusal(make_gguf(target, tmp_path / "m.gguf", raw={name: (drawn, "I8")}))
+    assert f"{name} is stored as I8, the installed gguf package converts F32, F16, Q4_0" in message
+    data = make_gguf(target, tmp_path / "n.gguf").read_bytes()
+    place = data.index(name.encode()) + len(name) + 4 + 16
+    (tmp_path / "n.gguf").write_bytes(data[:place] + struct.pack("<I", 4711) + data[place + 4 :])
+    assert f"{name} is stored as type 4711, the" in refusal(tmp_path / "n.gguf")
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"general.architecture": "gemma3"}, "'general.architecture' is 'gemma3', only dense Qwen3"),
+        ({"qwen3.block_count": None}, "it has no qwen3.block_count"),
+        ({"qwen3.block_count": 5000}, "'qwen3.block_count' must be an integer from 1 to 1000, found 5000"),
+        ({"qwen3.block_count": 4}, "lacks blk.3.attn_norm.weight"),
+        ({"qwen3.block_count": 2}, "holds blk.2.attn_norm.weight"),
+        ({"qwen3.feed_forward_length": [64, 64, 64]}, "must be an integer from 1 to 1048576, found [64, 64, 64]"),
+        ({"qwen3.attention.head_count_kv": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"qwen3.attention.key_length": 8}, "attention.value_length' is 16, which is not implemented; only 8 is"),
+        ({"qwen3.rope.dimension_count": 8}, "'qwen3.rope.dimension_count' is 8, which is not implemented; only 16 is"),
+        ({"qwen3.rope.scaling.type": "yarn"}, "'qwen3.rope.scaling.type' is 'yarn', and scaled positions are not"),
+        ({"qwen3.rope.scaling.factor": 4.0}, "'qwen3.rope.scaling.factor' is 4.0, and scaled positions are not"),
+        ({"qwen3.vocab_size": 100}, "'qwen3.vocab_size' is 100, but token_embd.weight has 96 rows"),
+        ({"qwen3.attention.sliding_window": 512}, "attention.sliding_window' is 512, which is not implemented; only 0"),
+        ({"qwen3.expert_count": 8}, "'qwen3.expert_count' is 8, which is not implemented; only 0 is"),
+        ({"qwen3.attention.scale": 0.5}, "'qwen3.attention.scale' is 0.5, which is not implemented"),
+        ({"tokenizer.ggml.eos_token_id": 96}, "ggml.eos_token_id' must be an integer from 0 to 95, found 96"),
+        ({"general.alignment": 48}, "general.alignment must be a power of two, found 48"),
+    ],
+)  # fmt: skip
+def test_metadata(metadata: dict[str, Any], message: str, target: Path, tmp_path: Path) -> None:
+    file = tmp_path / "m.gguf"
+    if "general.alignment" in metadata:  # gguf's writer would use it
+        data = make_gguf(target, file, metadata={"general.alignmenX": 48}).read_bytes()
+        file.write_bytes(data.replace(b"general.alignmenX", b"general.alignment"))
+    else:
+        make_gguf(target, file, metadata=metadata)
+    assert message in refusal(file)
+
+
+def test_neutral_metadata(target: Path, tmp_path: Path) -> None:
+    neutral = {"rope.scaling.type": "none", "expert_count": 0, "attention.causal": True, "vocab_size": 96}
+    file = make_gguf(target, tmp_path / "m.gguf", metadata={f"qwen3.{k}": v for k, v in neutral.items()})
+    assert load_checkpoint(file).dims == load_checkpoint(target).dims
+
+
+@pytest.mark.parametrize("family", [LLAMA, QWEN2], ids=lambda family: family.model_type)
+def test_what_a_file_may_leave_out(family: Any, tmp_path: Path) -> None:
+    """As llama.cpp fills it in, which is not what config.json's defaults would be."""
+    target = make_target(tmp_path / "t", family=family, num_kv_heads=4, hidden_size=64, rope_theta=10000.0)
+    names = ("attention.head_count_kv", "attention.key_length", "attention.value_length", "rope.freq_base")
+    without = {f"{family.model_type}.{name}": None for name in names}
+    file = make_gguf(target, tmp_path / "m.gguf", metadata=without)
+    assert load_checkpoint(file).dims == load_checkpoint(target).dims
+
+
+def test_parts_of_a_split_file(target: Path, tmp_path: Path) -> None:
+    first = make_gguf(target, tmp_path / "m.gguf", split=12)
+    second, third = (tmp_path / f"m-0000{i}-of-00003.gguf" for i in (2, 3))
+    assert f"is not the first of 3 parts; give {first}" in refusal(second)
+    data = second.read_bytes()
+    second.unlink()
+    assert "is one of 3 parts, and 'm-00002-of-00003.gguf' is not beside it; fetch all 3" in refusal(first)
+    second.write_bytes(third.read_bytes())
+    assert "is in an earlier part too" in refusal(first)
+    second.write_bytes(data[: len(data) // 2])
+    assert f"{second.name}: " in refusal(first) and "cut short" in refusal(first)
+    second.write_bytes(make_gguf(target, tmp_path / "whole.gguf").read_bytes())
+    assert "split.count is null, but 3 in the first part" in refusal(first)
+    second.write_bytes(data)
+    renamed = first.rename(tmp_path / "renamed.gguf")
+    assert "is one of 3 parts, so it must be named NAME-00001-of-00003.gguf" in refusal(renamed)
+
+
+def test_nothing_is_written_for_a_refused_file(target: Path, tmp_path: Path) -> None:
+    drafter = make_drafter(tmp_path / "drafter", intermediate_size=64)
+    file = make_gguf(target, tmp_path / "m.gguf", metadata={"tokenizer.ggml.model": "llama"})
+    with pytest.raises(CheckpointError, match="a SentencePiece vocabulary"):
+        compile_engine(BuildRequest(checkpoint=file, drafter=drafter, output=tmp_path / "engine"))
+    assert not (tmp_path / "engine").exists()
+
+
+def test_without_the_gguf_package(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def refuse(name: str, *args: Any, **options: Any) -> Any:
+        if name == "gguf":
+            raise ImportError("No module named 'gguf'")
+        return real(name, *args, **options)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    drafter = make_drafter(tmp_path / "drafter", intermediate_size=64)
+    request = BuildRequest(checkpoint=file, drafter=drafter, output=tmp_path / "engine")
+    for work in (compile_engine, dry_run):
+        with pytest.raises(MissingDependency, match=r"need the Python package gguf; .*pip install '\.\[gguf\]'"):
+            work(request)
+
+
+def test_the_reader_agrees_with_the_packages_own(file: Path) -> None:
+    """Places, types and texts, by gguf's reader."""
+    checkpoint, reader = load_checkpoint(file), gguf.GGUFReader(file)
+    found = {(t.offset, t.dtype, t.shape) for t in checkpoint.tensors.values()}
+    assert found == {(t.data_offset, t.tensor_type.name, tuple(t.shape.tolist()[::-1])) for t in reader.tensors}

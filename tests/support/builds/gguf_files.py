@@ -1,0 +1,146 @@
+"""GGUF files of checkpoints in Hugging Face format, as llama.cpp's converter would write them.
+
+Names, order of rows and metadata are stated here by hand: nothing of the package's reader is used, so that the two can
+be compared.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from safetensors.torch import load_file
+
+TOKENIZER = "tokenizer.ggml."
+_NAMES = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_OUTER = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+
+
+def gguf_name(name: str) -> str:
+    """GGUF's name of a tensor of Hugging Face's: model.layers.3.self_attn.q_proj.weight is blk.3.attn_q.weight."""
+    if name in _OUTER:
+        return _OUTER[name]
+    _, _, layer, rest = name.split(".", 3)
+    module, _, kind = rest.rpartition(".")
+    return f"blk.{layer}.{_NAMES[module]}.{kind}"
+
+
+def metadata_of(directory: Path) -> dict[str, Any]:
+    """What the converter writes of a config.json and of a tokenizer of words t0, t1, …, as a byte-level BPE of them."""
+    config = json.loads((directory / "config.json").read_text())
+    kind = config["model_type"]
+    numbers = {
+        "block_count": config["num_hidden_layers"],
+        "context_length": config["max_position_embeddings"],
+        "embedding_length": config["hidden_size"],
+        "feed_forward_length": config["intermediate_size"],
+        "attention.head_count": config["num_attention_heads"],
+        "attention.head_count_kv": config["num_key_value_heads"],
+        "attention.key_length": config["head_dim"],
+        "attention.value_length": config["head_dim"],
+        "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
+        "rope.freq_base": config["rope_theta"],
+        "rope.dimension_count": config["head_dim"],
+    }
+    entries = {"general.name": "Random", **{f"{kind}.{key}": value for key, value in numbers.items()}}
+    return entries | tokenizer_metadata(config["vocab_size"], eos=config["eos_token_id"])
+
+
+def tokenizer_metadata(size: int, *, eos: int, pre: str = "gpt-2") -> dict[str, Any]:
+    """A byte-level BPE of `size` tokens: two that no text has, letters and digits, and merges of these."""
+    letters = [chr(code) for code in range(ord("a"), ord("z") + 1)] + list("0123456789") + ["Ġ", "Ċ", ",", "'"]
+    pairs = [f"{a}{b}" for a in "Ġthe" for b in "thers"] + [f"ĠĠ{d}" for d in ("", "Ġ")] + ["12", "Ġ1"]
+    pairs = list(dict.fromkeys(pairs))
+    tokens = (["<s>", "</s>", *letters, *pairs] + [f"<pad{i}>" for i in range(size)])[:size]
+    merges = [f"{p[:-1]} {p[-1]}" for p in pairs if p in tokens]
+    types = [3, 3] + [5 if token.startswith("<pad") else 1 for token in tokens[2:]]
+    values: dict[str, Any] = {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": types, "merges": merges}
+    values |= {"bos_token_id": 0, "eos_token_id": eos, "add_bos_token": False}
+    return {f"{TOKENIZER}{name}": value for name, value in values.items()}
+
+
+def tensors_of(directory: Path) -> dict[str, np.ndarray]:
+    """The tensors of a checkpoint by GGUF's names; a llama's queries and keys in llama.cpp's order of rows."""
+    config = json.loads((directory / "config.json").read_text())
+    heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
+    tensors = {}
+    for source, tensor in load_file(directory / "model.safetensors").items():
+        name, values = gguf_name(source), tensor.float().numpy()
+        count = heads.get(name.split(".")[-2])
+        if config["model_type"] == "llama" and count is not None:
+            halves = values.reshape(count, 2, -1, *values.shape[1:])
+            values = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(values.shape)
+        tensors[name] = values
+    return tensors
+
+
+def make_gguf(
+    directory: Path,
+    path: Path,
+    kind: str = "F32",
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, np.ndarray | None] | None = None,
+    raw: Mapping[str, tuple[np.ndarray, str]] | None = None,
+    split: int = 0,
+) -> Path:
+    """Write a checkpoint as a GGUF file with matrices of the type `kind`; norms and biases are always F32.
+
+    `metadata` overrides entries, None removes one; so do `tensors`. `raw` are stored
+    bytes [rows, bytes] and their type. `split` is the most tensors in one of several
+    files; the first of these is returned.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    entries = {**metadata_of(directory), **(metadata or {})}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(
+        path, str(entries.pop("general.architecture", config["model_type"])), split_max_tensors=split
+    )
+    for key, value in entries.items():
+        if value is not None:
+            _add(writer, key, value)
+    stored = {**tensors_of(directory), **(tensors or {})}
+    for name, values in stored.items():
+        if values is None or name in (raw or {}):
+            continue
+        number = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
+        plain = number in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
+        writer.add_tensor(name, gguf.quantize(values, number), raw_dtype=None if plain else number)
+    for name, (data, raw_kind) in (raw or {}).items():
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[raw_kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return next(iter(sorted(path.parent.glob(f"{path.stem}-00001-of-*.gguf")))) if split else path
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    """Lists by their entries' kind; whole numbers as 32 bits, others as float32, as the converter writes them."""
+    kinds: dict[type, Callable[[str, Any], None]] = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+    }
+    kinds.get(type(value), writer.add_array)(key, value)
