@@ -111,7 +111,7 @@ def test_an_interrupted_rendering_leaves_no_answer_behind(monkeypatch: pytest.Mo
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(renderer, "_line", interrupted)
+        patch.setattr(renderer, "_read_line", interrupted)
         with pytest.raises(KeyboardInterrupt):
             renderer.render("a", MESSAGES, {})
     assert renderer.render("b", MESSAGES, {}) == "b"
