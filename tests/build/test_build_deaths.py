@@ -25,7 +25,7 @@ from ddtree_trt.build.backends.onnxruntime import backend as _
 from ddtree_trt.build.checkpoint import reader as checkpoint
 from ddtree_trt.build.graph import networks as graph
 from ddtree_trt.build.graph import weights
-from ddtree_trt.build.checkpoint import template
+from ddtree_trt.artifact import template_arguments
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import DDTreeError
 target, drafter, output = map(Path, sys.argv[1:])

@@ -132,7 +132,7 @@ def _no_network(*args: Any, **kwargs: Any) -> str:
         (["--target", "gemma-2b"], ["unknown target 'gemma-2b'", "no other architecture is supported"]),
         (["--target", "x\x1b[2J"], ["'x\\x1b[2J' cannot name an engine"]),
         (["--target", "../up"], ["cannot name an engine"]),
-        (["--checkpoint", "somewhere"], ["--checkpoint without --target needs --drafter DIR too"]),
+        (["--checkpoint", "somewhere"], ["--checkpoint without --target needs --drafter PATH too"]),
         (
             ["--target", "tiny", "--builder-inspect"],
             ["--builder-inspect is for --backend tensorrt, not for onnxruntime"],
