@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ddtree_trt.errors import EngineError, UsageError
@@ -33,36 +35,36 @@ class Proposal:
 # Proposals: functions of the drafter's output, the budget (most nodes), and the request's function that draws a token.
 
 
-def _nothing(draft: Draft, budget: int, draw: Draw) -> Proposal:
-    from ddtree_trt.runtime.tree import EMPTY
+@cache
+def _trees() -> ModuleType:
+    """The functions that make trees: imported at the first round, once."""
+    from ddtree_trt.runtime import tree
 
-    return Proposal(EMPTY)
+    return tree
+
+
+def _nothing(draft: Draft, budget: int, draw: Draw) -> Proposal:
+    return Proposal(_trees().EMPTY)
 
 
 def _tree(draft: Draft, budget: int, draw: Draw) -> Proposal:
     """The most probable prefixes. Raises EngineError where the drafter's output is invalid."""
-    from ddtree_trt.runtime.tree import build_tree
-
     try:
-        return Proposal(build_tree(draft.log_probs, draft.token_ids, budget))
+        return Proposal(_trees().build_tree(draft.log_probs, draft.token_ids, budget))
     except ValueError as error:
         raise EngineError(f"the drafter's output cannot be used: {error}") from error
 
 
 def _most_probable_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
-    from ddtree_trt.runtime.tree import chain
-
-    return Proposal(chain(draft.token_ids[:budget, 0], draft.log_probs[:budget, 0]))
+    return Proposal(_trees().chain(draft.token_ids[:budget, 0], draft.log_probs[:budget, 0]))
 
 
 def _drawn_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
-    from ddtree_trt.runtime.tree import chain
-
     drawn = draft.drawn
     if drawn is None:
         rows = zip(draft.log_probs[:budget], draft.token_ids[:budget], strict=True)
         drawn = tuple(draw(*row, depth) for depth, row in enumerate(rows))
-    return Proposal(chain([d.token for d in drawn]), drawn)
+    return Proposal(_trees().chain([d.token for d in drawn]), drawn)
 
 
 # K, the candidates per position that a method asks the drafter for: functions of the budget and of whether the request
