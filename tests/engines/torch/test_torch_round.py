@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -43,14 +43,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("round") / "tiny"
     build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", path, max_batch=3, max_seq_len=320).close()
     return path
-
-
-@pytest.fixture
-def engine(directory: Path) -> Iterator[TorchEngine]:
-    engine = open_engine(directory, threads=1)
-    assert isinstance(engine, TorchEngine)
-    yield engine
-    engine.close()
 
 
 @pytest.fixture(scope="module")
