@@ -102,8 +102,7 @@ def build(
         would.check()
         return
     with terminal.progress_bars() as progress:
-        notes: list[str] = []
-        manifest = compile_engine(request, progress, notes.append)
+        manifest = compile_engine(request, progress, terminal.print_note)
         if profile:
             measure_engine(request.destination, progress)
-    terminal.print_built(request.destination, manifest, notes)
+    terminal.print_built(request.destination, manifest)

@@ -16,3 +16,12 @@ def import_package(module: str, refusal: str | None = None) -> Any:
         reason = str(error).splitlines()[0]
         refusal = refusal or f"the tensorrt backend cannot import {module}"
         raise MissingDependency(f"{refusal} ({reason}); {install_with('tensorrt')}") from error
+
+
+def import_fault(module: str) -> str | None:
+    """Why a module cannot be imported; None where it can."""
+    try:
+        importlib.import_module(module)
+    except (ImportError, OSError) as error:
+        return str(error).splitlines()[0]
+    return None
