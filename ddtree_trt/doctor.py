@@ -38,7 +38,7 @@ _NVCC = (
     "https://developer.nvidia.com/cuda-downloads)"
 )
 _TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
-_FOR_ANOTHER = "ddtree-trt build --target qwen3-8b --backend tensorrt-rtx (builds here, for another machine)"
+_FOR_ANOTHER = "ddtree-trt build --target qwen3-8b --backend tensorrt-rtx --gpu sm89 (builds here, for another machine)"
 
 
 @dataclass(frozen=True)

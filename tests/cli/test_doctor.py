@@ -53,7 +53,7 @@ NO_GPU = Survey(driver_cuda=None)
 @pytest.mark.parametrize(
     ("survey", "missing", "command"),
     [
-        (NO_GPU, "NVIDIA GPU", "ddtree-trt build --target qwen3-8b --backend tensorrt-rtx"),
+        (NO_GPU, "NVIDIA GPU", "ddtree-trt build --target qwen3-8b --backend tensorrt-rtx --gpu sm89"),
         (NO_GPU, "TensorRT for RTX", "pip install '.[tensorrt-rtx]'"),
         (OLD_DRIVER, "CUDA driver", "sudo apt-get install nvidia-driver-580-open"),
         (replace(WHOLE, driver_cuda=None), "CUDA driver", "start it with --gpus all"),
