@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.build.backends.tensorrt.gpus import KINDS, able
 from ddtree_trt.build.backends.tensorrt.machine import BELOW, LOWEST, LOWEST_FP8_SM
 from ddtree_trt.build.outline import Pair
 from ddtree_trt.device.gpus import Gpu
@@ -17,7 +18,7 @@ from ddtree_trt.plugins import HEAD_DIMS, LOWEST_SM, library
 Wanted = Literal["auto", PrecisionName]
 
 _LOWEST = f"the GPU's compute capability must be {LOWEST_SM / 10} or newer"
-RTX_SMS = (75, 80, 86, 89, 120, 121)
+RTX_SMS = tuple(KINDS.values())
 # From here on a CPU engine in float32 is slow, and 8-bit weights are worth a word.
 LARGE_BYTES = 4 * 10**9
 
@@ -95,6 +96,7 @@ def _tensorrt_rtx(survey: Survey, pair: Pair | None, wanted: Wanted) -> Obstacle
     return (
         _of_pair("tensorrt-rtx", survey, pair, wanted)
         or _of_capability(survey, RTX_SMS.__contains__, f"the GPU's compute capability must be one of {served}")
+        or _of_kind(survey, wanted)
         or _of_fp8(survey, pair)
         or _of_driver(survey)
         or _of_packages(survey, "tensorrt-rtx", TENSORRT_RTX, CUDA_PYTHON)
@@ -146,6 +148,14 @@ def _of_capability(survey: Survey, served: Callable[[int], bool], requirement: s
     return None if served(sm) else Obstacle(f"{requirement}, not {sm / 10}")
 
 
+def _of_kind(survey: Survey, wanted: Wanted) -> Obstacle | None:
+    """A precision that a kind of GPU lacks; for `auto` there is another."""
+    kind = f"sm{survey.gpu.sm}" if survey.gpu else ""
+    if wanted == "auto" or able([kind], wanted):
+        return None
+    return Obstacle(f"{kind} does not compute in {wanted}")
+
+
 def _of_fp8(survey: Survey, pair: Pair | None) -> Obstacle | None:
     quantization = pair.target.quantization if pair else None
     fp8 = quantization is not None and quantization.format.values == "float8_e4m3fn"
@@ -180,7 +190,7 @@ def _of_packages(survey: Survey, extra: str, *modules: str) -> Obstacle | None:
         if not survey.version(module):
             return Obstacle(f"{module} is not installed; {install_with(extra)}", removable=True)
         if fault := survey.faults.get(module):
-            return Obstacle(f"{module} cannot be imported ({fault}); {install_with(extra)}", removable=True)
+            return Obstacle(fault, removable=True)
     return None
 
 

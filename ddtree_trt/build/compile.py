@@ -110,6 +110,8 @@ def compile_engine(
         if drafter.kind.tap_layers and (note := thinking_note(variables, template_args)):
             notice(note)
         written = backend.write(directory, target, drafter, limits, precision, progress)
+        for line in written.notes:
+            notice(line)
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
             product_version=__version__,
@@ -124,17 +126,21 @@ def compile_engine(
             limits=limits,
             stop_token_ids=target.stop_token_ids,
             chat_template_args=template_args,
-            toolchain=backend.toolchain,
+            toolchain=written.toolchain,
             tensors=written.tensors,
             plugin=written.plugin,
             files=describe_files(directory, progress),
             build_seconds=round(time.monotonic() - started, 3),
             golden_tau=dict(preset.golden_tau) if preset else {},
         )
-        text = manifest.to_json()
-        parse_manifest(text, artifact.MANIFEST)  # what is written can be read
-        (directory / artifact.MANIFEST).write_text(text, encoding="utf-8")
+        _write_manifest(directory, manifest)
     return manifest
+
+
+def _write_manifest(directory: Path, manifest: Manifest) -> None:
+    text = manifest.to_json()
+    parse_manifest(text, artifact.MANIFEST)  # what is written can be read
+    (directory / artifact.MANIFEST).write_text(text, encoding="utf-8")
 
 
 def choose_build(

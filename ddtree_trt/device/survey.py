@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ddtree_trt.artifact.toolchain import installed_versions
-from ddtree_trt.device.cuda_calls import cuda_of_driver
+from ddtree_trt.device.cuda_calls import cuda_bindings, cuda_of_driver
 from ddtree_trt.device.gpus import Gpu, available_bytes, find_gpus, visible_gpus
-from ddtree_trt.device.packages import import_fault
+from ddtree_trt.device.tensorrt_library import import_tensorrt
+from ddtree_trt.errors import MissingDependency
 from ddtree_trt.plugins import library
 
 # Our kernels, and NVIDIA's packages of the extras, are for CUDA 13, which asks for this driver.
@@ -23,7 +24,7 @@ CUDA, DRIVER = 13, 580
 TENSORRT, TENSORRT_RTX, CUDA_PYTHON = "tensorrt", "tensorrt_rtx", "cuda.bindings.runtime"
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
     TENSORRT: ("tensorrt", "tensorrt_cu13", "tensorrt_cu13_bindings", "tensorrt_cu12", "tensorrt_cu12_bindings"),
-    TENSORRT_RTX: ("tensorrt-rtx", "tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu13-libs"),
+    TENSORRT_RTX: ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu13-bindings"),
     CUDA_PYTHON: ("cuda-python", "cuda-bindings"),
     "torch": ("torch",),
 }
@@ -75,12 +76,23 @@ def survey_machine(*, import_modules: bool) -> Survey:
         visible_devices=visible,
         driver_cuda=cuda_of_driver(),
         versions=versions,
-        faults={module: fault for module in tried if (fault := import_fault(module))},
+        faults={module: fault for module in tried if (fault := _import_fault(module))},
         torch_cuda=torch_cuda(),
         libraries=frozenset(name for name in library.NAMES if library.is_current(library.FOLDER / name)),
         nvcc=shutil.which("nvcc"),
         host_bytes=available_bytes("host", ()),
     )
+
+
+def _import_fault(module: str) -> str | None:
+    try:
+        if module == CUDA_PYTHON:
+            cuda_bindings()
+        else:
+            import_tensorrt(f"{module} cannot be imported", rtx=module == TENSORRT_RTX)
+    except MissingDependency as error:
+        return str(error)
+    return None
 
 
 def _major(version: str) -> int:

@@ -48,7 +48,7 @@ PACKAGES: Mapping[str, dict[str, Any]] = {  # words of a machine's description â
     "kernels": {"libraries": frozenset({library.TORCH})},
     "driver550": {"driver_cuda": "12.4"},
     "nodriver": {"driver_cuda": None},
-    "broken": {"faults": {TENSORRT: "libnvinfer.so.11: cannot open shared object file"}},
+    "broken": {"faults": {TENSORRT: "tensorrt cannot be imported (libnvinfer.so.11: cannot open shared object file)"}},
 }
 
 
@@ -154,6 +154,8 @@ FP8 = outline(36, 4096, quantization=Quantization("FP8", None, ()))
         ("spark rtx", LARGE, "auto", "tensorrt-rtx", ""),  # whose memory is the host's, and not known
         ("a100 trt", FP8, "auto", "onnxruntime", ""),
         ("a100 trt torch kernels", FP8, "auto", "torch", "FP8 needs compute capability 8.9, not 8.0"),
+        ("t4 rtx", SMALL, "auto", "tensorrt-rtx", ""),
+        ("t4 rtx", SMALL, "bf16", "onnxruntime", "for tensorrt-rtx: sm75 does not compute in bf16"),
         ("rtx4090 rtx", FP8, "auto", "tensorrt-rtx", ""),
     ],
 )

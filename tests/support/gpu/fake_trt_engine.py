@@ -31,7 +31,7 @@ from ddtree_trt.artifact.files import TOKENIZER_FILES
 from ddtree_trt.artifact.manifest import FileEntry, Limits, Manifest, load_manifest
 from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.progress import no_progress
-from ddtree_trt.build.backends.tensorrt.backend import write_shared
+from ddtree_trt.build.backends.tensorrt.plans import write_shared
 from ddtree_trt.build.backends.tensorrt.profiles import drafter_sizes, target_sizes
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.plugins import library
