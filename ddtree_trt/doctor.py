@@ -1,38 +1,44 @@
-"""Diagnosis of this machine: what is installed, and what each part enables. Imports nothing that is slow to load."""
+"""Diagnosis of this machine: what is installed, what each part enables, and the next command for what is missing.
+Imports nothing that is slow to load."""
 
 from __future__ import annotations
 
 import importlib.util
 import platform
-import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.toolchain import installed_versions
+from ddtree_trt.build.choice import RTX_SMS, choose_backend
 from ddtree_trt.device.cpu import Cpu, read_cpu
-from ddtree_trt.device.cuda_calls import cuda_of_driver
-from ddtree_trt.device.gpus import Gpu, available_bytes, find_gpus
+from ddtree_trt.device.gpus import Gpu, available_bytes
 from ddtree_trt.device.memory import plan_manifest
+from ddtree_trt.device.survey import CUDA, CUDA_PYTHON, DRIVER, TENSORRT, TENSORRT_RTX, Survey, survey_machine
 from ddtree_trt.errors import ArtifactError, EngineError, install_with
 from ddtree_trt.isolation import isolated
 from ddtree_trt.plugins import ABI, library
 
 _PACKAGES = (
     *("numpy", "onnx", "onnxruntime", "onnxruntime-gpu", "safetensors", "transformers", "tokenizers"),
-    *("huggingface_hub", "typer", "rich", "torch", "tensorrt", "cuda-python", "tritonclient"),
+    *("huggingface_hub", "typer", "rich", "torch", "tensorrt", "tensorrt-rtx", "cuda-python", "tritonclient"),
 )
-# One of these is enough: the name of TensorRT's package depends on the CUDA release.
-_TENSORRT = ("tensorrt", "tensorrt_cu13", "tensorrt_cu13_bindings", "tensorrt_cu12", "tensorrt_cu12_bindings")
-_CUDA_PYTHON = ("cuda-python", "cuda-bindings")
-
 _FLASH = ("flash-attn",)
 _FLASH_TIMEOUT_S = 60
-# The kernels link CUDA's runtime statically, whatever CUDA the installed torch was built for.
-KERNELS_CUDA, KERNELS_DRIVER = 13, 580
+
+_NEW_DRIVER = (
+    f"sudo apt-get install nvidia-driver-{DRIVER}-open, and restart (Ubuntu; others: https://www.nvidia.com/drivers; "
+    "in a container the host's driver counts: start it with --gpus all)"
+)
+_NVCC = (
+    "sudo apt-get install cuda-toolkit-13-0, and put /usr/local/cuda/bin on PATH (NVIDIA's repository: "
+    "https://developer.nvidia.com/cuda-downloads)"
+)
+_TORCH = "pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu130"
+_FOR_ANOTHER = "ddtree-trt build --target qwen3-8b --backend tensorrt-rtx --gpu sm89 (builds here, for another machine)"
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,7 @@ class Check:
     found: bool
     detail: str
     enables: str
+    next: str | None = None  # what to do where it is missing; None where nothing of use can be done here
 
 
 @dataclass(frozen=True)
@@ -56,81 +63,112 @@ class Diagnosis:
     cpu: Cpu
     gpus: tuple[Gpu, ...]
     checks: tuple[Check, ...]
+    backend: str  # what `build --backend auto` would take, and why
+
+    @property
+    def next_steps(self) -> Mapping[str, str]:
+        """Command → the names of what is missing without it, in the order of the checks."""
+        names: dict[str, list[str]] = {}
+        for check in self.checks:
+            if check.next and not check.found:
+                names.setdefault(check.next, []).append(check.name)
+        return {command: ", ".join(missing) for command, missing in names.items()}
 
 
-def diagnose() -> Diagnosis:
-    """The diagnosis of this machine. What is missing or broken is a finding; nothing is raised for it."""
-    cpu, gpus = read_cpu(), find_gpus()
+def diagnose(survey: Survey | None = None) -> Diagnosis:
+    """The diagnosis of this machine, or of one with the findings of `survey`. What is missing or broken is a finding;
+    nothing is raised for it."""
+    survey = survey or survey_machine(import_modules=False)
     return Diagnosis(
         version=__version__,
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.release()} {platform.machine()}",
         packages=installed_versions(*_PACKAGES),
-        cpu=cpu,
-        gpus=gpus,
+        cpu=read_cpu(),
+        gpus=survey.gpus,
         checks=(
             _check_native(),
             _check_onnxruntime(),
-            _check_gpu(gpus),
-            *_check_gpu_software(),
-            *_check_plugins(),
-            *_check_engine(gpus),
+            _check_gpu(survey),
+            _check_driver(survey),
+            _check_torch(survey),
+            _check_flash(),
+            *_check_packages(survey),
+            _check_nvcc(survey),
+            *_check_plugins(survey),
+            *_check_engine(survey.gpus),
         ),
+        backend=choose_backend(survey).reason,
     )
 
 
 def _check_native() -> Check:
     spec = importlib.util.find_spec("ddtree_trt._native")
-    detail = str(spec.origin) if spec else f"not built; {install_with()} (needs a C++17 compiler)"
-    return Check("native module", spec is not None, detail, "running any engine: trees and cache compaction in C++")
+    install = f"{install_with()} (needs a C++17 compiler)"
+    use = "running any engine: trees and cache compaction in C++"
+    return Check("native module", spec is not None, str(spec.origin) if spec else "not built", use, install)
 
 
 def _check_onnxruntime() -> Check:
     versions = installed_versions("onnxruntime", "onnxruntime-gpu")
-    detail = _listing(versions) or "not installed; run: pip install onnxruntime"
-    return Check("onnxruntime", bool(versions), detail, "the onnxruntime backend: engines on the CPU")
+    use = "the onnxruntime backend: engines on the CPU"
+    return Check("onnxruntime", bool(versions), _listing(versions) or "not installed", use, "pip install onnxruntime")
 
 
-def _check_gpu(gpus: tuple[Gpu, ...]) -> Check:
-    detail = ", ".join(f"{g.name} ({g.memory}, sm {g.compute_capability}, driver {g.driver})" for g in gpus)
-    return Check("NVIDIA GPU", bool(gpus), detail or "none found", "the torch and tensorrt backends")
+def _check_gpu(survey: Survey) -> Check:
+    detail = ", ".join(f"{g} with {g.memory}, driver {g.driver}" for g in survey.gpus)
+    use = "the torch, tensorrt and tensorrt-rtx backends"
+    return Check("NVIDIA GPU", bool(survey.gpus), detail or survey.no_gpu, use, _FOR_ANOTHER)
 
 
-def _check_gpu_software() -> tuple[Check, ...]:
-    torch, full, cuda = (installed_versions(*names) for names in (("torch",), _TENSORRT, _CUDA_PYTHON))
-    nvcc, driver = shutil.which("nvcc"), cuda_of_driver()
-    return (
-        _check_driver(driver),
-        Check("torch", bool(torch), _listing(torch) or f"not installed; {install_with('torch')}", "the torch backend"),
-        _check_flash(),
-        Check(
-            "TensorRT",
-            bool(full),
-            _listing(full) or f"not installed; {install_with('tensorrt')}",
-            "building and running tensorrt engines",
-        ),
-        Check(
-            "CUDA for Python",
-            bool(cuda),
-            _listing(cuda) or f"not installed; {install_with('tensorrt')}",
-            "memory and graphs of tensorrt engines",
-        ),
-        Check("nvcc", nvcc is not None, nvcc or "not on PATH", "compiling the CUDA kernels and the plugin library"),
+def _check_driver(survey: Survey) -> Check:
+    use, update = "running anything on the GPU", _NEW_DRIVER if survey.gpus else None
+    if survey.driver_cuda is None:
+        return Check("CUDA driver", False, "no libcuda.so.1", use, update)
+    detail = f"libcuda.so.1, for CUDA up to {survey.driver_cuda}"
+    if not survey.driver_runs():
+        detail += (
+            f"; our kernels carry the runtime of CUDA {CUDA}, which needs driver {DRIVER} or newer, also beside a "
+            "torch for CUDA 12"
+        )
+    return Check("CUDA driver", survey.driver_runs(), detail, use, update)
+
+
+def _check_torch(survey: Survey) -> Check:
+    versions = survey.versions.get("torch", {})
+    for_cpus = bool(versions and survey.gpus and not survey.torch_cuda)
+    detail = (_listing(versions) or "not installed") + (", a build for CPUs" if for_cpus else "")
+    install = _TORCH if for_cpus else install_with("torch")
+    return Check("torch", bool(versions) and not for_cpus, detail, "the torch backend", install)
+
+
+def _check_packages(survey: Survey) -> tuple[Check, ...]:
+    """NVIDIA's packages. TensorRT builds on its GPU alone, TensorRT for RTX on any machine."""
+    served = not survey.gpus or any(gpu.sm in RTX_SMS for gpu in survey.gpus)
+    rtx = install_with("tensorrt-rtx") if served else None
+    full = install_with("tensorrt") if survey.gpus else None
+    rows = (
+        ("TensorRT", TENSORRT, "building and running tensorrt engines", full),
+        ("TensorRT for RTX", TENSORRT_RTX, "building tensorrt-rtx engines, without a GPU too, and running them", rtx),
+        ("CUDA for Python", CUDA_PYTHON, "memory and graphs of tensorrt and tensorrt-rtx engines", _cuda(survey, rtx)),
+    )
+    return tuple(
+        Check(name, bool(versions), _listing(versions) or "not installed", use, install)
+        for name, module, use, install in rows
+        for versions in [survey.versions.get(module, {})]
     )
 
 
-def _check_driver(newest_cuda: str | None) -> Check:
-    use = "running anything on the GPU"
-    if newest_cuda is None:
-        return Check("CUDA driver", False, "no libcuda.so.1", use)
-    detail = f"libcuda.so.1, for CUDA up to {newest_cuda}"
-    new_enough = int(newest_cuda.split(".")[0]) >= KERNELS_CUDA
-    if not new_enough:
-        detail += (
-            f"; our kernels carry the runtime of CUDA {KERNELS_CUDA}, which needs driver {KERNELS_DRIVER} or newer, "
-            "also beside a torch for CUDA 12"
-        )
-    return Check("CUDA driver", new_enough, detail, use)
+def _cuda(survey: Survey, rtx: str | None) -> str | None:
+    """Both extras have it: by that of the package that is there, else by the one for this GPU."""
+    if not survey.gpus:
+        return None
+    return rtx if rtx and not survey.version(TENSORRT) else install_with("tensorrt")
+
+
+def _check_nvcc(survey: Survey) -> Check:
+    use = "compiling the CUDA kernels and the plugin library"
+    return Check("nvcc", survey.nvcc is not None, survey.nvcc or "not on PATH", use, _NVCC if survey.gpus else None)
 
 
 def _check_flash() -> Check:
@@ -151,22 +189,28 @@ def _check_flash() -> Check:
     return Check("flash-attn", not status, detail, use)
 
 
-def _check_plugins() -> tuple[Check, ...]:
+def _check_plugins(survey: Survey) -> tuple[Check, ...]:
+    """Whether each native library is built, with the ABI of this version."""
     uses = {
         library.PLUGINS: "tree attention in tensorrt engines",
         library.KERNELS: "cache compaction in tensorrt engines",
         library.TORCH: "tree attention and cache compaction in the torch backend",
     }
-    return tuple(_check_library(library.FOLDER / name, use) for name, use in uses.items())
+    build = library.BUILD_HINT if survey.gpus else None
+    return tuple(
+        Check(name, name in survey.libraries, _library_detail(name, name in survey.libraries), use, build)
+        for name, use in uses.items()
+    )
 
 
-def _check_library(path: Path, use: str) -> Check:
-    """The check of a native library, which counts as found when its ABI is this version's."""
-    abi = library.abi_of(path) if path.is_file() and path.stat().st_size else None
-    detail = f"{path}, plugin ABI {abi}" if path.is_file() else f"not built; {library.BUILD_HINT}"
-    if path.is_file() and abi != ABI:
-        detail += f", this version needs {ABI}; {library.BUILD_HINT}"
-    return Check(path.name, abi == ABI, detail, use)
+def _library_detail(name: str, current: bool) -> str:
+    path = library.FOLDER / name
+    if current:
+        return f"{path}, plugin ABI {ABI}"
+    if not path.is_file():
+        return "not built"
+    abi = library.abi_of(path) if path.stat().st_size else None
+    return f"{path}, plugin ABI {abi}, this version needs {ABI}"
 
 
 def _check_engine(gpus: tuple[Gpu, ...]) -> tuple[Check, ...]:
@@ -183,5 +227,5 @@ def _check_engine(gpus: tuple[Gpu, ...]) -> tuple[Check, ...]:
     return (Check("newest engine", fits, detail, "ddtree-trt run without naming an engine"),)
 
 
-def _listing(versions: dict[str, str]) -> str:
+def _listing(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -12,9 +12,11 @@ from hypothesis import HealthCheck, settings
 from sharing import build_once, free_bytes, worker_count
 
 import ddtree_trt
+from ddtree_trt.build import compile as compiling
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.commands.profile import measure_engine
 from ddtree_trt.device.cpu import read_cpu
+from ddtree_trt.device.survey import Survey
 from ddtree_trt.runtime.decoding import latency as profile
 from ddtree_trt.runtime.llm import LLM
 
@@ -59,6 +61,14 @@ def no_measuring() -> Iterator[None]:
     """Automatic budgets follow from known costs, so that the same test makes the same trees on every machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profile, "measure", known_costs)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_gpu() -> Iterator[None]:
+    """Backend `auto` is the CPU's, so that the same test builds the same engine on every machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiling, "survey_machine", lambda *, import_modules: Survey())
         yield
 
 

@@ -22,8 +22,11 @@ from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
 from ddtree_trt.build.backends.registry import backend_build, resolve_precision
 from ddtree_trt.build.checkpoint.paths import engine_name
 from ddtree_trt.build.checkpoint.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
+from ddtree_trt.build.choice import choose_backend
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
+from ddtree_trt.build.outline import Pair, outline_pair
 from ddtree_trt.build.presets import PRESETS, PackagedSource, Preset, Source, find_preset
+from ddtree_trt.device.survey import survey_machine
 from ddtree_trt.errors import BuildError, CheckpointError, UsageError
 from ddtree_trt.models.decoder import POSITIONS
 from ddtree_trt.models.drafters.kinds import kind_of
@@ -85,10 +88,10 @@ def compile_engine(
     from ddtree_trt.build.checkpoint.reader import check_pair
 
     started = time.monotonic()
-    backend = backend_build(request.backend, request.builder)
-    precision = resolve_precision(backend, request.precision)
     preset = resolve_preset(request)
     check_numbers(request)
+    pair = outline_pair(preset, request.checkpoint, request.drafter)
+    backend, precision = choose_build(request, pair, notice)
     destination = prepare_destination(request.destination, force=request.force)
     target = _open(preset.target if preset else None, request.checkpoint, "--checkpoint")
     drafter = _open(preset.drafter if preset else None, request.drafter, "--drafter")
@@ -138,6 +141,20 @@ def _write_manifest(directory: Path, manifest: Manifest) -> None:
     text = manifest.to_json()
     parse_manifest(text, artifact.MANIFEST)  # what is written can be read
     (directory / artifact.MANIFEST).write_text(text, encoding="utf-8")
+
+
+def choose_build(
+    request: BuildRequest, pair: Pair, notice: Callable[[str], None], *, dry_run: bool = False
+) -> tuple[BackendBuild, PrecisionName]:
+    """The backend's part of the build and its precision; for backend `auto` by what this machine has, and `notice` is
+    called with the reason. Raises what `backend_build` and `resolve_precision` raise."""
+    name = request.backend
+    if name == "auto":
+        choice = choose_backend(survey_machine(import_modules=True), pair, request.precision)
+        notice(choice.reason)
+        name = choice.backend
+    backend = backend_build(name, request.builder, dry_run=dry_run)
+    return backend, resolve_precision(backend, request.precision)
 
 
 def _tokenizer_source(tokenizer: Path) -> JsonSource:

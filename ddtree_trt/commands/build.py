@@ -133,10 +133,9 @@ def build(
         would.check()
         return
     with terminal.progress_bars() as progress:
-        notes: list[str] = []
-        manifest = compile_engine(request, progress, notes.append)
+        manifest = compile_engine(request, progress, terminal.print_note)
         if profile and not runs_here(manifest):
-            notes.append("latencies are measured when the engine is first opened on a GPU that it is for")
+            terminal.print_note("latencies are measured when the engine is first opened on a GPU that it is for")
         elif profile:
             measure_engine(request.destination, progress)
-    terminal.print_built(request.destination, manifest, notes)
+    terminal.print_built(request.destination, manifest)

@@ -30,6 +30,15 @@ class Gpu:
         match = re.fullmatch(r"(\d+) MiB", self.memory)
         return int(match[1]) << 20 if match else None
 
+    @property
+    def sm(self) -> int | None:
+        """Its compute capability as compilers write it: 90 for 9.0; None where it is not known."""
+        match = re.fullmatch(r"(\d+)\.(\d)", self.compute_capability)
+        return 10 * int(match[1]) + int(match[2]) if match else None
+
+    def __str__(self) -> str:
+        return f"{self.name} (compute capability {self.compute_capability})"
+
 
 def find_gpus() -> tuple[Gpu, ...]:
     """NVIDIA GPUs by nvidia-smi, or at least by the driver's files; empty without a driver."""
@@ -46,6 +55,21 @@ def find_gpus() -> tuple[Gpu, ...]:
         match = re.search(r"^Model:\s*(.+)$", path.read_text(errors="replace"), re.MULTILINE)
         gpus.append(Gpu(match[1] if match else "unknown", _driver_version(), "unknown", "unknown"))
     return tuple(gpus)
+
+
+def visible_gpus(gpus: tuple[Gpu, ...], chosen: str | None) -> tuple[Gpu, ...]:
+    """Those of a machine's GPUs that CUDA shows to a process whose CUDA_VISIBLE_DEVICES is `chosen`; None where it is
+    not set. As CUDA does, the first number without a GPU ends the list. GPUs named in another way are all kept."""
+    if chosen is None:
+        return gpus
+    found = []
+    for word in chosen.split(",") if chosen.strip() else ():
+        if not re.fullmatch(r"-?\d+", word.strip()):
+            return gpus
+        if not 0 <= int(word) < len(gpus):
+            break
+        found.append(gpus[int(word)])
+    return tuple(found)
 
 
 def _driver_version() -> str:

@@ -22,6 +22,7 @@ from ddtree_trt.plugins import ABI
 KERNELS = "libddtree_kernels.so"
 PLUGINS = "libddtree_plugins.so"
 TORCH = "libddtree_torch.so"
+NAMES = (PLUGINS, KERNELS, TORCH)
 
 FOLDER = Path(__file__).parent
 BUILD_HINT = "run `make plugins` in a checkout of ddtree-trt (needs nvcc 13; cpp_plugins/README.md has the rest)"
@@ -124,6 +125,11 @@ def abi_of(path: Path) -> int | None:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         found = _MARKER.search(data)
         return int(found[1]) if found else None
+
+
+def is_current(path: Path) -> bool:
+    """Whether there is a library whose ABI is this version's."""
+    return path.is_file() and path.stat().st_size > 0 and abi_of(path) == ABI
 
 
 def find(name: str, folder: Path = FOLDER) -> Path:

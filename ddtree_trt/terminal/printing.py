@@ -48,17 +48,21 @@ def progress_bars() -> Iterator[Progress]:
         TextColumn("{task.fields[amount]}"),
         TimeRemainingColumn(),
     )
-    with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
-        tasks: dict[str, TaskID] = {}
+    bars = Bars(*columns, console=Console(stderr=True), transient=True)
+    tasks: dict[str, TaskID] = {}
 
-        def show(stage: str, done: int, total: int, /) -> None:
-            # Small totals count steps, large ones bytes.
-            amount = f"{done}/{total}" if total < 10_000 else f"{human_bytes(done)} of {human_bytes(total)}"
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total, amount=amount)
-            bars.update(tasks[stage], completed=done, total=total, amount=amount)
+    def show(stage: str, done: int, total: int, /) -> None:
+        bars.start()  # at the first stage: until then stdout is not rich's
+        # Small totals count steps, large ones bytes.
+        amount = f"{done}/{total}" if total < 10_000 else f"{human_bytes(done)} of {human_bytes(total)}"
+        if stage not in tasks:
+            tasks[stage] = bars.add_task(stage, total=total, amount=amount)
+        bars.update(tasks[stage], completed=done, total=total, amount=amount)
 
+    try:
         yield show
+    finally:
+        bars.stop()
 
 
 def human_bytes(count: int) -> str:
@@ -79,17 +83,22 @@ def print_fields(fields: Iterable[tuple[str, str]], indent: str = "") -> None:
         print(printable(f"{indent}{name:<{width}}  {value}".rstrip()))
 
 
-def print_built(directory: Path, manifest: Manifest, notes: Iterable[str] = ()) -> None:
-    """Print what was built, the build's notes, and the next command."""
+def print_note(line: str) -> None:
+    """Print a line that the user should read before the work goes on."""
+    print(printable(line), flush=True)
+
+
+def print_built(directory: Path, manifest: Manifest) -> None:
+    """Print what was built, and the next command."""
     size = human_bytes(sum(entry.size for entry in manifest.files.values()))
     shown_directory = printable(str(directory))
     print(f"built {shown_directory}: {manifest.backend} {manifest.precision}, {size}, {manifest.build_seconds:.1f} s")
-    for note in notes:
-        print(printable(note))
     print(f"next: ddtree-trt run {printable(shlex.quote(str(directory)))}")
 
 
 def print_dry_run(would: DryRun) -> None:
+    if would.reason:
+        print_note(would.reason)
     print(f"{would.name}: {would.backend} {would.precision} engine, not built")
     available = would.available_bytes
     found = "no GPU whose memory is known" if available is None else human_bytes(available)
@@ -163,6 +172,10 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     )
     print()
     print_fields((f"{'yes' if c.found else 'no ':3}  {c.name}", f"{c.detail} → {c.enables}") for c in d.checks)
+    print()
+    print(printable(d.backend))
+    for command, missing in d.next_steps.items():
+        print(printable(f"next for {missing}: {command}"))
 
 
 def print_profile(profile: LatencyProfile) -> None:

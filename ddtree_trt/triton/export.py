@@ -23,7 +23,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.directory import atomic_directory
 from ddtree_trt.errors import MAX_COUNT, ArtifactError, BuildError, UsageError, check_range
-from ddtree_trt.triton import inputs
+from ddtree_trt.triton import inputs, requirements
 from ddtree_trt.triton.layouts import ENGINE_FOLDER, LAYOUT_NAMES, LayoutName
 
 _log = logging.getLogger(__name__)
@@ -88,6 +88,9 @@ def export_triton(request: ExportRequest, progress: Progress = no_progress) -> P
         "max_queue": str(request.max_queue),
         "engine_name": manifest.name,
         "backend": manifest.backend,
+        "requirement": requirements.package(manifest),
+        "extra": requirements.extra(manifest),
+        "machine": requirements.machine(manifest),
         "precision": manifest.precision,
         "convention": _CONVENTIONS[request.layout],
         "repository": str(request.repository),

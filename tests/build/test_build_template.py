@@ -46,6 +46,7 @@ def request(pair: tuple[Path, Path], output: Path, **arguments: Any) -> BuildReq
 def notes_of(request: BuildRequest) -> list[str]:
     notes: list[str] = []
     compile_engine(request, notice=notes.append)
+    assert notes.pop(0).startswith("backend onnxruntime: ")
     return notes
 
 
@@ -73,14 +74,14 @@ def test_on_the_command_line(pair: tuple[Path, Path], tmp_path: Path, capsys: py
     argument = ["--chat-template-arg", "enable_thinking=false"]
     assert not app([*build, *argument, "--no-profile"], standalone_mode=False)
     built = capsys.readouterr().out.splitlines()
-    assert len(built) == 2 and built[1] == f"next: ddtree-trt run {engine}"
+    assert len(built) == 3 and built[2] == f"next: ddtree-trt run {engine}"
     assert not app(["inspect", str(engine)], standalone_mode=False)
     assert "enable_thinking False" in capsys.readouterr().out
     assert " ".join(argument) in rebuild_command(engine, load_manifest(engine))
     # Without it, one line says which mode a chat runs in.
     assert not app([*build, "--no-profile", "--force"], standalone_mode=False)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and "thinking" in lines[1] and " ".join(argument) in lines[1]
+    assert len(lines) == 4 and "thinking" in lines[1] and " ".join(argument) in lines[1]
     assert (
         app([*build, "--no-profile", "--force", "--chat-template-arg", "enable_thinkin=false"], standalone_mode=False)
         == 2

@@ -22,7 +22,8 @@ from ddtree_trt.terminal import printing as terminal
 
 def run(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "ddtree_trt.cli", *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd)
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # backend auto is the CPU's on every machine
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=hidden)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +32,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("workplace")
     built = run("build", "--target", "tiny", cwd=directory)
     assert (built.returncode, built.stderr) == (0, "")
-    first, second = built.stdout.splitlines()
+    why, first, second = built.stdout.splitlines()
+    assert why.startswith("backend onnxruntime: no NVIDIA GPU is visible")
     assert first.startswith("built engines/tiny: onnxruntime fp32, ")
     assert second == "next: ddtree-trt run engines/tiny"
     return directory
@@ -112,10 +114,10 @@ def test_doctor() -> None:
 
 
 def test_bars_on_a_terminal_only(workplace: Path) -> None:
-    """On a terminal stderr carries progress; stdout is the same two lines either way."""
+    """On a terminal stderr carries progress; stdout is the same three lines either way."""
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "ddtree_trt.cli", "build", "--target", "tiny", "--force"]
-    env = {**os.environ, "TERM": "xterm"}
+    env = {**os.environ, "TERM": "xterm", "CUDA_VISIBLE_DEVICES": ""}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=follower, cwd=workplace, env=env) as process:
         os.close(follower)
         drawn = b""
@@ -131,7 +133,9 @@ def test_bars_on_a_terminal_only(workplace: Path) -> None:
         out = process.stdout.read().decode()
     os.close(leader)
     assert process.returncode == 0 and b"write weights" in drawn
-    assert out.splitlines()[1] == "next: ddtree-trt run engines/tiny"
+    why, first, second = out.splitlines()
+    assert why.startswith("backend onnxruntime: ") and first.startswith("built engines/tiny: ")
+    assert second == "next: ddtree-trt run engines/tiny"
 
 
 def test_a_closed_pipe_is_no_error(workplace: Path) -> None:

@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.trt, pytest.mark.gpu, pytest.mark.slow, pytest.mark.ti
 @pytest.fixture(scope="session")
 def machine() -> Machine:
     try:
-        return examine()
+        return examine("auto")
     except DDTreeError as error:
         pytest.skip(f"skipped: {error}")
 

@@ -101,7 +101,10 @@ def test_commands_and_options(path: Path) -> None:
 
 def test_options_named_in_messages() -> None:
     """Of the package: what an error or a help text tells to give must be an option."""
-    foreign = {"--query-gpu", "--format", "--untracked-files", "--porcelain"}  # nvidia-smi's and git's
+    foreign = {
+        *("--query-gpu", "--format", "--untracked-files", "--porcelain"),  # nvidia-smi's and git's
+        *("--force-reinstall", "--index-url"),  # pip's
+    }
     wrong = {
         f"{path.relative_to(ROOT)}: {option}"
         for path in SOURCES

@@ -54,7 +54,7 @@ def gpu_engine(engine: Path) -> Path:
     for graph, plan in names.items():
         (engine / graph).rename(engine / plan)
     files = {names.get(name, name): entry for name, entry in manifest.files.items()}
-    manifest = dataclasses.replace(manifest, backend="tensorrt", files=files)
+    manifest = dataclasses.replace(manifest, backend="tensorrt", files=files, plugin={"name": "DDTreeAttention"})
     (engine / MANIFEST).write_text(manifest.to_json())
     return engine
 

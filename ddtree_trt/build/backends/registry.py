@@ -9,16 +9,14 @@ from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
 from ddtree_trt.errors import UsageError
 
 
-def backend_build(
-    name: Literal["auto", BackendName], options: BuilderOptions, *, dry_run: bool = False
-) -> BackendBuild:
-    """The named backend; `auto` is ONNX Runtime, which runs everywhere. For a dry run any machine will do.
+def backend_build(name: BackendName, options: BuilderOptions, *, dry_run: bool = False) -> BackendBuild:
+    """The named backend. For a dry run any machine will do.
 
     Raises MissingDependency where its packages are not installed, BuildError where this machine cannot build it, and
     UsageError for options that are not for it.
     """
-    options.check("onnxruntime" if name == "auto" else name)
-    if name in ("auto", "onnxruntime"):
+    options.check(name)
+    if name == "onnxruntime":
         from ddtree_trt.build.backends.onnxruntime.backend import OnnxRuntimeBuild
 
         return OnnxRuntimeBuild()

@@ -1,0 +1,92 @@
+"""Networks as their configuration describes them: what a build and a dry run know before any weight is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ddtree_trt.artifact.precisions import PLAN_BACKENDS, PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
+from ddtree_trt.build.checkpoint.paths import checkpoint_name
+from ddtree_trt.build.checkpoint.quantization import MODELOPT_CONFIG, Quantization
+from ddtree_trt.build.presets import PackagedSource, Preset, Source
+from ddtree_trt.models.decoder import HEAD, TransformerDims
+from ddtree_trt.models.pairs import checkpoint_shapes
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A network as its configuration describes it."""
+
+    name: str
+    dims: TransformerDims
+    shapes: Mapping[str, tuple[int, ...]]  # of all tensors
+    quantization: Quantization | None
+
+    def without_head(self) -> Outline:
+        return replace(self, shapes={name: shape for name, shape in self.shapes.items() if name != HEAD})
+
+    def weights_bytes(self, item_bytes: int, *, as_stored: bool) -> int:
+        """Bytes of the weights in a precision of `item_bytes`; with `as_stored` quantised ones are kept as they are."""
+        quantization = self.quantization if as_stored else None
+        return sum(
+            quantization.weight_bytes(shape, item_bytes)
+            if quantization and quantization.covers(name)
+            else item_bytes * math.prod(shape)
+            for name, shape in self.shapes.items()
+        )
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and its drafter, which fit each other."""
+
+    target: Outline
+    drafter: Outline
+
+    def weights_bytes(self, backend: BackendName, precision: PrecisionName) -> int:
+        """Bytes of both networks' weights in an engine. Of plans without the heads, which `device/memory.py`
+        counts as they are on the device."""
+        if backend == "onnxruntime":
+            return weight_bytes(self.target.shapes, precision) + weight_bytes(self.drafter.shapes, precision)
+        size, plans = PRECISIONS[precision].value_bytes, backend in PLAN_BACKENDS
+        target, drafter = self.target, self.drafter
+        if plans:
+            target, drafter = target.without_head(), drafter.without_head()
+        return target.weights_bytes(size, as_stored=plans) + drafter.weights_bytes(size, as_stored=False)
+
+
+def outline_pair(preset: Preset | None, checkpoint: Path | None, drafter: Path | None) -> Pair:
+    """The networks that the user named, else the preset's. Of the hub only configurations are fetched.
+
+    Raises CheckpointError for a configuration that cannot be used and for networks that do not fit each other.
+    """
+    # Imported here because NumPy has no place in `ddtree-trt --help`.
+    from ddtree_trt.build.checkpoint.reader import check_pair
+
+    pair = Pair(
+        _outline(preset.target if preset else None, checkpoint, "--checkpoint"),
+        _outline(preset.drafter if preset else None, drafter, "--drafter"),
+    )
+    check_pair(pair.target, pair.drafter)
+    return pair
+
+
+def _outline(source: Source | None, path: Path | None, option: str) -> Outline:
+    from ddtree_trt.build.checkpoint.config import CONFIG
+    from ddtree_trt.build.checkpoint.reader import load_config
+
+    if path is not None or source is None:
+        assert path is not None  # resolve_preset: without a preset both paths are given
+        name = checkpoint_name(path)
+    elif isinstance(source, PackagedSource):
+        path, name = source.directory, source.folder
+    else:
+        from ddtree_trt.build.hub import download
+
+        path, name = download(source, option, [CONFIG, MODELOPT_CONFIG]), source.repository
+    config = load_config(path)
+    shapes = checkpoint_shapes(config.dims, tied=config.tied)
+    return Outline(name, config.dims, shapes, config.quantization)
