@@ -1,8 +1,8 @@
 """Checks of `ddtree-trt check`: whether an engine is lossless up to its rounding, and its drafter wired right.
 
 Greedy: every method gives the tokens of `ar`; where one differs, the target's logits of both tokens must be closer than
-the precision rounds. Distribution: every sampled token's place in the target's own distribution is uniform. Golden τ:
-the mean acceptance length is within the pair's range.
+the precision rounds, and in an engine that is `exact` none may differ. Distribution: every sampled token's place in the
+target's own distribution is uniform. Golden τ: the mean acceptance length is within the pair's range.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HINT_PROMPTS = 4
 
 def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> CheckReport:
     """Run every check. Raises UsageError for prompts that do not fit, ArtifactError for an engine that cannot load."""
-    with closing(Session(Path(settings.engine), threads=settings.threads)) as session:
+    with closing(Session(Path(settings.engine), threads=settings.threads, exact=settings.exact)) as session:
         prompts = _encode(session, load_prompts(settings.prompts, settings.limit), settings)
         greedy = _check_greedy(session, prompts, settings, progress)
         distribution = _check_distribution(session, prompts, settings, progress) if settings.seeds else ()
@@ -133,7 +133,8 @@ def _explain(session: Session, name: str, prompt: list[int], expected: list[int]
     pairs = zip(expected, found, strict=False)
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
     row = target_logits(session, prompt, expected[: position + 1] if position < len(expected) else found)[position]
-    rounding = PRECISIONS[session.manifest.precision].relative_rounding * float(np.abs(row).max())
+    exact = session.engine.foresee is not None
+    rounding = 0.0 if exact else PRECISIONS[session.manifest.precision].relative_rounding * float(np.abs(row).max())
     if position >= min(len(expected), len(found)):
         a = expected[position] if position < len(expected) else None
         b = found[position] if position < len(found) else None

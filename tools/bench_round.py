@@ -53,6 +53,7 @@ class IdleEngine:
     threads = 1
     buckets = None
     rounds = None
+    foresee = None
 
     def __init__(self, slots: int) -> None:
         self.manifest = manifest(slots)

@@ -21,9 +21,15 @@ from ddtree_trt.runtime.text.codec import Prompt
 class Session:
     """An engine for one request at a time, each from empty caches. Automatic budgets keep what they learn."""
 
-    def __init__(self, directory: Path, *, threads: int = 0, engine: Engine | None = None) -> None:
-        """`engine`: an open engine, whose directory needs to hold a tokenizer only."""
-        core = open_core(directory, threads=threads, warm=False) if engine is None else assemble_core(directory, engine)
+    def __init__(
+        self, directory: Path, *, threads: int = 0, exact: bool | None = None, engine: Engine | None = None
+    ) -> None:
+        """`threads` and `exact` are those of `open_engine`. `engine`: an open engine in their place, whose directory
+        needs to hold a tokenizer only."""
+        if engine is None:
+            core = open_core(directory, threads=threads, warm=False, exact=exact)
+        else:
+            core = assemble_core(directory, engine)
         self.core = core
         self.engine = core.engine
         self.codec = core.codec

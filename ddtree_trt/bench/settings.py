@@ -189,6 +189,7 @@ class CheckSettings:
     sampled_prompts: int = 4
     sampled_tokens: int = 12
     threads: int = 0
+    exact: bool | None = None  # as for LLM
 
     def __post_init__(self) -> None:
         for name in ("limit", "max_tokens", "sampled_prompts", "sampled_tokens"):

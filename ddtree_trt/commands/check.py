@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.bench.settings import CheckSettings
-from ddtree_trt.commands.options import AsJson, EngineDirectory, Threads
+from ddtree_trt.commands.options import AsJson, EngineDirectory, Exact, Threads
 from ddtree_trt.terminal import printing as terminal
 
 
@@ -25,6 +25,7 @@ def check(
         int, typer.Option(metavar="N", help="Sampled requests per prompt, method and temperature; 0 skips them.")
     ] = CheckSettings.seeds,
     threads: Threads = CheckSettings.threads,
+    exact: Exact = CheckSettings.exact,
     json: AsJson = False,
 ) -> None:
     """Check that every method gives what the target alone would, up to rounding, and that the drafter is wired right.
@@ -38,6 +39,7 @@ def check(
         max_tokens=max_tokens,
         seeds=seeds,
         threads=threads,
+        exact=exact,
     )
     from ddtree_trt.check import check_engine
     from ddtree_trt.findings import describe

@@ -22,7 +22,7 @@ Exact = Annotated[
     bool | None,
     typer.Option(
         "--exact/--no-exact",
-        help="CPU engines: the same logits for a token alone as among others. Default: int8 only.",
+        help="CPU engines: every method gives the tokens of ar, bit for bit. Default: int8 only.",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -27,9 +27,9 @@ class LLM:
             Without it, work that a stage leaves on the GPU is timed in the next one that waits.
         device_rounds: whether rounds stay on the device. `auto`: on a GPU, for every request that they can serve;
             `on`: refuse other requests; `off`: never. `metrics` of an output have the choice and its reason.
-        exact: of engines of the onnxruntime backend, whether a single token gets the same logits, bit for bit, as in a
-            pass of several, so that outputs of chains are those of `ar`. Single tokens take longer then. None: for
-            int8 engines.
+        exact: of engines of the onnxruntime backend, whether every token is emitted from logits with the bits that `ar`
+            computes, so that its tokens are those of all methods. Single tokens take longer then. None: for int8
+            engines.
 
     An engine of the torch backend on a GPU changes settings of PyTorch for the whole process and for good: products of
     matrices then sum in float32 (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`,

@@ -23,7 +23,7 @@ class ServeOptions:
     stall_timeout_s: float = 30.0  # a client that reads nothing for this long is disconnected
     drain_timeout_s: float = 30.0  # after SIGTERM, before the requests that still run are ended
     device_rounds: DeviceRoundsMode = "auto"  # whether rounds stay on the device; on: other requests are refused
-    exact: bool | None = None  # single tokens get the logits of passes of several; None: the engine's default
+    exact: bool | None = None  # every method gives the tokens of `ar`, bit for bit; None: the engine's default
     threads: int = 0  # CPU threads of the engine; 0 chooses
     access_log: bool = False
 

@@ -132,6 +132,14 @@ def test_an_output_that_ends_early_is_a_difference_without_excuse(tiny_engine: P
     session.close()
 
 
+def test_nothing_explains_a_difference_in_an_exact_engine(tiny_engine: Path) -> None:
+    for exact in (True, False):
+        session = Session(tiny_engine, exact=exact)
+        difference = check._explain(session, "p", [5, 6], [7, 8], [7, 9])
+        assert (difference.rounding == 0) is exact
+        session.close()
+
+
 def test_coarser_precisions_allow_more() -> None:
     allowed = {name: precision.relative_rounding for name, precision in PRECISIONS.items()}
     assert allowed["fp32"] < allowed["fp16"] < allowed["bf16"] < 0.1

@@ -132,7 +132,7 @@ class Remembering:
     seconds.
     """
 
-    threads, rounds, buckets = 1, None, None
+    threads, rounds, buckets, foresee = 1, None, None, None
 
     def __init__(self, engine: Engine, change: Change) -> None:
         self.manifest = engine.manifest

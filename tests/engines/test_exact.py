@@ -22,9 +22,10 @@ from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import token_chain
+from tools.equal_bits import compare
 
-STEPS = 120
-CHAINS = ((2,), (5,), (9,), (17,), (33,), (1, 4, 2, 9, 17, 1, 1, 3))
+STEPS = 140
+CHAINS = ((2,), (5,), (9,), (17,), (33,), (129,), (1, 4, 2, 9, 17, 1, 1, 3))
 
 
 @pytest.fixture(scope="module", params=["fp32", "int8"])
@@ -75,7 +76,7 @@ def differences(engine: OrtEngine) -> list[float]:
             largest = max(largest, float(np.abs(logits - alone[place : place + len(chain)]).max()))
             place, turn = place + kept, turn + 1
         found.append(largest)
-    for chunk in (1, 2, 7, 64, STEPS):  # as after a reused prefix, or at a prompt's end
+    for chunk in (1, 2, 7, 65, STEPS):  # as after a reused prefix, or at a prompt's end
         start(engine)
         rows = [
             np.array(engine.prefill(0, tokens[i : i + chunk], rows="all", taps=False).logits)
@@ -143,6 +144,23 @@ def test_chains_give_the_tokens_of_ar(directory: Path, options: dict[str, Any]) 
             assert [o.outputs for o in found] == [o.outputs for o in wanted]
             assert max(max(o.metrics.acceptance_lengths) for o in found) > 2
         assert any(o.usage.cached_tokens for o in found)
+
+
+def sums_of_differences(directory: Path, exact: bool) -> tuple[int, int]:
+    """Differing tokens and differing rows of logits among random methods, budgets and batches."""
+    with LLM(directory, threads=1, exact=exact) as llm:
+        *_, sums = compare(llm, prompts(), 1500, length=60)
+    assert sums.tokens >= 1500 and sums.tokens > 2 * sums.rounds
+    return sums.other_tokens, sums.other_rows
+
+
+def test_trees_give_the_bits_of_ar(directory: Path) -> None:
+    assert sums_of_differences(directory, exact=True) == (0, 0)
+
+
+def test_trees_give_other_bits_without(directory: Path) -> None:
+    """Else the test above would say nothing."""
+    assert sums_of_differences(directory, exact=False)[1] > 0
 
 
 def test_draft_models_give_the_tokens_of_ar(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ class ForcedEngine:
     It replaces `Verdict.choices`, which greedy decoding takes; sampling reads logits and is not affected.
     """
 
+    foresee = None
+
     def __init__(self, engine: Engine, acceptance_length: int, banned: frozenset[int] = frozenset()) -> None:
         self.manifest: Manifest = engine.manifest
         self.threads = engine.threads

@@ -18,6 +18,7 @@ from ddtree_trt.runtime.decoding.sampling import Row
 from ddtree_trt.runtime.engines.base import (
     Draft,
     DraftRequest,
+    DrawnFrom,
     Engine,
     RoundRequest,
     RoundResult,
@@ -26,10 +27,19 @@ from ddtree_trt.runtime.engines.base import (
 )
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import DEVICE_ROUND, StageClock
-from ddtree_trt.runtime.tree import EMPTY, DraftTree, compile_tree, descend, walk
+from ddtree_trt.runtime.tree import EMPTY, DraftTree, behind, compile_tree, descend, spine_first, walk
 
 Path = NDArray[np.int32]
 NOTHING = Proposal(EMPTY)
+
+
+@dataclass(frozen=True)
+class Walk:
+    """The nodes at which the target chose tokens."""
+
+    path: Path  # [m], root first
+    emitted: int  # nodes of the path whose tokens were emitted, 1 or more
+    foreseen: list[int]  # [m − emitted]: tokens chosen at the others; [] if the sequence has ended
 
 
 @dataclass(frozen=True)
@@ -37,7 +47,7 @@ class Round:
     """One finished round of one sequence, as watchers get it."""
 
     root_token: int  # the bonus token of the round before
-    tree: DraftTree
+    tree: DraftTree  # foreseen tokens and what was drafted behind them
     path: Path  # [m], root first
     next_token: int  # the target's choice at the path's end
     decision: Decision | None  # why the tree had its size; None for a fixed budget
@@ -55,18 +65,28 @@ class _SlotRound:
         self.slot = sequence.slot
         self.past = engine.length(self.slot)
         self.root_token = sequence.bonus_token
-        self.ceiling = sequence.budget.ceiling(self.past, sequence.tokens_left) if sequence.drafts else 0
+        self.foreseen = sequence.foreseen
+        self.in_place = engine.foresee is not None  # whether only nodes right behind their ancestors emit tokens
+        left = sequence.tokens_left - len(self.foreseen)
+        self.ceiling = sequence.budget.ceiling(self._draft_past, left) if sequence.drafts else 0
         self.proposal = NOTHING
-        self.path: Path | None = None  # accepted nodes [m]; None before the walk, and if it failed
+        self.result: Walk | None = None  # None before the walk, and if it failed
+
+    @property
+    def _draft_past(self) -> int:
+        """Tokens in front of the one that is drafted behind."""
+        return self.past + len(self.foreseen)
 
     @property
     def tree(self) -> DraftTree:
-        return self.proposal.tree
+        """The tree to verify."""
+        return behind(self.foreseen, self.proposal.tree)
 
     def draft_request(self) -> DraftRequest:
         s = self.sequence
         k = s.method.candidates(self.ceiling, s.params.stochastic)
-        return DraftRequest(self.slot, self.root_token, k, self.ceiling, s.sampler.draft)
+        last_token = self.foreseen[-1] if self.foreseen else self.root_token
+        return DraftRequest(self.slot, last_token, k, self.ceiling, s.sampler.draft)
 
     def round_request(self) -> RoundRequest:
         params, sampler = self.sequence.params, self.sequence.sampler
@@ -84,8 +104,9 @@ class _SlotRound:
         s = self.sequence
         with self:
             proposal = s.method.propose(draft, self.ceiling, s.sampler.draft)
-            nodes = s.budget.choose(proposal.tree, self.past)
-            self.proposal = Proposal(proposal.tree.cut(nodes), proposal.drawn[:nodes])
+            nodes = s.budget.choose(proposal.tree, self._draft_past)
+            tree = proposal.tree.cut(nodes)
+            self.proposal = Proposal(spine_first(tree) if self.in_place else tree, proposal.drawn[:nodes])
 
     def take(self, result: RoundResult, engine: Engine) -> None:
         """Emit the tokens that the engine has committed; if the sequence ends at one, forget those after it."""
@@ -98,17 +119,31 @@ class _SlotRound:
     def walk(self, verdict: Verdict) -> None:
         if not self.sequence.finished:
             with self:
-                self.path = accept(self.sequence, self.proposal, verdict)
+                self.result = accept(self.sequence, self.tree, self.proposal.drawn, verdict, in_place=self.in_place)
+                self.sequence.metrics.add_round(self.result.emitted, len(self.proposal.tree))
 
     def commit(self, engine: Engine) -> None:
-        s = self.sequence
-        if self.path is None:
+        s, result = self.sequence, self.result
+        if result is None:
             return
-        engine.commit(self.slot, self.path, taps=s.drafts)
+        path = result.path[: result.emitted]
+        engine.commit(self.slot, path, taps=s.drafts)
+        # The last token that may come is chosen at a node behind those of all others.
+        s.foreseen = result.foreseen[: max(s.tokens_left - 1, 0)]
+        if s.foreseen:
+            assert engine.foresee is not None, "only engines with this call leave tokens to foresee"
+            engine.foresee(self.slot, result.path[result.emitted :][: len(s.foreseen)])
         with self:
-            s.budget.observe(self.tree, self.path, s.bonus_token, ends=s.finished)
+            self._observe(result)
             if s.on_round is not None:
-                s.on_round(Round(self.root_token, self.tree, self.path, s.bonus_token, s.budget.last))
+                s.on_round(Round(self.root_token, self.tree, path, s.bonus_token, s.budget.last))
+
+    def _observe(self, result: Walk) -> None:
+        """Show the budget the walk below the node that was drafted behind, if it came there."""
+        s, skipped = self.sequence, len(self.foreseen)
+        if len(result.path) > skipped:
+            latest = result.foreseen[-1] if result.foreseen else s.bonus_token
+            s.budget.observe(self.proposal.tree, result.path[skipped:] - skipped, latest, ends=s.finished)
 
 
 def decode_round(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
@@ -153,31 +188,46 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
             each.commit(engine)
 
 
-def accept(sequence: Sequence, proposal: Proposal, verdict: Verdict) -> Path:
-    """Walk the verified tree, emit the target's tokens, and return the path [m] whose cache rows stay, root first.
+def accept(
+    sequence: Sequence, tree: DraftTree, drawn: tuple[DrawnFrom, ...], verdict: Verdict, *, in_place: bool = False
+) -> Walk:
+    """Walk the verified tree and emit the target's tokens.
 
-    Each node on the path yields one emitted token: the accepted drafts, then the next bonus token. Where a stop or a
-    limit is met inside the path, the path ends there.
+    Each node on the path yields one token: the accepted drafts, then the next bonus token. Where a stop or a limit is
+    met inside the path, the path ends there. With `in_place`, tokens are emitted as long as the path's nodes are the
+    tree's first ones; those chosen behind are foreseen.
     """
-    tree = proposal.tree
-    if sequence.sampler.takes_choices:
-        path = walk(tree, verdict.choices)
-        wanted = sequence.params.logprobs is not None  # reading a row may copy it from a device
-        tokens = zip(path.tolist(), verdict.choices[path].tolist(), strict=True)
-        path = path[: emit(sequence, ((token, verdict.logits[node] if wanted else None) for node, token in tokens))]
-    else:
+    if not sequence.sampler.takes_choices:
+        return _choose(sequence, tree, drawn, verdict, in_place)
+    path = walk(tree, verdict.choices)
+    ready = int((path == np.arange(len(path))).sum()) if in_place else len(path)
+    wanted = sequence.params.logprobs is not None  # reading a row may copy it from a device
+    tokens = verdict.choices[path].tolist()
+    rows = zip(path[:ready].tolist(), tokens, strict=False)
+    emitted = emit(sequence, ((token, verdict.logits[node] if wanted else None) for node, token in rows))
+    if sequence.finished:
+        return Walk(path[:emitted], emitted, [])
+    return Walk(path, emitted, tokens[emitted:])
 
-        def choose(node: int) -> int | None:
-            row = verdict.logits[node]
-            if node < len(proposal.drawn):  # a chain: node d's only child is the token drawn at depth d + 1
-                token = sequence.sampler.choose_against(row, proposal.drawn[node])
-            else:
-                token = sequence.sampler.choose(row)
-            return token if sequence.append(token, row) else None
 
-        path = descend(tree, choose)
-    sequence.metrics.add_round(len(path), len(tree))
-    return path
+def _choose(
+    sequence: Sequence, tree: DraftTree, drawn: tuple[DrawnFrom, ...], verdict: Verdict, in_place: bool
+) -> Walk:
+    """`accept` where the sampler chooses from rows of logits."""
+    sampler, emitted, foreseen = sequence.sampler, 0, list[int]()
+
+    def choose(node: int) -> int | None:
+        nonlocal emitted
+        row = verdict.logits[node]
+        if in_place and node > emitted:
+            foreseen.append(sampler.choose(row, ahead=len(foreseen)))
+            return foreseen[-1]
+        emitted += 1
+        # A chain was drawn: node d's only child is the token drawn at depth d + 1.
+        token = sampler.choose_against(row, drawn[node]) if node < len(drawn) else sampler.choose(row)
+        return token if sequence.append(token, row) else None
+
+    return Walk(descend(tree, choose), emitted, foreseen)
 
 
 def emit(sequence: Sequence, tokens: Iterable[tuple[int, Row | None]]) -> int:

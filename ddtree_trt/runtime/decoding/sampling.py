@@ -71,17 +71,18 @@ class Sampler:
             raise EngineError(_NOT_FINITE)
         return choice
 
-    def choose(self, logits: Row) -> int:
-        """Draw the next token from the target's distribution at a row of logits [V]."""
+    def choose(self, logits: Row, *, ahead: int = 0) -> int:
+        """Draw the next token from the target's distribution at a row of logits [V]. `ahead`: the token is that many
+        positions behind the next one; penalties do not count the tokens between."""
         if not self.params.stochastic:
             return self._best(logits)
         if not self._filters:
-            token = self.noise.draw_logits(self._position, self._processed(logits), self.params.temperature)
+            token = self.noise.draw_logits(self._position + ahead, self._processed(logits), self.params.temperature)
             if token < 0:
                 raise EngineError(_NOT_FINITE)
             return token
         ids, weights = self._support(logits)
-        index = self.noise.draw(self._position, weights, ids)
+        index = self.noise.draw(self._position + ahead, weights, ids)
         return index if ids is None else int(ids[index])
 
     def choose_against(self, logits: Row, drawn: DrawnFrom) -> int:

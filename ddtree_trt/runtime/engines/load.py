@@ -30,8 +30,8 @@ _NO_MEMORY = re.compile(r"allocate\b|bad.alloc|alloc_failed|out of memory", re.I
 def open_engine(directory: Path, *, threads: int = 0, warm: bool = False, exact: bool | None = None) -> Engine:
     """Load the engine in `directory`, after checking schema and digests. Only its backend is imported.
 
-    `threads`: CPU threads; 0 chooses automatically. `warm`: call `Engine.warm_up`. `exact`: whether a single token gets
-    the same logits, bit for bit, as in a pass of several; None is the engine's default. Raises UsageError for an
+    `threads`: CPU threads; 0 chooses automatically. `warm`: call `Engine.warm_up`. `exact`: whether every method
+    emits the tokens of autoregressive decoding, bit for bit; None is the engine's default. Raises UsageError for an
     invalid number of threads or where `exact` cannot be chosen, and ArtifactError, which names the difference and the
     command that rebuilds the engine, for an engine that cannot be loaded.
     """

@@ -54,6 +54,7 @@ class ScriptedEngine:
     threads = 1
     rounds: DeviceRounds | None = None
     buckets: Sequence[int] | None = None
+    foresee: Callable[[int, Array], None] | None = None
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,7 +36,7 @@ class OrtEngine:
     buckets = None
 
     def __init__(self, directory: Path, manifest: Manifest, *, threads: int = 0, exact: bool | None = None) -> None:
-        """`exact`: give a single token the same logits, bit for bit, as in a pass of several; None: in int8 only."""
+        """`exact`: emit the tokens of autoregressive decoding with every method, bit for bit; None: in int8 only."""
         # In int8 the last bit of a sum may decide to which integer a value is rounded, and the difference grows from
         # layer to layer, so equal bits are worth the slower single tokens.
         self.exact = PRECISIONS[manifest.precision].quantized if exact is None else exact
@@ -61,11 +61,15 @@ class OrtEngine:
         self._drafter = make_drafter(directory, manifest, threads)
         self._last_passes: dict[int, _LastPass] = {}  # by slot
 
+    @property
+    def foresee(self) -> Callable[[int, NDArray[np.int32]], None] | None:
+        return self._learn if self.exact else None
+
     def length(self, slot: int) -> int:
         return self._target.cache.lengths[slot]
 
     def draftable_length(self, slot: int) -> int:
-        return self._drafter.known(slot)
+        return min(self._drafter.known(slot), self.length(slot))
 
     def truncate(self, slot: int, length: int) -> None:
         self._target.cache.truncate(slot, length)
@@ -103,10 +107,16 @@ class OrtEngine:
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         if taps:
+            if self._drafter.known(slot) > self.length(slot):  # foreseen tokens, which were computed again
+                self._drafter.truncate(slot, self.length(slot))
             check_up_to_date(self._drafter, self._target.cache, slot)
-            last = self._last_passes[slot]
-            self._drafter.learn(slot, last.token_ids[path], None if last.taps is None else last.taps[path])
+            self._learn(slot, path)
         self._target.cache.compact(slot, path)
+
+    def _learn(self, slot: int, nodes: NDArray[np.int32]) -> None:
+        """Pass nodes [m] of the slot's last tree to the drafter."""
+        last = self._last_passes[slot]
+        self._drafter.learn(slot, last.token_ids[nodes], None if last.taps is None else last.taps[nodes])
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return draft_all(self._drafter, self._target.cache, requests)

@@ -23,7 +23,7 @@ from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.drafters import Pass
 from ddtree_trt.runtime.engines.kv import SlotCache
-from ddtree_trt.runtime.tree import TokenTree, token_chain
+from ddtree_trt.runtime.tree import TokenTree
 
 
 def session_options(threads: int) -> ort.SessionOptions:
@@ -187,9 +187,10 @@ class OrtLanguageModel(OrtNetwork):
         exact: bool = False,
     ) -> None:
         """`taps` is M, the number of tapped layers. `exact`: a row's results do not depend on how many others are in
-        its pass, as long as its ancestors lie right before it and there is room for two rows."""
+        its pass, as long as its ancestors lie right before it and there is room for one row more."""
         self._tap_width = taps * dims.hidden_size
         self._exact = exact
+        self._block = min(2 * dims.head_dim, 64)
         widths = {names.LOGITS: dims.vocab_size} | ({names.TAPS: self._tap_width} if taps else {})
         super().__init__(path, dims, slots, rows, threads, widths=widths)
 
@@ -198,10 +199,12 @@ class OrtLanguageModel(OrtNetwork):
         size, wanted = len(tree), len(rows)
         if not self._exact:
             return self._extend(slot, tree, rows, size, wanted)
-        # Kernels for one row sum in another order than those for several: a single row is computed together with an
-        # idle second one. That lies behind it in the cache, is not seen by it, and is never committed.
-        if size == 1 and self.cache.lengths[slot] + 2 <= self.cache.rows:
-            tree = token_chain(np.repeat(tree.token_ids, 2))
+        # Kernels for one row sum in another order than those for several. Attention takes the rows of a pass in blocks,
+        # of twice the head size or, where the processor's cache is small, a lesser power of two. So a row that is alone
+        # in one is computed together with an idle row, which lies behind it in the cache, is not seen by others, and is
+        # never committed.
+        if size % self._block == 1 and self.cache.lengths[slot] + size < self.cache.rows:
+            tree = _with_idle_row(tree)
         return self._extend(slot, tree, np.repeat(rows, 2) if wanted == 1 else rows, size, wanted)
 
     def _extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64], size: int, wanted_rows: int) -> Pass:
@@ -228,3 +231,12 @@ class OrtLanguageModel(OrtNetwork):
         self.run(slot, tokens, inputs, outputs)
         logits = logits[:wanted_rows]
         return Pass(logits.argmax(-1), logits, None if taps is None else taps[0, :size])
+
+
+def _with_idle_row(tree: TokenTree) -> TokenTree:
+    """The tree and a child of its root."""
+    return TokenTree(
+        np.append(tree.token_ids, tree.token_ids[:1]),
+        np.append(tree.parents, np.int32(0)),
+        np.append(tree.depths, np.int32(1)),
+    )

@@ -50,6 +50,7 @@ class TrtEngine:
 
     threads = 1
     rounds = None
+    foresee = None
 
     def __init__(self, manifest: Manifest, loaded: Loaded, kernels: KernelLibrary) -> None:
         """Takes ownership of `loaded`, which `close` releases."""

@@ -41,6 +41,8 @@ from ddtree_trt.runtime.engines.warming import make_single_passes
 class TorchEngine:
     """The `Engine` protocol in PyTorch. One thread calls it."""
 
+    foresee = None
+
     def __init__(self, manifest: Manifest, weights: Weights, device: torch.device) -> None:
         """`weights` by the names of `weight_layout`, on the device and in the manifest's precision."""
         if device.type == "cuda":
