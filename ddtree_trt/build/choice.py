@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
-from ddtree_trt.build.backends.tensorrt.gpus import KINDS, able
+from ddtree_trt.build.backends.tensorrt.gpus import KINDS
 from ddtree_trt.build.backends.tensorrt.machine import BELOW, LOWEST, LOWEST_FP8_SM
 from ddtree_trt.build.outline import Pair
 from ddtree_trt.device.gpus import Gpu
@@ -96,7 +96,6 @@ def _tensorrt_rtx(survey: Survey, pair: Pair | None, wanted: Wanted) -> Obstacle
     return (
         _of_pair("tensorrt-rtx", survey, pair, wanted)
         or _of_capability(survey, RTX_SMS.__contains__, f"the GPU's compute capability must be one of {served}")
-        or _of_kind(survey, wanted)
         or _of_fp8(survey, pair)
         or _of_driver(survey)
         or _of_packages(survey, "tensorrt-rtx", TENSORRT_RTX, CUDA_PYTHON)
@@ -146,14 +145,6 @@ def _of_capability(survey: Survey, served: Callable[[int], bool], requirement: s
     if sm is None:
         return Obstacle("the GPU's compute capability must be known: install nvidia-smi", removable=True)
     return None if served(sm) else Obstacle(f"{requirement}, not {sm / 10}")
-
-
-def _of_kind(survey: Survey, wanted: Wanted) -> Obstacle | None:
-    """A precision that a kind of GPU lacks; for `auto` there is another."""
-    kind = f"sm{survey.gpu.sm}" if survey.gpu else ""
-    if wanted == "auto" or able([kind], wanted):
-        return None
-    return Obstacle(f"{kind} does not compute in {wanted}")
 
 
 def _of_fp8(survey: Survey, pair: Pair | None) -> Obstacle | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import shutil
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -112,12 +112,12 @@ class FakeEngine:
     trt: FakeTrt
     log: ILogger
 
-    def __init__(self, name: str, lowered: Lowered, sizes: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    def __init__(self, name: str, lowered: Lowered, sizes: Sequence[dict[str, Any]]) -> None:
         self.name, self.session, self.types, self.sizes = name, lowered.session, lowered.types, sizes
         self.inputs = {i.name: tuple(i.shape) for i in self.session.get_inputs()}
         self.outputs = {o.name: tuple(o.shape) for o in self.session.get_outputs()}
         self._all = [*self.inputs, *self.outputs]
-        self.num_io_tensors, self.num_optimization_profiles = len(self._all), 2
+        self.num_io_tensors, self.num_optimization_profiles = len(self._all), len(sizes)
         self.device_memory_size_v2 = WORKSPACE_BYTES
         self.contexts = 0
 
@@ -154,7 +154,7 @@ class FakeContext:
         self._changed("set_optimization_profile_async", profile, stream)
         assert stream in self._cuda.streams
         self._profile = profile
-        return profile in (0, 1)
+        return profile in range(self._engine.num_optimization_profiles)
 
     def set_device_memory(self, address: int, size: int) -> None:
         self._changed("set_device_memory", address, size)

@@ -101,6 +101,8 @@ class TrtNetwork:
         context = self.engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
         if context is None:
             raise self._error("no execution context")
+        # A plan whose rows are independent has one profile, for all passes.
+        profile = min(profile, self.engine.num_optimization_profiles - 1)
         self._check(context.set_optimization_profile_async(profile, device.stream), f"profile {profile}")
         context.set_device_memory(*self.shared.workspace)
         for tensor, address in self._fixed.items():

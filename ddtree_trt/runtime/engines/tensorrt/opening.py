@@ -160,9 +160,9 @@ def _check_engine(directory: Path, manifest: Manifest, name: str, engine: Any) -
         raise ArtifactError(
             f"{directory}: the manifest and the {name}'s plan differ in tensor {different[0]}; {rebuild}"
         )
-    if engine.num_optimization_profiles != 2:
+    if engine.num_optimization_profiles not in (1, 2):
         raise ArtifactError(
-            f"{directory}: the {name} has {engine.num_optimization_profiles} optimisation profiles, expected 2; "
+            f"{directory}: the {name} has {engine.num_optimization_profiles} optimisation profiles, expected 1 or 2; "
             f"{rebuild}"
         )
     dims, limits = manifest.target_dims if name == "target" else manifest.drafter_dims, manifest.limits
