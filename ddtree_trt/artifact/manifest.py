@@ -26,8 +26,8 @@ from ddtree_trt.models.rope_scaling import contradiction
 from ddtree_trt.reading import Between, Pattern, Source, parse_json, read_json, read_record, shown
 
 SCHEMA_VERSION = 1
-LOCAL = "local"  # the revision of a checkpoint that came from a directory the user named
-PACKAGED = "packaged"  # the revision of a checkpoint that ships with this package
+LOCAL = "local"  # the revision of a checkpoint that came from a path the user named
+PACKAGED = "packaged"  # the revision of a checkpoint inside a Python package, this one or one that a preset names
 
 _BYTES = Between(0, 1 << 62)
 _SECONDS = Between(0, 1e9)

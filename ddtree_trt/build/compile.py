@@ -14,16 +14,16 @@ from ddtree_trt import __version__
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.files import ENGINES
 from ddtree_trt.artifact.limits import BUDGETS, SLOTS
-from ddtree_trt.artifact.manifest import PACKAGED, SCHEMA_VERSION, Limits, Manifest, parse_manifest
+from ddtree_trt.artifact.manifest import SCHEMA_VERSION, Limits, Manifest, parse_manifest
 from ddtree_trt.artifact.precisions import BackendName, PrecisionName
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.template_arguments import OPTION, check_arguments, template_variables, thinking_note
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
 from ddtree_trt.build.backends.registry import backend_build, resolve_precision
-from ddtree_trt.build.checkpoint.paths import engine_name
 from ddtree_trt.build.checkpoint.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
-from ddtree_trt.build.presets import PRESETS, PackagedSource, Preset, Source, find_preset
+from ddtree_trt.build.presets import PRESETS, Preset, find_preset
+from ddtree_trt.build.sources import Source, locate, named_source
 from ddtree_trt.errors import BuildError, CheckpointError, UsageError
 from ddtree_trt.models.decoder import POSITIONS
 from ddtree_trt.models.drafters.kinds import kind_of
@@ -41,9 +41,10 @@ Precision = Literal["auto", PrecisionName]
 class BuildRequest:
     """A build as the user asks for it. The defaults are the command line's; None leaves a number to the preset."""
 
-    target: str | None = None  # a preset, or with both paths any name; None takes the checkpoint's
-    checkpoint: Path | None = None  # instead of the preset's target
-    drafter: Path | None = None  # instead of the preset's drafter
+    target: str | None = None  # a preset, or with both networks any name; None takes the checkpoint's
+    # Instead of the preset's: a path, or as text also an OWNER/NAME of the hub (`named_source`).
+    checkpoint: str | Path | None = None
+    drafter: str | Path | None = None
     backend: Backend = "auto"
     precision: Precision = "auto"
     max_seq_len: int | None = None
@@ -57,7 +58,7 @@ class BuildRequest:
     @property
     def name(self) -> str:
         """The engine's name. Raises UsageError when there is none, or none that can name a directory."""
-        name = self.target or (engine_name(self.checkpoint) if self.checkpoint else None)
+        name = self.target or (named_source(self.checkpoint).engine_name if self.checkpoint else None)
         if name is None:
             raise UsageError(f"nothing to build; give --target NAME with one of {', '.join(PRESETS)}")
         if not re.fullmatch(artifact.NAME.expression, name):
@@ -90,8 +91,8 @@ def compile_engine(
     preset = resolve_preset(request)
     check_numbers(request)
     destination = prepare_destination(request.destination, force=request.force)
-    target = _open(preset.target if preset else None, request.checkpoint, "--checkpoint")
-    drafter = _open(preset.drafter if preset else None, request.drafter, "--drafter")
+    target_source, drafter_source = sources(request, preset)
+    target, drafter = _open(target_source, "--checkpoint"), _open(drafter_source, "--drafter")
     check_pair(target, drafter)
     limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend)
     tokenizer = find_tokenizer(target.path, target.dims.vocab_size)
@@ -139,7 +140,7 @@ def _tokenizer_source(tokenizer: Path) -> JsonSource:
 
 
 def resolve_preset(request: BuildRequest) -> Preset | None:
-    """The preset that the request names; None when it gives both networks as directories. Raises UsageError."""
+    """The preset that the request names; None when it gives both networks. Raises UsageError."""
     name = request.name
     if name in PRESETS and request.target is not None:
         return PRESETS[name]
@@ -150,19 +151,27 @@ def resolve_preset(request: BuildRequest) -> Preset | None:
     return find_preset(name)
 
 
-def _open(source: Source | None, path: Path | None, option: str) -> Checkpoint:
-    """Load what the user named, else the preset's source."""
+def sources(request: BuildRequest, preset: Preset | None) -> tuple[Source, Source]:
+    """Where target and drafter come from: what the user named, else the preset's."""
+
+    def choose(given: str | Path | None, default: Source | None) -> Source:
+        if given is not None:
+            return named_source(given)
+        assert default is not None  # resolve_preset: without a preset both are given
+        return default
+
+    return (
+        choose(request.checkpoint, preset.target if preset else None),
+        choose(request.drafter, preset.drafter if preset else None),
+    )
+
+
+def _open(source: Source, option: str) -> Checkpoint:
+    """The checkpoint of a source. Raises CheckpointError."""
     from ddtree_trt.build.checkpoint.reader import load_checkpoint
 
-    if path is not None or source is None:
-        assert path is not None  # resolve_preset: without a preset both paths are given
-        return load_checkpoint(path)
-    if isinstance(source, PackagedSource):
-        return load_checkpoint(source.directory, name=source.folder, revision=PACKAGED)
-    from ddtree_trt.build.hub import download
-
-    snapshot = download(source, option)
-    return load_checkpoint(snapshot, name=source.repository, revision=snapshot.name)
+    found = locate(source, option)
+    return load_checkpoint(found.path, name=found.name, revision=found.revision)
 
 
 def check_numbers(request: BuildRequest) -> None:

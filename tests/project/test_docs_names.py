@@ -50,6 +50,7 @@ OPTIONS = {name: options_of(command) for name, command in COMMANDS.items()}
 EVERY_OPTION = set[str]().union(*OPTIONS.values(), {"--version", "--debug"})
 FOREIGN = {  # options of other programs
     *("--exit-on-error", "--exit-timeout-secs"),  # tritonserver
+    "--no-deps",  # pip
     *("--target-seconds", "--data-seconds", "--drafter-seconds", "--init", "--reference"),  # tools/
     *("--share", "--steps", "--workers", "--layers", "--block", "--taps"),  # tools/train_drafter
 }
@@ -101,7 +102,8 @@ def test_commands_and_options(path: Path) -> None:
 
 def test_options_named_in_messages() -> None:
     """Of the package: what an error or a help text tells to give must be an option."""
-    foreign = {"--query-gpu", "--format", "--untracked-files", "--porcelain"}  # nvidia-smi's and git's
+    # nvidia-smi's, git's and pip's
+    foreign = {"--query-gpu", "--format", "--untracked-files", "--porcelain", "--no-deps"}
     wrong = {
         f"{path.relative_to(ROOT)}: {option}"
         for path in SOURCES
