@@ -3,6 +3,8 @@ transformers makes them of the same file."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ import transformers
 
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.presets import find_preset
 from ddtree_trt.build.sources import locate
 from ddtree_trt.errors import MissingDependency
+from ddtree_trt.inspection import inspect_engine
 
 TOKENS = 64
 PROMPTS = [
@@ -95,6 +99,64 @@ def test_the_preset_chats(built: tuple[Path, Manifest], llm: LLM) -> None:
     chat = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": "Hello"}]
     own = llm.tokenizer.decode(llm.generate([chat], SamplingParams(max_tokens=1))[0].prompt_token_ids)
     assert own.startswith("<|im_start|>system\nAnswer briefly.<|im_end|>\n") and "SmolLM" not in own
+
+
+# For a process of its own: prints by how many bytes an engine whose slots are full makes the resident set grow. What is
+# mapped more than once is counted once.
+FILL = """
+import re, sys
+from pathlib import Path
+import numpy as np
+from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
+from ddtree_trt.runtime.engines.load import open_engine
+from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
+from ddtree_trt.runtime.tree import token_chain
+
+def resident():
+    return 1024 * int(re.search(r"Pss: +(\\d+)", Path("/proc/self/smaps_rollup").read_text())[1])
+
+before = resident()
+engine = open_engine(Path(sys.argv[1]))
+limits, vocabulary = engine.manifest.limits, engine.manifest.target_dims.vocab_size
+tokens = np.random.default_rng(0).integers(0, vocabulary, limits.max_seq_len)
+chunk, tree = limits.prefill_chunk, token_chain(tokens[: 1 + limits.max_tree_budget])
+for slot in range(limits.max_batch):
+    for start in range(0, limits.max_seq_len - chunk, chunk):
+        engine.prefill(slot, tokens[start : start + chunk], rows="none", taps=True)
+    engine.draft([DraftRequest(slot, 5, 16, 1, None)])
+    engine.verify([VerifyRequest(slot, tree)])
+print(resident() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_the_resident_size_is_what_inspect_says(precision: Any, tmp_path: Path) -> None:
+    """Within a sixth: what the runtime keeps beside its arrays is an estimate."""
+    request = BuildRequest(target="smollm2-135m", precision=precision, max_batch=2, output=tmp_path / "e")
+    try:
+        compile_engine(request)
+    except MissingDependency as missing:
+        pytest.skip(str(missing))
+    stated = inspect_engine(tmp_path / "e").memory.total_bytes
+    found = subprocess.run([sys.executable, "-c", FILL, tmp_path / "e"], capture_output=True, text=True, check=True)
+    assert 5 / 6 < int(found.stdout) / stated < 7 / 6
+
+
+@pytest.mark.slow
+def test_a_build_takes_less_than_its_float32_weights_twice_and_a_half(tmp_path: Path) -> None:
+    """A whole process of it, libraries included, at its peak."""
+    build = (
+        "import resource, sys; from ddtree_trt.__main__ import main; import atexit;"
+        "atexit.register(lambda: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)); main()"
+    )
+    try:
+        path = locate(find_preset("smollm2-135m").target, "--checkpoint").path
+    except MissingDependency as missing:
+        pytest.skip(str(missing))
+    words = ["build", "--target", "smollm2-135m", "--output", str(tmp_path / "e"), "--no-profile"]
+    done = subprocess.run([sys.executable, "-c", build, *words], capture_output=True, text=True, check=True)
+    assert 1024 * int(done.stdout.split()[-1]) < 2.5 * 4 * load_checkpoint(path).num_values
 
 
 @pytest.mark.slow
