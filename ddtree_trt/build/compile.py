@@ -91,9 +91,9 @@ def compile_engine(
     preset = resolve_preset(request)
     check_numbers(request)
     destination = prepare_destination(request.destination, force=request.force)
-    target_source, drafter_source = sources(request, preset)
-    target, drafter = _open(target_source, "--checkpoint"), _open(drafter_source, "--drafter")
+    target, drafter = map(_open, sources(request, preset), ("--checkpoint", "--drafter"))
     check_pair(target, drafter)
+    backend.check((target.dims, drafter.dims), precision)
     limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend)
     tokenizer = find_tokenizer(target.path, target.dims.vocab_size)
     template_args = {**(preset.chat_template_args if preset else {}), **request.chat_template_args}

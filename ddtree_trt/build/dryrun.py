@@ -96,6 +96,7 @@ def dry_run(request: BuildRequest) -> DryRun:
     target_source, drafter_source = sources(request, preset)
     target, drafter = _describe(target_source, "--checkpoint"), _describe(drafter_source, "--drafter")
     check_pair(target, drafter)
+    backend.check((target.dims, drafter.dims), precision)
     limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend)
     if backend.name == "onnxruntime":
         weights = weight_bytes(target.shapes, precision) + weight_bytes(drafter.shapes, precision)

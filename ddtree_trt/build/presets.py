@@ -28,7 +28,7 @@ class Preset:
 # golden_tau is the mean number of tokens per round, bonus included, at temperature 0. A value outside the range means a
 # wrongly wired drafter, not an unlucky prompt. The tiny pair's lower bounds are what it was trained to reach on its
 # held-out prompts, less a margin; the published pairs' bounds are the lowest and highest of the ten benchmarks in the
-# DDTree paper (arXiv 2604.12989), DDTree at its best budget. The paper has no Llama.
+# DDTree paper (arXiv 2604.12989), DDTree at its best budget. Pairs without a range have none measured here.
 _PRESETS = (
     Preset(
         name="tiny",
@@ -57,6 +57,12 @@ _PRESETS = (
         limits=Limits(max_seq_len=4096, max_batch=4),
         chat_template_args={"enable_thinking": False},
         golden_tau={"dflash": (3.12, 7.79), "ddtree": (5.09, 10.73)},
+    ),
+    Preset(
+        name="qwen3-coder-30b-a3b",
+        target=HubSource("Qwen/Qwen3-Coder-30B-A3B-Instruct"),
+        drafter=HubSource("z-lab/Qwen3-Coder-30B-A3B-DFlash"),
+        limits=Limits(max_seq_len=4096, max_batch=4),
     ),
     Preset(
         name="llama-3.1-8b",

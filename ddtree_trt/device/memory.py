@@ -190,7 +190,7 @@ def _widest_bytes(
     """Bytes of the widest arrays: the fused projections of the target's rows, or the drafter's logits."""
     slots = _slots_per_pass(backend, limits)
     rows = pass_rows(limits, slots)
-    widest = max(target.intermediate_size, sum(target.qkv_widths))
+    widest = max(target.inner_width, sum(target.qkv_widths))
     wide = rows * size * (4 * target.hidden_size + 3 * widest)
     block = kind_of(drafter).block_size or 1
     return max(wide, 2 * slots * (block - 1) * target.vocab_size * FLOAT_BYTES)

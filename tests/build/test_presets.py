@@ -13,7 +13,7 @@ from ddtree_trt.build.presets import PRESETS, find_preset
 from ddtree_trt.build.sources import HubSource, PackagedSource
 from ddtree_trt.errors import CheckpointError, UsageError
 
-UNMEASURED = ("llama-3.1-8b", "smollm2-135m")  # pairs without published acceptance
+UNMEASURED = ("llama-3.1-8b", "smollm2-135m", "qwen3-coder-30b-a3b")  # pairs without published acceptance
 
 # Tokenizers
 
@@ -59,7 +59,7 @@ def test_presets_are_complete(name: str) -> None:
     assert set(preset.golden_tau) == (set() if name in UNMEASURED else {"dflash", "ddtree"})
     assert all(1 <= low < high for low, high in preset.golden_tau.values())
     # Drafters for Qwen3 were trained without thinking; other templates have no such switch.
-    assert preset.chat_template_args == ({"enable_thinking": False} if name.startswith("qwen3") else {})
+    assert preset.chat_template_args == ({"enable_thinking": False} if name in ("qwen3-4b", "qwen3-8b") else {})
 
 
 def test_published_pairs() -> None:
@@ -72,6 +72,7 @@ def test_published_pairs() -> None:
     assert found == {
         "qwen3-4b": ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
         "qwen3-8b": ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
+        "qwen3-coder-30b-a3b": ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
         "llama-3.1-8b": ("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
     }
 

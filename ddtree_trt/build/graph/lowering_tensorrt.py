@@ -15,7 +15,9 @@ import numpy as np
 from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.build.graph.ops import TYPES, Attention, Graph, Sink, Table
+from ddtree_trt.build.graph.ops import TYPES, Attention, Graph, Make, Sink, Table
+from ddtree_trt.errors import BuildError
+from ddtree_trt.models.experts import Experts
 from ddtree_trt.plugins import MaskMode
 
 # Most candidates per position. A tree of B nodes never looks past rank B, and beyond this rank a node is worth nothing;
@@ -100,6 +102,10 @@ class TensorRtGraph(Graph):
         single = self._single(gate)
         silu = self.op("Mul", [single, self.op("Sigmoid", [single], [f"{out}.sigmoid"])], [f"{out}.silu"])
         return self._rounded("Mul", [silu, self._single(up)], out)
+
+    def experts(self, x: str, logits: str, key: str, projections: tuple[Make, Make], experts: Experts, out: str) -> str:
+        """Raises BuildError; `TensorRtBuild.check` refuses such networks before."""
+        raise BuildError("mixtures of experts are not lowered to TensorRT; use --backend torch")
 
     def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:
         return self._attention(qkv, at, MaskMode.TREE, self._mask, out)

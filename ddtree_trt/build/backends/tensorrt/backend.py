@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import BuilderOptions, Written
 from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, Machine, examine
 from ddtree_trt.errors import UsageError
+from ddtree_trt.models.decoder import TransformerDims
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -54,6 +55,10 @@ class TensorRtBuild:
             "python": platform.python_version(),
             **installed_versions("numpy", "onnx"),
         }
+
+    def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
+        if any(dims.experts for dims in networks):
+            raise UsageError("mixtures of experts are not implemented for TensorRT; use --backend torch")
 
     def drafter_rows(self, block: int) -> int:
         return block
