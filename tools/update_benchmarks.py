@@ -31,7 +31,7 @@ from ddtree_trt.bench.result import BenchResult, read_result, to_json
 from ddtree_trt.bench.runner import run_bench
 from ddtree_trt.bench.settings import BenchSettings, CheckSettings
 from ddtree_trt.build.compile import BuildRequest, Precision, compile_engine
-from ddtree_trt.build.presets import PackagedSource
+from ddtree_trt.build.sources import PackagedSource
 from ddtree_trt.check import check_engine
 from ddtree_trt.commands.profile import measure_engine
 from ddtree_trt.errors import DDTreeError

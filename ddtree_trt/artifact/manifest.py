@@ -21,14 +21,15 @@ from ddtree_trt.errors import ArtifactError
 from ddtree_trt.models.decoder import Token, TransformerDims
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.drafters.kinds import DrafterKind, KindName, dims_record, kind_of
+from ddtree_trt.models.experts import expert_contradiction
 from ddtree_trt.models.pairs import misfit
 from ddtree_trt.models.rope_scaling import contradiction
 from ddtree_trt.reading import Between, Pattern, Source, parse_json, read_json, read_record, shown
 
 SCHEMA_VERSION = 1
 AttentionName = Literal["plugin", "native"]
-LOCAL = "local"  # the revision of a checkpoint that came from a directory the user named
-PACKAGED = "packaged"  # the revision of a checkpoint that ships with this package
+LOCAL = "local"  # the revision of a checkpoint that came from a path the user named
+PACKAGED = "packaged"  # the revision of a checkpoint inside a Python package, this one or one that a preset names
 
 _BYTES = Between(0, 1 << 62)
 _SECONDS = Between(0, 1e9)
@@ -162,6 +163,8 @@ def _contradiction(m: Manifest) -> str | None:
             return f"{name}.num_heads {dims.num_heads} is not a multiple of num_kv_heads {dims.num_kv_heads}"
         if problem := contradiction(dims.rope_theta, dims.rope_scaling):
             return f"{name}.rope_scaling: {problem}"
+        if problem := expert_contradiction(dims.experts):
+            return f"{name}.experts: {problem}"
     if problem := misfit(m.target_dims, m.drafter_dims):
         return f"the drafter does not fit the target: {problem}"
     if not (m.drafting.language_model or m.drafting.tap_layers):

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 
 from ddtree_trt.artifact.files import ENGINES
-from ddtree_trt.artifact.manifest import LOCAL, Limits, Manifest
+from ddtree_trt.artifact.manifest import LOCAL, PACKAGED, Limits, Manifest
 from ddtree_trt.reading import printable
 
 
@@ -15,8 +15,10 @@ def rebuild_command(directory: Path, manifest: Manifest) -> str:
     """The command that builds this engine again, quoted for a shell."""
     words = ["ddtree-trt", "build", "--target", manifest.name]
     for option, network in (("--checkpoint", manifest.target), ("--drafter", manifest.drafter)):
-        place = "FILE.gguf" if network.name.endswith(".gguf") else "DIR"
-        words += [option, place] if network.revision == LOCAL else []
+        if network.revision == LOCAL:
+            words += [option, "FILE.gguf" if network.name.endswith(".gguf") else "DIR"]
+        elif network.revision != PACKAGED:
+            words += [option, f"{network.name}@{network.revision}"]
     for name in ("max_seq_len", "max_tree_budget", "max_batch"):
         value = getattr(manifest.limits, name)
         words += [f"--{name.replace('_', '-')}", str(value)] if value != getattr(Limits, name) else []

@@ -91,7 +91,7 @@ def _projected(layer: Layer) -> tuple[Part, ...]:
 
 def _other_parts(layer: Layer) -> tuple[Part, ...]:
     norms = (layer.input_norm, layer.post_norm)
-    return _present(layer.q_norm, layer.k_norm, layer.o, *norms, layer.gate_up, layer.down)
+    return _present(layer.q_norm, layer.k_norm, layer.o, *norms, layer.router, layer.gate_up, layer.down)
 
 
 def _present(*parts: Part | None) -> tuple[Part, ...]:

@@ -129,6 +129,8 @@ def _of_pair(backend: BackendName, survey: Survey, pair: Pair | None, wanted: Wa
     if survey.gpu is None:
         return Obstacle(survey.no_gpu)
     known = [p for p in BACKEND_PRECISIONS[backend] if backend == "torch" or PRECISIONS[p].half]
+    if backend != "torch" and pair and (pair.target.dims.experts or pair.drafter.dims.experts):
+        return Obstacle("mixtures of experts are not implemented for it")
     if wanted != "auto" and wanted not in known:
         return Obstacle(f"the precision must be one of {', '.join(known)}, not {wanted}")
     precision = "bf16" if wanted == "auto" else wanted

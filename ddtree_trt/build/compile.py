@@ -14,18 +14,18 @@ from ddtree_trt import __version__
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.files import ENGINES
 from ddtree_trt.artifact.limits import BUDGETS, SLOTS
-from ddtree_trt.artifact.manifest import PACKAGED, SCHEMA_VERSION, Limits, Manifest, parse_manifest
+from ddtree_trt.artifact.manifest import SCHEMA_VERSION, Limits, Manifest, parse_manifest
 from ddtree_trt.artifact.precisions import BackendName, PrecisionName
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.template_arguments import OPTION, check_arguments, template_variables, thinking_note
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
 from ddtree_trt.build.backends.registry import backend_build, resolve_precision
-from ddtree_trt.build.checkpoint.paths import engine_name
 from ddtree_trt.build.checkpoint.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
 from ddtree_trt.build.choice import choose_backend
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.build.outline import Pair, outline_pair
-from ddtree_trt.build.presets import PRESETS, PackagedSource, Preset, Source, find_preset
+from ddtree_trt.build.presets import PRESETS, Preset, find_preset
+from ddtree_trt.build.sources import Source, locate, named_source
 from ddtree_trt.device.survey import survey_machine
 from ddtree_trt.errors import BuildError, CheckpointError, UsageError
 from ddtree_trt.models.decoder import POSITIONS
@@ -44,9 +44,10 @@ Precision = Literal["auto", PrecisionName]
 class BuildRequest:
     """A build as the user asks for it. The defaults are the command line's; None leaves a number to the preset."""
 
-    target: str | None = None  # a preset, or with both paths any name; None takes the checkpoint's
-    checkpoint: Path | None = None  # instead of the preset's target
-    drafter: Path | None = None  # instead of the preset's drafter
+    target: str | None = None  # a preset, or with both networks any name; None takes the checkpoint's
+    # Instead of the preset's: a path, or as text also an OWNER/NAME of the hub (`named_source`).
+    checkpoint: str | Path | None = None
+    drafter: str | Path | None = None
     backend: Backend = "auto"
     precision: Precision = "auto"
     max_seq_len: int | None = None
@@ -60,7 +61,7 @@ class BuildRequest:
     @property
     def name(self) -> str:
         """The engine's name. Raises UsageError when there is none, or none that can name a directory."""
-        name = self.target or (engine_name(self.checkpoint) if self.checkpoint else None)
+        name = self.target or (named_source(self.checkpoint).engine_name if self.checkpoint else None)
         if name is None:
             raise UsageError(f"nothing to build; give --target NAME with one of {', '.join(PRESETS)}")
         if not re.fullmatch(artifact.NAME.expression, name):
@@ -90,11 +91,11 @@ def compile_engine(
     started = time.monotonic()
     preset = resolve_preset(request)
     check_numbers(request)
-    pair = outline_pair(preset, request.checkpoint, request.drafter)
+    given = sources(request, preset)
+    pair = outline_pair(*given)
     backend, precision = choose_build(request, pair, notice)
     destination = prepare_destination(request.destination, force=request.force)
-    target = _open(preset.target if preset else None, request.checkpoint, "--checkpoint")
-    drafter = _open(preset.drafter if preset else None, request.drafter, "--drafter")
+    target, drafter = map(_open, given, ("--checkpoint", "--drafter"))
     check_pair(target, drafter)
     limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend)
     tokenizer = find_tokenizer(target.path, target.dims.vocab_size)
@@ -147,14 +148,16 @@ def choose_build(
     request: BuildRequest, pair: Pair, notice: Callable[[str], None], *, dry_run: bool = False
 ) -> tuple[BackendBuild, PrecisionName]:
     """The backend's part of the build and its precision; for backend `auto` by what this machine has, and `notice` is
-    called with the reason. Raises what `backend_build` and `resolve_precision` raise."""
+    called with the reason. Raises what `backend_build`, `resolve_precision` and the backend's `check` raise."""
     name = request.backend
     if name == "auto":
         choice = choose_backend(survey_machine(import_modules=True), pair, request.precision)
         notice(choice.reason)
         name = choice.backend
     backend = backend_build(name, request.builder, dry_run=dry_run)
-    return backend, resolve_precision(backend, request.precision)
+    precision = resolve_precision(backend, request.precision)
+    backend.check((pair.target.dims, pair.drafter.dims), precision)
+    return backend, precision
 
 
 def _tokenizer_source(tokenizer: Path) -> JsonSource:
@@ -162,7 +165,7 @@ def _tokenizer_source(tokenizer: Path) -> JsonSource:
 
 
 def resolve_preset(request: BuildRequest) -> Preset | None:
-    """The preset that the request names; None when it gives both networks as directories. Raises UsageError."""
+    """The preset that the request names; None when it gives both networks. Raises UsageError."""
     name = request.name
     if name in PRESETS and request.target is not None:
         return PRESETS[name]
@@ -173,19 +176,27 @@ def resolve_preset(request: BuildRequest) -> Preset | None:
     return find_preset(name)
 
 
-def _open(source: Source | None, path: Path | None, option: str) -> Checkpoint:
-    """Load what the user named, else the preset's source."""
+def sources(request: BuildRequest, preset: Preset | None) -> tuple[Source, Source]:
+    """Where target and drafter come from: what the user named, else the preset's."""
+
+    def choose(given: str | Path | None, default: Source | None) -> Source:
+        if given is not None:
+            return named_source(given)
+        assert default is not None  # resolve_preset: without a preset both are given
+        return default
+
+    return (
+        choose(request.checkpoint, preset.target if preset else None),
+        choose(request.drafter, preset.drafter if preset else None),
+    )
+
+
+def _open(source: Source, option: str) -> Checkpoint:
+    """The checkpoint of a source. Raises CheckpointError."""
     from ddtree_trt.build.checkpoint.reader import load_checkpoint
 
-    if path is not None or source is None:
-        assert path is not None  # resolve_preset: without a preset both paths are given
-        return load_checkpoint(path)
-    if isinstance(source, PackagedSource):
-        return load_checkpoint(source.directory, name=source.folder, revision=PACKAGED)
-    from ddtree_trt.build.hub import download
-
-    snapshot = download(source, option)
-    return load_checkpoint(snapshot, name=source.repository, revision=snapshot.name)
+    found = locate(source, option)
+    return load_checkpoint(found.path, name=found.name, revision=found.revision)
 
 
 def check_numbers(request: BuildRequest) -> None:

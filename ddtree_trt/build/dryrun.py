@@ -7,7 +7,7 @@ from typing import Any
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import BackendName, PrecisionName
-from ddtree_trt.build.compile import BuildRequest, check_numbers, choose_build, resolve_limits, resolve_preset
+from ddtree_trt.build.compile import BuildRequest, check_numbers, choose_build, resolve_limits, resolve_preset, sources
 from ddtree_trt.build.outline import outline_pair
 from ddtree_trt.device.gpus import available_bytes, find_gpus
 from ddtree_trt.device.memory import MemoryPlan, plan_engine
@@ -60,7 +60,7 @@ def dry_run(request: BuildRequest) -> DryRun:
     """
     preset = resolve_preset(request)
     check_numbers(request)
-    pair = outline_pair(preset, request.checkpoint, request.drafter)
+    pair = outline_pair(*sources(request, preset))
     reasons: list[str] = []
     backend, precision = choose_build(request, pair, reasons.append, dry_run=True)
     limits = resolve_limits(request, preset.limits if preset else Limits(), pair.target, pair.drafter, backend)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from ddtree_trt.artifact.precisions import PLAN_BACKENDS, PRECISIONS, BackendName, PrecisionName
 from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
-from ddtree_trt.build.checkpoint.paths import checkpoint_name
 from ddtree_trt.build.checkpoint.quantization import MODELOPT_CONFIG, Quantization
-from ddtree_trt.build.presets import PackagedSource, Preset, Source
+from ddtree_trt.build.sources import Source, locate
 from ddtree_trt.models.decoder import HEAD, TransformerDims
 from ddtree_trt.models.pairs import checkpoint_shapes
 
@@ -58,35 +56,24 @@ class Pair:
         return target.weights_bytes(size, as_stored=plans) + drafter.weights_bytes(size, as_stored=False)
 
 
-def outline_pair(preset: Preset | None, checkpoint: Path | None, drafter: Path | None) -> Pair:
-    """The networks that the user named, else the preset's. Of the hub only configurations are fetched.
+def outline_pair(target: Source, drafter: Source) -> Pair:
+    """The networks of these sources. Of the hub only configurations are fetched.
 
     Raises CheckpointError for a configuration that cannot be used and for networks that do not fit each other.
     """
     # Imported here because NumPy has no place in `ddtree-trt --help`.
     from ddtree_trt.build.checkpoint.reader import check_pair
 
-    pair = Pair(
-        _outline(preset.target if preset else None, checkpoint, "--checkpoint"),
-        _outline(preset.drafter if preset else None, drafter, "--drafter"),
-    )
+    pair = Pair(_outline(target, "--checkpoint"), _outline(drafter, "--drafter"))
     check_pair(pair.target, pair.drafter)
     return pair
 
 
-def _outline(source: Source | None, path: Path | None, option: str) -> Outline:
+def _outline(source: Source, option: str) -> Outline:
     from ddtree_trt.build.checkpoint.config import CONFIG
     from ddtree_trt.build.checkpoint.reader import load_config
 
-    if path is not None or source is None:
-        assert path is not None  # resolve_preset: without a preset both paths are given
-        name = checkpoint_name(path)
-    elif isinstance(source, PackagedSource):
-        path, name = source.directory, source.folder
-    else:
-        from ddtree_trt.build.hub import download
-
-        path, name = download(source, option, [CONFIG, MODELOPT_CONFIG]), source.repository
-    config = load_config(path)
+    found = locate(source, option, [CONFIG, MODELOPT_CONFIG])
+    config = load_config(found.path)
     shapes = checkpoint_shapes(config.dims, tied=config.tied)
-    return Outline(name, config.dims, shapes, config.quantization)
+    return Outline(found.name, config.dims, shapes, config.quantization)

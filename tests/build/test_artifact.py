@@ -128,9 +128,9 @@ def test_missing_field_is_named() -> None:
 
 def test_rebuild_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert (
-        rebuild_command(Path("engines/pair"), make_manifest())
-        == "ddtree-trt build --target pair --chat-template-arg enable_thinking=false --force"
+    assert rebuild_command(Path("engines/pair"), make_manifest()) == (
+        "ddtree-trt build --target pair --checkpoint org/target@abc --drafter org/drafter@def "
+        "--chat-template-arg enable_thinking=false --force"
     )
     local = CheckpointIdentity("mine", LOCAL, "0" * 64)
     manifest = make_manifest(target=local, drafter=local, limits=Limits(max_seq_len=99), chat_template_args={})

@@ -19,6 +19,7 @@ from ddtree_trt.build.choice import RTX_SMS, Wanted, choose_backend
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.build.outline import Outline, Pair, outline_pair
+from ddtree_trt.build.sources import LocalSource
 from ddtree_trt.device.gpus import Gpu, visible_gpus
 from ddtree_trt.device.survey import CUDA_PYTHON, TENSORRT, TENSORRT_RTX, Survey
 from ddtree_trt.errors import UsageError
@@ -103,8 +104,8 @@ def machine(description: str) -> Survey:
         ),
         ("a100 rtx", "tensorrt-rtx", "NVIDIA A100"),
         ("spark rtx", "tensorrt-rtx", "NVIDIA GB10 (compute capability 12.1)"),
-        ("t4 trt rtx", "tensorrt-rtx", "Tesla T4"),
-        ("t4 torch kernels", "onnxruntime", "for tensorrt-rtx: tensorrt_rtx is not installed"),
+        ("t4 trt rtx", "onnxruntime", "for tensorrt: the GPU's compute capability must be 8.0 or newer, not 7.5"),
+        ("t4 torch kernels", "onnxruntime", "for tensorrt: the GPU's compute capability must be 8.0 or newer, not 7.5"),
         (
             "gtx1080 trt rtx torch kernels",
             "onnxruntime",
@@ -154,8 +155,7 @@ FP8 = outline(36, 4096, quantization=Quantization("FP8", None, ()))
         ("spark rtx", LARGE, "auto", "tensorrt-rtx", ""),  # whose memory is the host's, and not known
         ("a100 trt", FP8, "auto", "onnxruntime", ""),
         ("a100 trt torch kernels", FP8, "auto", "torch", "FP8 needs compute capability 8.9, not 8.0"),
-        ("t4 rtx", SMALL, "auto", "tensorrt-rtx", ""),
-        ("t4 rtx", SMALL, "bf16", "onnxruntime", "for tensorrt-rtx: sm75 does not compute in bf16"),
+        ("t4 rtx", SMALL, "auto", "onnxruntime", "must be 8.0 or newer, not 7.5"),
         ("rtx4090 rtx", FP8, "auto", "tensorrt-rtx", ""),
     ],
 )
@@ -226,7 +226,7 @@ def test_options_are_checked_for_the_backend_that_was_chosen(tmp_path: Path) -> 
 def test_the_outline_has_what_the_checkpoint_has(tmp_path: Path) -> None:
     """So that the weights it counts are those of the engine."""
     target, drafter = make_pair(tmp_path / "pair")
-    pair = outline_pair(None, target, drafter)
+    pair = outline_pair(LocalSource(target), LocalSource(drafter))
     request = BuildRequest(target="x", checkpoint=target, drafter=drafter, output=tmp_path / "e", backend="torch")
     manifest = compile_engine(request)
     stored = manifest.files["weights.safetensors"].size

@@ -168,7 +168,7 @@ def test_a_hub_preset_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     homes = {"Qwen/Qwen3-4B": target, "z-lab/Qwen3-4B-DFlash-b16": drafter}
     asked = []
 
-    def snapshot(repository: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+    def snapshot(repository: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: Any) -> str:
         asked.append(repository)
         assert not any(pattern.endswith(".py") or pattern == "*" for pattern in allow_patterns)
         return str(homes[repository])

@@ -82,7 +82,7 @@ def break_drafter_file(target: Path, drafter: Path) -> None:
 
 
 def break_target_kind(target: Path, drafter: Path) -> None:
-    edit_json(target / "config.json", model_type="qwen3_moe")
+    edit_json(target / "config.json", model_type="mixtral_moe")
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def break_target_kind(target: Path, drafter: Path) -> None:
         (break_values, ["model.layers.2.mlp.down_proj.weight[3, 1] is nan", "must be finite"]),
         (break_pair, ["num_target_layers is 36, the target's layers 3", "use the drafter trained for this target"]),
         (break_drafter_file, ["norm.weight ends 1000 bytes behind the end of the file", "fetch the checkpoint again"]),
-        (break_target_kind, ["qwen3_moe", "mixture-of-experts"]),
+        (break_target_kind, ["mixtral_moe", "mixture of experts is not supported"]),
     ],
 )
 def test_unusable_pair(
@@ -128,7 +128,7 @@ def _no_network(*args: Any, **kwargs: Any) -> str:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ([], ["nothing to build", "tiny, qwen3-4b"]),
+        ([], ["nothing to build", "tiny, smollm2-135m"]),
         (["--target", "gemma-2b"], ["unknown target 'gemma-2b'", "no other architecture is supported"]),
         (["--target", "x\x1b[2J"], ["'x\\x1b[2J' cannot name an engine"]),
         (["--target", "../up"], ["cannot name an engine"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ from checkpoints import (
     BY_SWITCHES,
     SCALINGS,
     TARGET_DIMS,
+    dims_of,
     edit_json,
     make_drafter,
     make_pair,
@@ -30,13 +32,13 @@ from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.errors import ArtifactError, CheckpointError
-from ddtree_trt.models.decoder import TransformerDims, language_model_shapes
-from ddtree_trt.models.families import FAMILIES, LLAMA, MISTRAL, QWEN2, QWEN3, Family
+from ddtree_trt.models.decoder import language_model_shapes
+from ddtree_trt.models.families import FAMILIES, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, Family
 from ddtree_trt.models.pairs import checkpoint_shapes
 
 
 def test_what_is_offered() -> None:
-    assert list(FAMILIES.values()) == [QWEN3, LLAMA, MISTRAL, QWEN2]
+    assert list(FAMILIES.values()) == [QWEN3, LLAMA, MISTRAL, QWEN2, QWEN3_MOE]
 
 
 def test_names_are_in_one_room() -> None:
@@ -52,7 +54,7 @@ def test_names_are_in_one_room() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_tensors_are_those_of_transformers(family: Family, tied: bool) -> None:
     """Every name and shape, and no other."""
-    dims = TransformerDims(**{**vars(TARGET_DIMS), **family.switches})
+    dims = dims_of(family)
     entries: dict[str, Any] = family.config_entries(dims)
     config = transformers.AutoConfig.for_model(**entries, tie_word_embeddings=tied)
     with torch.device("meta"):
@@ -61,15 +63,22 @@ def test_tensors_are_those_of_transformers(family: Family, tied: bool) -> None:
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if tied:
         del expected["lm_head.weight"]
+    if dims.experts:  # transformers stacks what checkpoints have for each expert
+        for index, name in itertools.product(range(dims.num_layers), ("gate_up", "down")):
+            experts, rows, columns = expected.pop(f"model.layers.{index}.mlp.experts.{name}_proj")
+            each = ("gate", "up") if name == "gate_up" else ("down",)
+            for expert, part in itertools.product(range(experts), each):
+                expected[f"model.layers.{index}.mlp.experts.{expert}.{part}_proj.weight"] = rows // len(each), columns
     assert language_model_shapes(dims, tied=tied) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_a_family_is_read_by_its_name(family: Family, tmp_path: Path) -> None:
     path = make_target(tmp_path, family=family)
-    assert load_checkpoint(path).dims == TransformerDims(**{**vars(TARGET_DIMS), **family.switches})
-    edit_json(path / "config.json", model_type="phi3")
-    known = "only dense Qwen3, Llama, Mistral and dense Qwen2 models ('qwen3', 'llama', 'mistral', 'qwen2')"
+    assert load_checkpoint(path).dims == dims_of(family)
+    edit_json(path / "config.json", model_type="phi3", **({"num_experts": 0} if family.experts else {}))
+    kinds = "dense Qwen3, Llama, Mistral, dense Qwen2 and Qwen3-MoE models"
+    known = f"only {kinds} ('qwen3', 'llama', 'mistral', 'qwen2', 'qwen3_moe')"
     with pytest.raises(CheckpointError, match=re.escape(f"model_type is 'phi3', {known}")):
         load_checkpoint(path)
 

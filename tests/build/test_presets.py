@@ -9,8 +9,11 @@ from checkpoints import edit_json, make_target, make_tokenizer
 
 from ddtree_trt.build.checkpoint.reader import check_pair, load_checkpoint
 from ddtree_trt.build.checkpoint.tokenizer import find_tokenizer
-from ddtree_trt.build.presets import PRESETS, HubSource, PackagedSource, find_preset
+from ddtree_trt.build.presets import PRESETS, find_preset
+from ddtree_trt.build.sources import HubSource, PackagedSource
 from ddtree_trt.errors import CheckpointError, UsageError
+
+UNMEASURED = ("llama-3.1-8b", "smollm2-135m", "qwen3-coder-30b-a3b")  # pairs without published acceptance
 
 # Tokenizers
 
@@ -53,10 +56,10 @@ def test_tokenizers_that_cannot_be_used(tmp_path: Path) -> None:
 def test_presets_are_complete(name: str) -> None:
     preset = find_preset(name)
     assert preset.name == name
-    assert set(preset.golden_tau) == (set() if name == "llama-3.1-8b" else {"dflash", "ddtree"})
+    assert set(preset.golden_tau) == (set() if name in UNMEASURED else {"dflash", "ddtree"})
     assert all(1 <= low < high for low, high in preset.golden_tau.values())
     # Drafters for Qwen3 were trained without thinking; other templates have no such switch.
-    assert preset.chat_template_args == ({"enable_thinking": False} if name.startswith("qwen3") else {})
+    assert preset.chat_template_args == ({"enable_thinking": False} if name in ("qwen3-4b", "qwen3-8b") else {})
 
 
 def test_published_pairs() -> None:
@@ -69,6 +72,7 @@ def test_published_pairs() -> None:
     assert found == {
         "qwen3-4b": ("Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16"),
         "qwen3-8b": ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16"),
+        "qwen3-coder-30b-a3b": ("Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
         "llama-3.1-8b": ("meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
     }
 
@@ -83,5 +87,5 @@ def test_packaged_presets_load_and_fit() -> None:
 
 
 def test_unknown_preset() -> None:
-    with pytest.raises(UsageError, match=r"known are tiny, .*--checkpoint DIR and --drafter DIR"):
+    with pytest.raises(UsageError, match=r"known are tiny, .*--checkpoint PATH and --drafter PATH"):
         find_preset("qwen4")

@@ -186,6 +186,6 @@ def test_a_tree_behind_tokens_is_walked_like_the_tree(tree: DraftTree, tokens: l
     assert found.token_ids.tolist() == tokens + tree.token_ids.tolist()
     assert found.depths.tolist() == [*range(1, k + 1), *(tree.depths + k)]
     assert found.log_weights.tolist() == [0.0] * k + tree.log_weights.tolist()
-    walked = walk(found, np.array(tokens + choices, np.int64)).tolist()
+    walked = walk(found, np.array(tokens + choices[: 1 + len(tree)], np.int64)).tolist()
     assert walked == [*range(k), *(k + node for node in follow(tree, choices))]
     assert {part.dtype for part in (found.token_ids, found.depths, found.parents)} == {np.dtype(np.int32)}

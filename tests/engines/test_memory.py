@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import BackendName
 from ddtree_trt.build import dryrun
+from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
@@ -256,3 +258,18 @@ def test_doctor_weighs_the_newest_engine(tmp_path: Path, monkeypatch: pytest.Mon
     assert check.found
     assert check.detail.startswith("engines/x takes about 0.0")
     assert {c.name for c in diagnose().checks} == names | {"newest engine"}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_every_session_of_onnxruntime_packs_a_head(tied: bool, tmp_path: Path) -> None:
+    """What is loaded is the embedding once, and a head for the target and one for the drafter, whether or not the file
+    has one of its own; in int8 the file has the target's."""
+    target, drafter = make_pair(tmp_path / "pair", tied=tied)
+    networks = [load_checkpoint(path) for path in (target, drafter)]
+    table = networks[0].dims.table
+    layers = [shape for network in networks for shape in network.shapes.values() if shape != table]
+    request = BuildRequest(target="x", checkpoint=target, drafter=drafter)
+    assert dry_run(request).memory.weights_bytes == 4 * (sum(map(math.prod, layers)) + 3 * math.prod(table))
+    stored = sum(weight_bytes(network.shapes, "int8") for network in networks)
+    again = dataclasses.replace(request, precision="int8")
+    assert dry_run(again).memory.weights_bytes == stored + math.prod(table)

@@ -11,7 +11,8 @@ from engine_builds import PACKAGED, build_engine, build_torch_engine
 from numerics import Follower, Truth, path_to, random_tree
 
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.models.families import FAMILIES, LLAMA, QWEN3
+from ddtree_trt.models.experts import Experts
+from ddtree_trt.models.families import FAMILIES, LLAMA, QWEN3, QWEN3_MOE
 
 CHUNK = Limits.prefill_chunk
 NODES = 10
@@ -25,6 +26,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "small-heads": {"head_dim": 16, "hidden_size": 128, "num_heads": 3, "num_kv_heads": 1},
     "rotary": {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "dtype": "bf16"},
     **{name: {"family": family} for name, family in FAMILIES.items() if family is not QWEN3},
+    "qwen3_moe-untied": {"family": QWEN3_MOE, "experts": Experts(16, 4, normalised=False), "tied": False},
+    "qwen3_moe-one": {"family": QWEN3_MOE, "experts": Experts(1, 1, normalised=True), "intermediate_size": 32},
     **{f"rope-{name}": {"rope_scaling": scaling, "family": LLAMA, "tied": False} for name, scaling in SCALINGS.items()},
     "rope-yarn-tied": {"rope_scaling": SCALINGS["yarn"]},
     **{f"{name}-untied": {"family": family, "tied": False} for name, family in BY_SWITCHES.items()},

@@ -50,6 +50,7 @@ OPTIONS = {name: options_of(command) for name, command in COMMANDS.items()}
 EVERY_OPTION = set[str]().union(*OPTIONS.values(), {"--version", "--debug"})
 FOREIGN = {  # options of other programs
     *("--exit-on-error", "--exit-timeout-secs"),  # tritonserver
+    "--no-deps",  # pip
     *("--target-seconds", "--data-seconds", "--drafter-seconds", "--init", "--reference"),  # tools/
     *("--share", "--steps", "--workers", "--layers", "--block", "--taps"),  # tools/train_drafter
 }
@@ -103,7 +104,7 @@ def test_options_named_in_messages() -> None:
     """Of the package: what an error or a help text tells to give must be an option."""
     foreign = {
         *("--query-gpu", "--format", "--untracked-files", "--porcelain"),  # nvidia-smi's and git's
-        *("--force-reinstall", "--index-url"),  # pip's
+        *("--force-reinstall", "--index-url", "--no-deps"),  # pip's
     }
     wrong = {
         f"{path.relative_to(ROOT)}: {option}"

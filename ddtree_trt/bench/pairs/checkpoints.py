@@ -9,8 +9,8 @@ from ddtree_trt.artifact.manifest import CheckpointIdentity, Manifest
 from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.build.checkpoint.paths import is_gguf
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.build.hub import download
-from ddtree_trt.build.presets import PRESETS, PackagedSource, Source
+from ddtree_trt.build.presets import PRESETS
+from ddtree_trt.build.sources import Source, locate, named_source
 from ddtree_trt.errors import UsageError
 
 
@@ -39,13 +39,13 @@ def find_checkpoints(manifest: Manifest, settings: BenchSettings) -> Checkpoints
     return Checkpoints(target, drafter, assistant)
 
 
-def _locate(directory: str | None, source: Source | None, option: str) -> Path:
-    """The directory the user named, else the preset's, downloaded if need be. Raises UsageError where there is none."""
-    if directory is not None:
-        return Path(directory)
+def _locate(given: str | None, source: Source | None, option: str) -> Path:
+    """What the user named, else the preset's, downloaded if need be. Raises UsageError where there is neither."""
+    if given is not None:
+        source = named_source(given)
     if source is None:
-        raise UsageError(f"peers need the checkpoint this engine was built from; give it as {option} DIR")
-    return source.directory if isinstance(source, PackagedSource) else download(source, option)
+        raise UsageError(f"peers need the checkpoint this engine was built from; give it as {option} PATH")
+    return locate(source, option).path
 
 
 def pretrained(path: Path) -> dict[str, str]:

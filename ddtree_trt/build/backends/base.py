@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -10,6 +11,7 @@ from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import BackendName, PrecisionName
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.errors import MAX_COUNT, UsageError, check_range
+from ddtree_trt.models.decoder import TransformerDims
 
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
@@ -66,6 +68,9 @@ class BackendBuild(Protocol):
 
     name: BackendName
     precisions: tuple[PrecisionName, ...]  # the first is what `auto` means
+
+    def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
+        """Raises UsageError for networks that it does not compute in that precision, before any work."""
 
     def drafter_rows(self, block: int) -> int:
         """Cache rows that a block drafter's block of `block` tokens takes."""

@@ -18,7 +18,8 @@ from ddtree_trt.models import decoder as bounds
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.drafters.dflash import DrafterDims
-from ddtree_trt.models.families import CONFIG_NAMES, FAMILIES, Family, titles
+from ddtree_trt.models.experts import Experts, expert_contradiction
+from ddtree_trt.models.families import EXPERT_NAMES, FAMILIES, Family, titles
 from ddtree_trt.reading import Between, Fields, Source, read_object, read_value, shown
 
 CONFIG = "config.json"
@@ -27,6 +28,7 @@ GENERATION_CONFIG = "generation_config.json"
 # Required by fused attention with rotary embedding; ONNX Runtime would refuse it only when the engine first runs.
 _HEAD_DIM_MULTIPLE = 16
 _LONGEST_WINDOW = 1 << 30
+_EXPERT_COUNTS = ("num_experts", "num_local_experts")  # the second is transformers' name for the first
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ def read_config(directory: Path) -> ModelConfig:
     quantization = read_quantization(directory, fields.data)
     dims = transformer_dims(fields, family)
     _check_layer_types(fields, family, dims.num_layers)
+    if quantization and dims.experts:
+        raise fields.source.fault("its experts are quantised, which is not implemented; use the model before that")
     if is_dflash:
         dims = _drafter_dims(fields, dims)
     return ModelConfig(
@@ -82,12 +86,13 @@ def _family(fields: Fields, *, is_dflash: bool) -> Family:
     if not fields.has("model_type"):
         raise fields.fault("model_type", "is missing: is this a Hugging Face checkpoint?")
     model_type = fields.text("model_type")
-    if "moe" in model_type or any(fields.data.get(name) for name in ("num_experts", "num_local_experts")):
-        raise fields.fault(
-            "model_type",
-            f"is {shown(model_type)}: mixture-of-experts models are not supported, {titles('and')} models are",
-        )
     family = FAMILIES.get(model_type)
+    mixed = "moe" in model_type or any(fields.data.get(name) for name in _EXPERT_COUNTS)
+    if mixed and (family is None or not family.experts):
+        kinds = titles("and")
+        raise fields.fault(
+            "model_type", f"is {shown(model_type)}: its mixture of experts is not supported, {kinds} models are"
+        )
     if family is None:
         types = ", ".join(map(repr, FAMILIES))
         raise fields.fault("model_type", f"is {shown(model_type)}, only {titles('and')} models ({types}) are supported")
@@ -128,7 +133,7 @@ def transformer_dims(fields: Fields, family: Family) -> TransformerDims:
     if (theta := read_theta(fields)) is not None:
         defaults["rope_theta"] = theta
     kinds, sizes = get_type_hints(TransformerDims, include_extras=True), {}
-    for field, name in CONFIG_NAMES.items():
+    for field, name in family.names.items():
         default = {"default": defaults[name]} if name in defaults else {}
         sizes[field] = fields.value(name, kinds[field], **default)
     heads, hidden = sizes["num_heads"], sizes["hidden_size"]
@@ -145,7 +150,25 @@ def transformer_dims(fields: Fields, family: Family) -> TransformerDims:
     sizes["max_positions"] = positions = positions_with(scaling, sizes["max_positions"])
     if positions not in bounds.POSITIONS:
         raise fields.source.fault(f"its rotary scaling is made for {positions} positions, more than are supported")
-    return TransformerDims(**sizes, **family.switches, rope_scaling=scaling)
+    return TransformerDims(
+        **sizes, **family.switches, rope_scaling=scaling, experts=_experts(fields, family) if family.experts else None
+    )
+
+
+def _experts(fields: Fields, family: Family) -> Experts:
+    """The mixture of experts. Raises the fields' error for numbers that contradict each other."""
+    first, second = (fields.data.get(name) for name in _EXPERT_COUNTS)
+    if None not in (first, second) and first != second:
+        raise fields.fault(_EXPERT_COUNTS[1], f"is {shown(second)}, but num_experts is {shown(first)}: which is it?")
+    kinds = get_type_hints(Experts, include_extras=True)
+    values = {}
+    for field, name in EXPERT_NAMES.items():
+        given = _EXPERT_COUNTS[1] if field == "count" and first is None and second is not None else name
+        values[field] = fields.value(given, kinds[field], family.defaults[name])
+    experts = Experts(**values)
+    if problem := expert_contradiction(experts):
+        raise fields.fault(EXPERT_NAMES["per_token"], f"is {experts.per_token}: {problem}")
+    return experts
 
 
 def _drafter_dims(fields: Fields, dims: TransformerDims) -> DrafterDims:

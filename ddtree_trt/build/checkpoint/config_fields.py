@@ -13,20 +13,22 @@ from typing import Any
 
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.models.drafters import dflash
-from ddtree_trt.models.families import CONFIG_NAMES, Family
+from ddtree_trt.models.families import CONFIG_NAMES, EXPERT_NAMES, Family
 from ddtree_trt.reading import Fields, shown
 
 _READ = frozenset(CONFIG_NAMES.values()) | frozenset(
     """architectures model_type rope_parameters rope_scaling tie_word_embeddings eos_token_id layer_types
     use_sliding_window sliding_window max_window_layers quantization_config""".split()
 )
+_READ_OF_EXPERTS = frozenset(("num_local_experts", *EXPERT_NAMES.values()))
 _READ_OF_DFLASH = frozenset(("block_size", "num_target_layers", dflash.SECTION))
 _READ_OF_SECTION = frozenset("target_layer_ids mask_token_id block_size".split())
 
 _BOOKKEEPING = frozenset(
     """_name_or_path name_or_path _commit_hash attn_implementation _flash_attn_2_enabled
     _attn_implementation _attn_implementation_internal _attn_implementation_autoset
-    _experts_implementation auto_map transformers_version transformers_weights torch_dtype dtype model_name
+    _experts_implementation router_aux_loss_coef
+    auto_map transformers_version transformers_weights torch_dtype dtype model_name
     unsloth_fixed unsloth_version is_llama_config transformers.js_config pretraining_tp use_cache use_bfloat16
     initializer_range attention_dropout hidden_dropout resid_dropout embd_dropout dropout
     bos_token_id pad_token_id sep_token_id decoder_start_token_id unk_token_id
@@ -96,7 +98,9 @@ def refuse_unknown_fields(fields: Fields, family: Family, *, is_dflash: bool) ->
     # A drafter's vocabulary must be the target's, under any of these names.
     vocabulary = dict.fromkeys(("draft_vocab_size", "target_vocab_size"), (fields.data.get("vocab_size"),))
     own = {**_NEUTRAL_OF_DFLASH, **vocabulary} if is_dflash else _NEUTRAL_OF_LANGUAGE_MODELS
-    read = _READ | _READ_OF_DFLASH if is_dflash else _READ
+    read = _READ | frozenset(family.names.values()) | (_READ_OF_DFLASH if is_dflash else frozenset())
+    if family.experts:
+        read |= _READ_OF_EXPERTS
     refuse_unknown(fields, read | _BOOKKEEPING, {**_NEUTRAL, **family.neutral, **own})
     if is_dflash:
         neutral = {**_NEUTRAL_OF_SECTION, **vocabulary, "num_target_layers": (fields.data.get("num_target_layers"),)}

@@ -9,7 +9,8 @@ from onnx import TensorProto
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.build.graph.ops import Attention, Graph, Sink, Table
+from ddtree_trt.build.graph.ops import Attention, Graph, Make, Sink, Table
+from ddtree_trt.models.experts import Experts
 
 MICROSOFT = "com.microsoft"
 
@@ -74,6 +75,40 @@ class OnnxRuntimeGraph(Graph):
         """QuickGelu with alpha 1 is silu in one pass."""
         silu = self.op("QuickGelu", [gate], [f"{out}.silu"], domain=MICROSOFT, alpha=1.0)
         return self.op("Mul", [silu, up], [out])
+
+    def experts(self, x: str, logits: str, key: str, projections: tuple[Make, Make], experts: Experts, out: str) -> str:
+        """The kernel wants gate and up row by row in turn, and takes the softmax and the largest of it by itself. What
+        it calls swiglu is (up + beta) · gate · sigmoid(alpha · gate)."""
+
+        def in_turn() -> np.ndarray:
+            both = projections[0]()
+            count, rows, width = both.shape
+            return both.reshape(count, 2, rows // 2, width).swapaxes(1, 2).reshape(count, rows, width)
+
+        flat = self.reshape(logits, [-1, experts.count], f"{out}.logits")
+        first, second = self.weight(f"{key}.gate_up", in_turn), self.weight(f"{key}.down", projections[1])
+        mixed = out if experts.normalised else f"{out}.normalised"
+        self.op(
+            "MoE",
+            [x, flat, first, "", second],
+            [mixed],
+            domain=MICROSOFT,
+            k=experts.per_token,
+            normalize_routing_weights=1,
+            activation_type="swiglu",
+            swiglu_fusion=1,
+            activation_alpha=1.0,
+            activation_beta=0.0,
+        )
+        if experts.normalised:
+            return mixed
+        # The kernel's weights that are not divided by their sum were right alone and wrong within a network (1.31).
+        shares = self.op("Softmax", [logits], [f"{out}.shares"], axis=-1)
+        count = self.constant(f"top.{experts.per_token}", np.array([experts.per_token], np.int64))
+        self.op("TopK", [shares, count], [f"{out}.largest", f"{out}.chosen"], axis=-1, largest=1, sorted=1)
+        axis = self.constant("last_axis", np.array([-1], np.int64))
+        total = self.op("ReduceSum", [f"{out}.largest", axis], [f"{out}.share"], keepdims=1)
+        return self.op("Mul", [mixed, total], [out])
 
     def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:
         """The mask is an attention bias."""

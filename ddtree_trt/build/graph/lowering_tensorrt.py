@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.build.graph.ops import TYPES, Graph, Sink, Table
+from ddtree_trt.build.graph.ops import TYPES, Graph, Make, Sink, Table
+from ddtree_trt.errors import BuildError
+from ddtree_trt.models.experts import Experts
 
 # Most candidates per position. A tree of B nodes never looks past rank B, and beyond this rank a node is worth nothing;
 # TensorRT's own limit is 3840.
@@ -77,6 +79,10 @@ class TensorRtGraph(Graph):
     def add_rms_norm(self, x: str, residual: str, weight: str, out: str, eps: float) -> tuple[str, str]:
         total = self.op("Add", [x, residual], [f"{out}.sum"])
         return self.rms_norm(total, weight, out, eps), total
+
+    def experts(self, x: str, logits: str, key: str, projections: tuple[Make, Make], experts: Experts, out: str) -> str:
+        """Raises BuildError; the backends' `check` refuses such networks before."""
+        raise BuildError("mixtures of experts are not lowered to TensorRT; use --backend torch")
 
     def _angles(self, table: str, positions: str = names.POSITIONS) -> str:
         """The rows of a rotary table [S, D/2] that positions [N, T] name: [N, T, D/2]."""

@@ -7,6 +7,7 @@ and written to the graph's sink one by one, so that building needs little more m
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 from onnx import ModelProto
@@ -56,6 +57,12 @@ class _Network:
     def joined(self, *sources: str) -> np.ndarray:
         """One or several projections side by side [in, out], by their Hugging Face names."""
         return np.ascontiguousarray(np.concatenate([self.weights(s) for s in sources], axis=0).T)
+
+    def stacked(self, part: Part) -> np.ndarray:
+        """The projections of all experts [E, out, in]; gate and up are one after the other."""
+        assert self.dims.experts is not None
+        count = self.dims.experts.count
+        return np.concatenate([self.weights(s) for s in part.sources]).reshape(count, -1, part.shape[-1])
 
     def linear(self, x: str, name: str, *sources: str, out: str) -> str:
         """x [..., in] times one or several projections side by side, by their Hugging Face names.
@@ -126,8 +133,13 @@ class _Network:
         return self.g.add_rms_norm(self.mlp(index, h), x, self.next_norm(index), f"{layer}.next", eps)
 
     def mlp(self, index: int, h: str) -> str:
-        """SwiGLU of rows h [N, T, H]."""
+        """SwiGLU of rows h [N, T, H], or that of the experts they choose."""
         g, width, parts, layer = self.g, self.dims.intermediate_size, self.layers[index], self.name(index)
+        if parts.router is not None and self.dims.experts is not None:
+            key = f"{self.prefix}{layer}"
+            chosen = self.linear(h, f"{layer}.router", *parts.router.sources, out=f"{layer}.router.out")
+            projections = (partial(self.stacked, parts.gate_up), partial(self.stacked, parts.down))
+            return g.experts(h, chosen, key, projections, self.dims.experts, f"{layer}.mlp")
         both = self.linear(h, f"{layer}.gate_up", *parts.gate_up.sources, out=f"{layer}.gate_up.out")
         gate, up = g.split(both, [width, width], [f"{layer}.gate", f"{layer}.up"])
         inner = g.swiglu(gate, up, f"{layer}.swiglu")

@@ -20,6 +20,7 @@ from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.scales import Scales
 from ddtree_trt.errors import BuildError
 from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.experts import Experts
 
 TYPES = {
     "float8_e4m3fn": TensorProto.FLOAT8E4M3FN,
@@ -226,6 +227,14 @@ class Graph(ABC):
     @abstractmethod
     def swiglu(self, gate: str, up: str, out: str) -> str:
         """silu(gate) · up."""
+
+    @abstractmethod
+    def experts(self, x: str, logits: str, key: str, projections: tuple[Make, Make], experts: Experts, out: str) -> str:
+        """The mixture of experts over rows x [N, T, H] with the router's logits [N, T, E].
+
+        `projections` make the weights, stored under `key`: gate and up [E, 2·inner, H], gate before up, and down
+        [E, H, inner].
+        """
 
     @abstractmethod
     def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:

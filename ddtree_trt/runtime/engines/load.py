@@ -42,6 +42,11 @@ def open_engine(directory: Path, *, threads: int = 0, warm: bool = False, exact:
             f"exact can be chosen for engines of the onnxruntime backend, {directory} is for {manifest.backend}; "
             "leave it out"
         )
+    if exact and manifest.target_dims.experts:
+        raise UsageError(
+            f"{directory} has a mixture of experts, whose products depend on how many rows of a pass choose an expert; "
+            "leave exact out"
+        )
     verify_files(directory, manifest)
     try:
         with _as_memory_errors():

@@ -148,9 +148,12 @@ def test_tied_weights_stored_twice_and_buffers_are_no_mismatch(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "gemma"}, "model_type is 'gemma', only dense Qwen3, Llama, Mistral and dense Qwen2 models"),
-        ({"model_type": "qwen3_moe"}, "mixture-of-experts"),
-        ({"num_experts": 8}, "mixture-of-experts"),
+        (
+            {"model_type": "gemma"},
+            "model_type is 'gemma', only dense Qwen3, Llama, Mistral, dense Qwen2 and Qwen3-MoE models",
+        ),
+        ({"model_type": "mixtral_moe"}, "its mixture of experts is not supported"),
+        ({"num_experts": 8}, "its mixture of experts is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),

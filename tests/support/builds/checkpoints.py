@@ -20,6 +20,7 @@ from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import BIAS, EMBEDDING, HEAD, TransformerDims
 from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.experts import Experts
 from ddtree_trt.models.families import LLAMA, QWEN2, QWEN3, Family
 from ddtree_trt.models.pairs import checkpoint_shapes
 from ddtree_trt.models.rope_scaling import RopeScaling
@@ -36,6 +37,7 @@ TARGET_DIMS = TransformerDims(
     rope_theta=10000.0,
     max_positions=256,
 )
+EXPERTS = Experts(count=8, per_token=3, normalised=True)  # of families that have any
 DRAFTER_EXTRA = {"block_size": 4, "mask_token_id": 95, "tap_layers": (0, 2), "num_target_layers": 3}
 STOP_TOKEN = 1
 SCALINGS = {  # of rotary embedding, at sizes that change every frequency of a small network differently
@@ -46,6 +48,16 @@ SCALINGS = {  # of rotary embedding, at sizes that change every frequency of a s
 BY_SWITCHES = {"llama": LLAMA, "qwen2": QWEN2}  # beside Qwen3's, one family for every set of switches
 _LOGIT_STD = 3.0
 _STORED = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}
+
+
+def family_fields(family: Family) -> dict[str, Any]:
+    """Fields of TransformerDims that make TARGET_DIMS those of a family."""
+    return {**family.switches, **({"experts": EXPERTS} if family.experts else {})}
+
+
+def dims_of(family: Family, **dims: Any) -> TransformerDims:
+    """TARGET_DIMS in a family, with the fields that differ."""
+    return TransformerDims(**{**vars(TARGET_DIMS), **family_fields(family), **dims})
 
 
 def make_target(
@@ -65,7 +77,7 @@ def make_target(
     `dims` are fields of TransformerDims that differ from TARGET_DIMS; `config` overrides entries of config.json, where
     None removes one.
     """
-    shape = TransformerDims(**{**vars(TARGET_DIMS), **family.switches, **dims})
+    shape = dims_of(family, **dims)
     entries = {**_config(shape, family), "architectures": [family.architecture], "tie_word_embeddings": tied}
     write_config(path, entries, config)
     weights = random_weights(checkpoint_shapes(shape, tied=tied), seed)
@@ -86,7 +98,7 @@ def make_drafter(
     **dims: Any,
 ) -> Path:
     """Write a DFlash drafter and return its directory. `dims` are fields of DrafterDims; two layers by default."""
-    shape = DrafterDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, "num_layers": 2, **family.switches, **dims})
+    shape = DrafterDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, "num_layers": 2, **family_fields(family), **dims})
     write_config(path, {**_config(shape, family), **dflash.config_entries(shape)}, config)
     weights = random_weights(checkpoint_shapes(shape, tied=False), seed)
     write_weights(path, weights, dtype=dtype, shards=shards)

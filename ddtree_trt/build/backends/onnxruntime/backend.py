@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,8 @@ from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import always_causal, installed_versions
 from ddtree_trt.build.backends.base import Written
 from ddtree_trt.device.buffers import FLOAT_BYTES
-from ddtree_trt.models.decoder import EMBEDDING, HEAD
+from ddtree_trt.errors import UsageError
+from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
 from ddtree_trt.models.drafters.dflash import FC
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ class OnnxRuntimeBuild:
             "python": platform.python_version(),
             **installed_versions("numpy", "onnx", "onnxruntime"),
         }
+
+    def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
+        if PRECISIONS[precision].quantized and any(dims.experts for dims in networks):
+            raise UsageError(f"mixtures of experts are not implemented in {precision}; use --precision fp32")
 
     def drafter_rows(self, block: int) -> int:
         return 2 * block if always_causal(self._toolchain) else block

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,8 +15,9 @@ from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, Backe
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import BuilderOptions, Written
-from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, Machine, examine
+from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, Machine, check_layers, examine
 from ddtree_trt.errors import UsageError
+from ddtree_trt.models.decoder import TransformerDims
 
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
@@ -34,6 +36,9 @@ class TensorRtBuild:
     def machine(self) -> Machine:
         """This machine's versions and GPU. Raises MissingDependency or BuildError where it cannot build."""
         return examine(self._options.attention)
+
+    def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
+        check_layers(networks)
 
     def drafter_rows(self, block: int) -> int:
         return block

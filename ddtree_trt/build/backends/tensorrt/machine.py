@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 from ddtree_trt.build.backends.base import Attention
 from ddtree_trt.device.cuda_calls import cuda_bindings, cuda_versions, current_gpu
 from ddtree_trt.device.tensorrt_library import import_tensorrt
-from ddtree_trt.errors import BuildError, EngineError, MissingDependency, install_with
+from ddtree_trt.errors import BuildError, EngineError, MissingDependency, UsageError, install_with
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import LOWEST_SM, library
 
 LOWEST, BELOW = (11, 1), (12, 0)  # releases of TensorRT whose API is the one used here; as in pyproject.toml
@@ -71,3 +73,9 @@ def check_release(title: str, version: str, lowest: tuple[int, int], below: tupl
             f"{title} {version} is installed, the build needs {'.'.join(map(str, lowest))} or newer below {below[0]}; "
             f"{install_with(extra)}"
         )
+
+
+def check_layers(networks: Iterable[TransformerDims]) -> None:
+    """Raises UsageError for a network with layers that no lowering to TensorRT has."""
+    if any(dims.experts for dims in networks):
+        raise UsageError("mixtures of experts are not implemented for TensorRT; use --backend torch")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,11 @@ from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import BuilderOptions, Written
 from ddtree_trt.build.backends.tensorrt.backend import plans_on_disk
 from ddtree_trt.build.backends.tensorrt.gpus import KINDS, kinds_here, named_kinds
-from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, check_release
+from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, check_layers, check_release
 from ddtree_trt.device.gpus import find_gpus
 from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.errors import UsageError
+from ddtree_trt.models.decoder import TransformerDims
 
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
@@ -46,6 +48,9 @@ class RtxBuild:
         trt = import_tensorrt(rtx=True)
         check_release("TensorRT for RTX", trt.__version__, LOWEST, BELOW, "tensorrt-rtx")
         return trt
+
+    def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
+        check_layers(networks)
 
     def drafter_rows(self, block: int) -> int:
         return block

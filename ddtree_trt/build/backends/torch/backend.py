@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from ddtree_trt.artifact.safetensor_header import safetensors_header
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.artifact.weight_layout import stored_weights
 from ddtree_trt.build.backends.base import Written
+from ddtree_trt.models.decoder import TransformerDims
 
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
@@ -36,6 +38,9 @@ class TorchBuild:
         on_gpu = _GPU_CONTROL.exists() if on_gpu is None else on_gpu
         known = BACKEND_PRECISIONS["torch"]
         self.precisions = tuple(sorted(known, key=lambda p: not PRECISIONS[p].half)) if on_gpu else known
+
+    def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
+        """Every network is computed in every precision."""
 
     def drafter_rows(self, block: int) -> int:
         return block

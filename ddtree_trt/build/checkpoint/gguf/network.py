@@ -95,12 +95,13 @@ def _family(metadata: Fields) -> Family:
     if not metadata.has(ARCHITECTURE):
         raise metadata.fault(ARCHITECTURE, "is missing: is this a language model?")
     architecture = metadata.text(ARCHITECTURE)
-    if architecture not in FAMILIES:
-        types = ", ".join(map(repr, FAMILIES))
+    read = {name: family for name, family in FAMILIES.items() if not family.experts}
+    if architecture not in read:
+        types, kinds = ", ".join(map(repr, read)), titles("and", read.values())
         raise metadata.fault(
-            ARCHITECTURE, f"is {shown(architecture)}, only {titles('and')} models ({types}) are supported"
+            ARCHITECTURE, f"is {shown(architecture)}, only {kinds} models ({types}) are supported in GGUF files"
         )
-    return FAMILIES[architecture]
+    return read[architecture]
 
 
 def _refuse_others(metadata: Fields, architecture: str) -> None:

