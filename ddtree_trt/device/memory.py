@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS, BackendName
-from ddtree_trt.device.buckets import buckets
+from ddtree_trt.device.buckets import buckets, captured_passes, context_steps
 from ddtree_trt.device.buffers import FLOAT_BYTES, NOT_COUNTED_AS_BUFFERS, pass_rows, tensorrt_buffers
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters.kinds import kind_of
@@ -148,14 +148,19 @@ def _workspace_bytes(
     # The kernels compute in halves only.
     scratch = attention_workspace_bytes((target, drafter), limits) if size == 2 else 0
     # PyTorch keeps the memory of captured passes, which they share, apart from that of other passes.
-    return (2 if backend == "torch" else 1) * wide + scratch + _captured_bytes(target, drafter, limits)
+    return (2 if backend == "torch" else 1) * wide + scratch + _captured_bytes(backend, target, drafter, limits)
 
 
-def _captured_bytes(target: TransformerDims, drafter: TransformerDims, limits: Limits) -> int:
-    """About the bytes of the passes captured for a single sequence, the memory they work in aside. More passes are
-    captured as more sequences are decoded together."""
+def _captured_bytes(backend: BackendName, target: TransformerDims, drafter: TransformerDims, limits: Limits) -> int:
+    """About the bytes of captured passes, the memory they work in aside: of TensorRT all that are kept at a time, of
+    PyTorch those of a single sequence. More are captured as more sequences are decoded together."""
     trees = len(buckets(1 + limits.max_tree_budget))
-    return trees * (target.num_layers + drafter.num_layers) * CAPTURED_LAYER_BYTES
+    if backend == "torch":
+        return trees * (target.num_layers + drafter.num_layers) * CAPTURED_LAYER_BYTES
+    block = kind_of(drafter).block_size
+    drafts = captured_passes(len(context_steps(block)), limits.max_batch) if block else 1
+    layers = captured_passes(trees, limits.max_batch) * target.num_layers + drafts * drafter.num_layers
+    return layers * CAPTURED_LAYER_BYTES
 
 
 def _widest_bytes(

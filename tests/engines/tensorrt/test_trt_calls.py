@@ -156,6 +156,33 @@ def test_a_single_request_captures_nothing(machine: Machine, options: dict[str, 
     engine.close()
 
 
+def test_warming_up_reports_its_passes(machine: Machine) -> None:
+    machine.store_profile()
+    reports: list[tuple[str, int, int]] = []
+    with LLM(machine.directory, progress=lambda *report: reports.append(report)):
+        total = len(buckets(1 + LIMITS.max_tree_budget)) + 2  # the trees, a prompt's chunk, drafts
+    assert reports == [("warm up", done, total) for done in range(1, total + 1)]
+
+
+def test_the_graph_unused_longest_makes_room(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddtree_trt.runtime.engines.tensorrt.network.MOST_CAPTURED", 2)
+    engine = open_engine(machine.directory)
+    assert isinstance(engine, TrtEngine)
+    first, second, third = (VerifyRequest(0, random_tree(np.random.default_rng(0), size, 2048)) for size in (1, 2, 4))
+
+    def captures(request: VerifyRequest) -> bool:
+        start = len(machine.cuda.log)
+        engine.verify([request])
+        return ("capture",) in machine.cuda.log[start:]
+
+    assert captures(first) and captures(second) and not captures(first)
+    assert captures(third), "in place of the second"
+    assert not captures(first) and captures(second) and not captures(first)
+    assert engine.target.network.graphs == len(machine.cuda.graphs) == 2
+    engine.close()
+    assert not machine.cuda.leaks
+
+
 def test_an_engine_that_cannot_be_warmed_is_closed(machine: Machine) -> None:
     machine.cuda.fail["cudaGraphInstantiate"] = cudaError_t.cudaErrorMemoryAllocation
     with pytest.raises(EngineError, match="cudaGraphInstantiate failed with cudaErrorMemoryAllocation"):

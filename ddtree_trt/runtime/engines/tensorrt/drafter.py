@@ -12,6 +12,7 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.device import buffers
+from ddtree_trt.device.buckets import context_steps
 from ddtree_trt.device.buffers import INT_BYTES, Rows, aligned
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
@@ -69,7 +70,7 @@ class BlockDrafter(Drafter):
         self._state_bytes = len(dims.tap_layers) * dims.hidden_size * element_bytes
         self.cache = SlotLengths(limits.max_batch, limits.cache_rows)
         self._known = [_Known() for _ in range(limits.max_batch)]
-        self._steps = [*(c for c in (1, 2, 4, 8, 16, 32, 64) if c < dims.block_size), dims.block_size]
+        self._steps = context_steps(dims.block_size)
 
     def known(self, slot: int) -> int:
         return self._known[slot].end
@@ -112,12 +113,13 @@ class BlockDrafter(Drafter):
             drafts |= self._fetch(group)
         return [drafts[r.slot] for r in requests]
 
-    def warm_up(self, budget: int) -> None:
-        """Capture passes of all numbers of context rows that slot 0 has states for; K does not depend on the budget."""
-        known = self._known[0]
+    def warm_up(self, slot: int, budget: int) -> None:
+        """Capture passes of all numbers of context rows that the slot has states for; K does not depend on the
+        budget."""
+        known = self._known[slot]
         for rows in self._steps:
             if rows <= known.end - known.first:
-                self._pass([0], rows, [0], capture=True)
+                self._pass([slot], rows, [0], capture=True)
 
     def _waiting(self, slot: int) -> int:
         return self._known[slot].end - self.cache.lengths[slot]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device import buffers
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.device.buffers import CacheShape, Layout
@@ -173,13 +174,13 @@ class TrtEngine:
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return draft_all(self.drafter, self.target.cache, requests)
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress: Progress = no_progress) -> None:
         """Run a prompt's chunk and capture every graph of one sequence's rounds. Graphs of more sequences are captured
         at their first use."""
         # The passes of a drafter without taps are captured at its first draft.
         reads_states = bool(self.manifest.drafting.tap_layers)
-        drafts = partial(self.drafter.warm_up, self.limits.max_tree_budget) if reads_states else None
-        make_single_passes(self, self.buckets, drafts)
+        drafts = partial(self.drafter.warm_up, budget=self.limits.max_tree_budget) if reads_states else None
+        make_single_passes(self, self.buckets, drafts, progress)
 
     def settle(self) -> None:
         self.device.synchronize()

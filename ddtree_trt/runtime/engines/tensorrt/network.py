@@ -1,7 +1,10 @@
 """One TensorRT engine: contexts, bindings, and passes captured as CUDA graphs.
 
-All contexts share one workspace, since passes follow each other on one stream. Each graph has a separate context: a
-context from which a graph was captured must not be used for other shapes.
+All contexts share one workspace, since passes follow each other on one stream. There is one context per profile for
+passes that are not captured, and one per captured graph: a change of a context's shapes changes state that its graph
+reads, and "the best practice is to use one execution context per captured graph, and to share memory across the
+contexts" (TensorRT's guide, on CUDA graphs; likewise github.com/NVIDIA/TensorRT/issues/3798). So the number of graphs
+is bounded.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree_trt.artifact import tensors as names
+from ddtree_trt.device.buckets import MOST_CAPTURED
 from ddtree_trt.device.buffers import CacheShape
 from ddtree_trt.device.cuda_device import Device
 from ddtree_trt.device.tensorrt_library import io_tensors
@@ -57,7 +61,7 @@ class TrtNetwork:
         existing = io_tensors(engine)
         self._fixed = {tensor: address for tensor, address in self._fixed.items() if tensor in existing}
         self._contexts: dict[int, Any] = {}  # profile → the context of passes that are not captured
-        self._captured: dict[Hashable, _Captured] = {}
+        self._captured: dict[Hashable, _Captured] = {}  # the one used last is the last
 
     @property
     def graphs(self) -> int:
@@ -76,7 +80,8 @@ class TrtNetwork:
         cache.
 
         With a `key` the pass is captured at its first use and launched as a graph later: equal keys must have equal
-        shapes and addresses. Raises EngineError with TensorRT's error text.
+        shapes and addresses. Of more than MOST_CAPTURED keys, the pass unused longest is captured anew when it comes
+        again. Raises EngineError with TensorRT's error text.
         """
         if key is None:
             context = self._contexts.get(profile)
@@ -84,11 +89,14 @@ class TrtNetwork:
                 context = self._contexts[profile] = self._context(profile)
             self._enqueue(context, shapes, addresses)
             return
-        captured = self._captured.get(key)
+        captured = self._captured.pop(key, None)
         if captured is not None:
+            self._captured[key] = captured
             assert captured.addresses == addresses, "a captured pass keeps its addresses"
             self.shared.device.launch(captured.graph)
             return
+        if len(self._captured) == MOST_CAPTURED:
+            self.shared.device.forget(self._captured.pop(next(iter(self._captured))).graph)
         context = self._context(profile)
         # TensorRT initialises itself in the first pass of these shapes, which cannot be captured. It gives the results.
         self._enqueue(context, shapes, addresses)
