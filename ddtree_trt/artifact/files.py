@@ -15,6 +15,7 @@ DRAFTER_GRAPH = "drafter.onnx"
 WEIGHTS = "weights.bin"
 TARGET_PLAN = "target.plan"
 DRAFTER_PLAN = "drafter.plan"
+COMPACTION_PLAN = "compaction.plan"  # of engines whose attention is native
 SHARED_WEIGHTS = "shared.safetensors"  # the tables both plans read
 TORCH_WEIGHTS = "weights.safetensors"
 PROFILE = "profile.json"  # measured latencies; not in `files`, because another machine measures its own
@@ -25,6 +26,7 @@ REQUIRED_FILES = {  # of an engine directory, by backend
     "onnxruntime": (TARGET_GRAPH, DRAFTER_GRAPH, WEIGHTS, *TOKENIZER_FILES),
     "torch": (TORCH_WEIGHTS, *TOKENIZER_FILES),
     "tensorrt": (TARGET_PLAN, DRAFTER_PLAN, SHARED_WEIGHTS, *TOKENIZER_FILES),
+    "tensorrt-rtx": (TARGET_PLAN, DRAFTER_PLAN, SHARED_WEIGHTS, *TOKENIZER_FILES),
 }
 _HASH_BLOCK = 4 << 20
 # Names of engines and of their files: none leaves a directory, looks like an option, or means anything to a shell.

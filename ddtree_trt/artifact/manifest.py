@@ -12,11 +12,11 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 from ddtree_trt.artifact.files import MANIFEST, NAME
 from ddtree_trt.artifact.limits import Limits as Limits
-from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PLAN_BACKENDS, BackendName, PrecisionName
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.models.decoder import Token, TransformerDims
 from ddtree_trt.models.drafters.dflash import DrafterDims
@@ -26,6 +26,7 @@ from ddtree_trt.models.rope_scaling import contradiction
 from ddtree_trt.reading import Between, Pattern, Source, parse_json, read_json, read_record, shown
 
 SCHEMA_VERSION = 1
+AttentionName = Literal["plugin", "native"]
 LOCAL = "local"  # the revision of a checkpoint that came from a directory the user named
 PACKAGED = "packaged"  # the revision of a checkpoint that ships with this package
 
@@ -72,17 +73,28 @@ class Manifest:
     limits: Limits
     stop_token_ids: tuple[Token, ...]
     chat_template_args: dict[str, Any]  # what the drafter was trained for, e.g. {"enable_thinking": false}
-    toolchain: dict[str, str]  # versions of what compiled the graphs
+    # Versions of what compiled the graphs, and what it was told: of plans, under "tensorrt" or "tensorrt-rtx" its
+    # version, "row_independence" (yes, no); for TensorRT the machine ("cuda", "driver", "sm", "gpu"); for TensorRT for
+    # RTX the kinds of GPU the plans are for ("gpus": "sm89 sm120").
+    toolchain: dict[str, str]
     tensors: dict[str, dict[str, list[str]]]  # graph → inputs / outputs, in order
     files: dict[Annotated[str, NAME], FileEntry]
     build_seconds: Annotated[float, _SECONDS]
-    plugin: dict[str, str] | None = None  # name, version, namespace, abi, sha256 for TensorRT
+    plugin: dict[str, str] | None = None  # name, version, namespace, abi, sha256; None: no plan has a plugin layer
     golden_tau: dict[str, tuple[_Tau, _Tau]] = field(default_factory=dict)  # method → expected range
 
     @property
     def drafting(self) -> DrafterKind:
         """What the engine's drafter needs and offers."""
         return kind_of(self.drafter_dims)
+
+    @property
+    def attention(self) -> AttentionName | None:
+        """What computes attention in the plans of a TensorRT or a TensorRT for RTX: our plugin, or layers of their own.
+        None for the other backends. Every engine with a plan of before there was a choice names its plugin."""
+        if self.backend not in PLAN_BACKENDS:
+            return None
+        return "native" if self.plugin is None else "plugin"
 
     @property
     def dflash(self) -> DrafterDims:
@@ -143,6 +155,8 @@ def _contradiction(m: Manifest) -> str | None:
     """The first contradiction between fields, each of which is within its own range; None where there is none."""
     if m.precision not in BACKEND_PRECISIONS[m.backend]:
         return f"precision is {m.precision}, which the {m.backend} backend does not compute in"
+    if m.backend == "tensorrt-rtx" and m.plugin is not None:
+        return "it names a plugin, and TensorRT for RTX takes none"
     for name, dims in (("target_dims", m.target_dims), ("drafter_dims", m.drafter_dims)):
         if dims.num_heads % dims.num_kv_heads:
             return f"{name}.num_heads {dims.num_heads} is not a multiple of num_kv_heads {dims.num_kv_heads}"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-BackendName = Literal["onnxruntime", "torch", "tensorrt"]
+BackendName = Literal["onnxruntime", "torch", "tensorrt", "tensorrt-rtx"]
 PrecisionName = Literal["fp32", "fp16", "bf16", "int8"]
 
 
@@ -44,4 +44,8 @@ BACKEND_PRECISIONS: Mapping[str, tuple[PrecisionName, ...]] = {
     "onnxruntime": ("fp32", "int8"),
     "torch": ("fp32", "bf16", "fp16"),
     "tensorrt": ("bf16", "fp16", "fp32"),
+    "tensorrt-rtx": ("bf16", "fp16"),
 }
+
+# The backends whose engines are plans of a TensorRT: TensorRT itself, and TensorRT for RTX.
+PLAN_BACKENDS: frozenset[str] = frozenset({"tensorrt", "tensorrt-rtx"})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ddtree_trt.artifact.files import MANIFEST, REQUIRED_FILES, sha256_file
+from ddtree_trt.artifact.files import COMPACTION_PLAN, MANIFEST, REQUIRED_FILES, sha256_file
 from ddtree_trt.artifact.manifest import Manifest, digest_holds
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.rebuild import rebuild_command
@@ -20,7 +20,8 @@ def verify_files(directory: Path, manifest: Manifest, progress: Progress = no_pr
     rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
     if not digest_holds(directory):
         raise ArtifactError(f"{path} is damaged or was edited: its content differs from its digest; {rebuild}")
-    for name in REQUIRED_FILES[manifest.backend]:
+    required = REQUIRED_FILES[manifest.backend] + ((COMPACTION_PLAN,) if manifest.attention == "native" else ())
+    for name in required:
         if name not in manifest.files:
             raise ArtifactError(f"{path} does not list {name}; {rebuild}")
     for name, entry in manifest.files.items():

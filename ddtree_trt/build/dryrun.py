@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.artifact.precisions import PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.precisions import PLAN_BACKENDS, PRECISIONS, BackendName, PrecisionName
 from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
 from ddtree_trt.build.backends.registry import backend_build, resolve_precision
 from ddtree_trt.build.checkpoint.paths import checkpoint_name
@@ -102,7 +102,7 @@ def dry_run(request: BuildRequest) -> DryRun:
     if backend.name == "onnxruntime":
         weights = weight_bytes(target.shapes, precision) + weight_bytes(drafter.shapes, precision)
     else:
-        size, plans = PRECISIONS[precision].value_bytes, backend.name == "tensorrt"
+        size, plans = PRECISIONS[precision].value_bytes, backend.name in PLAN_BACKENDS
         if plans:  # heads are counted as they are on the device
             target, drafter = target.without_head(), drafter.without_head()
         weights = target.weights_bytes(size, as_stored=plans) + drafter.weights_bytes(size, as_stored=False)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Limits, Manifest
-from ddtree_trt.artifact.precisions import PRECISIONS, BackendName
+from ddtree_trt.artifact.precisions import PLAN_BACKENDS, PRECISIONS, BackendName
 from ddtree_trt.device.buckets import buckets, captured_passes, context_steps
 from ddtree_trt.device.buffers import FLOAT_BYTES, NOT_COUNTED_AS_BUFFERS, pass_rows, tensorrt_buffers
 from ddtree_trt.models.decoder import TransformerDims
@@ -24,7 +24,12 @@ from ddtree_trt.plugins import HEAD_DIMS
 CAPTURED_LAYER_BYTES = 32 << 10
 
 Place = Literal["host", "GPU", "device"]  # the last is a GPU where there is one, else the host
-_PLACES: Mapping[BackendName, Place] = {"onnxruntime": "host", "torch": "device", "tensorrt": "GPU"}
+_PLACES: Mapping[BackendName, Place] = {
+    "onnxruntime": "host",
+    "torch": "device",
+    "tensorrt": "GPU",
+    "tensorrt-rtx": "GPU",
+}
 
 
 @dataclass(frozen=True)
@@ -62,11 +67,11 @@ def plan_engine(
 ) -> MemoryPlan:
     """The plan of an engine, built or not.
 
-    `weights_bytes` are those of both networks, what they share counted once; for TensorRT without the heads, which are
+    `weights_bytes` are those of both networks, what they share counted once; in plans without the heads, which are
     added as they are on the device, in float32.
     """
     size = PRECISIONS[precision].value_bytes
-    if backend == "tensorrt":
+    if backend in PLAN_BACKENDS:
         weights_bytes += sum(math.prod(d.table) for d in _with_tables(target, drafter)) * FLOAT_BYTES
     per_row = sum(2 * d.num_layers * d.num_kv_heads * d.head_dim * size for d in (target, drafter))
     return MemoryPlan(
@@ -90,6 +95,7 @@ _WEIGHT_FILES = (
     artifact.TORCH_WEIGHTS,
     artifact.TARGET_PLAN,
     artifact.DRAFTER_PLAN,
+    artifact.COMPACTION_PLAN,
     artifact.SHARED_WEIGHTS,
 )
 
@@ -112,7 +118,7 @@ def _slots_per_pass(backend: BackendName, limits: Limits) -> int:
 def _buffers_bytes(
     backend: BackendName, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
 ) -> int:
-    if backend == "tensorrt":
+    if backend in PLAN_BACKENDS:
         sizes = tensorrt_buffers(target, drafter, limits, size)
         return sum(sizes[name] for name in sizes.keys() - NOT_COUNTED_AS_BUFFERS)
     rows = pass_rows(limits, _slots_per_pass(backend, limits))

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from engine_files import DIMS, FILES, make_engine, make_manifest
 
-from ddtree_trt.artifact.files import MANIFEST, PROFILE, newest_engine
+from ddtree_trt.artifact.files import MANIFEST, PROFILE, REQUIRED_FILES, newest_engine
 from ddtree_trt.artifact.manifest import LOCAL, CheckpointIdentity, FileEntry, Limits, load_manifest, parse_manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.verify import verify_files
@@ -26,6 +26,7 @@ from ddtree_trt.errors import ArtifactError
         {},
         {"drafter_kind": "autoregressive", "drafter_dims": DIMS},
         {"plugin": {"name": "DDTreeAttention", "abi": "1"}, "backend": "tensorrt", "precision": "bf16"},
+        {"backend": "tensorrt-rtx", "precision": "bf16"},
         {"golden_tau": {}, "stop_token_ids": (), "chat_template_args": {"nested": {"a": [1, None]}}},
         {"target_dims": dataclasses.replace(DIMS, rope_theta=1000000)},
     ],
@@ -38,6 +39,27 @@ def test_round_trip(changes: dict[str, Any]) -> None:
     assert type(again.target_dims.rope_theta) is float
 
 
+def test_what_computes_attention() -> None:
+    """A manifest of before there was a choice names its plugin; one that names none is of native attention."""
+    plugin = {"name": "DDTreeAttention", "abi": "2"}
+    plans = {"precision": "bf16"}
+    assert make_manifest().attention is None and make_manifest(backend="torch").attention is None
+    assert make_manifest(backend="tensorrt", plugin=plugin, **plans).attention == "plugin"
+    assert make_manifest(backend="tensorrt", **plans).attention == "native"
+    rtx = make_manifest(backend="tensorrt-rtx", **plans)
+    assert rtx.attention == "native"
+    with pytest.raises(ArtifactError, match="it names a plugin, and TensorRT for RTX takes none"):
+        parse_manifest(dataclasses.replace(rtx, plugin=plugin).to_json(), "m")
+
+
+def test_native_attention_needs_a_plan_that_compacts(tmp_path: Path) -> None:
+    files = {n: FileEntry(0, "0" * 64) for n in REQUIRED_FILES["tensorrt"]}
+    manifest = make_manifest(backend="tensorrt", precision="bf16", files=files)
+    (tmp_path / "manifest.json").write_text(manifest.to_json())
+    with pytest.raises(ArtifactError, match=r"does not list compaction\.plan; rebuild with"):
+        verify_files(tmp_path, manifest)
+
+
 def test_dflash_of_an_autoregressive_engine() -> None:
     assert make_manifest().dflash.block_size == 8
     with pytest.raises(ArtifactError, match="has an autoregressive drafter"):
@@ -48,7 +70,7 @@ def test_dflash_of_an_autoregressive_engine() -> None:
     ("place", "value", "message"),
     [
         (("schema_version",), 99, "schema version 99, this ddtree-trt reads version 1; rebuild with"),
-        (("backend",), "abacus", "m: backend must be 'onnxruntime' or 'torch' or 'tensorrt', found 'abacus'"),
+        (("backend",), "abacus", "'torch' or 'tensorrt' or 'tensorrt-rtx', found 'abacus'"),
         (("name",), 5, "m: name must be a name of letters, digits, '.', '_' and '-', found 5"),
         (("build_seconds",), True, "m: build_seconds must be a number from 0 to 1e+09, found true"),
         (("limits", "max_batch"), "8", "m: limits.max_batch must be an integer from 1 to 1024, found '8'"),

@@ -24,10 +24,11 @@ STAGES = {
     )
 }
 # What the engines of a backend look for when they are opened; inspection and doctor say the same.
-NEEDED = {
-    "onnxruntime": set[str](),
+NEEDED: dict[str, set[str]] = {
+    "onnxruntime": set(),
     "torch": {library.TORCH},
     "tensorrt": {library.KERNELS, library.PLUGINS},
+    "tensorrt-rtx": set(),
 }
 
 

@@ -26,6 +26,8 @@ def backend_build(
         from ddtree_trt.build.backends.torch.backend import TorchBuild
 
         return TorchBuild()
+    if name == "tensorrt-rtx":
+        raise UsageError("engines for tensorrt-rtx cannot be built yet; use --backend tensorrt")
     from ddtree_trt.build.backends.tensorrt.backend import TensorRtBuild
 
     build = TensorRtBuild(options)
