@@ -24,7 +24,7 @@ from ddtree_trt.build import dryrun
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
-from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.cli import app
@@ -192,7 +192,7 @@ def test_the_plan_of_a_quantised_target_is_what_its_graph_holds(tmp_path: Path) 
     target = load_checkpoint(quantize(make_pair(tmp_path / "pair")[0], "W4A16_AWQ"))
     with WeightFile(tmp_path / "weights.bin") as sink:
         limits = Limits(max_seq_len=64, max_tree_budget=8)
-        g = TensorRtGraph("target", sink, "bfloat16")
+        g = PluginGraph("target", sink, "bfloat16")
         build_target_graph(g, target.dims, target.tensor, tap_layers=(0,), limits=limits, tied=True, quantized=target)
     dims = target.dims
     norms = dims.num_layers * (2 * dims.hidden_size + 2 * dims.head_dim) + dims.hidden_size

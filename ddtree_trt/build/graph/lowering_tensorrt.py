@@ -1,4 +1,4 @@
-"""The graphs' vocabulary lowered to TensorRT: ONNX's own operators and one plugin, `DDTreeAttention`.
+"""The common part of the two TensorRT lowerings, which differ in attention: `PluginGraph` and `NativeGraph`.
 
 Networks are strongly typed: matrix products run in the engine's precision, long sums and rotary embedding in float32
 between casts, which TensorRT fuses away. Ids, positions and row numbers are int32. The embedding and
@@ -12,11 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.build.graph.ops import TYPES, Attention, Graph, Sink, Table
-from ddtree_trt.plugins import MaskMode
+from ddtree_trt.build.graph.ops import TYPES, Graph, Sink, Table
 
 # Most candidates per position. A tree of B nodes never looks past rank B, and beyond this rank a node is worth nothing;
 # TensorRT's own limit is 3840.
@@ -24,10 +21,9 @@ MAX_CANDIDATES = 256
 
 
 class TensorRtGraph(Graph):
-    """`Graph` of operators that TensorRT's parser reads."""
+    """`Graph` of operators that TensorRT's parser reads. The lowering of attention is a subclass's."""
 
     integers = "int32"
-    domains = (plugins.NAMESPACE,)
 
     def __init__(self, name: str, sink: Sink, floats: str) -> None:
         """`floats` is the engine's precision: bfloat16 or float16 (float32 has no attention kernel)."""
@@ -35,10 +31,6 @@ class TensorRtGraph(Graph):
         self.floats = floats
         self._tables: set[str] = set()
         self._mask = ""
-        self._max_tokens = 0
-
-    def slots(self, limits: Limits) -> int:
-        return limits.max_batch
 
     def table(self, table: Table) -> str:
         if table.name not in self._tables:
@@ -47,9 +39,7 @@ class TensorRtGraph(Graph):
         return table.name
 
     def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
-        self._max_tokens = max_tokens
         self.input(names.POSITIONS, "int32", ["N", tokens])
-        self.input(names.SLOT_IDS, "int32", ["N"])
         self.input(names.PAST_LEN, "int32", ["N"])
         if masked:
             self._mask = self.input(names.TREE_MASK, "int32", ["N", tokens, -(-max_tokens // 32)])
@@ -84,71 +74,13 @@ class TensorRtGraph(Graph):
         self.op("Sub", [self.op("Sub", [best, top], [f"{log_probs}.shifted"]), total], [log_probs])
         return k
 
-    def rms_norm(self, x: str, weight: str, out: str, eps: float) -> str:
-        single = self._single(x)
-        square = self.op("Mul", [single, single], [f"{out}.square"])
-        mean = self.op("ReduceMean", [square, self._axis(-1)], [f"{out}.mean"], keepdims=1)
-        shifted = self.op("Add", [mean, self.constant(f"eps.{eps:g}", np.array(eps, np.float32))], [f"{out}.shifted"])
-        scaled = self.op("Div", [single, self.op("Sqrt", [shifted], [f"{out}.root"])], [f"{out}.scaled"])
-        return self._rounded("Mul", [scaled, weight], out)
-
     def add_rms_norm(self, x: str, residual: str, weight: str, out: str, eps: float) -> tuple[str, str]:
         total = self.op("Add", [x, residual], [f"{out}.sum"])
         return self.rms_norm(total, weight, out, eps), total
 
-    def swiglu(self, gate: str, up: str, out: str) -> str:
-        single = self._single(gate)
-        silu = self.op("Mul", [single, self.op("Sigmoid", [single], [f"{out}.sigmoid"])], [f"{out}.silu"])
-        return self._rounded("Mul", [silu, self._single(up)], out)
-
-    def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:
-        return self._attention(qkv, at, MaskMode.TREE, self._mask, out)
-
-    def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, out: str) -> str:
-        # The plugin requires a mask of rank 3 in every mode and reads it in mode TREE only.
-        mask = self.reshape(names.SLOT_IDS, [-1, 1, 1], "no_mask")
-        return self.rows_from(self._attention(qkv, at, MaskMode.NONE, mask, f"{out}.rows"), -block, out)
-
-    def _attention(self, qkv: tuple[str, str, str], at: Attention, mode: MaskMode, mask: str, out: str) -> str:
-        (query_heads, kv_heads), size = at.heads, at.head_dim
-        query, key, value = (
-            self.reshape(x, [0, 0, heads, size], f"{x}.by_head")
-            for x, heads in zip(qkv, (query_heads, kv_heads, kv_heads), strict=True)
-        )
-        attrs = {
-            plugins.NUM_Q_HEADS: query_heads,
-            plugins.NUM_KV_HEADS: kv_heads,
-            plugins.HEAD_DIM: size,
-            plugins.MAX_TREE: self._max_tokens,
-            plugins.SCALE: size**-0.5,
-            plugins.MASK_MODE: int(mode),
-            # By these TensorRT's parser finds the plugin.
-            "plugin_namespace": plugins.NAMESPACE,
-            "plugin_version": plugins.VERSION,
-        }
-        inputs = [self._rotate(query, at), self._rotate(key, at), value, *at.past, names.SLOT_IDS, names.PAST_LEN, mask]
-        seen = f"{out}.by_head"
-        self.op(plugins.ATTENTION, inputs, [seen, *at.present], domain=plugins.NAMESPACE, **attrs)
-        return self.reshape(seen, [0, 0, query_heads * size], out)
-
-    def _rotate(self, x: str, at: Attention) -> str:
-        """Rotary embedding of x [N, T, heads, D]: the halves (a, b) of a head rotated by its position's angles."""
-        single = self._single(x)
-        half = at.head_dim // 2
-        a, b = self.split(single, [half, half], [f"{x}.a", f"{x}.b"])
-        cos, sin = (self._angles(table) for table in at.rotary)
-        rotated = [
-            self.op(
-                kind, [self.op("Mul", [p, cos], [f"{p}.cos"]), self.op("Mul", [q, sin], [f"{q}.sin"])], [f"{p}.new"]
-            )
-            for kind, p, q in (("Sub", a, b), ("Add", b, a))
-        ]
-        return self._rounded("Concat", rotated, f"{x}.rotated", axis=-1)
-
-    def _angles(self, table: str) -> str:
-        """The rows of a rotary table that the positions name: [N, T, 1, D/2]."""
-        rows = self.op("Gather", [table, names.POSITIONS], [f"{table}.rows"], axis=0)
-        return self.op("Unsqueeze", [rows, self._axis(2)], [f"{table}.angles"])
+    def _angles(self, table: str, positions: str = names.POSITIONS) -> str:
+        """The rows of a rotary table [S, D/2] that positions [N, T] name: [N, T, D/2]."""
+        return self.op("Gather", [table, positions], [f"{table}.{positions}"], axis=0)
 
     def _axis(self, axis: int) -> str:
         return self.constant(f"axis.{axis}", np.array([axis], np.int64))

@@ -1,7 +1,7 @@
 """The operator vocabulary of the graphs: the operators that all lowerings share, and those each lowers in its own way.
 
-`networks.py` uses these methods only. `lowering_onnxruntime.py` and `lowering_tensorrt.py` are the two lowerings;
-`lowering_int8.py` is the first with integer products.
+`networks.py` uses these methods only. The lowerings: `lowering_onnxruntime.py`, and `lowering_int8.py` with integer
+products; `lowering_plugin.py` and `lowering_native.py`, whose common part is `lowering_tensorrt.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ from ddtree_trt.build.checkpoint.scales import Scales
 from ddtree_trt.errors import BuildError
 from ddtree_trt.models.decoder import TransformerDims
 
-OPSET = 21
-IR_VERSION = 10
 TYPES = {
     "float8_e4m3fn": TensorProto.FLOAT8E4M3FN,
     "int8": TensorProto.INT8,
@@ -32,6 +30,7 @@ TYPES = {
     "bfloat16": TensorProto.BFLOAT16,
     "int64": TensorProto.INT64,
     "int32": TensorProto.INT32,
+    "bool": TensorProto.BOOL,
 }
 
 Shape = Sequence[int | str]
@@ -70,6 +69,8 @@ class Graph(ABC):
 
     floats = "float32"  # type the network computes in
     integers = "int64"  # type of ids, positions and row numbers
+    opset = 21  # version of ONNX's own operators
+    ir_version = 10  # of the file format, the lowest that has them
     domains: tuple[str, ...] = ()  # of operators that are not ONNX's own
 
     def __init__(self, name: str, sink: Sink) -> None:
@@ -243,5 +244,5 @@ class Graph(ABC):
         graph = helper.make_graph(
             list(self._nodes.values()), self.name, self._inputs, self._outputs, list(self._initializers.values())
         )
-        opsets = [helper.make_opsetid("", OPSET), *(helper.make_opsetid(domain, 1) for domain in self.domains)]
-        return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION, producer_name="ddtree-trt")
+        opsets = [helper.make_opsetid("", self.opset), *(helper.make_opsetid(domain, 1) for domain in self.domains)]
+        return helper.make_model(graph, opset_imports=opsets, ir_version=self.ir_version, producer_name="ddtree-trt")

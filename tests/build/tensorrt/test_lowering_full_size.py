@@ -17,7 +17,7 @@ from onnx import ModelProto, TensorProto, helper
 from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.networks import build_drafter_graph, build_target_graph
 from ddtree_trt.build.graph.ops import TYPES, Make
 from ddtree_trt.build.presets import PRESETS
@@ -87,7 +87,7 @@ def graphs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     paths = {}
     for network in ("target", "drafter"):
         sink = SparseWeights(folder / f"{network}.bin")
-        g = TensorRtGraph(network, sink, "bfloat16")
+        g = PluginGraph(network, sink, "bfloat16")
         if network == "target":
             model = build_target_graph(g, dims, weights, tap_layers=drafter.tap_layers, limits=limits, tied=tied)
         else:

@@ -1,5 +1,5 @@
-"""The TensorRT graphs, their plugin given a body of ONNX operators, against the ONNX Runtime engine: branching trees,
-batches of slots of different lengths, compaction, and the drafter on top of it."""
+"""The TensorRT graphs of both lowerings, a plugin given a body of ONNX operators, against the ONNX Runtime engine:
+branching trees, batches of slots of different lengths, compaction, and the drafter on top of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.build.graph.lowering_tensorrt import MAX_CANDIDATES
+from ddtree_trt.build.graph.lowering_native import NativeGraph
+from ddtree_trt.build.graph.lowering_plugin import PluginGraph
+from ddtree_trt.build.graph.lowering_tensorrt import MAX_CANDIDATES, TensorRtGraph
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.plugins.reference import attention, packed_mask
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, VerifyRequest
@@ -36,6 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 TOLERANCES = {"float32": TOLERANCE, "float16": 1e-2}
 TREE_BUDGET = 40
+LOWERINGS: tuple[type[TensorRtGraph], ...] = (PluginGraph, NativeGraph)
 
 
 class Beside:
@@ -91,12 +94,15 @@ def refuse_to_draw(*_: object) -> DrawnFrom:
 @pytest.fixture(
     scope="module",
     params=[
-        *((name, "float32") for name in ("tiny", *SHAPES)),
-        *((name, "float16") for name in ("tiny", *BY_SWITCHES)),
+        (lowering, name, floats)
+        for lowering in LOWERINGS
+        for floats, networks in (("float32", ("tiny", *SHAPES)), ("float16", ("tiny", *BY_SWITCHES)))
+        for name in networks
     ],
+    ids=lambda param: "-".join((param[0].__name__, *param[1:])),
 )
 def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Beside:
-    name, floats = request.param
+    lowering, name, floats = request.param
     path = tmp_path_factory.mktemp("lowered")
     target, drafter = PACKAGED / "target", PACKAGED / "drafter"
     if name != "tiny":
@@ -109,7 +115,7 @@ def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     limits: dict[str, Any] = {"max_batch": 3, "max_tree_budget": TREE_BUDGET, "max_seq_len": 128}
     engine = build_engine(target, drafter, path / "engine", **limits)
     pair = load_checkpoint(target), load_checkpoint(drafter)
-    lowered = LoweredPair(path / "graphs", *pair, engine.manifest.limits, floats)
+    lowered = LoweredPair(path / "graphs", *pair, engine.manifest.limits, floats, lowering)
     return Beside(lowered, engine, TOLERANCES[floats])
 
 
@@ -172,14 +178,15 @@ def test_the_cap_on_candidates_is_one_tensorrt_takes() -> None:
     assert MAX_CANDIDATES < 3840  # the most TensorRT's TopK takes
 
 
+@pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("tied", [True, False])
-def test_logits_keep_what_float32_sums(tied: bool, tmp_path: Path) -> None:
+def test_logits_keep_what_float32_sums(tied: bool, lowering: type[TensorRtGraph], tmp_path: Path) -> None:
     """In half precision too: the head's products and sums are float32, though its inputs are rounded. Large logits of
     different tokens, a half's step apart or less, stay apart."""
     target = load_checkpoint(make_target(tmp_path / "t", tied=tied, head_dim=64, num_heads=2, num_kv_heads=1))
     drafter = load_checkpoint(make_drafter(tmp_path / "d", head_dim=64, num_heads=2, num_kv_heads=1))
     limits = Limits(max_seq_len=64, max_batch=1, max_tree_budget=8, prefill_chunk=16)
-    pair = LoweredPair(tmp_path / "graphs", target, drafter, limits, "float16")
+    pair = LoweredPair(tmp_path / "graphs", target, drafter, limits, "float16", lowering)
     table = 64 * pair.tables[names.HEAD].astype(np.float16).astype(np.float32)
     # Two tokens whose rows differ by the last bit of one value, and large logits, where halves have steps of 2⁻⁶.
     table[-1] = table[7]

@@ -20,7 +20,7 @@ from quantized import ALGORITHMS, GROUP, projections, quantize
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
-from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.ops import TYPES
 from ddtree_trt.build.graph.weights import WeightFile
@@ -112,7 +112,7 @@ def test_other_backends_compute_with_what_the_values_stand_for(checkpoint: Check
 
 def bf16_graph(checkpoint: Checkpoint, folder: Path, floats: str = "bfloat16") -> onnx.ModelProto:
     with WeightFile(folder / "weights.bin") as sink:
-        g, tied = TensorRtGraph("target", sink, floats), checkpoint.tie_word_embeddings
+        g, tied = PluginGraph("target", sink, floats), checkpoint.tie_word_embeddings
         graph = build_target_graph(
             g, checkpoint.dims, checkpoint.tensor, tap_layers=(0,), limits=LIMITS, tied=tied, quantized=checkpoint
         )

@@ -1,6 +1,7 @@
-"""The TensorRT graphs in ONNX Runtime: the plugin's node gets a body of ONNX operators, and caches lie on the host.
+"""The TensorRT graphs of either lowering in ONNX Runtime, their caches on the host.
 
-The body says what the kernels do, as `plugins/reference.py` does, for ONNX Runtime to run; nothing of it is packaged.
+A plugin's node gets a body of ONNX operators. The body says what the kernels do, as `plugins/reference.py` does, for
+ONNX Runtime to run; nothing of it is packaged.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 from numpy.typing import NDArray
-from onnx import FunctionProto, ModelProto
+from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.reader import Checkpoint
 from ddtree_trt.build.graph.drafters import build_drafter
+from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.build.graph.networks import build_target_graph
-from ddtree_trt.build.graph.ops import OPSET
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
 from ddtree_trt.plugins import MaskMode
@@ -147,15 +148,31 @@ _SEEN: dict[MaskMode, str] = {
 def attention_body(mode: MaskMode) -> FunctionProto:
     """`DDTreeAttention` in one mask mode, as a function of ONNX operators."""
     seen = _SEEN[mode].replace("{{", "{").replace("}}", "}")
-    return onnx.parser.parse_function(_BODY.format(opset=OPSET, attributes=_ATTRIBUTES, seen_new=seen))
+    return onnx.parser.parse_function(_BODY.format(opset=PluginGraph.opset, attributes=_ATTRIBUTES, seen_new=seen))
 
 
 def with_body(model: ModelProto, mode: MaskMode) -> ModelProto:
-    """A copy of a graph that other runtimes can run. All its attentions must be of one mode."""
+    """A copy of a graph that other runtimes can run, with attention as GPUs compute it: halves multiplied and summed in
+    float32. All its plugin nodes must be of one mode."""
     copy = ModelProto()
     copy.CopyFrom(model)
-    copy.functions.append(attention_body(mode))
+    if any(node.domain == plugins.NAMESPACE for node in model.graph.node):
+        copy.functions.append(attention_body(mode))
+    del copy.graph.node[:]
+    for node in model.graph.node:
+        copy.graph.node.extend(_summed_in_float32(node) if node.op_type == "Attention" else [node])
     return copy
+
+
+def _summed_in_float32(attention: NodeProto) -> list[NodeProto]:
+    """The node between casts. ONNX Runtime's own sums of halves are of halves."""
+    (out,), inputs = attention.output, list(attention.input)
+    casts = [helper.make_node("Cast", [x], [f"{x}.{out}"], to=TensorProto.FLOAT) for x in inputs[:3]]
+    node = NodeProto()
+    node.CopyFrom(attention)
+    node.input[:3] = [cast.output[0] for cast in casts]
+    node.output[:] = [f"{out}.single"]
+    return [*casts, node, helper.make_node("CastLike", [node.output[0], inputs[0]], [out])]
 
 
 class Lowered:
@@ -179,26 +196,39 @@ class Lowered:
         self.lengths = np.zeros(limits.max_batch, np.int32)
 
     def run(self, slots: Sequence[int], inputs: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        """One pass over some slots, behind their committed rows; the cache takes the new rows in."""
-        control = {names.SLOT_IDS: np.array(slots), names.PAST_LEN: self.lengths[list(slots)]}
-        feed = {**inputs, **control, **dict(zip(self._past, self.cache, strict=True))}
+        """One pass over some slots, behind their committed rows; the cache takes the new rows in. Without slot ids the
+        graph gets the caches of these slots only."""
+        rows = list(slots)
+        control = {names.PAST_LEN: self.lengths[rows]}
+        bound: Any = rows
+        if names.SLOT_IDS in self.types:
+            control[names.SLOT_IDS], bound = np.array(rows), slice(None)
+        feed = {**inputs, **control, **dict(zip(self._past, self.cache[:, bound], strict=True))}
         assert set(feed) == set(self.types)
         typed = {name: np.asarray(value, self.types[name]) for name, value in feed.items()}
         outputs = dict(zip(self._outputs, self.session.run(self._outputs, typed), strict=True))
         for plane, name in enumerate(self._present):
-            self.cache[plane] = outputs.pop(name)
+            self.cache[plane, bound] = outputs.pop(name)
         return outputs
 
 
 class LoweredPair:
     """A target and its drafter as TensorRT would run them: batches of slots, each with its own tree."""
 
-    def __init__(self, folder: Path, target: Checkpoint, drafter: Checkpoint, limits: Limits, floats: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        target: Checkpoint,
+        drafter: Checkpoint,
+        limits: Limits,
+        floats: str,
+        lowering: type[TensorRtGraph] = PluginGraph,
+    ) -> None:
         folder.mkdir()
         kind, tied = drafter.kind, target.tie_word_embeddings
         with WeightFile(folder / "weights.bin") as sink:
             graph = build_target_graph(
-                TensorRtGraph("target", sink, floats),
+                lowering("target", sink, floats),
                 target.dims,
                 target.tensor,
                 tap_layers=kind.tap_layers,
@@ -206,7 +236,7 @@ class LoweredPair:
                 tied=tied,
                 quantized=target,
             )
-            drafter_graph = build_drafter(TensorRtGraph("drafter", sink, floats), drafter, target, limits)
+            drafter_graph = build_drafter(lowering("drafter", sink, floats), drafter, target, limits)
         self.kind, self.words = kind, -(-limits.max_tokens_per_pass // 32)
         self.target = Lowered(folder / "target.onnx", graph, MaskMode.TREE, target.dims, limits)
         mode = MaskMode.TREE if kind.language_model else MaskMode.NONE

@@ -75,20 +75,20 @@ class TensorRtBuild:
         from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
         from ddtree_trt.build.backends.tensorrt.profiles import drafter_sizes, profile, target_sizes
         from ddtree_trt.build.graph.drafters import build_drafter
-        from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+        from ddtree_trt.build.graph.lowering_plugin import PluginGraph
         from ddtree_trt.build.graph.networks import build_target_graph
 
         machine, floats = self.machine, PRECISIONS[precision].dtype
         taps, tied = drafter.kind.tap_layers, target.tie_word_embeddings
 
         def target_graph(sink: Sink) -> ModelProto:
-            g = TensorRtGraph("target", sink, floats)
+            g = PluginGraph("target", sink, floats)
             return build_target_graph(
                 g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied, quantized=target
             )
 
         def drafter_graph(sink: Sink) -> ModelProto:
-            return build_drafter(TensorRtGraph("drafter", sink, floats), drafter, target, limits)
+            return build_drafter(PluginGraph("drafter", sink, floats), drafter, target, limits)
 
         # Outside of the directory that is built: later builds use it too.
         cache = directory.parent / f"tensorrt-{machine.tensorrt}-sm{machine.sm}.timing"
