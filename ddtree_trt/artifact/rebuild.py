@@ -11,8 +11,9 @@ from ddtree_trt.artifact.manifest import LOCAL, Limits, Manifest
 from ddtree_trt.reading import printable
 
 
-def rebuild_command(directory: Path, manifest: Manifest) -> str:
-    """The command that builds this engine again, quoted for a shell."""
+def rebuild_command(directory: Path, manifest: Manifest, *gpus: str) -> str:
+    """The command that builds this engine again, quoted for a shell; plans of TensorRT for RTX for these kinds of GPU
+    too."""
     words = ["ddtree-trt", "build", "--target", manifest.name]
     for option, network in (("--checkpoint", manifest.target), ("--drafter", manifest.drafter)):
         place = "FILE.gguf" if network.name.endswith(".gguf") else "DIR"
@@ -24,6 +25,11 @@ def rebuild_command(directory: Path, manifest: Manifest) -> str:
         words += ["--chat-template-arg", f"{name}={json.dumps(value)}"]
     if (manifest.backend, manifest.precision) != ("onnxruntime", "fp32"):  # the defaults
         words += ["--backend", manifest.backend, "--precision", manifest.precision]
+    if manifest.backend == "tensorrt" and manifest.attention == "native":
+        words += ["--attention", "native"]
+    if manifest.backend == "tensorrt-rtx":
+        for gpu in dict.fromkeys([*manifest.toolchain.get("gpus", "").split(), *gpus]):
+            words += ["--gpu", gpu]
     if directory.absolute() != (ENGINES / manifest.name).absolute():
         words += ["--output", str(directory)]
     return printable(shlex.join([*words, "--force"]))

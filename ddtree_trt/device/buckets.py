@@ -23,7 +23,7 @@ def context_steps(block: int) -> list[int]:
 MOST_CAPTURED = 256  # passes of one network of a TensorRT engine; the one unused longest makes room for another
 
 
-def captured_passes(sizes: int, slots: int) -> int:
+def captured_passes(sizes: int, slots: int, *, neighbours: bool) -> int:
     """The most passes that a network of a TensorRT engine keeps captured, where a pass is padded to one of `sizes`
-    sizes and takes any number of `slots` slots."""
-    return min(sizes * slots, MOST_CAPTURED)
+    sizes. It takes any number of `slots` slots, or with `neighbours` any range of them."""
+    return min(sizes * (slots * (slots + 1) // 2 if neighbours else slots), MOST_CAPTURED)

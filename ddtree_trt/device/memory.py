@@ -64,8 +64,10 @@ def plan_engine(
     drafter: TransformerDims,
     limits: Limits,
     weights_bytes: int,
+    *,
+    native: bool = False,
 ) -> MemoryPlan:
-    """The plan of an engine, built or not.
+    """The plan of an engine, built or not. `native`: TensorRT's own attention instead of our plugin.
 
     `weights_bytes` are those of both networks, what they share counted once; in plans without the heads, which are
     added as they are on the device, in float32.
@@ -80,7 +82,7 @@ def plan_engine(
         kv_bytes_per_slot=per_row * limits.cache_rows,
         slots=limits.max_batch,
         buffers_bytes=_buffers_bytes(backend, size, target, drafter, limits),
-        workspace_bytes=_workspace_bytes(backend, size, target, drafter, limits),
+        workspace_bytes=_workspace_bytes(backend, size, target, drafter, limits, native or backend == "tensorrt-rtx"),
     )
 
 
@@ -107,7 +109,8 @@ def plan_manifest(manifest: Manifest) -> MemoryPlan:
     if artifact.SHARED_WEIGHTS in m.files:
         tables = sum(math.prod(d.table) for d in _with_tables(m.target_dims, m.drafter_dims))
         weights += tables * PRECISIONS[m.precision].value_bytes - m.files[artifact.SHARED_WEIGHTS].size
-    return plan_engine(m.backend, m.precision, m.target_dims, m.drafter_dims, m.limits, weights)
+    native = m.attention == "native"
+    return plan_engine(m.backend, m.precision, m.target_dims, m.drafter_dims, m.limits, weights, native=native)
 
 
 def _slots_per_pass(backend: BackendName, limits: Limits) -> int:
@@ -145,27 +148,31 @@ def attention_workspace_bytes(networks: Iterable[TransformerDims], limits: Limit
 
 
 def _workspace_bytes(
-    backend: BackendName, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
+    backend: BackendName, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits, native: bool
 ) -> int:
     """About the bytes of a pass: its widest arrays, and on a GPU the attention kernels' scratch and captured passes."""
     wide = _widest_bytes(backend, size, target, drafter, limits)
     if backend == "onnxruntime":
         return wide
-    # The kernels compute in halves only.
+    # The kernels compute in halves only. What attention of TensorRT's own asks for is known when it is built; about as
+    # much is assumed.
     scratch = attention_workspace_bytes((target, drafter), limits) if size == 2 else 0
     # PyTorch keeps the memory of captured passes, which they share, apart from that of other passes.
-    return (2 if backend == "torch" else 1) * wide + scratch + _captured_bytes(backend, target, drafter, limits)
+    return (2 if backend == "torch" else 1) * wide + scratch + _captured_bytes(backend, target, drafter, limits, native)
 
 
-def _captured_bytes(backend: BackendName, target: TransformerDims, drafter: TransformerDims, limits: Limits) -> int:
+def _captured_bytes(
+    backend: BackendName, target: TransformerDims, drafter: TransformerDims, limits: Limits, native: bool
+) -> int:
     """About the bytes of captured passes, the memory they work in aside: of TensorRT all that are kept at a time, of
     PyTorch those of a single sequence. More are captured as more sequences are decoded together."""
     trees = len(buckets(1 + limits.max_tree_budget))
     if backend == "torch":
         return trees * (target.num_layers + drafter.num_layers) * CAPTURED_LAYER_BYTES
-    block = kind_of(drafter).block_size
-    drafts = captured_passes(len(context_steps(block)), limits.max_batch) if block else 1
-    layers = captured_passes(trees, limits.max_batch) * target.num_layers + drafts * drafter.num_layers
+    block, slots = kind_of(drafter).block_size, limits.max_batch
+    alone = slots if native else 1  # of one token of one slot, as an autoregressive drafter's passes are
+    drafts = captured_passes(len(context_steps(block)), slots, neighbours=native) if block else alone
+    layers = captured_passes(trees, slots, neighbours=native) * target.num_layers + drafts * drafter.num_layers
     return layers * CAPTURED_LAYER_BYTES
 
 

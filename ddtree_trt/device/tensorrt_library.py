@@ -1,7 +1,9 @@
-"""TensorRT as `build` and `runtime` use it: the module, its log, our plugins in its registry, an engine's tensors."""
+"""TensorRT and TensorRT for RTX as `build` and `runtime` use them: the module, its log, our plugins in its registry, an
+engine's tensors."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,15 @@ from ddtree_trt.errors import DDTreeError
 _SHOWN_ERRORS = 5  # messages of TensorRT in one error of ours
 
 
-def import_tensorrt(refusal: str | None = None) -> Any:
-    """The module `tensorrt`. Raises MissingDependency, whose text begins with `refusal`, where it is not importable."""
-    return import_package("tensorrt", refusal)
+def import_tensorrt(refusal: str | None = None, *, rtx: bool = False) -> Any:
+    """The module of TensorRT, or with `rtx` that of TensorRT for RTX, whose interface is the same. Raises
+    MissingDependency, whose text begins with `refusal`, where it cannot be imported."""
+    if not rtx:
+        return import_package("tensorrt", refusal)
+    # The package `tensorrt-rtx` brings the first name along; the wheels that it consists of have the second alone.
+    if importlib.util.find_spec("tensorrt_rtx") is None and importlib.util.find_spec("tensorrt_rtx_bindings"):
+        return import_package("tensorrt_rtx_bindings", refusal, "tensorrt-rtx")
+    return import_package("tensorrt_rtx", refusal, "tensorrt-rtx")
 
 
 def make_log(trt: Any, warnings: logging.Logger | None = None) -> Any:
