@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from ddtree_trt.runtime.engines.base import Engine
 
+PLAN_BYTES = "plan_bytes"  # property of a test that had a plan built by the real builder
 PACKAGED = Path(ddtree_trt.__file__).parent / "assets" / "tiny"
 
 # How long an example takes says how busy the machine is, and nothing about the property.
@@ -34,6 +35,15 @@ settings.load_profile("any machine")
 def pytest_xdist_auto_num_workers() -> int:
     """What `-n auto` stands for. The environments of tests that run alone have no pytest-xdist."""
     return worker_count(len(os.sched_getaffinity(0)), free_bytes())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Add how many plans the tests marked `rtx` had the real builder write."""
+    reports = [report for each in terminalreporter.stats.values() for report in each if hasattr(report, "keywords")]
+    reports = [report for report in reports if "rtx" in report.keywords and report.when != "teardown"]
+    if reports:
+        sizes = [n for r in reports if r.when == "call" for name, n in r.user_properties if name == PLAN_BYTES]
+        terminalreporter.write_line(f"TensorRT for RTX built {len(sizes)} plans, {sum(sizes) / 1e6:.0f} MB")
 
 
 def known_costs(engine: Engine, **_: object) -> profile.LatencyProfile:

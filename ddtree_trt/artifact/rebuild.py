@@ -25,11 +25,20 @@ def rebuild_command(directory: Path, manifest: Manifest, *gpus: str) -> str:
         words += ["--chat-template-arg", f"{name}={json.dumps(value)}"]
     if (manifest.backend, manifest.precision) != ("onnxruntime", "fp32"):  # the defaults
         words += ["--backend", manifest.backend, "--precision", manifest.precision]
-    if manifest.backend == "tensorrt" and manifest.attention == "native":
-        words += ["--attention", "native"]
-    if manifest.backend == "tensorrt-rtx":
-        for gpu in dict.fromkeys([*manifest.toolchain.get("gpus", "").split(), *gpus]):
-            words += ["--gpu", gpu]
+    words += _plan_options(manifest, gpus)
     if directory.absolute() != (ENGINES / manifest.name).absolute():
         words += ["--output", str(directory)]
     return printable(shlex.join([*words, "--force"]))
+
+
+def _plan_options(manifest: Manifest, gpus: tuple[str, ...]) -> list[str]:
+    """Options of the builders of plans, where they are not the defaults of the machine the engine was built on."""
+    words = []
+    if manifest.backend == "tensorrt-rtx":
+        for kind in dict.fromkeys([*manifest.toolchain.get("gpus", "").split(), *gpus]):
+            words += ["--gpu", kind]
+    if manifest.backend == "tensorrt" and manifest.attention == "native":
+        words += ["--attention", "native"]
+    if manifest.toolchain.get("row_independence") == "no":
+        words.append("--no-row-independence")
+    return words

@@ -15,7 +15,7 @@ from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.files import ENGINES
 from ddtree_trt.artifact.limits import BUDGETS, SLOTS
 from ddtree_trt.artifact.manifest import PACKAGED, SCHEMA_VERSION, Limits, Manifest, parse_manifest
-from ddtree_trt.artifact.precisions import BackendName, PrecisionName
+from ddtree_trt.artifact.precisions import PLAN_BACKENDS, BackendName, PrecisionName
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.template_arguments import OPTION, check_arguments, template_variables, thinking_note
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
@@ -24,6 +24,7 @@ from ddtree_trt.build.checkpoint.paths import engine_name
 from ddtree_trt.build.checkpoint.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.build.presets import PRESETS, PackagedSource, Preset, Source, find_preset
+from ddtree_trt.device.buffers import with_aligned_slots
 from ddtree_trt.errors import BuildError, CheckpointError, UsageError
 from ddtree_trt.models.decoder import POSITIONS
 from ddtree_trt.models.drafters.kinds import kind_of
@@ -107,6 +108,8 @@ def compile_engine(
         if drafter.kind.tap_layers and (note := thinking_note(variables, template_args)):
             notice(note)
         written = backend.write(directory, target, drafter, limits, precision, progress)
+        for line in written.notes:
+            notice(line)
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
             product_version=__version__,
@@ -121,17 +124,21 @@ def compile_engine(
             limits=limits,
             stop_token_ids=target.stop_token_ids,
             chat_template_args=template_args,
-            toolchain=backend.toolchain,
+            toolchain=written.toolchain,
             tensors=written.tensors,
             plugin=written.plugin,
             files=describe_files(directory, progress),
             build_seconds=round(time.monotonic() - started, 3),
             golden_tau=dict(preset.golden_tau) if preset else {},
         )
-        text = manifest.to_json()
-        parse_manifest(text, artifact.MANIFEST)  # what is written can be read
-        (directory / artifact.MANIFEST).write_text(text, encoding="utf-8")
+        _write_manifest(directory, manifest)
     return manifest
+
+
+def _write_manifest(directory: Path, manifest: Manifest) -> None:
+    text = manifest.to_json()
+    parse_manifest(text, artifact.MANIFEST)  # what is written can be read
+    (directory / artifact.MANIFEST).write_text(text, encoding="utf-8")
 
 
 def _tokenizer_source(tokenizer: Path) -> JsonSource:
@@ -200,7 +207,8 @@ def resolve_limits(
             f"the drafter's block of {block} tokens takes {rows} rows, more than one pass of "
             f"{limits.max_tokens_per_pass}; give --max-tree-budget {rows}"
         )
-    return limits
+    # Plans are of halves.
+    return with_aligned_slots(limits, (target.dims, drafter.dims), 2) if backend.name in PLAN_BACKENDS else limits
 
 
 def _check_space(destination: Path, needed: int) -> None:

@@ -9,7 +9,8 @@ import typer
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.template_arguments import parse_arguments
-from ddtree_trt.build.backends.base import BuilderOptions
+from ddtree_trt.build.backends.base import Attention, BuilderOptions
+from ddtree_trt.build.backends.tensorrt.gpus import runs_here
 from ddtree_trt.build.compile import Backend, BuildRequest, Precision, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.build.presets import PRESETS
@@ -59,6 +60,29 @@ def build(
         Path | None, typer.Option(metavar="DIR", help="The engine directory. Default engines/NAME.")
     ] = BuildRequest.output,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing engine.")] = BuildRequest.force,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="smNN",
+            help="TensorRT for RTX: a kind of GPU to compile for, as in sm89. May be repeated. Default this machine's; "
+            "where it has none, every kind that has the precision.",
+        ),
+    ] = None,
+    attention: Annotated[
+        Attention,
+        typer.Option(
+            help="TensorRT: our plugin, or its own layers, which need no `make plugins`. auto: the plugin where it is "
+            "built."
+        ),
+    ] = BuilderOptions.attention,
+    row_independence: Annotated[
+        bool,
+        typer.Option(
+            "--row-independence/--no-row-independence",
+            help="TensorRT: compute a row the same wherever it stands among others, so that a token of a tree gets the "
+            "logits it has alone. Without, prompts have a profile of their own.",
+        ),
+    ] = BuilderOptions.row_independence,
     builder_optimization_level: Annotated[
         int | None, typer.Option(metavar="0-5", help="TensorRT: how long to search for fast kernels.")
     ] = BuilderOptions.optimization_level,
@@ -91,7 +115,14 @@ def build(
         output=output,
         force=force,
         chat_template_args=parse_arguments(chat_template_arg or ()),
-        builder=BuilderOptions(builder_optimization_level, builder_workspace_mib, builder_inspect),
+        builder=BuilderOptions(
+            optimization_level=builder_optimization_level,
+            workspace_mib=builder_workspace_mib,
+            inspect=builder_inspect,
+            attention=attention,
+            gpus=tuple(gpu or ()),
+            row_independence=row_independence,
+        ),
     )
     if dry:
         would = dry_run(request)
@@ -104,6 +135,8 @@ def build(
     with terminal.progress_bars() as progress:
         notes: list[str] = []
         manifest = compile_engine(request, progress, notes.append)
-        if profile:
+        if profile and not runs_here(manifest):
+            notes.append("latencies are measured when the engine is first opened on a GPU that it is for")
+        elif profile:
             measure_engine(request.destination, progress)
     terminal.print_built(request.destination, manifest, notes)

@@ -117,7 +117,7 @@ def print_engine(report: EngineReport) -> None:
             ("chat template", _listing(m.chat_template_args) or "no arguments"),
             ("golden tau", ", ".join(f"{k} {low}–{high}" for k, (low, high) in m.golden_tau.items()) or "none"),
             ("toolchain", f"ddtree-trt {m.product_version}, {_listing(m.toolchain)}"),
-            ("plugin", _listing(m.plugin or {}) or "none"),
+            ("plugin", _listing(m.plugin or {}) or ("none, attention is native" if m.attention else "none")),
             *([("cannot run here", report.problem)] if report.problem else []),
             ("device rounds", f"none: {host_reason}" if host_reason else "on a GPU, method ddtree with a fixed budget"),
             ("profile", "measured" if report.has_profile else "not measured yet"),

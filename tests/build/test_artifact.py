@@ -52,6 +52,15 @@ def test_what_computes_attention() -> None:
         parse_manifest(dataclasses.replace(rtx, plugin=plugin).to_json(), "m")
 
 
+def test_the_command_that_rebuilds_plans() -> None:
+    place, plans = Path("e"), {"precision": "bf16"}
+    native = make_manifest(backend="tensorrt", **plans, toolchain={"tensorrt": "11.4", "row_independence": "yes"})
+    assert "--backend tensorrt --precision bf16 --attention native --output" in rebuild_command(place, native)
+    toolchain = {"tensorrt-rtx": "1.7", "row_independence": "no", "gpus": "sm89 sm120"}
+    rtx = make_manifest(backend="tensorrt-rtx", **plans, toolchain=toolchain)
+    assert "--precision bf16 --gpu sm89 --gpu sm120 --no-row-independence --output" in rebuild_command(place, rtx)
+
+
 def test_native_attention_needs_a_plan_that_compacts(tmp_path: Path) -> None:
     files = {n: FileEntry(0, "0" * 64) for n in REQUIRED_FILES["tensorrt"]}
     manifest = make_manifest(backend="tensorrt", precision="bf16", files=files)

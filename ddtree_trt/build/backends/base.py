@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import BackendName, PrecisionName
@@ -15,24 +15,36 @@ if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
 
 
+Attention = Literal["auto", "plugin", "native"]
+
+
 @dataclass(frozen=True)
 class BuilderOptions:
-    """Options of TensorRT's builder; no other backend has any. None leaves a value to TensorRT."""
+    """Options of the builders of TensorRT and TensorRT for RTX; no other backend has any. None leaves a value to
+    TensorRT."""
 
     optimization_level: int | None = None  # 0 to 5: how long it searches for fast kernels
     workspace_mib: int | None = None  # most scratch memory a layer may use
     inspect: bool = False  # keep layer details in the engine, and write them beside it as JSON
+    attention: Attention = "auto"  # what computes it; `auto` is our plugin where it is built
+    gpus: tuple[str, ...] = ()  # kinds of GPU that TensorRT for RTX compiles for, as in sm89; none: this machine's
+    row_independence: bool = True  # a row's result is the same bits wherever it stands in a batch
 
     def check(self, backend: BackendName) -> None:
-        """Raises UsageError for values out of range, and for any value where `backend` is not TensorRT."""
-        given = {
-            "--builder-optimization-level": self.optimization_level,
-            "--builder-workspace-mib": self.workspace_mib,
-            "--builder-inspect": self.inspect or None,
-        }
-        for option, value in given.items():
-            if value is not None and backend != "tensorrt":
-                raise UsageError(f"{option} is for --backend tensorrt, not for {backend}; leave it out")
+        """Raises UsageError for values out of range, and for a value that `backend` has no use for."""
+        plans: tuple[BackendName, ...] = ("tensorrt", "tensorrt-rtx")
+        given: tuple[tuple[str, bool, tuple[BackendName, ...]], ...] = (
+            ("--builder-optimization-level", self.optimization_level is not None, plans[:1]),
+            ("--builder-workspace-mib", self.workspace_mib is not None, plans[:1]),
+            ("--builder-inspect", self.inspect, plans[:1]),
+            ("--attention", self.attention != "auto", plans[:1]),
+            ("--gpu", bool(self.gpus), plans[1:]),
+            ("--no-row-independence", not self.row_independence, plans),
+        )
+        for option, is_given, backends in given:
+            if is_given and backend not in backends:
+                served = " or ".join(backends)
+                raise UsageError(f"{option} is for --backend {served}, not for {backend}; leave it out")
         if self.optimization_level is not None:
             check_range("--builder-optimization-level", self.optimization_level, 0, 5)
         if self.workspace_mib is not None:
@@ -44,7 +56,9 @@ class Written:
     """The manifest's fields that a backend fills when it has written its files."""
 
     tensors: dict[str, dict[str, list[str]]]  # graph → inputs / outputs, in order
+    toolchain: dict[str, str]
     plugin: dict[str, str] | None = None
+    notes: tuple[str, ...] = ()  # lines for the user
 
 
 class BackendBuild(Protocol):
@@ -52,10 +66,7 @@ class BackendBuild(Protocol):
 
     name: BackendName
     precisions: tuple[PrecisionName, ...]  # the first is what `auto` means
-
-    @property
-    def toolchain(self) -> dict[str, str]:
-        """Versions of what compiles the engine."""
+    condition: str  # in messages about precisions: what they depend on, " on sm75"; "" where on nothing
 
     def drafter_rows(self, block: int) -> int:
         """Cache rows that a block drafter's block of `block` tokens takes."""

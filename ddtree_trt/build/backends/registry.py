@@ -27,7 +27,12 @@ def backend_build(
 
         return TorchBuild()
     if name == "tensorrt-rtx":
-        raise UsageError("engines for tensorrt-rtx cannot be built yet; use --backend tensorrt")
+        from ddtree_trt.build.backends.tensorrt.rtx import RtxBuild
+
+        rtx = RtxBuild(options)
+        if not dry_run:
+            _ = rtx.module  # raises where it is not installed, before any work
+        return rtx
     from ddtree_trt.build.backends.tensorrt.backend import TensorRtBuild
 
     build = TensorRtBuild(options)
@@ -43,7 +48,7 @@ def resolve_precision(backend: BackendBuild, wanted: Literal["auto", PrecisionNa
     if wanted not in backend.precisions:
         known = ", ".join(backend.precisions)
         raise UsageError(
-            f"precision {wanted!r} is not available: the {backend.name} backend computes in {known}; "
-            f"use --precision {backend.precisions[0]}"
+            f"precision {wanted!r} is not available: the {backend.name} backend computes{backend.condition} in "
+            f"{known}; use --precision {backend.precisions[0]}"
         )
     return wanted

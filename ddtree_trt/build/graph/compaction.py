@@ -25,11 +25,11 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.build.graph.lowering_native import NativeGraph
 from ddtree_trt.build.graph.ops import TYPES
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters.kinds import kind_of
 
-_OPSET, _IR_VERSION = 24, 11  # the first with TensorScatter
 _ROWS = 2  # the axis of a cache's rows
 
 
@@ -55,8 +55,8 @@ def compaction_graph(target: TransformerDims, limits: Limits, floats: str, windo
     ]
     outputs = [helper.make_tensor_value_info(name, TYPES[floats], shape) for name in present]
     graph = helper.make_graph(nodes, "compaction", inputs, outputs)
-    opsets = [helper.make_opsetid("", _OPSET)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=_IR_VERSION, producer_name="ddtree-trt")
+    opsets, version = [helper.make_opsetid("", NativeGraph.opset)], NativeGraph.ir_version
+    return helper.make_model(graph, opset_imports=opsets, ir_version=version, producer_name="ddtree-trt")
 
 
 def _move(past: str, present: str) -> list[NodeProto]:

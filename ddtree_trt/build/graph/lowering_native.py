@@ -119,7 +119,10 @@ class NativeGraph(TensorRtGraph):
         return self.op("Expand", [written, shape], ["visible"])
 
     def _tree_visible(self) -> str:
-        """bool [N, 1, T, S]: the past, and those rows of the call whose bit is set."""
+        """bool [N, 1, T, S]: the past, and those rows of the call whose bit is set.
+
+        Its last operator is no reshape: with one slot, the builder failed on a mask that several attentions reshape.
+        """
         starts = self.reshape(names.PAST_LEN, [-1, 1], "starts")
         row = self.op("Sub", [self._columns(), starts], ["column_row"])  # int32 [N, S]: of the call, in each column
         zero = self.constant("zero", np.array(0, np.int32))
@@ -127,15 +130,16 @@ class NativeGraph(TensorRtGraph):
         bit = self.op("Min", [self.op("Max", [row, zero], ["column_row.low"]), largest], ["column_bit"])
         index = self.op("Unsqueeze", [self._cast(bit, "int64", "column_bit.wide"), self._axis(2)], ["column_bit.index"])
         of_columns = self.op("GatherND", [self._bits(), index], ["tree_bits.columns"], batch_dims=1)
-        of_rows = self.op("Transpose", [of_columns], ["tree_bits.rows"], perm=[0, 2, 1])
-        past = self._by_row(self.op("Less", [row, zero], ["in_past"]))
-        written = self._by_row(self.op("Less", [row, self._rows_of_call()], ["is_written"]))
-        in_tree = self.op("And", [of_rows, written], ["in_tree"])
-        return self.op("Unsqueeze", [self.op("Or", [past, in_tree], ["visible_rows"]), self._axis(1)], ["visible"])
+        by_column = self.op("Unsqueeze", [of_columns, self._axis(1)], ["tree_bits.by_column"])
+        by_row = self.op("Transpose", [by_column], ["tree_bits.by_row"], perm=[0, 1, 3, 2])
+        past = self._for_rows(self.op("Less", [row, zero], ["in_past"]))
+        written = self._for_rows(self.op("Less", [row, self._rows_of_call()], ["is_written"]))
+        return self.op("Or", [past, self.op("And", [by_row, written], ["in_tree"])], ["visible"])
 
-    def _by_row(self, of_columns: str) -> str:
-        """[N, S] as [N, 1, S]."""
-        return self.op("Unsqueeze", [of_columns, self._axis(1)], [f"{of_columns}.by_row"])
+    def _for_rows(self, of_columns: str) -> str:
+        """[N, S] as [N, 1, 1, S]."""
+        axes = self.constant("axes.1.2", np.array([1, 2], np.int64))
+        return self.op("Unsqueeze", [of_columns, axes], [f"{of_columns}.for_rows"])
 
     def _bits(self) -> str:
         """The packed mask [N, T, W] as bool [N, 32 · W, T]. The parser has no operators on bits, so words are divided

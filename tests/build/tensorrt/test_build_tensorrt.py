@@ -1,23 +1,22 @@
-"""The TensorRT build, end to end: the real bindings, a recording fake of the builder behind them, and of the GPU."""
+"""The TensorRT build, end to end: native attention through the real builder of TensorRT for RTX, our plugin through a
+recording fake of the builder over the real bindings; a fake of the GPU."""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from checkpoints import make_pair, make_target
 from plugin_libraries import lean_python
-from quantized import ALGORITHMS, quantize
 from real_tensorrt import ROOT, cuda_names
 from safetensors.torch import load_file
-from tensorrt_builds import DIMS, ENGINE_MODULE, Machine, build
+from tensorrt_builds import DIMS, Machine, build
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact.files import sha256_file
@@ -31,88 +30,79 @@ from ddtree_trt.plugins import library
 
 
 @pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Without our plugin library: engines get native attention."""
     (tmp_path / "native").mkdir()
-    yield Machine(tmp_path / "native", monkeypatch)
-    sys.modules.pop(ENGINE_MODULE, None)  # it holds the fake
+    return Machine(tmp_path / "native", monkeypatch)
+
+
+@pytest.fixture
+def with_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
+    (tmp_path / "native").mkdir()
+    return Machine(tmp_path / "native", monkeypatch, plugins=True)
+
+
+SMALL: dict[str, Any] = {**DIMS, "num_layers": 1}
+TOOLCHAIN = {
+    "tensorrt": "11.4.0.106",
+    "cuda": "13.0",
+    "driver": "13.1",
+    "sm": "90",
+    "gpu": "NVIDIA H100 80GB HBM3",
+    "row_independence": "yes",
+}
+TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
 
 
 def test_the_fake_gpu_has_nothing_cuda_has_not(machine: Machine) -> None:
     assert {name for name in vars(machine.cuda) if name.startswith("cuda")} <= cuda_names()
 
 
-def test_the_engine_directory_of_the_tiny_pair(machine: Machine, tmp_path: Path) -> None:
-    engine = tmp_path / "engines" / "tiny"
-    manifest = build(engine)
-    assert (manifest.backend, manifest.precision) == ("tensorrt", "bf16")
-    wanted = {"tensorrt": "11.4.0.106", "cuda": "13.0", "driver": "13.1", "sm": "90", "gpu": "NVIDIA H100 80GB HBM3"}
-    assert wanted.items() <= manifest.toolchain.items()
+# Attention of our plugin, through the fake
+
+
+def test_the_engine_directory_of_the_tiny_pair(with_plugins: Machine, tmp_path: Path) -> None:
+    engine, notes = tmp_path / "engines" / "tiny", list[str]()
+    manifest = build(engine, notice=notes.append)
+    assert "attention: our plugin, libddtree_plugins.so" in notes
+    assert (manifest.backend, manifest.precision, manifest.attention) == ("tensorrt", "bf16", "plugin")
+    assert manifest.toolchain.items() >= TOOLCHAIN.items()
     assert manifest.plugin == {
         "name": "DDTreeAttention",
         "version": "1",
         "namespace": "ddtree",
         "abi": str(plugins.ABI),
-        "sha256": sha256_file(machine.plugins),
+        "sha256": sha256_file(with_plugins.plugins),
     }
-    tokenizer = {"tokenizer.json", "tokenizer_config.json", "generation_config.json"}
-    assert set(manifest.files) - tokenizer <= {
-        "target.plan",
-        "drafter.plan",
-        "shared.safetensors",
-        "chat_template.jinja",
-    }
+    assert set(manifest.files) - TOKENIZER == {"target.plan", "drafter.plan", "shared.safetensors"}
     assert {p.name for p in engine.iterdir()} == {*manifest.files, "manifest.json"}
     assert (engine / "target.plan").read_bytes().startswith(b"plan of token_ids")
-    assert manifest.tensors["target"]["inputs"][:6] == [
-        *("token_ids", "positions", "slot_ids", "past_len", "tree_mask", "rows")
-    ]
+    assert {"token_ids", "positions", "slot_ids", "past_len", "tree_mask", "rows"} == {
+        name for name in manifest.tensors["target"]["inputs"][:-2] if not name.startswith("past_key.")
+    } - {name for name in manifest.tensors["target"]["inputs"] if name.startswith("past_value.")}
     for network in ("target", "drafter"):  # the head is an input of its own also where it is the embedding
         assert manifest.tensors[network]["inputs"][-2:] == ["embedding", "lm_head"]
     assert "tree_mask" not in manifest.tensors["drafter"]["inputs"]
     assert manifest.tensors["drafter"]["outputs"][-2:] == ["log_probs", "candidates"]
-    assert "--backend tensorrt --precision bf16" in rebuild_command(engine, manifest)
+    assert "--backend tensorrt --precision bf16 --output" in rebuild_command(engine, manifest)
     timings = engine.parent / "tensorrt-11.4.0.106-sm90.timing"
     assert sorted(engine.parent.iterdir()) == sorted([engine, timings]) and timings.read_bytes() == b"learnt timings"
 
 
-def test_what_tensorrt_is_asked_for(machine: Machine, tmp_path: Path) -> None:
-    seen: list[tuple[str, int, int]] = []
-    manifest = build(tmp_path / "e", lambda *call: seen.append(call), max_batch=3, max_tree_budget=100)
-    limits, block = manifest.limits, manifest.dflash.block_size
-    fake, real = machine.tensorrt, machine.tensorrt.real
-    assert fake.named("Builder.create_network") == [(0,), (0,)]
-    assert fake.named("ITensor.allowed_formats =") and set(fake.named("ITensor.allowed_formats =")) == {(1,)}
-    assert int(real.TensorFormat.LINEAR) == 0
-    shapes = fake.named("IOptimizationProfile.set_shape")
-    assert len(shapes) == 2 * 6 + 2 * 5
-    assert ("tree_mask", (1, 1, 8), (1, 64, 8), (3, 101, 8)) in shapes[:6]
-    assert ("rows", (1,), (64,), (303,)) in shapes[:6]
-    assert ("token_ids", (1, 1), (1, 256), (3, 256)) in shapes[6:12]
-    assert ("rows", (1,), (1,), (768,)) in shapes[6:12]
-    assert ("taps", (1, 1, 576), (1, block // 2, 576), (3, block, 576)) in shapes[12:17]
-    assert ("positions", (1, 1 + block), (1, block + block // 2), (3, 2 * block)) in shapes[12:17]
-    assert ("positions", (1, 1 + block), (1, 256 + block), (3, 256 + block)) in shapes[17:]
-    assert limits.max_tokens_per_pass == 256
-    assert fake.named("IBuilderConfig.builder_optimization_level =") == []
-    assert fake.named("IBuilderConfig.set_memory_pool_limit") == []
-    assert fake.named("IBuilderConfig.set_flag") == [(real.BuilderFlag.TF32,)] * 2
-    assert len(fake.named("IPluginRegistry.load_library")) == 1
-    for stage in ("build target: Building Engine", "build drafter: Building Engine", "write shared tables"):
-        done = [(d, t) for s, d, t in seen if s == stage]
-        assert done == sorted(done) and done[-1][0] == done[-1][1], stage
-        assert len(done) >= 2
-
-
-def test_the_timing_cache_of_one_build_serves_the_next(machine: Machine, tmp_path: Path) -> None:
+def test_the_timing_cache_of_one_build_serves_the_next(with_plugins: Machine, tmp_path: Path) -> None:
+    assert with_plugins.fake is not None
     build(tmp_path / "a")
     build(tmp_path / "b")
-    given = machine.tensorrt.named("IBuilderConfig.create_timing_cache")
+    given = with_plugins.fake.named("IBuilderConfig.create_timing_cache")
     assert given == [(b"",), *[(b"learnt timings",)] * 3]
 
 
-def test_options_reach_the_builder(machine: Machine, tmp_path: Path) -> None:
-    manifest = build(tmp_path / "e", builder=BuilderOptions(5, 512, inspect=True), precision="fp16")
-    fake = machine.tensorrt
+def test_options_reach_the_builder(with_plugins: Machine, tmp_path: Path) -> None:
+    options = BuilderOptions(optimization_level=5, workspace_mib=512, inspect=True, attention="plugin")
+    manifest = build(tmp_path / "e", builder=options, precision="fp16")
+    fake = with_plugins.fake
+    assert fake is not None
+    assert len(fake.named("IPluginRegistry.load_library")) == 1
     assert fake.named("IBuilderConfig.builder_optimization_level =") == [(5,)] * 2
     pool = fake.real.MemoryPoolType.WORKSPACE
     assert fake.named("IBuilderConfig.set_memory_pool_limit") == [(pool, 512 << 20)] * 2
@@ -122,38 +112,97 @@ def test_options_reach_the_builder(machine: Machine, tmp_path: Path) -> None:
     assert {"target.layers.json", "drafter.layers.json"} <= set(manifest.files)
 
 
-@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_the_tables_both_engines_read(machine: Machine, tmp_path: Path, precision: str, dtype: torch.dtype) -> None:
-    target, drafter = make_pair(tmp_path / "pair", tied=False, **DIMS)
-    manifest = build(tmp_path / "e", target="mine", checkpoint=target, drafter=drafter, precision=precision)
+# Attention of TensorRT's own, through the real builder
+
+
+@pytest.mark.rtx
+def test_an_engine_without_our_library(machine: Machine, tmp_path: Path) -> None:
+    target, drafter = make_pair(tmp_path / "pair", tied=False, **SMALL)
+    notes, seen = list[str](), list[tuple[str, int, int]]()
+    manifest = build(
+        tmp_path / "e",
+        lambda *call: seen.append(call),
+        notes.append,
+        target="mine",
+        checkpoint=target,
+        drafter=drafter,
+        max_batch=3,
+        max_tree_budget=100,
+    )
+    (line,) = [note for note in notes if note.startswith("attention: ")]
+    assert line.startswith("attention: native, TensorRT's own layers; our plugin is left out: native library")
+    assert (manifest.attention, manifest.plugin) == ("native", None)
+    assert manifest.toolchain.items() >= TOOLCHAIN.items()
+    plans = {"target.plan", "drafter.plan", "compaction.plan"}
+    assert set(manifest.files) - TOKENIZER == {*plans, "shared.safetensors"}
+    assert min(manifest.files[name].size for name in plans) > 10_000
+    assert "slot_ids" not in manifest.tensors["target"]["inputs"] + manifest.tensors["drafter"]["inputs"]
+    assert manifest.tensors["compaction"]["inputs"][:3] == ["past_len", "keep", "past_key.0"]
+    assert "--attention native" in rebuild_command(tmp_path / "e", manifest)
+
+    recorded, block, rows = machine.recorded, manifest.dflash.block_size, manifest.limits.cache_rows
+    assert recorded is not None and len(recorded.profiles) == 2
+    shapes = recorded.shapes(0, 0)
+    assert shapes["token_ids"] == ((1, 1), (1, 64), (3, 256)), "trees of up to 101 tokens, and prompts"
+    assert shapes["tree_mask"] == ((1, 1, 8), (1, 64, 8), (3, 256, 8))
+    assert shapes["rows"] == ((1,), (64,), (768,))
+    assert shapes["past_key.0"] == ((1, 1, rows, 64), (1, 1, rows, 64), (3, 1, rows, 64))
+    shapes = recorded.shapes(1, 1)
+    assert shapes["positions"] == ((1, 1 + block), (1, block + block // 2), (3, 256 + block))
+    assert recorded.networks[2].num_inputs == 2 + 2 * manifest.target_dims.num_layers
+    for config in recorded.configs:
+        flags = machine.module.BuilderFlag
+        assert config.get_flag(flags.TF32) and config.get_flag(flags.DISTRIBUTIVE_INDEPENDENCE)
+        assert config.max_aux_streams == 0
+    for network in recorded.networks:
+        tensors = [network.get_input(i) for i in range(network.num_inputs)]
+        assert {tensor.allowed_formats for tensor in tensors} == {1 << int(machine.module.TensorFormat.LINEAR)}
+    for stage in (*(f"build {n}: Building engine" for n in ("target", "drafter", "compaction")), "write shared tables"):
+        done = [(d, t) for s, d, t in seen if s == stage]
+        assert done == sorted(done) and done[-1][0] == done[-1][1], stage
+        assert len(done) >= 2
     stored, checkpoint = load_file(tmp_path / "e" / "shared.safetensors"), load_checkpoint(target)
     assert set(stored) == {"embedding", "lm_head"}
     for name, source in (("embedding", EMBEDDING), ("lm_head", HEAD)):
-        assert stored[name].dtype == dtype
-        assert torch.equal(stored[name], torch.tensor(checkpoint.tensor(source)).to(dtype))
-    for network in ("target", "drafter"):
-        assert manifest.tensors[network]["inputs"][-2:] == ["embedding", "lm_head"]
+        assert stored[name].dtype == torch.bfloat16
+        assert torch.equal(stored[name], torch.tensor(checkpoint.tensor(source)).to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_a_quantised_checkpoint(machine: Machine, tmp_path: Path, algorithm: str) -> None:
-    target, drafter = make_pair(tmp_path / "pair", **DIMS)
-    manifest = build(tmp_path / "e", target="mine", checkpoint=quantize(target, algorithm), drafter=drafter)
-    assert manifest.precision == "bf16"
+@pytest.mark.rtx
+def test_rows_that_may_depend_on_their_neighbours(machine: Machine, tmp_path: Path) -> None:
+    """TensorRT takes two profiles only without distributive independence, and says so in its own words."""
+    target, drafter = make_pair(tmp_path / "pair", **SMALL)
+    options = BuilderOptions(row_independence=False)
+    mine: dict[str, Any] = {"target": "mine", "checkpoint": target, "drafter": drafter, "precision": "fp16"}
+    manifest = build(tmp_path / "e", builder=options, **mine)
+    assert manifest.toolchain["row_independence"] == "no" and manifest.precision == "fp16"
+    assert "--no-row-independence" in rebuild_command(tmp_path / "e", manifest)
+    recorded, block = machine.recorded, manifest.dflash.block_size
+    assert recorded is not None and len(recorded.profiles) == 4
+    assert recorded.shapes(0, 0)["token_ids"] == ((1, 1), (1, 64), (8, 257))
+    assert recorded.shapes(0, 1)["token_ids"] == ((1, 1), (1, 256), (8, 256))
+    assert recorded.shapes(0, 1)["rows"] == ((1,), (1,), (8 * 256,))
+    assert recorded.shapes(1, 2)["positions"] == ((1, 1 + block), (1, block + block // 2), (8, 2 * block))
+    assert recorded.shapes(1, 3)["positions"] == ((1, 1 + block), (1, 256 + block), (8, 256 + block))
+    flag = machine.module.BuilderFlag.DISTRIBUTIVE_INDEPENDENCE
+    assert not any(config.get_flag(flag) for config in recorded.configs)
 
 
+@pytest.mark.rtx
 def test_an_autoregressive_drafter(machine: Machine, tmp_path: Path) -> None:
     """A plan like the target's, with the target's shapes and no tapped states, and tables of its own."""
-    target, drafter = make_target(tmp_path / "target", **DIMS), tmp_path / "drafter"
+    target, drafter = make_target(tmp_path / "target", **SMALL), tmp_path / "drafter"
     make_target(drafter, tokenizer=False, tied=False, seed=3, **{**DIMS, "hidden_size": 48, "num_layers": 1})
     manifest = build(tmp_path / "e", target="mine", checkpoint=target, drafter=drafter)
     assert manifest.drafter_kind == "autoregressive"
-    inputs, outputs = manifest.tensors["drafter"]["inputs"], manifest.tensors["drafter"]["outputs"]
-    assert inputs == [*manifest.tensors["target"]["inputs"][:6], "past_key.0", "past_value.0", "embedding", "lm_head"]
-    assert outputs == ["present_key.0", "present_value.0", "logits", "choices"]
+    tensors = manifest.tensors["drafter"]
+    assert tensors["inputs"][-4:] == ["past_key.0", "past_value.0", "embedding", "lm_head"]
+    assert tensors["outputs"] == ["present_key.0", "present_value.0", "logits", "choices"]
     assert "taps" not in manifest.tensors["target"]["outputs"]
-    shapes = machine.tensorrt.named("IOptimizationProfile.set_shape")
-    assert len(shapes) == 4 * 6 and shapes[:12] == shapes[12:]
+    recorded = machine.recorded
+    assert recorded is not None
+    sizes = recorded.shapes(0, 0), recorded.shapes(1, 1)
+    assert all(sizes[0][name] == shape for name, shape in sizes[1].items())
     stored = load_file(tmp_path / "e" / "shared.safetensors")
     assert set(stored) == {"embedding", "drafter.embedding", "drafter.lm_head"}
     for name, path, source in (
@@ -162,6 +211,9 @@ def test_an_autoregressive_drafter(machine: Machine, tmp_path: Path) -> None:
         ("drafter.lm_head", drafter, HEAD),
     ):
         assert torch.equal(stored[name], torch.tensor(load_checkpoint(path).tensor(source)).to(torch.bfloat16))
+
+
+# The plugin registry
 
 
 LEAN = """
@@ -203,6 +255,15 @@ def test_the_plugins_are_loaded_into_a_real_registry(tmp_path: Path) -> None:
 
 
 # Profiles
+
+
+def test_one_profile_in_place_of_two() -> None:
+    limits = Limits(max_tree_budget=40, prefill_chunk=256, max_batch=2)
+    both = tensorrt_profiles.target_sizes(limits)
+    assert tensorrt_profiles.covering(both) == {"N": (1, 1, 2), "T": (1, 41, 256), "R": (1, 41, 512)}
+    assert tensorrt_profiles.covering(both[:1]) == both[0]
+    drafter = tensorrt_profiles.covering(tensorrt_profiles.drafter_sizes(limits, 16))
+    assert drafter == {"N": (1, 1, 2), "C": (1, 8, 256), "C+block": (17, 24, 272)}
 
 
 def test_profiles_cover_every_limit() -> None:

@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 from checkpoints import BY_SWITCHES, SCALINGS, make_drafter, make_target
 from engine_builds import PACKAGED, build_engine
-from lowered import LoweredPair, attention_body
+from lowered import LoweredPair, attention_body, needs_opset_24
 from numerics import TOLERANCE, Array, path_to, random_tree
 from onnx import TensorProto, helper
 
@@ -38,7 +38,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 TOLERANCES = {"float32": TOLERANCE, "float16": 1e-2}
 TREE_BUDGET = 40
-LOWERINGS: tuple[type[TensorRtGraph], ...] = (PluginGraph, NativeGraph)
+LOWERINGS = (pytest.param(PluginGraph, id="plugin"), pytest.param(NativeGraph, marks=needs_opset_24, id="native"))
 
 
 class Beside:
@@ -94,12 +94,11 @@ def refuse_to_draw(*_: object) -> DrawnFrom:
 @pytest.fixture(
     scope="module",
     params=[
-        (lowering, name, floats)
+        pytest.param((*lowering.values, name, floats), marks=lowering.marks, id=f"{lowering.id}-{name}-{floats}")
         for lowering in LOWERINGS
         for floats, networks in (("float32", ("tiny", *SHAPES)), ("float16", ("tiny", *BY_SWITCHES)))
         for name in networks
     ],
-    ids=lambda param: "-".join((param[0].__name__, *param[1:])),
 )
 def beside(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Beside:
     lowering, name, floats = request.param

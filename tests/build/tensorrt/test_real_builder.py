@@ -4,80 +4,84 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-from checkpoints import make_drafter, make_target
-from onnx import ModelProto
-from real_builder import PLAN, RealBuilder, rtx
+from checkpoints import BY_SWITCHES, make_drafter, make_target
+from real_builder import RealBuilder, rtx
+from real_graphs import DIMS, LIMITS, ONE_SLOT, TAPS, Graphs
 
+from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions
 from ddtree_trt.build.backends.tensorrt.profiles import drafter_sizes, target_sizes
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
-from ddtree_trt.build.graph.drafters import build_drafter
 from ddtree_trt.build.graph.lowering_native import KEY_LENGTHS, NativeGraph
-from ddtree_trt.build.graph.networks import build_target_graph
-from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.build.graph.lowering_plugin import PluginGraph
+from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.errors import BuildError
 
 pytestmark = pytest.mark.rtx
-
-DIMS: dict[str, Any] = {"head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_positions": 128, "num_layers": 2}
-TAPS: dict[str, Any] = {"tap_layers": (0, 1), "num_target_layers": 2}
-LIMITS = Limits(max_seq_len=64, max_batch=2, max_tree_budget=40, prefill_chunk=32)
+BOTH = pytest.mark.parametrize("lowering", [PluginGraph, NativeGraph])
+# Precision, whether the head is the embedding, limits.
+PAIRS = pytest.mark.parametrize(
+    ("floats", "tied", "limits"),
+    [("bfloat16", True, LIMITS), ("float16", False, ONE_SLOT)],
+    ids=["bf16-tied-slots", "fp16-untied-one-slot"],
+)
 
 
 @pytest.fixture
 def builder(record_property: Callable[[str, object], None]) -> RealBuilder:
-    return RealBuilder(lambda size: record_property(PLAN, size))
+    return RealBuilder(record_property)
 
 
-class Pair:
-    """The graphs of a target and a drafter, written where the parser reads them."""
-
-    def __init__(self, folder: Path, floats: str, *, tied: bool = True, limits: Limits = LIMITS) -> None:
-        self.folder, self.floats, self.limits = folder, floats, limits
-        self.target = load_checkpoint(make_target(folder / "t", tied=tied, **DIMS))
-
-    def write(self, name: str, make: Callable[[Any], ModelProto]) -> tuple[Path, ModelProto]:
-        folder = self.folder / f"{name}-graph"
-        folder.mkdir()
-        with WeightFile(folder / "weights.bin") as sink:
-            model = make(NativeGraph(name, sink, self.floats))
-        path = folder / f"{name}.onnx"
-        path.write_bytes(model.SerializeToString())
-        return path, model
-
-    def target_graph(self) -> tuple[Path, ModelProto]:
-        def make(g: NativeGraph) -> ModelProto:
-            target, tied = self.target, self.target.tie_word_embeddings
-            taps = TAPS["tap_layers"]
-            return build_target_graph(
-                g, target.dims, target.tensor, tap_layers=taps, limits=self.limits, tied=tied, quantized=target
-            )
-
-        return self.write("target", make)
-
-    def drafter_graph(self, drafter: Checkpoint) -> tuple[Path, ModelProto]:
-        return self.write("drafter", lambda g: build_drafter(g, drafter, self.target, self.limits))
+def target_of(folder: Path, *, tied: bool = True) -> Checkpoint:
+    return load_checkpoint(make_target(folder / "t", tied=tied, **DIMS))
 
 
-@pytest.mark.parametrize("floats", ["bfloat16", "float16"])
-def test_target_and_drafters(floats: str, builder: RealBuilder, tmp_path: Path) -> None:
-    pair = Pair(tmp_path, floats)
-    builder.build(*pair.target_graph(), target_sizes(LIMITS))
+@BOTH
+@PAIRS
+def test_target(
+    lowering: type[TensorRtGraph], floats: str, tied: bool, limits: Limits, builder: RealBuilder, tmp_path: Path
+) -> None:
+    graph = Graphs(tmp_path, lowering, floats, limits).target(target_of(tmp_path, tied=tied), TAPS["tap_layers"])
+    network = builder.build(*graph, target_sizes(limits))
+    inputs = {network.get_input(i).name for i in range(network.num_inputs)}
+    assert (names.SLOT_IDS in inputs) == (lowering is PluginGraph)
+    assert {names.EMBEDDING, names.HEAD, names.TREE_MASK} <= inputs
+
+
+@BOTH
+@PAIRS
+def test_dflash_drafter(
+    lowering: type[TensorRtGraph], floats: str, tied: bool, limits: Limits, builder: RealBuilder, tmp_path: Path
+) -> None:
     drafter = load_checkpoint(make_drafter(tmp_path / "d", **{**DIMS, **TAPS}))
-    builder.build(*pair.drafter_graph(drafter), drafter_sizes(LIMITS, drafter.kind.block_size))
+    graph = Graphs(tmp_path, lowering, floats, limits).drafter(drafter, target_of(tmp_path, tied=tied))
+    builder.build(*graph, drafter_sizes(limits, drafter.kind.block_size))
 
 
-def test_an_autoregressive_drafter(builder: RealBuilder, tmp_path: Path) -> None:
-    drafter = load_checkpoint(make_target(tmp_path / "a", tied=False, tokenizer=False, **DIMS))
-    builder.build(*Pair(tmp_path, "bfloat16").drafter_graph(drafter), drafter_sizes(LIMITS, None))
+@BOTH
+@PAIRS
+def test_autoregressive_drafter(
+    lowering: type[TensorRtGraph], floats: str, tied: bool, limits: Limits, builder: RealBuilder, tmp_path: Path
+) -> None:
+    drafter = load_checkpoint(make_target(tmp_path / "a", tied=tied, tokenizer=False, **DIMS))
+    graph = Graphs(tmp_path, lowering, floats, limits).drafter(drafter, target_of(tmp_path))
+    builder.build(*graph, drafter_sizes(limits, None))
+
+
+@BOTH
+@pytest.mark.parametrize("family", BY_SWITCHES)
+def test_every_set_of_switches(
+    lowering: type[TensorRtGraph], family: str, builder: RealBuilder, tmp_path: Path
+) -> None:
+    target = load_checkpoint(make_target(tmp_path / "t", family=BY_SWITCHES[family], **DIMS))
+    builder.build(*Graphs(tmp_path, lowering, "bfloat16").target(target, (0,)), target_sizes(LIMITS))
 
 
 def test_every_attention_reads_its_cache_as_far_as_it_is_written(builder: RealBuilder, tmp_path: Path) -> None:
-    trt, (path, model) = rtx(), Pair(tmp_path, "bfloat16").target_graph()
+    trt, (path, model) = rtx(), Graphs(tmp_path, NativeGraph, "bfloat16").target(target_of(tmp_path), ())
     network = builder.build(path, model, target_sizes(LIMITS))
     layers = [network.get_layer(i) for i in range(network.num_layers)]
     attentions = [layer for layer in layers if layer.type == trt.LayerType.ATTENTION_INPUT]
@@ -93,15 +97,33 @@ def test_every_attention_reads_its_cache_as_far_as_it_is_written(builder: RealBu
 
 
 def test_an_attention_that_is_missing_is_named(builder: RealBuilder, tmp_path: Path) -> None:
-    path, _ = Pair(tmp_path, "bfloat16").target_graph()
-    network = builder.parse(path)
+    path, _ = Graphs(tmp_path, NativeGraph, "bfloat16").target(target_of(tmp_path), ())
     with pytest.raises(BuildError, match=r"no attention layer of the target's node 'another\.attn'"):
-        mend_attentions(builder.trt, network, "target", ["another.attn"])
-    with pytest.raises(BuildError, match=r"that its graph does not have: 'model\.layers\.0\.attn\.by_head'"):
+        mend_attentions(builder.trt, builder.parse(path), "target", ["another.attn"])
+    with pytest.raises(BuildError, match=r"its graph does not have: 'model\.layers\.0\.attn\.by_head'"):
         mend_attentions(builder.trt, builder.parse(path), "target", [])
 
 
 def test_an_attention_without_a_fused_kernel_is_named(builder: RealBuilder, tmp_path: Path) -> None:
     """There is none for float32."""
+    graph = Graphs(tmp_path, NativeGraph, "float32").target(target_of(tmp_path), ())
     with pytest.raises(AssertionError, match=r"attention '.*layers\.0\.attn\.by_head' has no fused kernel for FLOAT"):
-        builder.build(*Pair(tmp_path, "float32").target_graph(), target_sizes(LIMITS))
+        builder.build(*graph, target_sizes(LIMITS))
+
+
+@pytest.mark.parametrize("network", ["target", "drafter"])
+def test_logits_are_float32_from_the_head_to_the_choice(network: str, builder: RealBuilder, tmp_path: Path) -> None:
+    """The product, ArgMax and TopK in the parsed network, whose types the builder has to keep."""
+    trt, graphs, target = rtx(), Graphs(tmp_path, NativeGraph, "bfloat16"), target_of(tmp_path)
+    drafter = load_checkpoint(make_drafter(tmp_path / "d", **{**DIMS, **TAPS}))
+    path, _ = graphs.target(target, ()) if network == "target" else graphs.drafter(drafter, target)
+    parsed = builder.parse(path)
+    layers = [parsed.get_layer(i) for i in range(parsed.num_layers)]
+    (product,) = (
+        layer
+        for layer in layers
+        if layer.type == trt.LayerType.MATRIX_MULTIPLY and layer.get_input(1).name == names.HEAD
+    )
+    (best,) = (layer for layer in layers if layer.type == trt.LayerType.TOPK)
+    for tensor in (product.get_input(0), product.get_input(1), product.get_output(0), best.get_input(0)):
+        assert tensor.dtype == trt.DataType.FLOAT, tensor.name

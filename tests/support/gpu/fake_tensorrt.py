@@ -1,15 +1,14 @@
-"""TensorRT's builder as a recording fake over the real bindings.
+"""TensorRT's builder as a recording fake over the real bindings, for what the builder of TensorRT for RTX lacks: plugin
+layers, the inspector of a plan, the timing cache. Everything else is tested with that one.
 
 Enums, base classes and callbacks are the real ones. The objects a builder would hand out are stand-ins that know their
 real class: an attribute it does not have raises AttributeError, a call its signature does not take raises WrongCall, so
-that nothing but the shipping API can be used. The parser reads the ONNX file; the builder refuses what TensorRT would
-refuse for missing shapes.
+that nothing but the shipping API can be used. The parser reads the ONNX file.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -61,8 +60,6 @@ class FakeTensorRt:
         self.calls: list[Any] = []
         self.creators: list[Stand] = []  # in the registry
         self.substitutes = 0  # attention nodes that become something else
-        self.parse_errors: list[tuple[str, str, str]] = []  # node, operator, reason
-        self.build_error: str | None = None
         self.timing_cache: Literal["taken", "of another GPU", "damaged"] = "taken"
         self.module = ModuleType("tensorrt")
         self.module.__getattr__ = lambda name: getattr(self.real, name)  # type: ignore[method-assign]
@@ -95,8 +92,8 @@ class FakeTensorRt:
     def _builder(self, logger: Any) -> Stand:
         assert isinstance(logger, self.real.ILogger)
 
-        def build(network: Stand, config: Stand) -> bytes | None:
-            return self._build(logger, network, config)
+        def build(network: Stand, config: Stand) -> bytes:
+            return b"plan of " + network.inputs[0].name.encode() + os.urandom(4)
 
         return self._stand(
             "Builder",
@@ -138,21 +135,13 @@ class FakeTensorRt:
 
     def _parser(self, network: Stand, logger: Any) -> Stand:
         def parse(path: str) -> bool:
-            errors = self.parse_errors or self._read(network, path)
-            parser.__dict__.update(num_errors=len(errors), errors=errors)
-            return not errors
+            self._read(network, path)
+            return True
 
-        def error(index: int) -> Stand:
-            node, kind, reason = parser.errors[index]
-            code = self.real.ErrorCode.UNSUPPORTED_NODE
-            values = {"node_name": node, "node_operator": kind, "desc": reason, "code": code}
-            return self._stand("ParserError", {name: lambda value=value: value for name, value in values.items()})
+        return self._stand("OnnxParser", {"parse_from_file": parse})
 
-        parser = self._stand("OnnxParser", {"parse_from_file": parse, "get_error": error})
-        return parser
-
-    def _read(self, network: Stand, path: str) -> list[tuple[str, str, str]]:
-        """Fill a network from an ONNX file, as TensorRT's parser would as far as the build can see. Its errors."""
+    def _read(self, network: Stand, path: str) -> None:
+        """Fill a network from an ONNX file, as TensorRT's parser would as far as the build can see."""
         model = onnx.load(path, load_external_data=False)
         onnx.checker.check_model(path)
         layers = []
@@ -161,8 +150,7 @@ class FakeTensorRt:
             if node.domain:
                 attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
                 wanted = (node.op_type, attributes["plugin_version"].decode(), attributes["plugin_namespace"].decode())
-                if wanted not in {(c.name, c.plugin_version, c.plugin_namespace) for c in self.creators}:
-                    return [(node.name, node.op_type, "Plugin not found")]
+                assert wanted in {(c.name, c.plugin_version, c.plugin_namespace) for c in self.creators}
                 kind = self.real.LayerType.PLUGIN_V3
             layers.append(self._stand("ILayer", name=node.name, type=kind))
         plugins = [layer for layer in layers if layer.type == self.real.LayerType.PLUGIN_V3]
@@ -173,57 +161,11 @@ class FakeTensorRt:
         methods = {"get_layer": layers, "get_input": inputs, "get_output": outputs}
         network._methods.update({name: values.__getitem__ for name, values in methods.items()})
         network.__dict__["inputs"] = inputs
-        return []
 
     def _tensor(self, value: onnx.ValueInfoProto) -> Stand:
         shape = [d.dim_value if d.HasField("dim_value") else -1 for d in value.type.tensor_type.shape.dim]
         dtype = getattr(self.real.DataType, _TYPES[value.type.tensor_type.elem_type])
         return self._stand("ITensor", name=value.name, shape=tuple(shape), dtype=dtype)
-
-    def _build(self, logger: Any, network: Stand, config: Stand) -> bytes | None:
-        problem = self.build_error or self._shape_problem(network, config)
-        if problem is not None:
-            logger.log(self.real.ILogger.Severity.WARNING, "only a warning")
-            logger.log(self.real.ILogger.Severity.ERROR, problem)
-            return None
-        if not self._phases(config.progress_monitor):
-            logger.log(self.real.ILogger.Severity.ERROR, "build was cancelled")
-            return None
-        return b"plan of " + network.inputs[0].name.encode() + os.urandom(4)
-
-    def _shape_problem(self, network: Stand, config: Stand) -> str | None:
-        dynamic = {tensor.name: tensor.shape for tensor in network.inputs if -1 in tensor.shape}
-        if not config.profiles and dynamic:
-            return "Network has dynamic or shape inputs, but no optimization profile has been defined."
-        for profile in config.profiles:
-            for name, shape in dynamic.items():
-                if name not in profile.shapes:
-                    return f"Dynamic input {name} is missing dimensions in profile."
-                for sizes in zip(shape, *profile.shapes[name], strict=True):
-                    fixed, *ranges = sizes
-                    if sorted(ranges) != ranges or (fixed != -1 and ranges != [fixed] * 3):
-                        return f"Profile of {name} does not fit {shape}: {profile.shapes[name]}"
-            if set(profile.shapes) - set(dynamic):
-                return "Profile names inputs that are not dynamic."
-        return None
-
-    def _phases(self, monitor: Any) -> bool:
-        """Report as TensorRT does: nested phases, from a thread of its own. False when the monitor ended the build."""
-        assert isinstance(monitor, self.real.IProgressMonitor)
-        answers: list[bool] = []
-
-        def work() -> None:
-            monitor.phase_start("Building Engine", None, 2)
-            monitor.phase_start("Computing profiles", "Building Engine", 4)
-            answers.extend(monitor.step_complete("Computing profiles", step) for step in range(4))
-            monitor.phase_finish("Computing profiles")
-            answers.extend(monitor.step_complete("Building Engine", step) for step in range(2))
-            monitor.phase_finish("Building Engine")
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        return all(answers)
 
     def _runtime(self, logger: Any) -> Stand:
         inspector = self._stand("EngineInspector", {"get_engine_information": lambda format: '{"Layers": []}'})

@@ -24,8 +24,8 @@ from ddtree_trt.artifact.files import TOKENIZER_FILES
 from ddtree_trt.artifact.manifest import FileEntry, Limits, Manifest, load_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS, BackendName, PrecisionName
 from ddtree_trt.artifact.progress import no_progress
-from ddtree_trt.build.backends.tensorrt.backend import write_shared
-from ddtree_trt.build.backends.tensorrt.profiles import drafter_sizes, target_sizes
+from ddtree_trt.build.backends.tensorrt.plans import write_shared
+from ddtree_trt.build.backends.tensorrt.profiles import covering, drafter_sizes, target_sizes
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.graph.compaction import compaction_graph, window_rows
 from ddtree_trt.build.graph.lowering_native import NativeGraph
@@ -60,7 +60,7 @@ class Form:
     @property
     def toolchain(self) -> dict[str, str]:
         if self.backend == "tensorrt-rtx":
-            return {"tensorrt-rtx": VERSION, "gpus": "sm89 sm120"}
+            return {"tensorrt-rtx": VERSION, "gpus": "sm89 sm120", "row_independence": "yes"}
         return {"tensorrt": VERSION, "cuda": "13.0", "sm": "90", "driver": "13.0", "gpu": "Pretended GPU"}
 
 
@@ -143,10 +143,12 @@ class Lowerings:
         (folder / artifact.DRAFTER_PLAN).write_bytes(b"the drafter's plan")
         (folder / artifact.COMPACTION_PLAN).write_bytes(b"the compaction's plan")
         write_shared(folder / artifact.SHARED_WEIGHTS, self._target, self._drafter, self._precision, no_progress)
-        drafter_ranges = drafter_sizes(self._limits, self.pair.kind.block_size)
+        sizes = [target_sizes(self._limits), drafter_sizes(self._limits, self.pair.kind.block_size)]
+        one_profile = self.form.toolchain.get("row_independence") == "yes"
+        target, drafter = ([covering(each)] if one_profile else each for each in sizes)
         engines = {
-            b"the target's plan": FakeEngine("target", self.pair.target, target_sizes(self._limits)),
-            b"the drafter's plan": FakeEngine("drafter", self.pair.drafter, drafter_ranges),
+            b"the target's plan": FakeEngine("target", self.pair.target, target),
+            b"the drafter's plan": FakeEngine("drafter", self.pair.drafter, drafter),
         }
         if self.form.native:
             engines[b"the compaction's plan"] = FakeEngine("compaction", self._compaction, [{}])

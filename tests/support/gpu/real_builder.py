@@ -15,8 +15,6 @@ from ddtree_trt.build.backends.tensorrt.profiles import Range, profile
 from ddtree_trt.build.graph.lowering_native import ATTENTION
 from ddtree_trt.device.tensorrt_library import make_log
 
-PLAN = "plan"  # property of a test's report: bytes of a plan it built
-
 Sizes = Sequence[Mapping[str, Range]]  # dimension → range, of one profile each
 
 
@@ -33,11 +31,12 @@ def real_log() -> Any:
 
 
 class RealBuilder:
-    """Parses graphs and compiles them into plans. `record` gets the bytes of each plan."""
+    """Parses graphs and compiles them into plans, which the summary of the test run counts."""
 
-    def __init__(self, record: Callable[[int], None]) -> None:
+    def __init__(self, record_property: Callable[[str, object], None]) -> None:
+        """`record_property` is pytest's fixture."""
         self.trt, self.log = rtx(), real_log()
-        self._record = record
+        self._record = record_property
         self._builder = self.trt.Builder(self.log)
 
     def parse(self, path: Path) -> Any:
@@ -71,5 +70,5 @@ class RealBuilder:
         plan = self._builder.build_serialized_network(network, config)
         words = self.log.words()
         assert plan is not None, f"{unfused_attention(self.trt, network, words)} {words}"
-        self._record(plan.nbytes)
+        self._record("plan_bytes", plan.nbytes)
         return bytes(plan)

@@ -1,46 +1,29 @@
-"""The real TensorRT Python bindings on a machine that cannot have TensorRT: the published wheel over stub libraries.
+"""The real Python bindings on a machine without a GPU: those of TensorRT for RTX, whose interface is TensorRT's, and
+those of CUDA, from a wheel that is fetched once into build/cuda-bindings.
 
-Enums, exceptions, base classes and signatures are the shipping ones; whatever would reach the library is null. The
-wheel is fetched once into build/tensorrt-bindings; without a network the tests that need it are skipped with the
-reason.
+Where the wheel cannot be fetched, the tests that need it are skipped with the reason.
 """
 
 from __future__ import annotations
 
-import ctypes
 import importlib
 import importlib.util
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from filelock import FileLock
 
 ROOT = Path(__file__).parents[3]
-FOLDER = ROOT / "build" / "tensorrt-bindings"
-PACKAGES = (
-    "tensorrt_cu13_bindings==11.4.0.106",
-    "cuda-bindings==13.0.3",
-    "cuda-pathfinder==1.9.0",
-    "pybind11-stubgen==2.5.5",
-)
+FOLDER = ROOT / "build" / "cuda-bindings"
+PACKAGES = ("cuda-bindings==13.0.3", "cuda-pathfinder==1.9.0")
 ONE_PROCESS = FileLock(FOLDER / ".lock")  # of those that run tests fills the folder, the others wait
-_STUBS = {
-    "libnvinfer.so.11": (
-        "createInferBuilder_INTERNAL createInferRefitter_INTERNAL createInferRuntime_INTERNAL "
-        "getBuilderPluginRegistry getPluginRegistry"
-    ),
-    "libnvinfer_plugin.so.11": "initLibNvInferPlugins",
-    "libnvonnxparser.so.11": "createNvOnnxParser_INTERNAL createNvOnnxParserRefitter_INTERNAL getNvOnnxParserVersion",
-}
 
 
 @cache
@@ -57,15 +40,15 @@ def _site() -> Path | str:
             [*command, "--target", str(site), *PACKAGES], capture_output=True, text=True, timeout=500, check=False
         )
     except subprocess.TimeoutExpired:
-        return "the TensorRT bindings could not be fetched in 100 s"
+        return "the CUDA bindings could not be fetched in 500 s"
     if run.returncode:
-        return f"the TensorRT bindings cannot be fetched: {run.stderr.strip().splitlines()[-1][:200]}"
+        return f"the CUDA bindings cannot be fetched: {run.stderr.strip().splitlines()[-1][:200]}"
     complete.write_text(" ".join(PACKAGES))
     return site
 
 
 def site() -> Path:
-    """The folder with the bindings, CUDA's and the stub generator. Skips the test where it cannot be had."""
+    """The folder with CUDA's bindings. Skips the test where it cannot be had."""
     found = _site()
     if isinstance(found, str):
         pytest.skip(f"skipped: {found}")
@@ -73,40 +56,11 @@ def site() -> Path:
 
 
 @cache
-@ONE_PROCESS
-def _compile_stubs() -> None:
-    """Libraries with the names and symbols the bindings are linked against; all functions return null."""
-    compiler = shutil.which("cc")
-    if compiler is None:
-        pytest.skip("skipped: no C compiler for the stub libraries")
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for name, symbols in _STUBS.items():
-        source, library = FOLDER / f"{name}.c", FOLDER / name
-        source.write_text("".join(f"void *{symbol}(void) {{ return 0; }}\n" for symbol in symbols.split()))
-        if not library.is_file():
-            partial = FOLDER / f"{name}.{os.getpid()}"
-            command = [compiler, "-shared", "-fPIC", f"-Wl,-soname,{name}", str(source), "-o", str(partial)]
-            subprocess.run(command, check=True, capture_output=True)
-            partial.replace(library)
-
-
-@cache
-def real_tensorrt() -> ModuleType:
-    """The real bindings. Skips the test where they cannot be had.
-
-    TensorRT itself where it is installed: stub libraries would take the place of its own in this process.
-    """
+def real_tensorrt() -> Any:
+    """The module of TensorRT where it is installed, else of TensorRT for RTX. Skips the test without either."""
     if importlib.util.find_spec("tensorrt") is not None:
         return importlib.import_module("tensorrt")
-    folder = site()
-    _compile_stubs()
-    for name in _STUBS:
-        ctypes.CDLL(str(FOLDER / name), ctypes.RTLD_GLOBAL)
-    sys.path.insert(0, str(folder))
-    try:
-        return importlib.import_module("tensorrt_bindings")
-    finally:
-        sys.path.remove(str(folder))
+    return pytest.importorskip("tensorrt_rtx_bindings", reason="needs TensorRT for RTX, of the extra `test`")
 
 
 @cache
@@ -116,41 +70,6 @@ def cuda_names() -> frozenset[str]:
     environment = {**os.environ, "PYTHONPATH": str(site())}
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
     return frozenset(run.stdout.split())
-
-
-@cache
-@ONE_PROCESS
-def type_stubs() -> Path:
-    """A folder with `tensorrt` as type stubs for mypy, made from the real bindings."""
-    site()
-    _compile_stubs()
-    folder = FOLDER / "stubs"
-    package, made = folder / "tensorrt", folder / "tensorrt_bindings" / "tensorrt.pyi"
-    if not package.is_dir():
-        paths = [str(FOLDER / name) for name in _STUBS]
-        script = (
-            f"import ctypes; [ctypes.CDLL(path, ctypes.RTLD_GLOBAL) for path in {paths}]; import pybind11_stubgen as s;"
-            f"s.main(['tensorrt_bindings.tensorrt', '-o', {str(folder)!r}, '--ignore-all-errors'])"
-        )
-        environment = {**os.environ, "PYTHONPATH": str(site())}
-        subprocess.run([sys.executable, "-c", script], env=environment, check=True, capture_output=True, timeout=500)
-        text = made.read_text()
-        for pattern, replacement in _REPAIRS:
-            text = re.sub(pattern, replacement, text)
-        made.write_text(text)
-        package.mkdir()
-        (package / "__init__.pyi").write_text("from tensorrt_bindings.tensorrt import *\n\n__version__: str\n")
-    return folder
-
-
-# What the generator writes that is no Python, and what it cannot know: implicit conversions, the buffer protocol.
-_REPAIRS = (
-    (r"\b(in|lambda): ", r"\1_: "),
-    (r"channel_axis: typing.SupportsInt\)", "channel_axis: int = ...)"),
-    (r"typing\.SupportsInt", "int"),
-    (r"(\w+: )Dims\b(?! \|)", r"\1Dims | collections.abc.Sequence[int]"),
-    (r"(class IHostMemory:\n)", r"\1    def __buffer__(self, flags: int) -> memoryview: ...\n"),
-)
 
 
 # Calls against the signatures that pybind11 writes into docstrings

@@ -1,4 +1,5 @@
-"""Builds for TensorRT on a machine that is told: real bindings, a recording fake of the builder, a fake of the GPU."""
+"""Builds for TensorRT on a pretended machine: a fake of the GPU, and as TensorRT the real builder of TensorRT for RTX,
+which needs none, or a recording fake where plugin layers are wanted."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 from fake_tensorrt import FakeTensorRt
-from real_tensorrt import ROOT
+from real_tensorrt import ROOT, real_tensorrt
 
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.artifact.verify import verify_files
@@ -18,19 +19,62 @@ from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.plugins import library
 
-ENGINE_MODULE = "ddtree_trt.build.backends.tensorrt.plan"
+VERSION = "11.4.0.106"
+BUILDER_MODULE = "ddtree_trt.build.backends.tensorrt.plan"
 SOURCE = ROOT / "ddtree_trt" / "build" / "backends" / "tensorrt" / "plan.py"
 SUCCESS, NO_DRIVER = SimpleNamespace(name="cudaSuccess"), SimpleNamespace(name="cudaErrorInsufficientDriver")
 DIMS: dict[str, Any] = {"head_dim": 64, "num_heads": 2, "num_kv_heads": 1, "max_positions": 512}
 
 
-class Machine:
-    """What the build finds on this machine; change it before building."""
+class RecordedTensorRt:
+    """The real module under TensorRT's name. `networks`, `configs` and `profiles` are what its builders made."""
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self.tensorrt = FakeTensorRt()
+    def __init__(self, version: str = VERSION) -> None:
+        real, recorded = real_tensorrt(), self
+        self.networks: list[Any] = []
+        self.configs: list[Any] = []
+        self.profiles: list[Any] = []
+
+        class Builder(real.Builder):  # type: ignore[misc,name-defined]
+            def create_network(self, flags: int) -> Any:
+                recorded.networks.append(super().create_network(flags))
+                return recorded.networks[-1]
+
+            def create_builder_config(self) -> Any:
+                recorded.configs.append(super().create_builder_config())
+                return recorded.configs[-1]
+
+            def create_optimization_profile(self) -> Any:
+                recorded.profiles.append(super().create_optimization_profile())
+                return recorded.profiles[-1]
+
+        self.real = real
+        self.module = ModuleType("tensorrt")
+        self.module.__getattr__ = lambda name: getattr(real, name)  # type: ignore[method-assign]
+        self.module.__version__ = version  # type: ignore[attr-defined]
+        self.module.Builder = Builder  # type: ignore[attr-defined]
+
+    def shapes(self, network: int, profile: int) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Input → (smallest, tuned for, largest) in a profile, by its number among all of the build."""
+        made = self.networks[network]
+        inputs = (made.get_input(i) for i in range(made.num_inputs))
+        dynamic = [tensor.name for tensor in inputs if -1 in tuple(tensor.shape)]
+        return {name: tuple(tuple(dims) for dims in self.profiles[profile].get_shape(name)) for name in dynamic}
+
+
+class Machine:
+    """What the build finds on this machine; change it before building. `module` stands for the package `tensorrt`."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, *, plugins: bool = False) -> None:
+        """With `plugins` the plugin library is built, and TensorRT is a fake."""
+        self.fake = FakeTensorRt() if plugins else None
+        self.recorded = None if plugins else RecordedTensorRt()
+        tensorrt = self.fake or self.recorded
+        assert tensorrt is not None
+        self.module = tensorrt.module
         self.plugins = folder / library.PLUGINS
-        self.plugins.write_bytes(b"\x7fELF ddtree-plugin-abi=2; and code")
+        if plugins:
+            self.plugins.write_bytes(b"\x7fELF ddtree-plugin-abi=2; and code")
         self.cuda = ModuleType("cuda.bindings.runtime")
         device = SimpleNamespace(name=b"NVIDIA H100 80GB HBM3\0\0", major=9, minor=0)
         self.device = device
@@ -45,21 +89,25 @@ class Machine:
         }.items():
             setattr(self.cuda, name, value)
         patch.setattr(library.find, "__defaults__", (folder,))
-        patch.setitem(sys.modules, "tensorrt", self.tensorrt.module)
+        patch.setitem(sys.modules, "tensorrt", self.module)
         for name in ("cuda", "cuda.bindings", "cuda.bindings.runtime"):
             patch.setitem(sys.modules, name, self.cuda)
-        patch.delitem(sys.modules, ENGINE_MODULE, raising=False)
 
 
-def build(output: Path, progress: Callable[[str, int, int], None] = lambda *_: None, **options: Any) -> Manifest:
+def build(
+    output: Path,
+    progress: Callable[[str, int, int], None] = lambda *_: None,
+    notice: Callable[[str], None] = lambda line: None,
+    **options: Any,
+) -> Manifest:
     request = BuildRequest(**{"target": "tiny", "backend": "tensorrt", "output": output, **options})
-    manifest = compile_engine(request, progress)
+    manifest = compile_engine(request, progress, notice)
     assert load_manifest(output) == manifest
     verify_files(output, manifest)
     return manifest
 
 
-def refused(machine: Machine, tmp_path: Path, error: type[DDTreeError], *words: str, **options: Any) -> None:
+def refused(tmp_path: Path, error: type[DDTreeError], *words: str, **options: Any) -> None:
     """The build is refused with these words, an engine that was there is untouched, and nothing else is left."""
     engine = tmp_path / "engines" / "e"
     engine.mkdir(parents=True)

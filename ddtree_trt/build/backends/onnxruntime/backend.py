@@ -29,15 +29,16 @@ class OnnxRuntimeBuild:
 
     name: BackendName = "onnxruntime"
     precisions = BACKEND_PRECISIONS["onnxruntime"]
+    condition = ""
 
     def __init__(self) -> None:
-        self.toolchain = {
+        self._toolchain = {
             "python": platform.python_version(),
             **installed_versions("numpy", "onnx", "onnxruntime"),
         }
 
     def drafter_rows(self, block: int) -> int:
-        return 2 * block if always_causal(self.toolchain) else block
+        return 2 * block if always_causal(self._toolchain) else block
 
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
         return weight_bytes(target.shapes, precision) + weight_bytes(drafter.shapes, precision)
@@ -66,10 +67,10 @@ class OnnxRuntimeBuild:
             g = graphs("target", sink)
             graph = build_target_graph(g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied)
             names["target"] = _write_graph(directory / artifact.TARGET_GRAPH, graph)
-            g = graphs("drafter", sink, always_causal=always_causal(self.toolchain))
+            g = graphs("drafter", sink, always_causal=always_causal(self._toolchain))
             graph = build_drafter(g, drafter, target, limits)
             names["drafter"] = _write_graph(directory / artifact.DRAFTER_GRAPH, graph)
-        return Written(names)
+        return Written(names, self._toolchain)
 
 
 def weight_bytes(shapes: Mapping[str, tuple[int, ...]], precision: PrecisionName) -> int:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ddtree_trt.build.backends.base import Attention
 from ddtree_trt.device.cuda_calls import cuda_bindings, cuda_versions, current_gpu
 from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.errors import BuildError, EngineError, MissingDependency, install_with
@@ -18,22 +20,25 @@ LOWEST_FP8_SM = 89  # the first GPUs that multiply FP8
 class Machine:
     """A machine that can build, as the manifest records it."""
 
-    tensorrt: str  # version, for instance 11.4.0.106
+    trt: Any  # the module
     cuda: str  # version of the CUDA runtime, for instance 13.0
     driver: str  # the highest CUDA version the driver supports
     gpu: str  # name
     sm: int  # compute capability, 90 for 9.0
-    plugins: Path  # the plugin library, its ABI checked
+    plugins: Path | None  # the plugin library, its ABI checked; None where there is none
+    no_plugins: str = ""  # why there is none
+
+    @property
+    def tensorrt(self) -> str:
+        """Version, for instance 11.4.0.106."""
+        return str(self.trt.__version__)
 
 
-def examine() -> Machine:
-    """This machine, which can build. Raises MissingDependency for what can be installed, BuildError for the rest."""
-    tensorrt = import_tensorrt().__version__
-    if not LOWEST <= tuple(int(part) for part in tensorrt.split(".")[:2]) < BELOW:
-        raise MissingDependency(
-            f"TensorRT {tensorrt} is installed, the build needs {'.'.join(map(str, LOWEST))} or newer below "
-            f"{BELOW[0]}; {install_with('tensorrt')}"
-        )
+def examine(attention: Attention) -> Machine:
+    """This machine, which can build engines with that attention. Raises MissingDependency for what can be installed,
+    BuildError for the rest."""
+    trt = import_tensorrt()
+    check_release("TensorRT", trt.__version__, LOWEST, BELOW, "tensorrt")
     cuda = cuda_bindings()
     try:
         gpu, versions = current_gpu(cuda), cuda_versions(cuda)
@@ -45,14 +50,24 @@ def examine() -> Machine:
         )
     if gpu.sm < LOWEST_SM:
         raise BuildError(
-            f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, the kernels need {LOWEST_SM / 10} or newer; "
+            f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, engines need {LOWEST_SM / 10} or newer; "
             "use --backend onnxruntime"
         )
-    return Machine(
-        tensorrt=tensorrt,
-        cuda=versions.runtime,
-        driver=versions.driver,
-        gpu=gpu.name,
-        sm=gpu.sm,
-        plugins=library.find(library.PLUGINS),
-    )
+    plugins, reason = None, ""
+    if attention != "native":
+        try:
+            plugins = library.find(library.PLUGINS)
+        except MissingDependency as error:
+            if attention == "plugin":
+                raise
+            reason = str(error)
+    return Machine(trt, versions.runtime, versions.driver, gpu.name, gpu.sm, plugins, reason)
+
+
+def check_release(title: str, version: str, lowest: tuple[int, int], below: tuple[int, int], extra: str) -> None:
+    """Raises MissingDependency where an installed version is outside of the range whose API is the one used here."""
+    if not lowest <= tuple(int(part) for part in version.split(".")[:2]) < below:
+        raise MissingDependency(
+            f"{title} {version} is installed, the build needs {'.'.join(map(str, lowest))} or newer below {below[0]}; "
+            f"{install_with(extra)}"
+        )

@@ -1,179 +1,158 @@
-"""Compile one ONNX graph to one TensorRT plan: parser, profiles, timing cache, progress, errors that name the node."""
+"""Compile ONNX graphs to plans, with the builder of TensorRT or of TensorRT for RTX: parser, profiles, timing cache,
+errors that name the node."""
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-import tensorrt as trt
-
-from ddtree_trt import plugins
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.build.backends.base import BuilderOptions
+from ddtree_trt.build.backends.tensorrt.monitor import make_monitor
+from ddtree_trt.build.backends.tensorrt.native_attention import unfused_attention
 from ddtree_trt.build.backends.tensorrt.profiles import Profile
 from ddtree_trt.device.tensorrt_library import load_plugins, make_log
 from ddtree_trt.errors import BuildError
 
 _SHOWN_ERRORS = 5  # of the parser's, in one error of ours
-_STEPS = 1000  # reported per phase, whatever TensorRT counts in
 
 
 class EngineBuilder:
-    """TensorRT's builder for the networks of one engine directory, which share a timing cache."""
+    """The builder of one product for the networks of one engine directory."""
 
-    def __init__(self, plugin_library: Path, timing_cache: Path, options: BuilderOptions, progress: Progress) -> None:
-        """Raises BuildError when TensorRT does not start or does not take the plugin library."""
+    def __init__(
+        self,
+        trt: Any,
+        title: str,
+        options: BuilderOptions,
+        progress: Progress,
+        *,
+        plugin_library: Path | None = None,
+        timing_cache: Path | None = None,
+        gpus: Sequence[str] = (),
+    ) -> None:
+        """`trt` is the product's module and `title` its name and version. `timing_cache` is a file that later builds
+        use too; `gpus` are the kinds to compile for, none of them meaning the GPU of this machine.
+
+        Raises BuildError when the product does not start or does not take the plugin library.
+        """
+        self._trt = trt
+        self._title = title
         self._options = options
-        self._timing_cache = timing_cache
         self._progress = progress
+        self._timing_cache = timing_cache
+        self._gpus = gpus
         self._log = make_log(trt)
         try:
             self._builder = trt.Builder(self._log)
         except (TypeError, RuntimeError) as error:  # the binding raises them for a null builder
-            raise BuildError(f"TensorRT's builder does not start: {self._log.words() or error}") from error
-        load_plugins(trt, self._log, plugin_library, BuildError)
+            raise BuildError(f"{title}: the builder does not start: {self._log.words() or error}") from error
+        if plugin_library is not None:
+            load_plugins(trt, self._log, plugin_library, BuildError)
 
     def build(
-        self, name: str, graph: Path, plan: Path, profiles: Sequence[Profile], *, attentions: int
+        self,
+        name: str,
+        graph: Path,
+        plan: Path,
+        profiles: Sequence[Profile],
+        finish: Callable[[Any, Any], None] = lambda trt, network: None,
     ) -> dict[str, list[str]]:
         """Compile `graph` into `plan` and return the names of its inputs and outputs, in order.
 
-        `attentions` is how many plugin layers there must be. Raises BuildError with TensorRT's reasons.
+        `finish` is called with the product's module and the parsed network, which it checks or changes. Raises
+        BuildError with the product's reasons, and what `finish` raises.
         """
         self._log.clear()
         network = self._parse(name, graph)
-        self._check_plugins(name, network, attentions)
+        finish(self._trt, network)
         inputs = [network.get_input(i) for i in range(network.num_inputs)]
         outputs = [network.get_output(i) for i in range(network.num_outputs)]
         for tensor in (*inputs, *outputs):
-            tensor.allowed_formats = 1 << int(trt.TensorFormat.LINEAR)
-        monitor = _Monitor(f"build {name}", self._progress)
+            tensor.allowed_formats = 1 << int(self._trt.TensorFormat.LINEAR)
+        monitor = make_monitor(self._trt, f"build {name}", self._progress)
         config = self._config(name, profiles, monitor)
         serialized = self._builder.build_serialized_network(network, config)
         monitor.raise_stopping_error()
         if serialized is None:
-            raise BuildError(f"TensorRT {trt.__version__} cannot build the {name}: {self._log.words()}")
-        self._save_timing_cache(config)
+            reasons = self._log.words()
+            reasons = ": ".join(filter(None, (unfused_attention(self._trt, network, reasons), reasons)))
+            raise BuildError(f"{self._title} cannot build the {name}: {reasons}")
+        if self._timing_cache is not None:
+            _replace_file(self._timing_cache, config.get_timing_cache().serialize())
         with plan.open("xb") as file:
             file.write(serialized)
         if self._options.inspect:
             self._write_layers(name, serialized, plan.with_name(f"{name}.layers.json"))
         return {"inputs": [t.name for t in inputs], "outputs": [t.name for t in outputs]}
 
-    def _parse(self, name: str, graph: Path) -> trt.INetworkDefinition:
-        network = self._builder.create_network(0)  # strongly typed, the only kind from version 11 on
-        parser = trt.OnnxParser(network, self._log)
+    def _parse(self, name: str, graph: Path) -> Any:
+        network = self._builder.create_network(0)  # strongly typed, the only kind from TensorRT 11 on
+        parser = self._trt.OnnxParser(network, self._log)
         if not parser.parse_from_file(str(graph)):
             errors = [_described(parser.get_error(i)) for i in range(parser.num_errors)]
             reasons = "; ".join(errors[:_SHOWN_ERRORS]) or self._log.words()
-            raise BuildError(f"TensorRT {trt.__version__} cannot parse the {name}: {reasons}")
+            raise BuildError(f"{self._title} cannot parse the {name}: {reasons}")
         return network
 
-    def _check_plugins(self, name: str, network: trt.INetworkDefinition, attentions: int) -> None:
-        """Raises BuildError unless there are as many plugin layers as attentions: TensorRT may silently replace a node
-        whose plugin it does not find by another operator of the same name."""
-        kinds = [network.get_layer(i).type for i in range(network.num_layers)]
-        found = kinds.count(trt.LayerType.PLUGIN_V3)
-        if found != attentions:
-            raise BuildError(
-                f"the {name} has {attentions} {plugins.ATTENTION} nodes, TensorRT made {found} plugin layers of them; "
-                "is another library's operator of that name loaded?"
-            )
-
-    def _config(self, name: str, profiles: Sequence[Profile], monitor: _Monitor) -> trt.IBuilderConfig:
-        config = self._builder.create_builder_config()
+    def _config(self, name: str, profiles: Sequence[Profile], monitor: Any) -> Any:
+        trt, options, config = self._trt, self._options, self._builder.create_builder_config()
         config.max_aux_streams = 0  # the runtime captures a pass on one stream
         # The one product of float32 is the head's, of values that are bf16 or fp16: TF32 holds them exactly, and sums
         # in float32.
         config.set_flag(trt.BuilderFlag.TF32)
-        if self._options.optimization_level is not None:
-            config.builder_optimization_level = self._options.optimization_level
-        if self._options.workspace_mib is not None:
-            config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, self._options.workspace_mib << 20)
-        if self._options.inspect:
+        if options.row_independence:
+            config.set_flag(trt.BuilderFlag.DISTRIBUTIVE_INDEPENDENCE)
+        if self._gpus:
+            # Memory that the runtime would allocate within a pass would keep it from being captured.
+            config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
+            config.num_compute_capabilities = len(self._gpus)
+            for index, gpu in enumerate(self._gpus):
+                if not config.set_compute_capability(getattr(trt.ComputeCapability, gpu.upper()), index):
+                    raise BuildError(f"{self._title} does not compile for {gpu}: {self._log.words()}")
+        if options.optimization_level is not None:
+            config.builder_optimization_level = options.optimization_level
+        if options.workspace_mib is not None:
+            config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib << 20)
+        if options.inspect:
             config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         for index, shapes in enumerate(profiles):
-            profile = self._builder.create_optimization_profile()
-            for tensor, (smallest, tuned, largest) in shapes.items():
-                profile.set_shape(tensor, smallest, tuned, largest)
-            if config.add_optimization_profile(profile) != index:
-                raise BuildError(f"TensorRT refuses optimisation profile {index} of the {name}: {self._log.words()}")
-        known = self._timing_cache.read_bytes() if self._timing_cache.is_file() else b""
-        cache = config.create_timing_cache(known)
-        if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
-            raise BuildError(
-                f"TensorRT refuses the timing cache {self._timing_cache}: {self._log.words()}; delete the file"
-            )
+            self._add_profile(name, config, index, shapes)
+        if self._timing_cache is not None:
+            self._give_timing_cache(config, self._timing_cache)
         config.progress_monitor = monitor
         return config
 
-    def _save_timing_cache(self, config: trt.IBuilderConfig) -> None:
-        """Write the cache beside the engines, whole or not at all, for later builds with this TensorRT and GPU."""
-        partial = self._timing_cache.with_name(f".{self._timing_cache.name}.{os.getpid()}")
-        partial.write_bytes(config.get_timing_cache().serialize())
-        partial.replace(self._timing_cache)
+    def _add_profile(self, name: str, config: Any, index: int, shapes: Mapping[str, Any]) -> None:
+        profile = self._builder.create_optimization_profile()
+        for tensor, (smallest, tuned, largest) in shapes.items():
+            profile.set_shape(tensor, smallest, tuned, largest)
+        if config.add_optimization_profile(profile) != index:
+            raise BuildError(f"{self._title} refuses optimisation profile {index} of the {name}: {self._log.words()}")
 
-    def _write_layers(self, name: str, serialized: trt.IHostMemory, path: Path) -> None:
+    def _give_timing_cache(self, config: Any, path: Path) -> None:
+        cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
+        if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
+            raise BuildError(f"{self._title} refuses the timing cache {path}: {self._log.words()}; delete the file")
+
+    def _write_layers(self, name: str, serialized: Any, path: Path) -> None:
         """Write the report of TensorRT's inspector on every layer, as JSON."""
-        runtime = trt.Runtime(self._log)
-        engine = runtime.deserialize_cuda_engine(serialized)
+        engine = self._trt.Runtime(self._log).deserialize_cuda_engine(serialized)
         if engine is None:
-            raise BuildError(f"TensorRT {trt.__version__} cannot load the {name} it built: {self._log.words()}")
-        layers = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
+            raise BuildError(f"{self._title} cannot load the {name} it built: {self._log.words()}")
+        layers = engine.create_engine_inspector().get_engine_information(self._trt.LayerInformationFormat.JSON)
         path.write_text(layers, encoding="utf-8")
 
 
-def _described(error: trt.ParserError) -> str:
+def _replace_file(path: Path, content: Any) -> None:
+    """Write a file whole or not at all."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial.write_bytes(content)
+    partial.replace(path)
+
+
+def _described(error: Any) -> str:
     """One error of the parser: the node, by the name `ops.Graph` gave it, and the reason."""
     return f"node {error.node_name()!r} ({error.node_operator()}): {error.desc()} [{error.code()}]"
-
-
-class _Monitor(trt.IProgressMonitor):  # type: ignore[misc]
-    """TensorRT's phases, which nest, as one stage of ours per outermost phase. Called from several threads."""
-
-    def __init__(self, stage: str, progress: Progress) -> None:
-        super().__init__()
-        self._stage = stage
-        self._progress = progress
-        self._lock = threading.Lock()
-        self._phases: dict[str, tuple[str | None, int]] = {}  # name → the phase around it, steps
-        self._done: dict[str, int] = {}  # name → steps finished
-        self._stopped: BaseException | None = None
-
-    def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-        with self._lock:
-            self._phases[phase_name] = (parent_phase, max(num_steps, 1))
-            self._done[phase_name] = 0
-            self._report(phase_name)
-
-    def step_complete(self, phase_name: str, step: int) -> bool:
-        """False ends the build."""
-        with self._lock:
-            self._done[phase_name] = step + 1
-            self._report(phase_name)
-            return self._stopped is None
-
-    def phase_finish(self, phase_name: str) -> None:
-        with self._lock:
-            self._done[phase_name] = self._phases[phase_name][1]
-            self._report(phase_name)
-
-    def raise_stopping_error(self) -> None:
-        """Raise what the caller's progress raised, such as a Ctrl-C, which must not pass through TensorRT."""
-        if self._stopped is not None:
-            raise self._stopped
-
-    def _report(self, name: str) -> None:
-        inside = 0.0  # how far the phase within the running step is
-        while True:
-            outer, steps = self._phases[name]
-            inside = min((self._done[name] + inside) / steps, 1.0)
-            if outer not in self._phases:
-                break
-            name = outer
-        try:
-            self._progress(f"{self._stage}: {name}", int(inside * _STEPS), _STEPS)
-        except BaseException as error:
-            self._stopped = error

@@ -1,11 +1,13 @@
-"""The shapes an engine is compiled for: two optimisation profiles per network, as data.
+"""The shapes an engine is compiled for: optimisation profiles, as data.
 
-Profile 0 is a decoding round's, profile 1 a prompt's: the same layers, tuned for few rows and for many.
+A plan whose rows are independent has one profile, tuned for a decoding round, because TensorRT's builder takes
+distributive independence with a single profile only. Other plans have two: profile 0 is a round's, profile 1 a
+prompt's, the same layers tuned for few rows and for many. The last profile always takes a prompt's chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ddtree_trt.artifact.manifest import Limits
@@ -42,6 +44,14 @@ def drafter_sizes(limits: Limits, block: int | None) -> tuple[dict[str, Range], 
         return {"N": (1, 1, limits.max_batch), **rows}
 
     return sizes(-(-round_ // 2), round_), sizes(chunk, chunk)
+
+
+def covering(sizes: Sequence[Mapping[str, Range]]) -> dict[str, Range]:
+    """The ranges of one profile in place of several, tuned as the first is."""
+    return {
+        name: (min(each[name][0] for each in sizes), tuned, max(each[name][2] for each in sizes))
+        for name, (_, tuned, _) in sizes[0].items()
+    }
 
 
 def profile(inputs: Iterable[ValueInfoProto], sizes: Mapping[str, Range]) -> Profile:

@@ -30,13 +30,13 @@ class TorchBuild:
     """`BackendBuild` for PyTorch. Precision `auto` is bf16 where there is an NVIDIA GPU, else fp32."""
 
     name: BackendName = "torch"
+    condition = ""
 
     def __init__(self, *, on_gpu: bool | None = None) -> None:
         """`on_gpu`: whether the engine is for a machine with a GPU; None takes this machine."""
         on_gpu = _GPU_CONTROL.exists() if on_gpu is None else on_gpu
         known = BACKEND_PRECISIONS["torch"]
         self.precisions = tuple(sorted(known, key=lambda p: not PRECISIONS[p].half)) if on_gpu else known
-        self.toolchain = {"python": platform.python_version(), **installed_versions("numpy", "torch")}
 
     def drafter_rows(self, block: int) -> int:
         return block
@@ -66,4 +66,4 @@ class TorchBuild:
                 file.write(data.data)
                 done += data.nbytes
                 progress("write weights", done, total)
-        return Written({})
+        return Written({}, {"python": platform.python_version(), **installed_versions("numpy", "torch")})

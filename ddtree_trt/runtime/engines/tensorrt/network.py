@@ -61,6 +61,7 @@ class TrtNetwork:
         self._cache, self._cache_address = cache, cache_address
         self._past, self._present = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
         self._fixed = {tensor: address for tensor, address in tables.items() if tensor in existing}
+        self._last_profile = engine.num_optimization_profiles - 1
         self._growing = self.neighbours and engine.get_tensor_shape(self._past[0])[0] == -1
         self._contexts: dict[int, Any] = {}  # profile → the context of passes that are not captured
         self._captured: dict[Hashable, _Captured] = {}  # the one used last is the last
@@ -80,12 +81,14 @@ class TrtNetwork:
         key: Hashable | None = None,
     ) -> None:
         """Put one pass on the stream. `slots` of its rows: neighbours where `neighbours` is set. `shapes` of the inputs
-        that vary; `addresses` of all tensors but tables and cache.
+        that vary; `addresses` of all tensors but tables and cache. A plan with a single profile takes it for all
+        passes.
 
         With a `key` the pass is captured at its first use and launched as a graph later: equal keys must have equal
         shapes and addresses, and slots may differ. Of more than MOST_CAPTURED graphs, the pass unused longest is
         captured anew when it comes again. Raises EngineError with TensorRT's error text.
         """
+        profile = min(profile, self._last_profile)
         first = slots[0] if self.neighbours else 0
         if key is None:
             context = self._contexts.get(profile)

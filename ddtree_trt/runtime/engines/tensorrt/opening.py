@@ -232,10 +232,11 @@ def _check_engine(directory: Path, manifest: Manifest, name: str, engine: Any) -
         slots = 1
     else:
         slots = limits.max_batch if manifest.attention == "plugin" else -1
-        if engine.num_optimization_profiles != 2:
+        # Rows that do not depend on each other take a plan of one profile.
+        if engine.num_optimization_profiles not in (1, 2):
             raise ArtifactError(
-                f"{directory}: the {name} has {engine.num_optimization_profiles} optimisation profiles, expected 2; "
-                f"{rebuild}"
+                f"{directory}: the {name} has {engine.num_optimization_profiles} optimisation profiles, expected 1 or "
+                f"2; {rebuild}"
             )
     cache = (slots, dims.num_kv_heads, limits.cache_rows, dims.head_dim)
     for tensor in names.past_names(dims.num_layers):

@@ -1,0 +1,151 @@
+"""The files of an engine of plans: its networks compiled one by one, and the tables that both networks read."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddtree_trt import plugins
+from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.manifest import AttentionName, Limits
+from ddtree_trt.artifact.number_bytes import encode
+from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
+from ddtree_trt.artifact.progress import Progress
+from ddtree_trt.artifact.safetensor_header import safetensors_header
+from ddtree_trt.build.backends.tensorrt import profiles
+from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions
+from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
+from ddtree_trt.build.graph.compaction import compaction_graph, window_rows
+from ddtree_trt.build.graph.drafters import build_drafter
+from ddtree_trt.build.graph.lowering_native import ATTENTION, NativeGraph
+from ddtree_trt.build.graph.lowering_plugin import PluginGraph
+from ddtree_trt.build.graph.networks import build_target_graph
+from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.errors import BuildError
+from ddtree_trt.models.decoder import EMBEDDING, HEAD
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+    from ddtree_trt.build.checkpoint.reader import Checkpoint
+    from ddtree_trt.build.graph.ops import Sink
+
+
+@dataclass(frozen=True)
+class _Network:
+    """A network to compile."""
+
+    name: str
+    plan: str  # its file
+    make: Callable[[Sink], ModelProto]
+    sizes: Sequence[dict[str, profiles.Range]]  # ranges of the named dimensions, of one profile each
+    weight_bytes: int  # about
+
+
+@dataclass(frozen=True)
+class EnginePlans:
+    """What the plans of one engine are made of."""
+
+    target: Checkpoint
+    drafter: Checkpoint
+    limits: Limits
+    precision: PrecisionName
+    attention: AttentionName
+    row_independence: bool
+
+    def write(self, directory: Path, builder: EngineBuilder, progress: Progress) -> dict[str, dict[str, list[str]]]:
+        """Write every plan and the tables into `directory`, and return the names of each plan's inputs and outputs.
+        Raises BuildError."""
+        tensors = {}
+        for network in self._networks():
+            with tempfile.TemporaryDirectory(dir=directory) as folder:
+                path = Path(folder) / f"{network.name}.onnx"
+                graph = _write_graph(path, network, progress)
+                shapes = [profiles.profile(graph.graph.input, sizes) for sizes in network.sizes]
+                finish = _attention_check(self.attention, network.name, graph)
+                tensors[network.name] = builder.build(network.name, path, directory / network.plan, shapes, finish)
+        write_shared(directory / artifact.SHARED_WEIGHTS, self.target, self.drafter, self.precision, progress)
+        return tensors
+
+    def _networks(self) -> list[_Network]:
+        target, drafter, limits = self.target, self.drafter, self.limits
+        floats = PRECISIONS[self.precision].dtype
+        lowering = NativeGraph if self.attention == "native" else PluginGraph
+        taps, tied = drafter.kind.tap_layers, target.tie_word_embeddings
+
+        def target_graph(sink: Sink) -> ModelProto:
+            g = lowering("target", sink, floats)
+            return build_target_graph(
+                g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied, quantized=target
+            )
+
+        def drafter_graph(sink: Sink) -> ModelProto:
+            return build_drafter(lowering("drafter", sink, floats), drafter, target, limits)
+
+        def compaction(sink: Sink) -> ModelProto:
+            return compaction_graph(target.dims, limits, floats, window_rows(drafter.dims))
+
+        sizes = [profiles.target_sizes(limits), profiles.drafter_sizes(limits, drafter.kind.block_size)]
+        shapes = [[profiles.covering(each)] if self.row_independence else each for each in sizes]
+        networks = [
+            _Network("target", artifact.TARGET_PLAN, target_graph, shapes[0], target.stored_bytes(2)),
+            _Network("drafter", artifact.DRAFTER_PLAN, drafter_graph, shapes[1], 2 * drafter.num_values),
+        ]
+        if self.attention == "native":
+            networks.append(_Network("compaction", artifact.COMPACTION_PLAN, compaction, (), 0))
+        return networks
+
+
+def _write_graph(path: Path, network: _Network, progress: Progress) -> ModelProto:
+    """The network's graph, written to `path` with its weights in a file beside it."""
+    weights = path.with_name(artifact.WEIGHTS)
+    with WeightFile(weights, expected_bytes=network.weight_bytes, progress=progress) as sink:
+        graph = network.make(sink)
+    path.write_bytes(graph.SerializeToString())
+    return graph
+
+
+def _attention_check(attention: AttentionName, name: str, graph: ModelProto) -> Callable[[Any, Any], None]:
+    """What is to be done with a network that was parsed from the graph, where this computes its attention."""
+    kind = ATTENTION if attention == "native" else plugins.ATTENTION
+    nodes = [node.name for node in graph.graph.node if node.op_type == kind]
+    if attention == "native":
+        return partial(mend_attentions, name=name, attentions=nodes) if nodes else lambda trt, network: None
+    return partial(_check_plugins, name=name, nodes=nodes)
+
+
+def _check_plugins(trt: Any, network: Any, *, name: str, nodes: Sequence[str]) -> None:
+    """Raises BuildError unless there are as many plugin layers as attentions: TensorRT may silently replace a node
+    whose plugin it does not find by another operator of the same name."""
+    kinds = [network.get_layer(i).type for i in range(network.num_layers)]
+    found = kinds.count(trt.LayerType.PLUGIN_V3)
+    if found != len(nodes):
+        raise BuildError(
+            f"the {name} has {len(nodes)} {plugins.ATTENTION} nodes, TensorRT made {found} plugin layers of them; "
+            "is another library's operator of that name loaded?"
+        )
+
+
+def write_shared(
+    path: Path, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName, progress: Progress
+) -> None:
+    """Write the tables that both plans read, [V, H] each: the embedding and, unless tied to it, the language-model
+    head, of the target and of a drafter with its own."""
+    tables = {}
+    for prefix, network in {"": target, **({names.DRAFTER: drafter} if drafter.kind.own_tables else {})}.items():
+        tables[prefix + names.EMBEDDING] = network, EMBEDDING
+        if not network.tie_word_embeddings:
+            tables[prefix + names.HEAD] = network, HEAD
+    shapes = {name: network.shapes[source] for name, (network, source) in tables.items()}
+    stored = PRECISIONS[precision]
+    with path.open("xb") as file:
+        file.write(safetensors_header(shapes, stored))
+        for done, (network, source) in enumerate(tables.values()):
+            progress("write shared tables", done, len(tables))
+            file.write(encode(network.tensor(source), stored.dtype, source).data)
+    progress("write shared tables", len(tables), len(tables))

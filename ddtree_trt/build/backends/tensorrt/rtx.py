@@ -1,0 +1,93 @@
+"""The TensorRT for RTX part of a build: plans for the GPUs of workstations, compiled on any machine."""
+
+from __future__ import annotations
+
+import platform
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.progress import Progress
+from ddtree_trt.artifact.toolchain import installed_versions
+from ddtree_trt.build.backends.base import BuilderOptions, Written
+from ddtree_trt.build.backends.tensorrt.backend import plans_on_disk
+from ddtree_trt.build.backends.tensorrt.gpus import KINDS, able, kinds_here, named_kinds
+from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, check_release
+from ddtree_trt.device.gpus import find_gpus
+from ddtree_trt.device.tensorrt_library import import_tensorrt
+from ddtree_trt.errors import UsageError
+
+if TYPE_CHECKING:
+    from ddtree_trt.build.checkpoint.reader import Checkpoint
+
+LOWEST, BELOW = (1, 7), (2, 0)  # releases whose API is the one used here; as in pyproject.toml
+
+
+class RtxBuild:
+    """`BackendBuild` for GeForce, RTX PRO and DGX Spark.
+
+    The engine is for the GPUs that the user names, else for this machine's, else, where it has none, for every kind
+    that computes in the engine's precision: a plan for all of them is hardly larger than one for a single kind.
+    """
+
+    name: BackendName = "tensorrt-rtx"
+
+    def __init__(self, options: BuilderOptions) -> None:
+        """Raises UsageError or BuildError for GPUs that TensorRT for RTX does not serve."""
+        self._options = options
+        self._kinds = named_kinds(options.gpus) or kinds_here(find_gpus())
+        known = BACKEND_PRECISIONS["tensorrt-rtx"]
+        self.precisions = tuple(p for p in known if able(self._kinds, p) == self._kinds)
+        self.condition = f" on {' and '.join(self._kinds)}" if self._kinds else ""
+
+    @cached_property
+    def module(self) -> Any:
+        """The product's Python module. Raises MissingDependency where it cannot be used."""
+        trt = import_tensorrt(rtx=True)
+        check_release("TensorRT for RTX", trt.__version__, LOWEST, BELOW, "tensorrt-rtx")
+        return trt
+
+    def drafter_rows(self, block: int) -> int:
+        return block
+
+    def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
+        return plans_on_disk(target, drafter)
+
+    def write(
+        self,
+        directory: Path,
+        target: Checkpoint,
+        drafter: Checkpoint,
+        limits: Limits,
+        precision: PrecisionName,
+        progress: Progress,
+    ) -> Written:
+        kinds = self._kinds_for(target, precision)
+        from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
+        from ddtree_trt.build.backends.tensorrt.plans import EnginePlans
+
+        version = self.module.__version__
+        builder = EngineBuilder(self.module, f"TensorRT for RTX {version}", self._options, progress, gpus=kinds)
+        plans = EnginePlans(target, drafter, limits, precision, "native", self._options.row_independence)
+        tensors = plans.write(directory, builder, progress)
+        toolchain = {
+            "tensorrt-rtx": version,
+            "gpus": " ".join(kinds),
+            "row_independence": "yes" if self._options.row_independence else "no",
+            "python": platform.python_version(),
+            **installed_versions("numpy", "onnx"),
+        }
+        return Written(tensors, toolchain)
+
+    def _kinds_for(self, target: Checkpoint, precision: PrecisionName) -> tuple[str, ...]:
+        """The kinds of GPU that the engine is for. Raises UsageError where one cannot compute what the target needs."""
+        fp8 = target.quantization is not None and target.quantization.format.values == "float8_e4m3fn"
+        kinds = able(self._kinds or KINDS, precision, fp8=fp8)
+        if self._kinds and (unable := [kind for kind in self._kinds if kind not in kinds]):
+            raise UsageError(
+                f"{target.name} is quantised to FP8, which needs compute capability {LOWEST_FP8_SM / 10} or newer, and "
+                f"{unable[0]} has {KINDS[unable[0]] / 10}; use the checkpoint before quantisation"
+            )
+        return kinds

@@ -1,0 +1,225 @@
+"""`build --backend tensorrt-rtx` through the command line: plans that the real builder wrote, without a GPU."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from build_faults import assert_refused, fingerprint
+from checkpoints import make_drafter, make_pair, make_target
+from command_line import Cli, in_this_process
+from quantized import quantize
+from real_builder import PLAN
+from tensorrt_builds import DIMS
+
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.verify import verify_files
+from ddtree_trt.build.backends.base import BuilderOptions
+from ddtree_trt.build.backends.tensorrt import gpus, rtx
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.device.gpus import Gpu
+from ddtree_trt.device.tensorrt_library import import_tensorrt
+from ddtree_trt.errors import BuildError, MissingDependency, UsageError
+
+PLANS = ("target.plan", "drafter.plan", "compaction.plan")
+RTX = ["--backend", "tensorrt-rtx"]
+SMALL: dict[str, Any] = {**DIMS, "num_layers": 1}
+
+
+@pytest.fixture
+def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return in_this_process(capsys)
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    has(monkeypatch)
+
+
+def has(patch: pytest.MonkeyPatch, *capabilities: str) -> None:
+    """This machine has GPUs of these compute capabilities."""
+    found = tuple(Gpu(f"GPU {number}", "580.1", "24000 MiB", sm) for number, sm in enumerate(capabilities))
+    for module in (gpus, rtx):
+        patch.setattr(module, "find_gpus", lambda: found)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[object]:
+    """The options that name a pair that is compiled quickly."""
+    target, drafter = make_pair(tmp_path / "pair", **SMALL)
+    return ["--target", "mine", "--checkpoint", target, "--drafter", drafter, "--max-batch", 2]
+
+
+@pytest.mark.rtx
+def test_the_packaged_pair(cli: Cli, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    """The whole command: built, verified, shown, and not overwritten by mistake."""
+    engine = tmp_path / "engines" / "tiny"
+    code, out, err = cli("build", "--target", "tiny", *RTX, "--output", engine)
+    assert code == 0, err
+    assert out.startswith(f"built {engine}: tensorrt-rtx bf16, ")
+    assert "latencies are measured when the engine is first opened on a GPU that it is for" in out
+    manifest = load_manifest(engine)
+    verify_files(engine, manifest)
+    assert (manifest.backend, manifest.precision, manifest.attention) == ("tensorrt-rtx", "bf16", "native")
+    for name in PLANS:
+        record_property(PLAN, manifest.files[name].size)
+        assert manifest.files[name].size > 100_000
+    assert manifest.toolchain["tensorrt-rtx"] == import_tensorrt(rtx=True).__version__
+    assert manifest.toolchain["gpus"] == "sm80 sm86 sm89 sm120 sm121", "all that have bf16"
+    assert manifest.toolchain["row_independence"] == "yes"
+    assert set(manifest.tensors) == {"target", "drafter", "compaction"}
+    assert sorted(p.name for p in engine.parent.iterdir()) == ["tiny"], "no timing cache"
+
+    code, out, err = cli("inspect", engine)
+    assert code == 0, err
+    assert "tensorrt-rtx bf16 engine" in out and "every file verified" in out
+    assert "none, attention is native" in out and "gpus sm80 sm86 sm89 sm120 sm121" in out
+    before = fingerprint(engine)
+    assert_refused(cli("build", "--target", "tiny", *RTX, "--output", engine), 1, "exists; give --force")
+    assert fingerprint(engine) == before
+
+
+# A build that dies, and those after it
+
+SLOW_BUILD = """
+import sys, time
+from ddtree_trt.build.backends.tensorrt import plans
+def slow(*_):
+    print("in the middle", flush=True)  # the target is compiled
+    time.sleep(600)
+plans.build_drafter = slow
+from ddtree_trt.cli import main
+main()
+"""
+
+
+@pytest.mark.rtx
+def test_a_killed_build_and_those_after_it(
+    cli: Cli, pair: list[object], tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    engine = tmp_path / "engines" / "mine"
+    command = [sys.executable, "-c", SLOW_BUILD, *map(str, ["build", *pair, *RTX, "--output", engine])]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "in the middle\n", process.communicate()
+        process.send_signal(signal.SIGKILL)
+        process.communicate(timeout=300)
+    assert process.returncode == -signal.SIGKILL
+    (left,) = engine.parent.iterdir()
+    assert left.name.startswith(".mine.tmp-") and (left / "target.plan").is_file()
+    assert_refused(cli("inspect", left), 1, "is not an engine directory")
+
+    # The next build of that name removes what was left.
+    assert cli("build", *pair, *RTX, "--output", engine)[0] == 0
+    assert [p.name for p in engine.parent.iterdir()] == ["mine"]
+    assert all(p.is_file() for p in engine.iterdir()), "no graphs"
+
+    before = fingerprint(engine)
+    given = ["--gpu", "sm89", "--gpu", "sm120", "--gpu", "sm89", "--no-row-independence", "--precision", "fp16"]
+    code, _, err = cli("build", *pair, *RTX, "--output", engine, "--force", *given)
+    assert code == 0, err
+    manifest = load_manifest(engine)
+    record_property(PLAN, sum(manifest.files[name].size for name in PLANS))
+    assert fingerprint(engine) != before and manifest.precision == "fp16"
+    assert manifest.toolchain["gpus"] == "sm89 sm120" and manifest.toolchain["row_independence"] == "no"
+    words = "--backend tensorrt-rtx --precision fp16 --gpu sm89 --gpu sm120 --no-row-independence --output"
+    assert words in rebuild_command(engine, manifest)
+
+
+# The GPUs an engine is for
+
+
+def kinds(precision: Any, *names: str) -> str:
+    build = rtx.RtxBuild(BuilderOptions(gpus=names))
+    checkpoint: Any = type("Plain", (), {"quantization": None})
+    return " ".join(build._kinds_for(checkpoint, precision))
+
+
+def test_the_kinds_an_engine_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kinds("bf16") == "sm80 sm86 sm89 sm120 sm121"
+    assert kinds("fp16") == "sm75 sm80 sm86 sm89 sm120 sm121"
+    has(monkeypatch, "8.9")
+    assert kinds("bf16") == "sm89"
+    assert kinds("bf16", "sm120") == "sm120", "for another machine"
+    has(monkeypatch, "9.0", "12.0", "8.6")
+    assert kinds("bf16") == "sm120 sm86"
+    has(monkeypatch, "unknown")
+    assert kinds("bf16") == "sm80 sm86 sm89 sm120 sm121"
+    has(monkeypatch, "9.0")
+    words = r"does not serve this machine's GPU 0 \(sm90\); use --backend tensorrt, or name the GPUs"
+    with pytest.raises(BuildError, match=words):
+        kinds("bf16")
+    assert kinds("bf16", "sm89") == "sm89"
+
+
+def test_kinds_are_those_of_the_product() -> None:
+    real = {name for name in vars(import_tensorrt(rtx=True).ComputeCapability) if name.startswith("SM")}
+    assert {name.upper() for name in gpus.KINDS} == real
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--gpu", "sm90"], ["--gpu sm90", "does not serve", "use --backend tensorrt"]),
+        (["--gpu", "sm100"], ["use --backend tensorrt"]),
+        (["--gpu", "4090"], ["--gpu must be one of sm75, sm80, sm86, sm89, sm120, sm121, not '4090'"]),
+        (["--gpu", "sm75", "--gpu", "sm89", "--precision", "bf16"], ["computes on sm75 and sm89 in fp16"]),
+        (["--precision", "fp32"], ["computes in bf16, fp16"]),
+        (["--attention", "native"], ["--attention is for --backend tensorrt, not for tensorrt-rtx"]),
+        (["--builder-inspect"], ["--builder-inspect is for --backend tensorrt, not for tensorrt-rtx"]),
+        (["--builder-optimization-level", "3"], ["not for tensorrt-rtx"]),
+        (["--builder-workspace-mib", "64"], ["not for tensorrt-rtx"]),
+    ],
+)
+def test_refusals(cli: Cli, tmp_path: Path, options: list[str], words: list[str]) -> None:
+    engine = tmp_path / "engines" / "e"
+    for more in ((), ("--dry-run",)):
+        assert_refused(cli("build", "--target", "tiny", *RTX, *options, "--output", engine, *more), 2, *words)
+    assert not engine.parent.exists()
+
+
+def test_gpus_are_named_for_this_backend_only(cli: Cli, tmp_path: Path) -> None:
+    for backend in ("tensorrt", "onnxruntime"):
+        words = f"--gpu is for --backend tensorrt-rtx, not for {backend}; leave it out"
+        options = ["--backend", backend, "--gpu", "sm89", "--output", tmp_path / "e"]
+        assert_refused(cli("build", "--target", "tiny", *options), 2, words)
+
+
+def test_a_quantised_target_needs_gpus_that_multiply_it(tmp_path: Path) -> None:
+    target, drafter = make_target(tmp_path / "fp8", **DIMS), make_drafter(tmp_path / "dflash", **DIMS)
+    request = BuildRequest(
+        target="mine",
+        checkpoint=quantize(target),
+        drafter=drafter,
+        backend="tensorrt-rtx",
+        output=tmp_path / "e",
+        builder=BuilderOptions(gpus=("sm89", "sm86")),
+    )
+    with pytest.raises(UsageError, match=r"FP8, which needs compute capability 8.9 or newer, and sm86 has 8.6"):
+        compile_engine(request)
+    assert not request.destination.exists()
+
+
+# The product
+
+
+def test_it_is_not_installed(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tensorrt_rtx", "tensorrt_rtx_bindings"):
+        monkeypatch.setitem(sys.modules, name, None)
+    words = ["the tensorrt-rtx backend cannot import tensorrt_rtx", "pip install '.[tensorrt-rtx]'"]
+    assert_refused(cli("build", "--target", "tiny", *RTX, "--output", tmp_path / "e"), 1, *words)
+
+
+@pytest.mark.parametrize("version", ["1.6.1.120", "2.0.0.1"])
+def test_another_release(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    product = type(sys)("tensorrt_rtx")
+    product.__version__ = version  # type: ignore[attr-defined]
+    monkeypatch.setattr(rtx, "import_tensorrt", lambda **_: product)
+    with pytest.raises(MissingDependency, match=rf"RTX {version} is installed, the build needs 1.7 or newer below 2"):
+        _ = rtx.RtxBuild(BuilderOptions()).module

@@ -1,0 +1,184 @@
+"""The native TensorRT lowering in ONNX Runtime: against transformers and the plugin lowering, its mask against its
+definition, and its operators of opset 24 against their spelled-out forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from checkpoints import make_drafter, make_target
+from lowered import LoweredPair, needs_opset_24
+from numerics import TOLERANCE, Array, Truth, path_to, random_tree
+from numpy.typing import NDArray
+from onnx import ModelProto, TensorProto
+from real_graphs import Graphs
+
+from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.build.graph.lowering_native import NativeGraph
+from ddtree_trt.build.graph.lowering_plugin import PluginGraph
+from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+from ddtree_trt.build.graph.ops import Attention
+from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.models.decoder import TransformerDims
+
+pytestmark = needs_opset_24
+LIMITS = Limits(max_seq_len=128, max_batch=3, max_tree_budget=40, prefill_chunk=48)
+DIMS: dict[str, Any] = {"head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_positions": 256}
+
+
+def off(found: Array, expected: Array) -> float:
+    """The largest error, in units of the expected values' root mean square."""
+    assert found.shape == expected.shape
+    return float(np.abs(found - expected).max() / np.sqrt(np.mean(np.square(expected))))
+
+
+@pytest.mark.parametrize(("floats", "tolerance"), [("float32", TOLERANCE), ("float16", 1e-2)])
+def test_against_transformers_and_the_plugin(floats: str, tolerance: float, tmp_path: Path) -> None:
+    """Prompts of different lengths, then rounds of branching trees over all slots, each behind what was compacted."""
+    target = make_target(tmp_path / "target", **DIMS)
+    pair = load_checkpoint(target), load_checkpoint(make_drafter(tmp_path / "drafter", **DIMS))
+    native, plugin = (
+        LoweredPair(tmp_path / lowering.__name__, *pair, LIMITS, floats, lowering)
+        for lowering in (NativeGraph, PluginGraph)
+    )
+    truth, rng = Truth(target, (0, 2)), np.random.default_rng(4)
+    texts = {slot: rng.integers(0, 96, size).tolist() for slot, size in enumerate((9, 1, 40))}
+    for slot, tokens in texts.items():
+        found = native.prefill(slot, np.array(tokens))
+        assert off(found, truth(tokens)[0]) <= tolerance
+        assert off(found, plugin.prefill(slot, np.array(tokens))) <= tolerance
+    for _ in range(3):
+        trees = {slot: random_tree(rng, int(rng.integers(20, 41)), 96) for slot in texts}
+        found_by, plugin_by = native.verify(trees), plugin.verify(trees)
+        for slot, tree in trees.items():
+            assert off(found_by[slot][1], plugin_by[slot][1]) <= tolerance
+            for leaf in set(range(len(tree))) - set(tree.parents.tolist()):
+                path = path_to(tree, leaf)
+                logits, _ = truth([*texts[slot], *tree.token_ids[path].tolist()])
+                assert off(found_by[slot][1][path], logits[-len(path) :]) <= tolerance
+            path = path_to(tree, int(rng.integers(len(tree))))
+            texts[slot] += tree.token_ids[path].tolist()
+            native.commit(slot, path)
+            plugin.commit(slot, path)
+    for slot in texts:
+        (found, _), (expected, _) = (each.draft([slot], bonus=5) for each in (native, plugin))
+        assert off(found, expected) <= tolerance
+
+
+def one_attention(g: TensorRtGraph, tokens: str, tree: int) -> Attention:
+    """A graph's inputs for `tokens` rows of at most `tree`, over one layer's cache of 64 + `tree` rows."""
+    g.row_inputs(tokens, tree, masked=True)
+    dims = TransformerDims(96, 32, 1, 2, 1, 8, 48, 1e-6, 1e4, 64)
+    (cache,) = g.cache(dims, Limits(max_seq_len=64, max_tree_budget=tree - 1, prefill_chunk=tree))
+    return Attention(*cache, ("cos", "sin"), (2, 1), 8)
+
+
+@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 70])
+def test_the_mask_is_the_past_and_the_bits(tokens: int, tmp_path: Path) -> None:
+    """Words whose bit 31 is set, words of rows that are not in the call, a bit of every column."""
+    rng = np.random.default_rng(tokens)
+    with WeightFile(tmp_path / "weights.bin") as sink:
+        g = NativeGraph("mask", sink, "float32")
+        one_attention(g, "T", 70)
+        mask = g._tree_visible()
+        g.output(mask, "bool", ["N", 1, "T", "S"])
+        model = without_unused_outputs(g.model())
+    words = rng.integers(-(2**31), 2**31, (2, tokens, 3)).astype(np.int32)
+    words[:, 0] = -1  # every bit, also of rows behind the call
+    words[0, -1], words[1, -1] = 1 << 30, np.int32(-(2**31))
+    starts = np.array([0, 23], np.int32)
+    feed = {names.TREE_MASK: words, names.PAST_LEN: starts, names.POSITIONS: np.zeros((2, tokens), np.int32)}
+    (found,) = ort.InferenceSession(model.SerializeToString()).run([mask], feed)
+    expected = np.zeros(found.shape, bool)
+    bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little").astype(bool)
+    for n, start in enumerate(starts):
+        expected[n, 0, :, :start] = True
+        expected[n, 0, :, start : start + tokens] = bits[n, :, :tokens]
+    np.testing.assert_array_equal(found, expected)
+
+
+def without_unused_outputs(model: ModelProto) -> ModelProto:
+    """The graph without the caches, which none of its nodes reads or writes."""
+    for values in (model.graph.input, model.graph.output):
+        kept = [v for v in values if not v.name.startswith(("past_key", "past_value", "present_"))]
+        del values[:]
+        values.extend(kept)
+    return model
+
+
+OPERATORS: dict[str, Callable[[TensorRtGraph, str], str]] = {
+    "rms_norm": lambda g, x: g.rms_norm(x, g.constant("weight", np.linspace(0.5, 2, 64, dtype=np.float32)), "y", 1e-6),
+    "swiglu": lambda g, x: g.swiglu(x, x, "y"),
+}
+
+
+@pytest.mark.parametrize(("floats", "steps"), [("float32", 1e-6), ("float16", 2**-10)])
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_operators_of_opset_24_give_the_spelled_out_numbers(
+    operator: str, floats: str, steps: float, tmp_path: Path
+) -> None:
+    """To the last bit or so of the precision: both compute in float32 and round once."""
+    x = np.random.default_rng(1).standard_normal((3, 5, 64)) * np.geomspace(1e-3, 30, 64)
+    results = []
+    for lowering in (NativeGraph, PluginGraph):
+        with WeightFile(tmp_path / f"{lowering.__name__}.bin") as sink:
+            g = lowering("one", sink, floats)
+            y = OPERATORS[operator](g, g.input("x", floats, [3, 5, 64]))
+            g.output(y, floats, [3, 5, 64])
+        results.append(run(g.model(), floats, x))
+    np.testing.assert_allclose(results[0], results[1], rtol=2 * steps, atol=1e-7)
+
+
+@pytest.mark.parametrize(("floats", "steps"), [("float32", 1e-6), ("float16", 2**-10)])
+def test_rotary_embedding_gives_the_spelled_out_numbers(floats: str, steps: float, tmp_path: Path) -> None:
+    angles = np.random.default_rng(2).uniform(-3, 3, (16, 4)).astype(np.float32)
+    x = np.random.default_rng(1).standard_normal((2, 5, 2, 8))
+    results = []
+    for lowering in (NativeGraph, PluginGraph):
+        with WeightFile(tmp_path / f"{lowering.__name__}.bin") as sink:
+            g = lowering("one", sink, floats)
+            tables = g.constant("c", np.cos(angles)), g.constant("s", np.sin(angles))
+            at = replace(one_attention(g, "T", 5), rotary=tables)
+            rows = g.input("x", floats, ["N", "T", 2, 8])
+            if isinstance(g, NativeGraph):
+                by_head = g.op("Transpose", [rows], ["by_head"], perm=[0, 2, 1, 3])
+                rotated = g._rotated(by_head, *(g._angles(table) for table in at.rotary))
+                y = g.op("Transpose", [rotated], ["y"], perm=[0, 2, 1, 3])
+            else:
+                assert isinstance(g, PluginGraph)
+                y = g._rotate(rows, at)
+            g.output(y, floats, ["N", "T", 2, 8])
+        positions = np.array([[0, 1, 2, 2, 3], [7, 8, 9, 9, 15]], np.int32)
+        results.append(run(without_unused_outputs(g.model()), floats, x, {names.POSITIONS: positions}))
+    np.testing.assert_allclose(results[0], results[1], rtol=2 * steps, atol=steps)
+
+
+def run(model: ModelProto, floats: str, x: NDArray[Any], others: dict[str, NDArray[Any]] | None = None) -> NDArray[Any]:
+    session = ort.InferenceSession(model.SerializeToString())
+    known = {"x": x.astype(floats), **(others or {})}
+    feed = {i.name: known.get(i.name, np.zeros(2, np.int32)) for i in session.get_inputs() if i.name != names.TREE_MASK}
+    if len(session.get_inputs()) > len(feed):
+        feed[names.TREE_MASK] = np.zeros((2, 5, 1), np.int32)
+    (y,) = session.run(None, feed)
+    return y
+
+
+@pytest.mark.parametrize("floats", ["float16", "bfloat16"])
+def test_checker_and_strict_shape_inference(floats: str, tmp_path: Path) -> None:
+    pair = load_checkpoint(make_target(tmp_path / "t", **DIMS)), load_checkpoint(make_drafter(tmp_path / "d", **DIMS))
+    lowered = Graphs(tmp_path, NativeGraph, floats, LIMITS)
+    for path, model in (lowered.target(pair[0], (0, 2)), lowered.drafter(*reversed(pair))):
+        onnx.checker.check_model(str(path), full_check=True)
+        inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+        known = {v.name: v.type.tensor_type for v in (*inferred.graph.value_info, *inferred.graph.output)}
+        for node in inferred.graph.node:
+            if node.op_type in ("Attention", "TensorScatter", "MatMul"):
+                assert known[node.output[0]].elem_type == getattr(TensorProto, floats.upper())
