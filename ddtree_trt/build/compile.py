@@ -15,7 +15,7 @@ from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.files import ENGINES
 from ddtree_trt.artifact.limits import BUDGETS, SLOTS
 from ddtree_trt.artifact.manifest import PACKAGED, SCHEMA_VERSION, Limits, Manifest, parse_manifest
-from ddtree_trt.artifact.precisions import PLAN_BACKENDS, BackendName, PrecisionName
+from ddtree_trt.artifact.precisions import BackendName, PrecisionName
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.template_arguments import OPTION, check_arguments, template_variables, thinking_note
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
@@ -24,7 +24,6 @@ from ddtree_trt.build.checkpoint.paths import engine_name
 from ddtree_trt.build.checkpoint.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.build.presets import PRESETS, PackagedSource, Preset, Source, find_preset
-from ddtree_trt.device.buffers import with_aligned_slots
 from ddtree_trt.errors import BuildError, CheckpointError, UsageError
 from ddtree_trt.models.decoder import POSITIONS
 from ddtree_trt.models.drafters.kinds import kind_of
@@ -121,7 +120,7 @@ def compile_engine(
             drafter_kind=drafter.kind.name,
             target_dims=target.dims,
             drafter_dims=drafter.dims,
-            limits=limits,
+            limits=written.limits or limits,
             stop_token_ids=target.stop_token_ids,
             chat_template_args=template_args,
             toolchain=written.toolchain,
@@ -207,8 +206,7 @@ def resolve_limits(
             f"the drafter's block of {block} tokens takes {rows} rows, more than one pass of "
             f"{limits.max_tokens_per_pass}; give --max-tree-budget {rows}"
         )
-    # Plans are of halves.
-    return with_aligned_slots(limits, (target.dims, drafter.dims), 2) if backend.name in PLAN_BACKENDS else limits
+    return limits
 
 
 def _check_space(destination: Path, needed: int) -> None:

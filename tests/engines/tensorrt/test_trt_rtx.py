@@ -72,6 +72,11 @@ def test_the_package_that_is_not_installed(machine: Machine, monkeypatch: pytest
     refused(machine, MissingDependency, "built with TensorRT for RTX", VERSION, "[tensorrt-rtx]")
 
 
+def test_cuda_that_is_not_installed(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings.runtime", None)
+    refused(machine, MissingDependency, "the tensorrt-rtx backend cannot import cuda", "[tensorrt-rtx]")
+
+
 # The kernels it keeps
 
 

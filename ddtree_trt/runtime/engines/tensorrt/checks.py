@@ -40,7 +40,7 @@ def check_machine(directory: Path, manifest: Manifest) -> Installed:
     version = manifest.toolchain.get(manifest.backend, "of an unknown version")
     refusal = f"{directory} was built with {product} {version}, which cannot be imported here"
     trt = import_tensorrt(refusal, rtx=rtx)
-    cuda = cuda_bindings()
+    cuda = cuda_bindings(manifest.backend)
     check_toolchain(directory, manifest, trt.__version__, cuda)
     return Installed(trt, cuda, None if manifest.plugin is None else check_plugins(directory, manifest))
 

@@ -88,9 +88,9 @@ class TrtNetwork:
         shapes and addresses, and slots may differ. Of more than MOST_CAPTURED graphs, the pass unused longest is
         captured anew when it comes again. Raises EngineError with TensorRT's error text.
         """
-        profile = min(profile, self._last_profile)
         first = slots[0] if self.neighbours else 0
         if key is None:
+            profile = min(profile, self._last_profile)
             context = self._contexts.get(profile)
             if context is None:
                 context = self._contexts[profile] = self._context(profile, captured=False)
@@ -105,7 +105,7 @@ class TrtNetwork:
             return
         if len(self._captured) == MOST_CAPTURED:
             self.shared.device.forget(self._captured.pop(next(iter(self._captured))).graph)
-        context = self._context(profile, captured=True)
+        context = self._context(min(profile, self._last_profile), captured=True)
         # TensorRT initialises itself in the first pass of these shapes, which cannot be captured. It gives the results.
         self._enqueue(context, first, len(slots), shapes, addresses)
         graph = self.shared.device.capture(lambda: self._execute(context))
