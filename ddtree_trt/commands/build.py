@@ -80,7 +80,7 @@ def build(
         typer.Option(
             "--row-independence/--no-row-independence",
             help="TensorRT: compute a row the same wherever it stands among others, so that a token of a tree gets the "
-            "logits it has alone. Without, prompts have a profile of their own.",
+            "logits it has alone. Without, a plan has a second profile, for prompts, and may have its weights twice.",
         ),
     ] = BuilderOptions.row_independence,
     builder_optimization_level: Annotated[

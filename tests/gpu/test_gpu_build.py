@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.trt, pytest.mark.gpu, pytest.mark.slow, pytest.mark.ti
 @pytest.fixture(scope="session")
 def machine() -> Machine:
     try:
-        return examine()
+        return examine("plugin")
     except DDTreeError as error:
         pytest.skip(f"skipped: {error}")
 
@@ -32,7 +32,7 @@ def machine() -> Machine:
 @pytest.fixture(scope="module", params=["bf16", "fp16"])
 def built(request: pytest.FixtureRequest, machine: Machine, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("engines") / "tiny"
-    options = BuilderOptions(inspect=True)
+    options = BuilderOptions(inspect=True, attention="plugin")
     compile_engine(
         BuildRequest(target="tiny", backend="tensorrt", precision=request.param, output=directory, builder=options)
     )
@@ -83,17 +83,13 @@ def test_the_plan_has_the_names_shapes_and_types_of_the_contract(engine: tuple[s
     assert tuple(plan.get_tensor_shape("past_key.0")) == tuple(plan.get_tensor_shape("present_key.0")) == cache
 
 
-def test_two_profiles(engine: tuple[str, Any], manifest: Manifest) -> None:
+def test_one_profile_for_all_passes(engine: tuple[str, Any], manifest: Manifest) -> None:
     network, plan = engine
-    assert plan.num_optimization_profiles == 2
+    assert plan.num_optimization_profiles == 1 and manifest.toolchain["row_independence"] == "yes"
     limits, block = manifest.limits, manifest.dflash.block_size
-    rows = {
-        "target": (1 + limits.max_tree_budget, limits.prefill_chunk),
-        "drafter": (2 * block, limits.prefill_chunk + block),
-    }
-    for index, most in enumerate(rows[network]):
-        _, _, largest = plan.get_tensor_profile_shape(names.POSITIONS, index)
-        assert tuple(largest) == (limits.max_batch, most)
+    rows = {"target": limits.max_tokens_per_pass, "drafter": limits.prefill_chunk + block}
+    _, _, largest = plan.get_tensor_profile_shape(names.POSITIONS, 0)
+    assert tuple(largest) == (limits.max_batch, rows[network])
 
 
 def test_every_attention_is_the_plugin(built: Path, manifest: Manifest) -> None:

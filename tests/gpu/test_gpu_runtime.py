@@ -40,7 +40,7 @@ PROMPTS = ["def fib(n):", "There are 13 muffins on Yaya's table. She sells 6 of 
 @pytest.fixture(scope="module")
 def machine() -> Machine:
     try:
-        return examine()
+        return examine("plugin")
     except DDTreeError as error:
         pytest.skip(f"skipped: {error}")
 

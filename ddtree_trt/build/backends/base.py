@@ -67,7 +67,6 @@ class BackendBuild(Protocol):
 
     name: BackendName
     precisions: tuple[PrecisionName, ...]  # the first is what `auto` means
-    condition: str  # in messages about precisions: what they depend on, " on sm75"; "" where on nothing
 
     def drafter_rows(self, block: int) -> int:
         """Cache rows that a block drafter's block of `block` tokens takes."""

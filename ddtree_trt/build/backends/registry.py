@@ -48,7 +48,7 @@ def resolve_precision(backend: BackendBuild, wanted: Literal["auto", PrecisionNa
     if wanted not in backend.precisions:
         known = ", ".join(backend.precisions)
         raise UsageError(
-            f"precision {wanted!r} is not available: the {backend.name} backend computes{backend.condition} in "
-            f"{known}; use --precision {backend.precisions[0]}"
+            f"precision {wanted!r} is not available: the {backend.name} backend computes in {known}; "
+            f"use --precision {backend.precisions[0]}"
         )
     return wanted

@@ -69,7 +69,7 @@ def test_the_packaged_pair(cli: Cli, tmp_path: Path, record_property: Callable[[
     verify_files(engine, manifest)
     assert (manifest.backend, manifest.precision, manifest.attention) == ("tensorrt-rtx", "bf16", "native")
     for name in PLANS:
-        record_property(PLAN, manifest.files[name].size)
+        record_property("plan_bytes", manifest.files[name].size)
         assert manifest.files[name].size > 100_000
     assert manifest.toolchain["tensorrt-rtx"] == import_tensorrt(rtx=True).__version__
     assert manifest.toolchain["gpus"] == "sm80 sm86 sm89 sm120 sm121", "all that have bf16"
@@ -126,7 +126,7 @@ def test_a_killed_build_and_those_after_it(
     code, _, err = cli("build", *pair, *RTX, "--output", engine, "--force", *given)
     assert code == 0, err
     manifest = load_manifest(engine)
-    record_property(PLAN, sum(manifest.files[name].size for name in PLANS))
+    record_property("plan_bytes", sum(manifest.files[name].size for name in PLANS))
     assert fingerprint(engine) != before and manifest.precision == "fp16"
     for dims in (manifest.target_dims, manifest.drafter_dims):
         assert CacheShape.of(dims, manifest.limits, 2).slot_bytes % ALIGNMENT == 0, "a slot's address is bound"
@@ -138,32 +138,35 @@ def test_a_killed_build_and_those_after_it(
 # The GPUs an engine is for
 
 
-def kinds(precision: Any, *names: str) -> str:
+def kinds(*names: str) -> str:
     build = rtx.RtxBuild(BuilderOptions(gpus=names))
     checkpoint: Any = type("Plain", (), {"quantization": None})
-    return " ".join(build._kinds_for(checkpoint, precision))
+    return " ".join(build._kinds_for(checkpoint))
 
 
 def test_the_kinds_an_engine_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert kinds("bf16") == "sm80 sm86 sm89 sm120 sm121"
-    assert kinds("fp16") == "sm75 sm80 sm86 sm89 sm120 sm121"
+    assert kinds() == "sm80 sm86 sm89 sm120 sm121"
     has(monkeypatch, "8.9")
-    assert kinds("bf16") == "sm89"
-    assert kinds("bf16", "sm120") == "sm120", "for another machine"
+    assert kinds() == "sm89"
+    assert kinds("sm120") == "sm120", "for another machine"
     has(monkeypatch, "9.0", "12.0", "8.6")
-    assert kinds("bf16") == "sm120 sm86"
+    assert kinds() == "sm120 sm86"
     has(monkeypatch, "unknown")
-    assert kinds("bf16") == "sm80 sm86 sm89 sm120 sm121"
-    has(monkeypatch, "9.0")
-    words = r"does not serve this machine's GPU 0 \(sm90\); use --backend tensorrt, or name the GPUs"
-    with pytest.raises(BuildError, match=words):
-        kinds("bf16")
-    assert kinds("bf16", "sm89") == "sm89"
+    assert kinds() == "sm80 sm86 sm89 sm120 sm121"
+    for capability, advice in (
+        ("9.0", "use --backend tensorrt"),
+        ("7.5", "use --backend torch"),
+        ("8.7", "not served"),
+    ):
+        has(monkeypatch, capability)
+        with pytest.raises(BuildError, match=rf"this machine's GPU 0 \(sm.*{advice}.*, or name the GPUs"):
+            kinds()
+        assert kinds("sm89") == "sm89"
 
 
 def test_kinds_are_those_of_the_product() -> None:
     real = {name for name in vars(import_tensorrt(rtx=True).ComputeCapability) if name.startswith("SM")}
-    assert {name.upper() for name in gpus.KINDS} == real
+    assert {name.upper() for name in gpus.KINDS} | {"SM75"} == real
 
 
 @pytest.mark.parametrize(
@@ -171,8 +174,8 @@ def test_kinds_are_those_of_the_product() -> None:
     [
         (["--gpu", "sm90"], ["--gpu sm90", "does not serve", "use --backend tensorrt"]),
         (["--gpu", "sm100"], ["use --backend tensorrt"]),
-        (["--gpu", "4090"], ["--gpu must be one of sm75, sm80, sm86, sm89, sm120, sm121, not '4090'"]),
-        (["--gpu", "sm75", "--gpu", "sm89", "--precision", "bf16"], ["computes on sm75 and sm89 in fp16"]),
+        (["--gpu", "sm75"], ["--gpu sm75 is too old", "use --backend torch"]),
+        (["--gpu", "4090"], ["--gpu must be one of sm80, sm86, sm89, sm120, sm121, not '4090'"]),
         (["--precision", "fp32"], ["computes in bf16, fp16"]),
         (["--attention", "native"], ["--attention is for --backend tensorrt, not for tensorrt-rtx"]),
         (["--builder-inspect"], ["--builder-inspect is for --backend tensorrt, not for tensorrt-rtx"]),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_trt_engine
 import numpy as np
 import pytest
 from checkpoints import make_pair
@@ -30,6 +31,7 @@ from numerics import path_to, random_tree
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Limits, load_manifest
+from ddtree_trt.build.backends.tensorrt.profiles import covering
 from ddtree_trt.device import buffers
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
@@ -95,6 +97,18 @@ def test_half_precision(small_engine: Path, tmp_path: Path, form: Form) -> None:
         assert tokens(tree) == tokens(plain)
         assert sum(o.metrics.mean_acceptance_length for o in tree) > 1.4 * len(tree)
         assert not machine.cuda.leaks
+
+
+def test_plans_of_one_profile(lowerings: Lowerings, reference: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans whose rows are independent: prompts and rounds pass through the same profile."""
+    for name in ("target_sizes", "drafter_sizes"):
+        whole = getattr(fake_trt_engine, name)
+        monkeypatch.setattr(fake_trt_engine, name, lambda *limits, whole=whole: [covering(whole(*limits))])
+    with installed(lowerings.machine()) as machine:
+        machine.store_profile()
+        with LLM(machine.directory) as llm:
+            found = generate(llm, PROMPTS, method="ddtree", tree_budget=16)
+    assert tokens(found) == tokens(generate(reference, PROMPTS, method="ar"))
 
 
 def test_a_profile_is_measured_where_there_is_none(machine: Machine) -> None:

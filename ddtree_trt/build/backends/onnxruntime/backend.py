@@ -29,7 +29,6 @@ class OnnxRuntimeBuild:
 
     name: BackendName = "onnxruntime"
     precisions = BACKEND_PRECISIONS["onnxruntime"]
-    condition = ""
 
     def __init__(self) -> None:
         self._toolchain = {

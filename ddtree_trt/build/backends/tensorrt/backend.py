@@ -27,7 +27,6 @@ class TensorRtBuild:
 
     name: BackendName = "tensorrt"
     precisions: tuple[PrecisionName, ...] = tuple(p for p in BACKEND_PRECISIONS["tensorrt"] if PRECISIONS[p].half)
-    condition = ""
 
     def __init__(self, options: BuilderOptions) -> None:
         self._options = options
@@ -41,7 +40,7 @@ class TensorRtBuild:
         return block
 
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
-        return plans_on_disk(target, drafter)
+        return plans_on_disk(target, drafter, self._options.row_independence)
 
     def write(
         self,
@@ -101,10 +100,11 @@ class TensorRtBuild:
         return None, f"attention: native, TensorRT's own layers; our plugin is left out: {why}"
 
 
-def plans_on_disk(target: Checkpoint, drafter: Checkpoint) -> int:
+def plans_on_disk(target: Checkpoint, drafter: Checkpoint, row_independence: bool) -> int:
     """About the bytes of an engine directory. While a network is compiled its weights are on disk twice: as the parser
-    reads them, and in the plan."""
-    return 2 * target.stored_bytes(2) + 2 * drafter.num_values
+    reads them, and in the plan, which has them once more for a second profile."""
+    plans = 1 if row_independence else 2
+    return (1 + plans) * target.stored_bytes(2) + plans * 2 * drafter.num_values
 
 
 def _check_fp8(target: Checkpoint, machine: Machine) -> None:

@@ -5,35 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.artifact.precisions import PrecisionName
-from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM
 from ddtree_trt.device.gpus import Gpu, find_gpus
 from ddtree_trt.errors import BuildError, UsageError, shown
 
-KINDS: Mapping[str, int] = {f"sm{sm}": sm for sm in (75, 80, 86, 89, 120, 121)}  # name → compute capability, times 10
-DATA_CENTRE = ("sm90", "sm100", "sm103")  # TensorRT's own
-_LOWEST_SM: Mapping[str, int] = {"bf16": 80, "fp16": 75}  # the first GPUs that multiply values of a precision
+KINDS: Mapping[str, int] = {f"sm{sm}": sm for sm in (80, 86, 89, 120, 121)}  # name → compute capability, times 10
+# Kinds that exist and are not served: what they lack, and what serves them. Data-centre GPUs are TensorRT's own;
+# Turing's kernels have neither bf16 nor the float32 product of a head, though TensorRT for RTX knows it.
+_TENSORRT = "is a data-centre GPU, which TensorRT for RTX does not serve; use --backend tensorrt"
+_TORCH = "is too old for the engine's products in bf16 and float32; use --backend torch"
+_UNSERVED: Mapping[str, str] = {"sm75": _TORCH, **dict.fromkeys(("sm90", "sm100", "sm103"), _TENSORRT)}
 
 
 def named_kinds(names: Iterable[str]) -> tuple[str, ...]:
-    """The kinds the user named, each once. Raises UsageError for one that TensorRT for RTX does not compile for."""
+    """The kinds the user named, each once. Raises UsageError for one that an engine cannot be for."""
     for name in names:
-        if name in DATA_CENTRE:
-            raise UsageError(f"--gpu {name} is a GPU that TensorRT for RTX does not serve; use --backend tensorrt")
+        if name in _UNSERVED:
+            raise UsageError(f"--gpu {name} {_UNSERVED[name]}")
         if name not in KINDS:
             raise UsageError(f"--gpu must be one of {', '.join(KINDS)}, not {shown(name)}")
     return tuple(dict.fromkeys(names))
 
 
 def kinds_here(found: Iterable[Gpu]) -> tuple[str, ...]:
-    """The kinds of this machine's GPUs; none where it has none, or none whose kind is known. Raises BuildError where
-    TensorRT for RTX serves none of them."""
+    """The kinds of this machine's GPUs that an engine can be for; none where it has no GPU whose kind is known. Raises
+    BuildError where it has others only."""
     names = _names(found)
     served = tuple(name for name in names if name in KINDS)
     if names and not served:
         name, title = next(iter(names.items()))
         raise BuildError(
-            f"TensorRT for RTX does not serve this machine's {title} ({name}); use --backend tensorrt, or name the "
+            f"this machine's {title} ({name}) {_UNSERVED.get(name, 'is not served by TensorRT for RTX')}, or name the "
             f"GPUs that the engine is for: --gpu {', --gpu '.join(KINDS)}"
         )
     return served
@@ -50,9 +51,3 @@ def _names(found: Iterable[Gpu]) -> dict[str, str]:
     """Kind → title of those GPUs whose kind is known."""
     known = (gpu for gpu in found if gpu.compute_capability != "unknown")
     return {f"sm{gpu.compute_capability.replace('.', '')}": gpu.name for gpu in known}
-
-
-def able(kinds: Iterable[str], precision: PrecisionName, *, fp8: bool = False) -> tuple[str, ...]:
-    """Those of the kinds that compute in a precision, and with `fp8` in FP8 too."""
-    lowest = max(_LOWEST_SM[precision], LOWEST_FP8_SM if fp8 else 0)
-    return tuple(kind for kind in kinds if KINDS[kind] >= lowest)

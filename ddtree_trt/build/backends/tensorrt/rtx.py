@@ -13,7 +13,7 @@ from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import BuilderOptions, Written
 from ddtree_trt.build.backends.tensorrt.backend import plans_on_disk
-from ddtree_trt.build.backends.tensorrt.gpus import KINDS, able, kinds_here, named_kinds
+from ddtree_trt.build.backends.tensorrt.gpus import KINDS, kinds_here, named_kinds
 from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, check_release
 from ddtree_trt.device.buffers import with_aligned_slots
 from ddtree_trt.device.gpus import find_gpus
@@ -30,18 +30,16 @@ class RtxBuild:
     """`BackendBuild` for GeForce, RTX PRO and DGX Spark.
 
     The engine is for the GPUs that the user names, else for this machine's, else, where it has none, for every kind
-    that computes in the engine's precision: a plan for all of them is hardly larger than one for a single kind.
+    that can run it: a plan for all of them is hardly larger than one for a single kind.
     """
 
     name: BackendName = "tensorrt-rtx"
+    precisions = BACKEND_PRECISIONS["tensorrt-rtx"]  # every kind of GPU that is served has both
 
     def __init__(self, options: BuilderOptions) -> None:
         """Raises UsageError or BuildError for GPUs that TensorRT for RTX does not serve."""
         self._options = options
         self._kinds = named_kinds(options.gpus) or kinds_here(find_gpus())
-        known = BACKEND_PRECISIONS["tensorrt-rtx"]
-        self.precisions = tuple(p for p in known if able(self._kinds, p) == self._kinds)
-        self.condition = f" on {' and '.join(self._kinds)}" if self._kinds else ""
 
     @cached_property
     def module(self) -> Any:
@@ -54,7 +52,7 @@ class RtxBuild:
         return block
 
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
-        return plans_on_disk(target, drafter)
+        return plans_on_disk(target, drafter, self._options.row_independence)
 
     def write(
         self,
@@ -65,7 +63,7 @@ class RtxBuild:
         precision: PrecisionName,
         progress: Progress,
     ) -> Written:
-        kinds = self._kinds_for(target, precision)
+        kinds = self._kinds_for(target)
         from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
         from ddtree_trt.build.backends.tensorrt.plans import EnginePlans
 
@@ -83,13 +81,15 @@ class RtxBuild:
         }
         return Written(tensors, toolchain, limits=limits)
 
-    def _kinds_for(self, target: Checkpoint, precision: PrecisionName) -> tuple[str, ...]:
+    def _kinds_for(self, target: Checkpoint) -> tuple[str, ...]:
         """The kinds of GPU that the engine is for. Raises UsageError where one cannot compute what the target needs."""
-        fp8 = target.quantization is not None and target.quantization.format.values == "float8_e4m3fn"
-        kinds = able(self._kinds or KINDS, precision, fp8=fp8)
-        if self._kinds and (unable := [kind for kind in self._kinds if kind not in kinds]):
+        quantization = target.quantization
+        if quantization is None or quantization.format.values != "float8_e4m3fn":
+            return self._kinds or tuple(KINDS)
+        unable = [kind for kind in self._kinds if KINDS[kind] < LOWEST_FP8_SM]
+        if unable:
             raise UsageError(
                 f"{target.name} is quantised to FP8, which needs compute capability {LOWEST_FP8_SM / 10} or newer, and "
                 f"{unable[0]} has {KINDS[unable[0]] / 10}; use the checkpoint before quantisation"
             )
-        return kinds
+        return self._kinds or tuple(kind for kind, sm in KINDS.items() if sm >= LOWEST_FP8_SM)

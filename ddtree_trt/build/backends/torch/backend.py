@@ -30,7 +30,6 @@ class TorchBuild:
     """`BackendBuild` for PyTorch. Precision `auto` is bf16 where there is an NVIDIA GPU, else fp32."""
 
     name: BackendName = "torch"
-    condition = ""
 
     def __init__(self, *, on_gpu: bool | None = None) -> None:
         """`on_gpu`: whether the engine is for a machine with a GPU; None takes this machine."""

@@ -61,7 +61,6 @@ class TrtNetwork:
         self._cache, self._cache_address = cache, cache_address
         self._past, self._present = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
         self._fixed = {tensor: address for tensor, address in tables.items() if tensor in existing}
-        self._last_profile = engine.num_optimization_profiles - 1
         self._growing = self.neighbours and engine.get_tensor_shape(self._past[0])[0] == -1
         self._contexts: dict[int, Any] = {}  # profile → the context of passes that are not captured
         self._captured: dict[Hashable, _Captured] = {}  # the one used last is the last
@@ -90,7 +89,6 @@ class TrtNetwork:
         """
         first = slots[0] if self.neighbours else 0
         if key is None:
-            profile = min(profile, self._last_profile)
             context = self._contexts.get(profile)
             if context is None:
                 context = self._contexts[profile] = self._context(profile, captured=False)
@@ -105,7 +103,7 @@ class TrtNetwork:
             return
         if len(self._captured) == MOST_CAPTURED:
             self.shared.device.forget(self._captured.pop(next(iter(self._captured))).graph)
-        context = self._context(min(profile, self._last_profile), captured=True)
+        context = self._context(profile, captured=True)
         # TensorRT initialises itself in the first pass of these shapes, which cannot be captured. It gives the results.
         self._enqueue(context, first, len(slots), shapes, addresses)
         graph = self.shared.device.capture(lambda: self._execute(context))
@@ -117,6 +115,8 @@ class TrtNetwork:
         context = self.shared.make_context(self.engine, captured)
         if context is None:
             raise self._error("no execution context")
+        # A plan whose rows are independent has one profile, for all passes.
+        profile = min(profile, self.engine.num_optimization_profiles - 1)
         self._check(context.set_optimization_profile_async(profile, device.stream), f"profile {profile}")
         context.set_device_memory(*self.shared.workspace)
         for tensor, address in self._fixed.items():
