@@ -16,7 +16,7 @@ from engine_builds import build_engine
 from lowered import SUPPORTED, LoweredPair, with_body
 from numerics import TOLERANCE, Array, Truth, path_to, random_tree
 from onnx import TensorProto, numpy_helper
-from quantized import ALGORITHMS, GROUP, projections, quantize
+from quantized import ALGORITHMS, CASES, EVERY, GROUP, LEFT, projections, quantize
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
@@ -30,9 +30,6 @@ from ddtree_trt.plugins import MaskMode
 
 LIMITS = Limits(max_seq_len=64, max_batch=2, max_tree_budget=20, prefill_chunk=32)
 DIMS: dict[str, Any] = {"head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_positions": 128}
-# What ModelOpt leaves of AWQ's scales: those before which there is no norm to fold them into.
-LEFT = ("o_proj", "down_proj")
-EVERY = ("_proj",)
 
 
 class QuantizedTruth(Truth):
@@ -55,18 +52,6 @@ class QuantizedTruth(Truth):
 
 def error(found: Array, expected: Array) -> float:
     return float(np.abs(found - expected).max() / np.sqrt(np.mean(np.square(expected))))
-
-
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "FP8": ("FP8", {}),
-    "FP8, a scale each": ("FP8", {"shared": False}),
-    "INT8": ("W8A8_SQ_PER_CHANNEL", {"smooth": EVERY}),
-    "INT8, a scale each": ("W8A8_SQ_PER_CHANNEL", {"smooth": EVERY, "shared": False}),
-    "INT8 weights": ("W8A16", {}),
-    "INT4 AWQ": ("W4A16_AWQ", {"smooth": LEFT}),
-    "INT4 AWQ, a scale each": ("W4A16_AWQ", {"smooth": EVERY, "shared": False}),
-    "INT4": ("W4A16_AWQ", {"config": {"group_size": None}}),
-}
 
 
 @pytest.fixture(scope="module", params=CASES)

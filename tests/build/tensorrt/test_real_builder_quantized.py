@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from checkpoints import make_target
-from quantized import quantize
+from quantized import CASES, quantize
 from real_builder import RealBuilder
 from real_graphs import DIMS, LIMITS, Graphs
 
@@ -19,17 +18,6 @@ from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 
 pytestmark = pytest.mark.rtx
-LEFT, EVERY = ("o_proj", "down_proj"), ("_proj",)
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "FP8": ("FP8", {}),
-    "FP8, a scale each": ("FP8", {"shared": False}),
-    "INT8": ("W8A8_SQ_PER_CHANNEL", {"smooth": EVERY}),
-    "INT8, a scale each": ("W8A8_SQ_PER_CHANNEL", {"smooth": EVERY, "shared": False}),
-    "INT8 weights": ("W8A16", {}),
-    "INT4 AWQ": ("W4A16_AWQ", {"smooth": LEFT}),
-    "INT4 AWQ, a scale each": ("W4A16_AWQ", {"smooth": EVERY, "shared": False}),
-    "INT4": ("W4A16_AWQ", {"config": {"group_size": None}}),
-}
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,20 @@ INPUT_RANGE = 8.0  # largest input of a projection that `quantize` leaves as it 
 GROUP = 16  # values of a row that share a scale in INT4
 ALGORITHMS = ("FP8", "W8A8_SQ_PER_CHANNEL", "W8A16", "W4A16_AWQ")
 _LARGEST = {"FP8": 448, "W8A8_SQ_PER_CHANNEL": 127, "W8A16": 127, "W4A16_AWQ": 7}
+# What ModelOpt leaves of AWQ's scales: those before which there is no norm to fold them into.
+LEFT = ("o_proj", "down_proj")
+EVERY = ("_proj",)
+# Quantisations that are taken: by name, the algorithm and the options of `quantize`.
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "FP8": ("FP8", {}),
+    "FP8, a scale each": ("FP8", {"shared": False}),
+    "INT8": ("W8A8_SQ_PER_CHANNEL", {"smooth": EVERY}),
+    "INT8, a scale each": ("W8A8_SQ_PER_CHANNEL", {"smooth": EVERY, "shared": False}),
+    "INT8 weights": ("W8A16", {}),
+    "INT4 AWQ": ("W4A16_AWQ", {"smooth": LEFT}),
+    "INT4 AWQ, a scale each": ("W4A16_AWQ", {"smooth": EVERY, "shared": False}),
+    "INT4": ("W4A16_AWQ", {"config": {"group_size": None}}),
+}
 
 
 def quantize(
