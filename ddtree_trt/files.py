@@ -11,15 +11,15 @@ def temporary_sibling(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp-{os.getpid()}-{os.urandom(4).hex()}")
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a text file in UTF-8, with the permissions of the umask; it replaces an existing one.
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file, text in UTF-8, with the permissions of the umask; it replaces an existing one.
 
     Raises OSError; then an existing file is unchanged, and no temporary file is left.
     """
     temporary = temporary_sibling(path)
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
+        with temporary.open("xb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

@@ -98,12 +98,15 @@ def small_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_once(tmp_path_factory, "small", build)
 
 
-@pytest.fixture(scope="session")
-def lowerings(small_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Lowerings:
-    from fake_trt_engine import LIMITS, Lowerings
+@pytest.fixture(scope="session", params=["plugin", "native", "native without kernels"])
+def lowerings(
+    small_engine: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Lowerings:
+    """In every form of a TensorRT engine."""
+    from fake_trt_engine import FORMS, LIMITS, Lowerings
 
-    folder = tmp_path_factory.mktemp("lowered")
-    return Lowerings(folder, PACKAGED / "target", PACKAGED / "drafter", small_engine, LIMITS, "fp32")
+    folder, form = tmp_path_factory.mktemp("lowered"), FORMS[request.param]
+    return Lowerings(folder, PACKAGED / "target", PACKAGED / "drafter", small_engine, LIMITS, "fp32", form)
 
 
 @pytest.fixture

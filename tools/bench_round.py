@@ -106,7 +106,7 @@ class IdleEngine:
     def commit(self, slot: int, path: Any, *, taps: bool) -> None:
         self._lengths[slot] += len(path)
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress: object = None) -> None:
         pass
 
     def settle(self) -> None:

@@ -18,6 +18,7 @@ DRAFTER_PLAN = "drafter.plan"
 COMPACTION_PLAN = "compaction.plan"  # of engines whose attention is native
 SHARED_WEIGHTS = "shared.safetensors"  # the tables both plans read
 TORCH_WEIGHTS = "weights.safetensors"
+KERNEL_CACHE = "kernels.cache"  # compiled by TensorRT for RTX; like the profile another machine's, hence not in `files`
 PROFILE = "profile.json"  # measured latencies; not in `files`, because another machine measures its own
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 OPTIONAL_TOKENIZER_FILES = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")

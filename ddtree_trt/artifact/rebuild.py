@@ -11,8 +11,9 @@ from ddtree_trt.artifact.manifest import LOCAL, PACKAGED, Limits, Manifest
 from ddtree_trt.reading import printable
 
 
-def rebuild_command(directory: Path, manifest: Manifest) -> str:
-    """The command that builds this engine again, quoted for a shell."""
+def rebuild_command(directory: Path, manifest: Manifest, *gpus: str) -> str:
+    """The command that builds this engine again, quoted for a shell; plans of TensorRT for RTX for these kinds of GPU
+    too."""
     words = ["ddtree-trt", "build", "--target", manifest.name]
     for option, network in (("--checkpoint", manifest.target), ("--drafter", manifest.drafter)):
         if network.revision == LOCAL:
@@ -26,17 +27,18 @@ def rebuild_command(directory: Path, manifest: Manifest) -> str:
         words += ["--chat-template-arg", f"{name}={json.dumps(value)}"]
     if (manifest.backend, manifest.precision) != ("onnxruntime", "fp32"):  # the defaults
         words += ["--backend", manifest.backend, "--precision", manifest.precision]
-    words += _plan_options(manifest)
+    words += _plan_options(manifest, gpus)
     if directory.absolute() != (ENGINES / manifest.name).absolute():
         words += ["--output", str(directory)]
     return printable(shlex.join([*words, "--force"]))
 
 
-def _plan_options(manifest: Manifest) -> list[str]:
+def _plan_options(manifest: Manifest, gpus: tuple[str, ...]) -> list[str]:
     """Options of the builders of plans, where they are not the defaults of the machine the engine was built on."""
     words = []
-    for kind in manifest.toolchain.get("gpus", "").split():
-        words += ["--gpu", kind]
+    if manifest.backend == "tensorrt-rtx":
+        for kind in dict.fromkeys([*manifest.toolchain.get("gpus", "").split(), *gpus]):
+            words += ["--gpu", kind]
     if manifest.backend == "tensorrt" and manifest.attention == "native":
         words += ["--attention", "native"]
     if manifest.toolchain.get("row_independence") == "no":

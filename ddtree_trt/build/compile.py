@@ -124,7 +124,7 @@ def compile_engine(
             drafter_kind=drafter.kind.name,
             target_dims=target.dims,
             drafter_dims=drafter.dims,
-            limits=limits,
+            limits=written.limits or limits,
             stop_token_ids=target.stop_token_ids,
             chat_template_args=template_args,
             toolchain=written.toolchain,

@@ -61,12 +61,15 @@ def run(
     from ddtree_trt.runtime.params import SamplingParams, check_device_rounds
     from ddtree_trt.runtime.text import chat_template
     from ddtree_trt.terminal import console
+    from ddtree_trt.terminal import printing as terminal
 
     params = SamplingParams.from_mapping(sampling)
     rounds = check_device_rounds(device_rounds)
     if not raw:
         chat_template.start_for(directory)  # at the same time as the engine is loaded
-    with LLM(directory, threads=threads, profile=profile, device_rounds=rounds, exact=exact) as llm:
+    with terminal.progress_bars() as progress:
+        llm = LLM(directory, threads=threads, profile=profile, device_rounds=rounds, exact=exact, progress=progress)
+    with llm:
         params = replace(params, method=resolve_method(params.method, llm.engine.manifest.drafter_kind).name)
         llm.codec.check_template_kwargs(arguments, OPTION)
         if text is None:

@@ -6,8 +6,8 @@ The engine allocates by this, and the memory plan counts by it. Letters as in `a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.models.decoder import TransformerDims
@@ -59,12 +59,19 @@ class CacheShape:
     slots: int
     kv_heads: int
     rows: int  # S
+    head_dim: int
     row_bytes: int  # D elements
 
     @staticmethod
     def of(dims: TransformerDims, limits: Limits, element_bytes: int) -> CacheShape:
         row_bytes = dims.head_dim * element_bytes
-        return CacheShape(2 * dims.num_layers, limits.max_batch, dims.num_kv_heads, limits.cache_rows, row_bytes)
+        planes, heads = 2 * dims.num_layers, dims.num_kv_heads
+        return CacheShape(planes, limits.max_batch, heads, limits.cache_rows, dims.head_dim, row_bytes)
+
+    @property
+    def slot_shape(self) -> tuple[int, int, int]:
+        """[Hkv, S, D] of one slot in one plane."""
+        return self.kv_heads, self.rows, self.head_dim
 
     @property
     def slot_bytes(self) -> int:
@@ -84,6 +91,19 @@ class CacheShape:
     @property
     def total_bytes(self) -> int:
         return self.planes * self.plane_bytes
+
+
+def with_aligned_slots(limits: Limits, networks: Iterable[TransformerDims], element_bytes: int) -> Limits:
+    """The limits with a longer chunk where that takes every slot of these networks' caches to a multiple of
+    `ALIGNMENT`: native attention binds a cache at the first slot of a pass."""
+    if limits.max_batch == 1:
+        return limits
+    step = 1  # rows that a capacity must be a multiple of
+    for dims in networks:
+        each = dims.num_kv_heads * dims.head_dim * element_bytes
+        step = max(step, ALIGNMENT // math.gcd(ALIGNMENT, each))  # powers of two: the largest is a multiple of all
+    missing = -limits.cache_rows % step
+    return replace(limits, prefill_chunk=limits.max_tokens_per_pass + missing) if missing else limits
 
 
 def pass_rows(limits: Limits, slots: int) -> int:

@@ -10,9 +10,10 @@ from ddtree_trt.device.packages import import_package
 from ddtree_trt.errors import EngineError
 
 
-def cuda_bindings() -> Any:
-    """The module `cuda.bindings.runtime`. Raises MissingDependency where cuda-python is not installed."""
-    return import_package("cuda.bindings.runtime")
+def cuda_bindings(extra: str = "tensorrt") -> Any:
+    """The module `cuda.bindings.runtime`. Raises MissingDependency, which names the extra of a backend's name, where
+    cuda-python is not installed."""
+    return import_package("cuda.bindings.runtime", extra=extra)
 
 
 def call(api: Any, function: str, *arguments: Any) -> Any:

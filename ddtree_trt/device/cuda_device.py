@@ -107,6 +107,12 @@ class Device:
     def launch(self, graph: Any) -> None:
         self._call("cudaGraphLaunch", graph, self._stream)
 
+    def forget(self, graph: Any) -> None:
+        """Wait for the stream, then destroy a graph of `capture`."""
+        self.synchronize()
+        self._graphs.remove(graph)
+        self._call("cudaGraphExecDestroy", graph)
+
     def stop(self) -> None:
         """Wait for the stream and destroy every graph, before the memory they use is released."""
         self._release(("cudaGraphExecDestroy", self._graphs))

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.artifact.precisions import PLAN_BACKENDS, PRECISIONS, BackendName
-from ddtree_trt.device.buckets import buckets
+from ddtree_trt.device.buckets import buckets, captured_passes, context_steps
 from ddtree_trt.device.buffers import FLOAT_BYTES, NOT_COUNTED_AS_BUFFERS, pass_rows, tensorrt_buffers
 from ddtree_trt.models.decoder import EMBEDDING, Shapes, TransformerDims
 from ddtree_trt.models.drafters.kinds import kind_of
@@ -65,8 +65,10 @@ def plan_engine(
     drafter: TransformerDims,
     limits: Limits,
     weights_bytes: int,
+    *,
+    native: bool = False,
 ) -> MemoryPlan:
-    """The plan of an engine, built or not.
+    """The plan of an engine, built or not. `native`: TensorRT's own attention instead of our plugin.
 
     `weights_bytes` are those of both networks' files, what they share counted once; of plans without the heads. The
     plan has them as they are once loaded.
@@ -83,7 +85,9 @@ def plan_engine(
         kv_bytes_per_slot=per_row * limits.cache_rows,
         slots=limits.max_batch,
         buffers_bytes=_buffers_bytes(backend, size, target, drafter, limits),
-        workspace_bytes=_workspace_bytes(backend, precision, target, drafter, limits),
+        workspace_bytes=_workspace_bytes(
+            backend, precision, target, drafter, limits, native or backend == "tensorrt-rtx"
+        ),
     )
 
 
@@ -126,7 +130,8 @@ def plan_manifest(manifest: Manifest) -> MemoryPlan:
     if artifact.SHARED_WEIGHTS in m.files:
         tables = sum(math.prod(d.table) for d in _with_tables(m.target_dims, m.drafter_dims))
         weights += tables * PRECISIONS[m.precision].value_bytes - m.files[artifact.SHARED_WEIGHTS].size
-    return plan_engine(m.backend, m.precision, m.target_dims, m.drafter_dims, m.limits, weights)
+    native = m.attention == "native"
+    return plan_engine(m.backend, m.precision, m.target_dims, m.drafter_dims, m.limits, weights, native=native)
 
 
 def _slots_per_pass(backend: BackendName, limits: Limits) -> int:
@@ -164,7 +169,12 @@ def attention_workspace_bytes(networks: Iterable[TransformerDims], limits: Limit
 
 
 def _workspace_bytes(
-    backend: BackendName, precision: str, target: TransformerDims, drafter: TransformerDims, limits: Limits
+    backend: BackendName,
+    precision: str,
+    target: TransformerDims,
+    drafter: TransformerDims,
+    limits: Limits,
+    native: bool,
 ) -> int:
     """About the bytes of a pass: its widest arrays, and on a GPU the attention kernels' scratch and captured passes."""
     size = PRECISIONS[precision].value_bytes
@@ -176,17 +186,26 @@ def _workspace_bytes(
         logits = rows * target.vocab_size if PRECISIONS[precision].quantized else 0
         # Memory is taken in powers of two and kept.
         return 2 * (wide + (scores + logits) * FLOAT_BYTES)
-    # The kernels compute in halves only.
+    # The kernels compute in halves only. What attention of TensorRT's own asks for is known when it is built; about as
+    # much is assumed.
     scratch = attention_workspace_bytes((target, drafter), limits) if size == 2 else 0
     # PyTorch keeps the memory of captured passes, which they share, apart from that of other passes.
-    return (2 if backend == "torch" else 1) * wide + scratch + _captured_bytes(target, drafter, limits)
+    return (2 if backend == "torch" else 1) * wide + scratch + _captured_bytes(backend, target, drafter, limits, native)
 
 
-def _captured_bytes(target: TransformerDims, drafter: TransformerDims, limits: Limits) -> int:
-    """About the bytes of the passes captured for a single sequence, the memory they work in aside. More passes are
-    captured as more sequences are decoded together."""
+def _captured_bytes(
+    backend: BackendName, target: TransformerDims, drafter: TransformerDims, limits: Limits, native: bool
+) -> int:
+    """About the bytes of captured passes, the memory they work in aside: of TensorRT all that are kept at a time, of
+    PyTorch those of a single sequence. More are captured as more sequences are decoded together."""
     trees = len(buckets(1 + limits.max_tree_budget))
-    return trees * (target.num_layers + drafter.num_layers) * CAPTURED_LAYER_BYTES
+    if backend == "torch":
+        return trees * (target.num_layers + drafter.num_layers) * CAPTURED_LAYER_BYTES
+    block, slots = kind_of(drafter).block_size, limits.max_batch
+    alone = slots if native else 1  # of one token of one slot, as an autoregressive drafter's passes are
+    drafts = captured_passes(len(context_steps(block)), slots, neighbours=native) if block else alone
+    layers = captured_passes(trees, slots, neighbours=native) * target.num_layers + drafts * drafter.num_layers
+    return layers * CAPTURED_LAYER_BYTES
 
 
 def _widest_bytes(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.runtime.decoding.budget import AutoBudgets
 from ddtree_trt.runtime.decoding.latency import load_or_measure
 from ddtree_trt.runtime.decoding.routing import check_mode
@@ -72,12 +73,13 @@ def open_core(
     exact: bool | None = None,
     device_rounds: DeviceRoundsMode = "auto",
     profile: bool = False,
+    progress: Progress = no_progress,
 ) -> EngineCore:
     """Open the engine in `directory` and assemble its core. Options and errors are those of `open_engine`.
 
     Also raises UsageError where `device_rounds` is not a mode, or not one of this engine.
     """
-    engine = open_engine(directory, threads=threads, warm=warm, exact=exact)
+    engine = open_engine(directory, threads=threads, warm=warm, exact=exact, progress=progress)
     with closed_on_failure(engine):
         return assemble_core(directory, engine, device_rounds=device_rounds, profile=profile)
 

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.callers import Callers
 from ddtree_trt.runtime.core import open_core
@@ -30,6 +31,7 @@ class LLM:
         exact: of engines of the onnxruntime backend, whether every token is emitted from logits with the bits that `ar`
             computes, so that its tokens are those of all methods. Single tokens take longer then. None: for int8
             engines.
+        progress: called with the passes that warm up an engine on a GPU: stage, passes made, passes in all.
 
     An engine of the torch backend on a GPU changes settings of PyTorch for the whole process and for good: products of
     matrices then sum in float32 (`torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction`,
@@ -47,9 +49,16 @@ class LLM:
         profile: bool = False,
         device_rounds: DeviceRoundsMode = "auto",
         exact: bool | None = None,
+        progress: Progress = no_progress,
     ) -> None:
-        directory = Path(engine_dir)
-        self.core = open_core(directory, threads=threads, exact=exact, device_rounds=device_rounds, profile=profile)
+        self.core = open_core(
+            Path(engine_dir),
+            threads=threads,
+            exact=exact,
+            device_rounds=device_rounds,
+            profile=profile,
+            progress=progress,
+        )
         self.engine = self.core.engine
         self.codec = self.core.codec
         self._callers = Callers()

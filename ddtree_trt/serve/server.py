@@ -12,6 +12,7 @@ from typing import Any
 import uvicorn
 
 from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.text import chat_template
@@ -19,6 +20,7 @@ from ddtree_trt.serve.app import create_app
 from ddtree_trt.serve.limits import Gate
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.options import ServeOptions
+from ddtree_trt.terminal.printing import progress_bars
 
 _BACKLOG = 2048
 _SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: it would grow to megabytes for a slow reader
@@ -32,15 +34,18 @@ def serve_engine(engine_dir: Path, options: ServeOptions) -> None:
     Raises ArtifactError when the engine cannot be used, UsageError when the address cannot be used.
     """
     with listen(options) as listener:
-        server = make_server(engine_dir, options, listener)
+        with progress_bars() as progress:
+            server = make_server(engine_dir, options, listener, progress)
         # Objects that live as long as the process are excluded from later collections, which stop all threads.
         gc.collect()
         gc.freeze()
         server.run(sockets=[listener])
 
 
-def make_server(engine_dir: Path, options: ServeOptions, listener: socket.socket) -> Server:
-    """Load the engine and put a server in front of it. Raises ArtifactError when the directory cannot be used."""
+def make_server(
+    engine_dir: Path, options: ServeOptions, listener: socket.socket, progress: Progress = no_progress
+) -> Server:
+    """Load the engine and put a server in front of it. `progress` and errors are those of AsyncLLM."""
     metrics = Metrics(load_manifest(engine_dir))
     chat_template.start_for(engine_dir)  # at the same time as the engine is loaded
     llm = AsyncLLM(
@@ -48,6 +53,7 @@ def make_server(engine_dir: Path, options: ServeOptions, listener: socket.socket
         threads=options.threads,
         device_rounds=options.device_rounds,
         exact=options.exact,
+        progress=progress,
         max_waiting=options.max_waiting,
         on_finished=metrics.finished,
     )

@@ -131,7 +131,7 @@ def test_memory_that_is_not_there_for_the_first_passes(
 ) -> None:
     closed: list[object] = []
 
-    def refuse(self: OrtEngine) -> None:
+    def refuse(self: OrtEngine, progress: object) -> None:
         raise RuntimeError(text)
 
     monkeypatch.setattr(OrtEngine, "warm_up", refuse)
@@ -145,7 +145,7 @@ def test_memory_that_is_not_there_for_the_first_passes(
 def test_a_failure_of_the_first_passes_stays_itself(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[object] = []
 
-    def refuse(self: OrtEngine) -> None:
+    def refuse(self: OrtEngine, progress: object) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     monkeypatch.setattr(OrtEngine, "warm_up", refuse)
@@ -253,7 +253,7 @@ def test_external_data_stays_in_the_engine(engine: Path, tmp_path: Path, graph: 
 
 def test_no_file_is_opened_before_all_are_verified(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
-    monkeypatch.setattr("ddtree_trt.runtime.engines.load._open_backend", lambda *args: opened.append(args))
+    monkeypatch.setattr("ddtree_trt.runtime.engines.load._load_backend", lambda *args: opened.append(args))
     for name in load_manifest(engine).files:
         whole = (engine / name).read_bytes()
         (engine / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

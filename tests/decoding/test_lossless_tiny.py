@@ -157,7 +157,7 @@ class Remembering:
         tokens = self._tokens[slot]
         return self._ask(("prefill", tuple(tokens)), lambda: self._bring(tokens))
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress: object = None) -> None:
         pass
 
     def settle(self) -> None:

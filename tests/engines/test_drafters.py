@@ -38,7 +38,7 @@ class Recording(Drafter):
         empty = np.empty((0, 0))
         return [Draft(empty.astype(np.float32), empty.astype(np.int32)) for _ in requests]
 
-    def warm_up(self, budget: int) -> None:
+    def warm_up(self, slot: int, budget: int) -> None:
         raise AssertionError("nothing is captured here")
 
 

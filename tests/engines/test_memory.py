@@ -31,9 +31,10 @@ from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.cli import app
 from ddtree_trt.device import buffers as places
-from ddtree_trt.device.buffers import ALIGNMENT, CacheShape, Layout, Rows, tensorrt_buffers
+from ddtree_trt.device.buckets import captured_passes
+from ddtree_trt.device.buffers import ALIGNMENT, CacheShape, Layout, Rows, tensorrt_buffers, with_aligned_slots
 from ddtree_trt.device.gpus import Gpu, find_gpus
-from ddtree_trt.device.memory import MemoryPlan, plan_engine
+from ddtree_trt.device.memory import CAPTURED_LAYER_BYTES, MemoryPlan, plan_engine
 from ddtree_trt.doctor import diagnose
 from ddtree_trt.errors import BuildError
 from ddtree_trt.inspection import inspect_engine
@@ -118,6 +119,37 @@ def test_the_plan_of_an_autoregressive_drafter_is_the_sum_too() -> None:
     assert sum(buffers.values()) == sum(buffers[name] for name in tables) + caches + plan.buffers_bytes
     assert buffers[places.DRAFT_LOGITS] == 151936 * 4
     assert not {places.TAPS, places.STATES, places.CONTEXT} & set(buffers)
+
+
+def test_the_plan_counts_the_passes_that_are_kept_captured() -> None:
+    """Of 17 sizes of trees and 5 of contexts, for 1 to 4 slots, or with native attention for their 10 ranges. There are
+    never more than 256 of a network."""
+    plugin, native = (
+        plan_engine("tensorrt", "bf16", TARGET, DRAFTER, LIMITS, 0, native=native).workspace_bytes
+        for native in (False, True)
+    )
+    assert native - plugin == (17 * (10 - 4) * 36 + 5 * (10 - 4) * 5) * CAPTURED_LAYER_BYTES
+    limits = dataclasses.replace(LIMITS, max_batch=64)
+    assert captured_passes(17, 64, neighbours=True) == captured_passes(17, 64, neighbours=False) == 256
+    assert plan_engine("tensorrt", "bf16", TARGET, DRAFTER, limits, 0).workspace_bytes > 256 * 41 * CAPTURED_LAYER_BYTES
+    assert plan_engine("tensorrt-rtx", "bf16", TARGET, DRAFTER, LIMITS, 0).workspace_bytes == native
+
+
+@given(dims, dims, limits, st.sampled_from((2, 4)))
+def test_slots_of_native_attention_begin_where_tensorrt_takes_them(
+    target: TransformerDims, drafter: TransformerDims, limits: Limits, size: int
+) -> None:
+    """By a chunk that is longer by as few rows as that takes; nothing else changes."""
+    wider = with_aligned_slots(limits, (target, drafter), size)
+
+    def aligned(limits: Limits) -> bool:
+        return not any(CacheShape.of(d, limits, size).slot_bytes % ALIGNMENT for d in (target, drafter))
+
+    assert aligned(wider) or limits.max_batch == 1
+    assert dataclasses.replace(wider, prefill_chunk=limits.prefill_chunk) == limits
+    assert (wider == limits) == (aligned(limits) or limits.max_batch == 1)
+    rows = range(limits.max_tokens_per_pass + 1, wider.max_tokens_per_pass)
+    assert not any(aligned(dataclasses.replace(limits, prefill_chunk=chunk)) for chunk in rows)
 
 
 def test_a_cpu_passes_one_slot_at_a_time() -> None:

@@ -6,6 +6,7 @@ import pytest
 from scripted import ScriptedEngine
 from scripted_models import Good, MarkovTarget
 
+from ddtree_trt.artifact.progress import no_progress
 from ddtree_trt.runtime.engines.warming import make_single_passes
 
 
@@ -21,11 +22,28 @@ def passes(engine: ScriptedEngine) -> list[tuple[str, int]]:
 
 def test_every_size_is_verified_then_a_chunk_then_drafts(engine: ScriptedEngine) -> None:
     drafted_from: list[int] = []
-    make_single_passes(engine, [1, 2, 8], lambda: drafted_from.append(engine.draftable_length(0)))
+    reports: list[tuple[str, int, int]] = []
+    make_single_passes(
+        engine,
+        [1, 2, 8],
+        lambda slot: drafted_from.append(engine.draftable_length(slot)),
+        lambda *report: reports.append(report),
+    )
     chunk = engine.manifest.limits.prefill_chunk
     assert passes(engine) == [("verify", 8), ("verify", 2), ("verify", 1), ("prefill", chunk)]
     assert drafted_from == [chunk]
     assert engine.length(0) == engine.draftable_length(0) == 0
+    assert reports == [("warm up", done, 5) for done in range(1, 6)]
+
+
+def test_every_slot_is_warmed(engine: ScriptedEngine) -> None:
+    make_single_passes(engine, [1, 4], None, no_progress, slots=2)
+    chunk = engine.manifest.limits.prefill_chunk
+    expected = [
+        (slot, verb, size) for slot in (0, 1) for verb, size in (("verify", 4), ("verify", 1), ("prefill", chunk))
+    ]
+    assert [(*call.slots, call.verb, call.tokens) for call in engine.calls] == expected
+    assert engine.length(1) == 0
 
 
 def test_a_drafter_without_target_states_is_given_none(engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +51,7 @@ def test_a_drafter_without_target_states_is_given_none(engine: ScriptedEngine, m
     monkeypatch.setattr(
         engine, "truncate", lambda slot, length: ends.append((engine.length(slot), engine.draftable_length(slot)))
     )
-    make_single_passes(engine, [1], None)
+    make_single_passes(engine, [1], None, no_progress)
     assert ends == [(engine.manifest.limits.prefill_chunk, 0)]
 
 
@@ -45,5 +63,5 @@ def test_a_pass_that_fails_leaves_the_slot_empty(engine: ScriptedEngine, at: str
 
     engine.fail = fail
     with pytest.raises(RuntimeError, match="the device is lost"):
-        make_single_passes(engine, [4, 1], fail)
+        make_single_passes(engine, [4, 1], lambda slot: fail(), no_progress)
     assert engine.length(0) == engine.draftable_length(0) == 0

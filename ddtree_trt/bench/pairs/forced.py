@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.runtime.engines.base import (
     DeviceRounds,
     Draft,
@@ -89,8 +90,8 @@ class ForcedEngine:
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         self._engine.commit(slot, path, taps=taps)
 
-    def warm_up(self) -> None:
-        self._engine.warm_up()
+    def warm_up(self, progress: Progress = no_progress) -> None:
+        self._engine.warm_up(progress)
 
     def settle(self) -> None:
         self._engine.settle()

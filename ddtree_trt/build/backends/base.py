@@ -61,6 +61,7 @@ class Written:
     toolchain: dict[str, str]
     plugin: dict[str, str] | None = None
     notes: tuple[str, ...] = ()  # lines for the user
+    limits: Limits | None = None  # where they are not those of the request
 
 
 class BackendBuild(Protocol):

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.runtime.tree import TokenTree
 
 LogitRows = Literal["none", "last", "all"]
@@ -147,9 +148,9 @@ class Engine(Protocol):
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         """Keep the nodes on `path` [m] (rising, root first) of the slot's last verified tree and forget the others."""
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress: Progress = no_progress) -> None:
         """Do the one-time work of a single sequence's first passes: initialisation of libraries and captures. All slots
-        must be empty, and are left empty. It only shortens the first requests."""
+        must be empty, and are left empty. It only shortens the first requests. `progress` counts the passes made."""
 
     def settle(self) -> None:
         """Wait until all started work is done. Only exact stage times need it: calls that return results wait for

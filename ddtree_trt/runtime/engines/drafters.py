@@ -67,8 +67,9 @@ class Drafter(ABC):
         least one request, the slots are distinct, and the drafts are in the requests' order."""
 
     @abstractmethod
-    def warm_up(self, budget: int) -> None:
-        """Capture the passes of one sequence's drafts for budgets up to `budget`. Slot 0 holds a prompt."""
+    def warm_up(self, slot: int, budget: int) -> None:
+        """Capture the passes of the drafts of one sequence in the slot, which holds a prompt, for budgets up to
+        `budget`."""
 
 
 def check_up_to_date(drafter: Drafter, target: SlotLengths, slot: int) -> None:
@@ -130,7 +131,7 @@ class AutoregressiveDrafter(Drafter):
         """One pass per slot and token."""
         return [self._draft(request) for request in requests]
 
-    def warm_up(self, budget: int) -> None:
+    def warm_up(self, slot: int, budget: int) -> None:
         """Does nothing: on a GPU, passes of one token are captured at their first use."""
 
     def _draft(self, request: DraftRequest) -> Draft:

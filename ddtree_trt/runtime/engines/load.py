@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.toolchain import always_causal, installed_versions
 from ddtree_trt.artifact.verify import verify_files
@@ -27,13 +28,20 @@ from ddtree_trt.runtime.engines.base import Engine
 _NO_MEMORY = re.compile(r"allocate\b|bad.alloc|alloc_failed|out of memory", re.IGNORECASE)
 
 
-def open_engine(directory: Path, *, threads: int = 0, warm: bool = False, exact: bool | None = None) -> Engine:
+def open_engine(
+    directory: Path,
+    *,
+    threads: int = 0,
+    warm: bool = False,
+    exact: bool | None = None,
+    progress: Progress = no_progress,
+) -> Engine:
     """Load the engine in `directory`, after checking schema and digests. Only its backend is imported.
 
-    `threads`: CPU threads; 0 chooses automatically. `warm`: call `Engine.warm_up`. `exact`: whether every method
-    emits the tokens of autoregressive decoding, bit for bit; None is the engine's default. Raises UsageError for an
-    invalid number of threads or where `exact` cannot be chosen, and ArtifactError, which names the difference and the
-    command that rebuilds the engine, for an engine that cannot be loaded.
+    `threads`: CPU threads; 0 chooses automatically. `warm`: call `Engine.warm_up`, which reports to `progress`.
+    `exact`: whether every method emits the tokens of autoregressive decoding, bit for bit; None is the engine's
+    default. Raises UsageError for an invalid number of threads or where `exact` cannot be chosen, and ArtifactError,
+    which names the difference and the command that rebuilds the engine, for an engine that cannot be loaded.
     """
     check_range("threads", threads, 0, MAX_THREADS)
     manifest = load_manifest(directory)
@@ -50,7 +58,11 @@ def open_engine(directory: Path, *, threads: int = 0, warm: bool = False, exact:
     verify_files(directory, manifest)
     try:
         with _as_memory_errors():
-            return _open_backend(directory, manifest, threads, exact, warm)
+            engine = _load_backend(directory, manifest, threads, exact)
+            if warm:
+                with closed_on_failure(engine):
+                    engine.warm_up(progress)
+            return engine
     except MemoryError as error:
         needed = plan_manifest(manifest).total_bytes
         raise ArtifactError(
@@ -71,14 +83,6 @@ def _as_memory_errors() -> Iterator[None]:
         if type(error).__name__ != "OutOfMemoryError" and not _NO_MEMORY.search(text):
             raise
         raise MemoryError(text.partition("\n")[0]) from error
-
-
-def _open_backend(directory: Path, manifest: Manifest, threads: int, exact: bool | None, warm: bool) -> Engine:
-    engine = _load_backend(directory, manifest, threads, exact)
-    if warm:
-        with closed_on_failure(engine):
-            engine.warm_up()
-    return engine
 
 
 @contextmanager

@@ -22,10 +22,12 @@ from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt import gpus, rtx
 from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.device.buffers import ALIGNMENT, CacheShape
 from ddtree_trt.device.gpus import Gpu
 from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.errors import BuildError, MissingDependency, UsageError
 
+PLAN = "plan_bytes"  # property of a test's report, as of `real_builder`
 PLANS = ("target.plan", "drafter.plan", "compaction.plan")
 RTX = ["--backend", "tensorrt-rtx"]
 SMALL: dict[str, Any] = {**DIMS, "num_layers": 1}
@@ -126,6 +128,8 @@ def test_a_killed_build_and_those_after_it(
     manifest = load_manifest(engine)
     record_property("plan_bytes", sum(manifest.files[name].size for name in PLANS))
     assert fingerprint(engine) != before and manifest.precision == "fp16"
+    for dims in (manifest.target_dims, manifest.drafter_dims):
+        assert CacheShape.of(dims, manifest.limits, 2).slot_bytes % ALIGNMENT == 0, "a slot's address is bound"
     assert manifest.toolchain["gpus"] == "sm89 sm120" and manifest.toolchain["row_independence"] == "no"
     words = "--backend tensorrt-rtx --precision fp16 --gpu sm89 --gpu sm120 --no-row-independence --output"
     assert words in rebuild_command(engine, manifest)

@@ -180,10 +180,12 @@ def test_rows_that_may_depend_on_their_neighbours(machine: Machine, tmp_path: Pa
     recorded, block = machine.recorded, manifest.dflash.block_size
     assert recorded is not None and len(recorded.profiles) == 4
     assert recorded.shapes(0, 0)["token_ids"] == ((1, 1), (1, 64), (8, 257))
-    assert recorded.shapes(0, 1)["token_ids"] == ((1, 1), (1, 256), (8, 256))
-    assert recorded.shapes(0, 1)["rows"] == ((1,), (1,), (8 * 256,))
+    chunk = manifest.limits.prefill_chunk
+    assert chunk == 258, "longer than 256 by what takes each slot of the caches to an address that can be bound"
+    assert recorded.shapes(0, 1)["token_ids"] == ((1, 1), (1, chunk), (8, chunk))
+    assert recorded.shapes(0, 1)["rows"] == ((1,), (1,), (8 * chunk,))
     assert recorded.shapes(1, 2)["positions"] == ((1, 1 + block), (1, block + block // 2), (8, 2 * block))
-    assert recorded.shapes(1, 3)["positions"] == ((1, 1 + block), (1, 256 + block), (8, 256 + block))
+    assert recorded.shapes(1, 3)["positions"] == ((1, 1 + block), (1, chunk + block), (8, chunk + block))
     flag = machine.module.BuilderFlag.DISTRIBUTIVE_INDEPENDENCE
     assert not any(config.get_flag(flag) for config in recorded.configs)
 

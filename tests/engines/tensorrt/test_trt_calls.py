@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_cuda import FakeCuda, cudaError_t
-from fake_trt_engine import BLOCK, LIMITS, PROMPTS, FakeContext, Machine, generate
+from fake_trt_engine import BLOCK, LIMITS, PROMPTS, Machine, generate
+from fake_trt_runtime import FakeContext
 from numerics import random_tree
 
 from ddtree_trt.device.buckets import buckets
@@ -56,10 +57,10 @@ def test_a_round_is_two_uploads_two_graphs_two_downloads(running: Any) -> None:
     for draft, verify in zip(steps[first_draft:-1:2], steps[first_draft + 1 :: 2], strict=True):
         assert verify == ["upload", "launch", "download", "wait"]
         # The commit of the round before: rows move only where the path left a gap.
-        commit = draft[: draft.index("upload")] if "compact" not in draft else draft[:3]
-        if commit[:3] == ["upload", "compact", "compact"]:
+        commit = ["upload", "compact", "compact"] if machine.form.kernels else ["upload", "launch"]
+        if draft[: len(commit)] == commit and draft.count("upload") > 1:
             moved += 1
-            draft = draft[3:]
+            draft = draft[len(commit) :]
         while draft and draft[0] in ("copy", "recorded"):
             draft = draft[1:]
         if draft[0] == "upload" and draft[1] == "pass":  # taking in the prompt
@@ -130,7 +131,7 @@ def test_a_graph_is_captured_once_per_bucket(machine: Machine) -> None:
         before = captured()
         generate(llm, PROMPTS, method="ddtree", tree_budget=15)  # now with the prompts in the cache
         generate(llm, PROMPTS, method="ddtree", tree_budget=15)
-        assert captured() == len(machine.cuda.graphs) <= before + LIMITS.max_batch
+        assert captured() == len(machine.cuda.graphs) <= before + (6 if machine.form.native else LIMITS.max_batch)
         # One context per profile that is not captured, and one per graph.
         for network in engine.networks:
             assert network.engine.contexts <= 2 + network.graphs
@@ -146,7 +147,8 @@ def test_a_single_request_captures_nothing(machine: Machine, options: dict[str, 
         assert isinstance(engine, TrtEngine)
         captured = [entry for entry in machine.cuda.log if entry == ("capture",)]
         assert len(captured) == sum(network.graphs for network in engine.networks)
-        assert engine.target.network.graphs == len(buckets(1 + LIMITS.max_tree_budget))
+        own = LIMITS.max_batch if machine.form.native else 1  # slots with graphs of their own
+        assert engine.target.network.graphs == own * len(buckets(1 + LIMITS.max_tree_budget))
         assert not any(engine.length(slot) or engine.draftable_length(slot) for slot in range(LIMITS.max_batch))
         start = len(machine.cuda.log)
         generate(llm, PROMPTS[1:2], **options)
@@ -154,6 +156,34 @@ def test_a_single_request_captures_nothing(machine: Machine, options: dict[str, 
     engine = open_engine(machine.directory)
     assert engine.length(0) == 0 and machine.cuda.log[-1][0] != "capture"
     engine.close()
+
+
+def test_warming_up_reports_its_passes(machine: Machine) -> None:
+    machine.store_profile()
+    reports: list[tuple[str, int, int]] = []
+    with LLM(machine.directory, progress=lambda *report: reports.append(report)):
+        slots = LIMITS.max_batch if machine.form.native else 1
+        total = slots * (len(buckets(1 + LIMITS.max_tree_budget)) + 2)  # the trees, a prompt's chunk, drafts
+    assert reports == [("warm up", done, total) for done in range(1, total + 1)]
+
+
+def test_the_graph_unused_longest_makes_room(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddtree_trt.runtime.engines.tensorrt.network.MOST_CAPTURED", 2)
+    engine = open_engine(machine.directory)
+    assert isinstance(engine, TrtEngine)
+    first, second, third = (VerifyRequest(0, random_tree(np.random.default_rng(0), size, 2048)) for size in (1, 2, 4))
+
+    def captures(request: VerifyRequest) -> bool:
+        start = len(machine.cuda.log)
+        engine.verify([request])
+        return ("capture",) in machine.cuda.log[start:]
+
+    assert captures(first) and captures(second) and not captures(first)
+    assert captures(third), "in place of the second"
+    assert not captures(first) and captures(second) and not captures(first)
+    assert engine.target.network.graphs == len(machine.cuda.graphs) == 2
+    engine.close()
+    assert not machine.cuda.leaks
 
 
 def test_an_engine_that_cannot_be_warmed_is_closed(machine: Machine) -> None:

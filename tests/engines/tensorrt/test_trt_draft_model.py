@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from checkpoints import make_target
 from engine_builds import PACKAGED
-from fake_trt_engine import LIMITS, PROMPTS, Lowerings, Machine, generate, installed
+from fake_trt_engine import FORMS, LIMITS, PROMPTS, Lowerings, Machine, generate, installed
 
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.device import buffers
@@ -27,18 +27,27 @@ OTHER: dict[str, Any] = {
 }
 
 
-@pytest.fixture(scope="module", params=["the target itself", "another network"])
+PAIRS = (
+    ("the target itself", "plugin"),
+    ("another network", "plugin"),
+    ("the target itself", "native"),
+    ("another network", "native without kernels"),
+)
+
+
+@pytest.fixture(scope="module", params=PAIRS, ids=", ".join)
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[LLM, LLM, Machine]]:
     """(on TensorRT, on ONNX Runtime, the machine) of the packaged target and an autoregressive drafter."""
     folder, target = tmp_path_factory.mktemp("pair"), PACKAGED / "target"
     drafter = target
-    if request.param != "the target itself":
+    kind, form = request.param
+    if kind != "the target itself":
         drafter = make_target(folder / "drafter", tokenizer=False, tied=False, seed=3, max_positions=512, **OTHER)
     limits: dict[str, Any] = {n: getattr(LIMITS, n) for n in ("max_seq_len", "max_batch", "max_tree_budget")}
     compile_engine(BuildRequest(target="x", checkpoint=target, drafter=drafter, output=folder / "ort", **limits))
-    lowerings = Lowerings(folder, target, drafter, folder / "ort", LIMITS, "fp32")
+    lowerings = Lowerings(folder, target, drafter, folder / "ort", LIMITS, "fp32", FORMS[form])
     with installed(lowerings.machine()) as machine, LLM(folder / "ort", threads=1) as reference:
         with LLM(machine.directory) as llm:
             yield llm, reference, machine

@@ -14,7 +14,19 @@ import numpy as np
 import pytest
 from checkpoints import make_pair
 from engine_builds import PACKAGED, build_engine
-from fake_trt_engine import BLOCK, LIMITS, PROMPTS, Lowerings, Machine, generate, installed
+from fake_trt_engine import (
+    BLOCK,
+    FORMS,
+    LIMITS,
+    PLUGIN,
+    PROMPTS,
+    RTX,
+    Form,
+    Lowerings,
+    Machine,
+    generate,
+    installed,
+)
 from numerics import path_to, random_tree
 
 from ddtree_trt.artifact import files as artifact
@@ -73,9 +85,10 @@ def test_draws_are_those_of_the_onnxruntime_engine(running: Any, reference: LLM,
     np.testing.assert_allclose(ours, theirs, atol=1e-3)
 
 
-def test_half_precision(small_engine: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", [PLUGIN, RTX], ids=["plugin", "TensorRT for RTX"])
+def test_half_precision(small_engine: Path, tmp_path: Path, form: Form) -> None:
     """Two bytes an element, as on a GPU: the same loop, lossless against itself."""
-    lowerings = Lowerings(tmp_path, PACKAGED / "target", PACKAGED / "drafter", small_engine, LIMITS, "fp16")
+    lowerings = Lowerings(tmp_path, PACKAGED / "target", PACKAGED / "drafter", small_engine, LIMITS, "fp16", form)
     with installed(lowerings.machine()) as machine:
         machine.store_profile()
         with LLM(machine.directory) as llm:
@@ -196,17 +209,21 @@ def _ort(directory: Path) -> OrtEngine:
     return engine
 
 
-def test_planes_that_are_no_multiple_of_256_bytes(tmp_path: Path) -> None:
-    """An untied pair whose slots are odd: TensorRT takes no such address, so something lies behind each plane."""
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_planes_that_are_no_multiple_of_256_bytes(tmp_path: Path, form: Form) -> None:
+    """An untied pair whose slots are odd: TensorRT takes no such address, so something lies behind each plane, or with
+    native attention behind each slot."""
     limits = Limits(max_seq_len=120, max_batch=3, max_tree_budget=40, prefill_chunk=32)
     target, drafter = make_pair(tmp_path / "pair", tied=False, num_kv_heads=1, num_heads=2)
     like = tmp_path / "like"
     other = build_engine(target, drafter, like, max_seq_len=120, max_batch=3, max_tree_budget=40)
-    lowerings = Lowerings(tmp_path, target, drafter, like, limits, "fp32")
+    lowerings = Lowerings(tmp_path, target, drafter, like, limits, "fp32", form)
     with installed(lowerings.machine()) as machine:
         manifest = load_manifest(machine.directory)
         shape = buffers.CacheShape.of(manifest.target_dims, limits, 4)
         assert shape.slots * shape.slot_bytes % 256
+        rows = buffers.CacheShape.of(manifest.target_dims, manifest.limits, 4).rows
+        assert (rows > limits.cache_rows) == form.native
         engine = open_engine(machine.directory)
         both = Both(engine, other)  # type: ignore[arg-type]
         both.prefill(0, 1, 32)

@@ -14,7 +14,8 @@ import pytest
 import torch
 from engine_builds import PACKAGED
 from fake_cuda import cudaError_t
-from fake_trt_engine import VERSION, Lowerings, Machine, installed
+from fake_trt_engine import FORMS, Lowerings, Machine, installed
+from fake_trt_runtime import VERSION
 from safetensors.numpy import load_file
 
 from ddtree_trt import plugins
@@ -33,10 +34,14 @@ from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 LIMITS = Limits(max_seq_len=64, max_batch=2, max_tree_budget=8, prefill_chunk=16)
 
 
-@pytest.fixture(scope="module")
-def lowerings(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Lowerings:
-    folder = tmp_path_factory.mktemp("lowered")
-    return Lowerings(folder, PACKAGED / "target", PACKAGED / "drafter", tiny_engine, LIMITS, "fp16")
+@pytest.fixture(scope="module", params=["plugin", "native without kernels"])
+def lowerings(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Lowerings:
+    folder, form = tmp_path_factory.mktemp("lowered"), FORMS[request.param]
+    return Lowerings(folder, PACKAGED / "target", PACKAGED / "drafter", tiny_engine, LIMITS, "fp16", form)
+
+
+with_plugins = pytest.mark.parametrize("lowerings", ["plugin"], indirect=True)
+native = pytest.mark.parametrize("lowerings", ["native without kernels"], indirect=True)
 
 
 @pytest.fixture
@@ -63,10 +68,11 @@ def toolchain(machine: Machine, **changes: str) -> None:
 
 def test_it_opens(machine: Machine) -> None:
     engine = open_engine(machine.directory)
-    assert machine.trt.loaded == [str(machine.plugin_library)]
+    plugins = [] if machine.form.native else [str(machine.plugin_library)]
+    assert machine.trt.loaded == plugins
     engine.close()
     engine = open_engine(machine.directory)  # the plugins are in the process's registry by now
-    assert len(machine.trt.loaded) == 1
+    assert machine.trt.loaded == plugins
     engine.close()
     assert not machine.cuda.leaks
 
@@ -96,6 +102,7 @@ def test_another_cuda_and_an_old_driver(machine: Machine) -> None:
     refused(machine, ArtifactError, "driver for CUDA 13", "CUDA 12.8", "newer NVIDIA driver", rebuild=False)
 
 
+@with_plugins
 @pytest.mark.parametrize("field", ["name", "version", "namespace", "abi"])
 def test_another_plugin(machine: Machine, field: str) -> None:
     plugin = load_manifest(machine.directory).plugin
@@ -104,6 +111,7 @@ def test_another_plugin(machine: Machine, field: str) -> None:
     refused(machine, ArtifactError, f"plugin {field} '7'")
 
 
+@with_plugins
 def test_another_build_of_the_plugin_library_serves(machine: Machine) -> None:
     """Of the same ABI: the number is the promise, whatever the file's bytes."""
     machine.plugin_library.write_bytes(b"the same plugins by another compiler")
@@ -115,6 +123,7 @@ def test_another_build_of_the_plugin_library_serves(machine: Machine) -> None:
     refused(machine, ArtifactError, f"plugin abi '{plugins.ABI - 1}', this ddtree-trt has '{plugins.ABI}'")
 
 
+@with_plugins
 @pytest.mark.parametrize("part", ["plugins", "kernels"])
 def test_no_native_library(machine: Machine, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     def missing(*_: Any) -> Any:
@@ -169,7 +178,7 @@ def test_inspect_says_what_differs(machine: Machine) -> None:
     report = inspect_engine(machine.directory)
     assert report.problem is None
     assert report.memory.place == "GPU"
-    plans = sum(report.manifest.files[name].size for name in (artifact.TARGET_PLAN, artifact.DRAFTER_PLAN))
+    plans = sum(entry.size for name, entry in report.manifest.files.items() if name.endswith(".plan"))
     dims = report.manifest.target_dims
     assert report.memory.weights_bytes == plans + (2 + 4) * dims.vocab_size * dims.hidden_size  # embedding, head
     toolchain(machine, tensorrt="11.3.0.9")
@@ -192,6 +201,7 @@ def test_a_plan_tensorrt_does_not_take(machine: Machine, caplog: pytest.LogCaptu
     assert caplog.messages == ["this is a warning"]
 
 
+@with_plugins
 def test_plugins_tensorrt_does_not_take(machine: Machine) -> None:
     machine.trt.takes_plugins = False
     failing(machine, EngineError, "does not take the plugin library")
@@ -202,7 +212,23 @@ def test_a_plan_of_another_engine(machine: Machine) -> None:
     machine.edit(tensors={**tensors, "target": {**tensors["target"], "outputs": ["logits"]}})
     failing(machine, ArtifactError, "the manifest and the target's plan differ in tensor choices")
     machine.edit(tensors=tensors, limits=replace(LIMITS, max_batch=3))
-    failing(machine, ArtifactError, r"past_key.0 of the target should be \(3, 2, 80, 64\), found \(2, 2, 80, 64\)")
+    if machine.form.native:
+        machine.edit(tensors=tensors, limits=replace(LIMITS, max_seq_len=63))
+    expected, found = ("-1, 2, 79", "-1, 2, 80") if machine.form.native else ("3, 2, 80", "2, 2, 80")
+    failing(machine, ArtifactError, rf"past_key.0 of the target should be \({expected}, 64\), found \({found}, 64\)")
+
+
+@native
+def test_a_commit_plan_of_another_engine(machine: Machine) -> None:
+    rewrite(machine, artifact.COMPACTION_PLAN, b"the drafter's plan")
+    failing(machine, ArtifactError, "the manifest and the compaction's plan differ in tensor")
+
+
+@native
+def test_slots_that_begin_where_tensorrt_takes_no_address(machine: Machine) -> None:
+    dims = load_manifest(machine.directory).drafter_dims
+    machine.edit(drafter_dims=replace(dims, num_kv_heads=1, num_heads=1), limits=replace(LIMITS, max_seq_len=63))
+    refused(machine, ArtifactError, "a slot of the drafter's cache is 10112 bytes, expected a multiple of 256")
 
 
 def test_memory_that_runs_out_after_all(machine: Machine) -> None:
@@ -239,7 +265,7 @@ def test_the_head_is_on_the_device_once_more_in_float32(
     machine: Machine, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The packaged target ties it to the embedding: the plan reads both, at addresses of their own."""
-    monkeypatch.setattr("ddtree_trt.runtime.engines.tensorrt.opening._PIECE_BYTES", piece)
+    monkeypatch.setattr("ddtree_trt.runtime.engines.tensorrt.tables._PIECE_BYTES", piece)
     engine = open_engine(machine.directory)
     assert isinstance(engine, TrtEngine)
     sizes, at = engine.layout.sizes, engine._loaded.addresses

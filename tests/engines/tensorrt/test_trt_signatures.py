@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_builds import PACKAGED
 from fake_cuda import FakeCuda
-from fake_trt_engine import PROMPTS, generate
+from fake_trt_engine import LIMITS, PROMPTS, RTX, Lowerings, generate, installed
+from real_builder import rtx
 from real_tensorrt import check_call, cuda_names, real_tensorrt, site
 
 from ddtree_trt.device.tensorrt_library import make_log
+from ddtree_trt.runtime.llm import LLM
 
 # The shipping interfaces
 
@@ -26,12 +30,43 @@ def test_every_call_is_one_that_tensorrt_has(running: Any) -> None:
     seen = {(cls, method): arguments for cls, method, *arguments in machine.trt.calls}
     for (cls, method), arguments in seen.items():
         check_call(getattr(getattr(real, cls), method), arguments, {})
+    check_names(real)
+    assert hasattr(real.IPluginRegistry, "all_creators")
+
+
+def test_every_call_is_one_that_tensorrt_for_rtx_has(small_engine: Path, tmp_path: Path) -> None:
+    lowerings = Lowerings(tmp_path, PACKAGED / "target", PACKAGED / "drafter", small_engine, LIMITS, "fp16", RTX)
+    real = rtx()
+    with installed(lowerings.machine()) as machine:
+        machine.store_profile()
+        for _ in range(2):  # the second reads the kernels that the first has stored
+            with LLM(machine.directory) as llm:
+                generate(llm, PROMPTS[:1], method="ddtree", tree_budget=8)
+    seen = {(cls, method): arguments for cls, method, *arguments in machine.trt.calls}
+    assert {cls for cls, _ in seen} == {
+        "Runtime",
+        "ICudaEngine",
+        "IExecutionContext",
+        "IRuntimeConfig",
+        "IRuntimeCache",
+    }
+    assert ("IRuntimeCache", "deserialize") in seen
+    for (cls, method), arguments in seen.items():
+        check_call(getattr(getattr(real, cls), method), arguments, {})
+    check_names(real)
+    for name in ("cuda_graph_strategy", "dynamic_shapes_kernel_specialization_strategy"):
+        assert isinstance(getattr(real.IRuntimeConfig, name), property)
+    assert {"EAGER", "NONE"} <= set(real.DynamicShapesKernelSpecializationStrategy.__members__)
+    assert "DISABLED" in real.CudaGraphStrategy.__members__
+
+
+def check_names(real: Any) -> None:
+    """What the engine reads of an ICudaEngine, and the strategies and severities that it names."""
     for name in (
         *("get_tensor_name", "num_io_tensors", "num_optimization_profiles", "device_memory_size_v2"),
         *("get_tensor_shape", "create_execution_context"),
     ):
         assert hasattr(real.ICudaEngine, name)
-    assert hasattr(real.IPluginRegistry, "all_creators")
     assert "USER_MANAGED" in real.ExecutionContextAllocationStrategy.__members__
     assert {"INTERNAL_ERROR", "ERROR", "WARNING"} <= set(real.ILogger.Severity.__members__)
 

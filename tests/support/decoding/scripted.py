@@ -164,7 +164,7 @@ class ScriptedEngine:
         self.calls.append(Call(verb, tuple(slots), tokens))
         self.fail(verb, tuple(slots))
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress: object = None) -> None:
         self._log("warm_up", [], 0)
 
     def settle(self) -> None:

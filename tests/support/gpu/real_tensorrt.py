@@ -125,7 +125,7 @@ def _fits(parameters: list[tuple[str, str, bool]], arguments: Sequence[Any], key
 
 
 def _is(value: Any, kind: str) -> bool:
-    kind = kind.rpartition(".")[2]
+    kind = re.split("[.:]", kind)[-1]
     if kind == "str":
         return isinstance(value, str)
     if kind == "bool":

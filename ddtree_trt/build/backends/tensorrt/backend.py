@@ -16,6 +16,7 @@ from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import BuilderOptions, Written
 from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, Machine, check_layers, examine
+from ddtree_trt.device.buffers import with_aligned_slots
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import TransformerDims
 
@@ -66,10 +67,12 @@ class TensorRtBuild:
         title = f"TensorRT {machine.tensorrt}"
         builder = EngineBuilder(machine.trt, title, self._options, progress, plugin_library=library, timing_cache=cache)
         attention: AttentionName = "plugin" if library else "native"
+        if attention == "native":
+            limits = with_aligned_slots(limits, (target.dims, drafter.dims), PRECISIONS[precision].value_bytes)
         plans = EnginePlans(target, drafter, limits, precision, attention, self._options.row_independence)
         tensors = plans.write(directory, builder, progress)
         plugin = {**plugins.IDENTITY, "sha256": sha256_file(library)} if library else None
-        return Written(tensors, self._toolchain(), plugin, (note,) if note else ())
+        return Written(tensors, self._toolchain(), plugin, (note,) if note else (), limits)
 
     def _toolchain(self) -> dict[str, str]:
         machine = self.machine

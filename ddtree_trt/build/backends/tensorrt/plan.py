@@ -106,6 +106,8 @@ class EngineBuilder:
         if options.row_independence:
             config.set_flag(trt.BuilderFlag.DISTRIBUTIVE_INDEPENDENCE)
         if self._gpus:
+            # Memory that the runtime would allocate within a pass would keep it from being captured.
+            config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
             config.num_compute_capabilities = len(self._gpus)
             for index, gpu in enumerate(self._gpus):
                 if not config.set_compute_capability(getattr(trt.ComputeCapability, gpu.upper()), index):

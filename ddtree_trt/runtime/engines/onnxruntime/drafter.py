@@ -72,7 +72,7 @@ class BlockDrafter(Drafter):
         """One pass per slot, as the target does."""
         return [self._draft(request) for request in requests]
 
-    def warm_up(self, budget: int) -> None:
+    def warm_up(self, slot: int, budget: int) -> None:
         """Does nothing: sessions have nothing to capture."""
 
     def _draft(self, request: DraftRequest) -> Draft:

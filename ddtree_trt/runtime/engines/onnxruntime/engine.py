@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
@@ -121,7 +122,7 @@ class OrtEngine:
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return draft_all(self._drafter, self._target.cache, requests)
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress: Progress = no_progress) -> None:
         """Does nothing: sessions are initialised when they are made."""
 
     def settle(self) -> None:

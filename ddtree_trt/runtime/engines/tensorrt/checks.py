@@ -1,55 +1,78 @@
 """Checks of this machine against the one a TensorRT engine was built for, made before anything is deserialised.
 
-A plan is native code for one TensorRT version and one kind of GPU.
+A plan is code for one version of TensorRT or of TensorRT for RTX and for some kinds of GPU: of TensorRT for the one it
+was built on, of TensorRT for RTX for those it was built for.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.device.cuda_calls import cuda_bindings, cuda_versions, current_gpu
+from ddtree_trt.device.cuda_calls import CurrentGpu, cuda_bindings, cuda_versions, current_gpu
 from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.plugins import library
 
+RTX = "tensorrt-rtx"
+_PRODUCTS = {"tensorrt": "TensorRT", RTX: "TensorRT for RTX"}
 
-def check_machine(directory: Path, manifest: Manifest) -> tuple[Any, Any, Path]:
-    """The modules `tensorrt` and `cuda.bindings.runtime` and the plugin library, after all checks.
+
+@dataclass(frozen=True)
+class Installed:
+    """What an engine needs of this machine."""
+
+    trt: Any  # the module `tensorrt`, or that of TensorRT for RTX
+    cuda: Any  # the module `cuda.bindings.runtime`
+    plugins: Path | None  # the plugin library; None for native attention
+
+
+def check_machine(directory: Path, manifest: Manifest) -> Installed:
+    """What the engine needs, after all checks.
 
     Raises MissingDependency for what is not installed, and ArtifactError, which names the difference and what to do.
     """
-    version = manifest.toolchain.get("tensorrt", "of an unknown version")
-    refusal = f"{directory} was built with TensorRT {version}, which cannot be imported here"
-    trt, cuda = import_tensorrt(refusal), cuda_bindings()
+    product, rtx = _PRODUCTS[manifest.backend], manifest.backend == RTX
+    version = manifest.toolchain.get(manifest.backend, "of an unknown version")
+    refusal = f"{directory} was built with {product} {version}, which cannot be imported here"
+    trt = import_tensorrt(refusal, rtx=rtx)
+    cuda = cuda_bindings(manifest.backend)
     check_toolchain(directory, manifest, trt.__version__, cuda)
-    return trt, cuda, check_plugins(directory, manifest)
+    return Installed(trt, cuda, None if manifest.plugin is None else check_plugins(directory, manifest))
 
 
-def check_toolchain(directory: Path, manifest: Manifest, tensorrt: str, cuda: Any) -> None:
-    """Compare TensorRT, CUDA, the driver and the GPU with the engine's. Raises ArtifactError with the
+def check_toolchain(directory: Path, manifest: Manifest, version: str, cuda: Any) -> None:
+    """Compare TensorRT's `version`, CUDA, the driver and the GPU with the engine's. Raises ArtifactError with the
     difference."""
-    built, rebuild = manifest.toolchain, f"rebuild with: {rebuild_command(directory, manifest)}"
+    built = manifest.toolchain
 
-    def refuse(what: str, expected: str, found: str) -> ArtifactError:
-        return ArtifactError(f"{directory} was built for {what} {expected}, found {found}; {rebuild}")
+    def refuse(what: str, expected: str, found: str, gpu: CurrentGpu | None = None) -> ArtifactError:
+        rebuild = rebuild_command(directory, manifest, *([] if gpu is None else [f"sm{gpu.sm}"]))
+        return ArtifactError(f"{directory} was built for {what} {expected}, found {found}; rebuild with: {rebuild}")
 
-    if built.get("tensorrt") != tensorrt:
-        raise refuse("TensorRT", built.get("tensorrt", "unknown"), tensorrt)
+    if built.get(manifest.backend) != version:
+        raise refuse(_PRODUCTS[manifest.backend], built.get(manifest.backend, "unknown"), version)
+    if manifest.backend == RTX:
+        wanted = built.get("gpus", "").split()
+        expected = " or ".join(wanted) or "an unknown kind"
+    else:
+        wanted = [f"sm{built.get('sm')}"]
+        expected = f"sm_{built.get('sm')} ({built.get('gpu', 'unknown')})"
     # Before any call of TensorRT's runtime, which may end the process where no driver is installed.
     try:
         gpu = current_gpu(cuda)
     except EngineError as error:
-        raise refuse("a GPU of", f"sm_{built.get('sm')}", f"none that CUDA can use ({error})") from error
+        raise refuse("a GPU of", expected, f"none that CUDA can use ({error})") from error
     if gpu is None:
-        raise refuse("a GPU of", f"sm_{built.get('sm')}", "none")
-    if built.get("sm") != str(gpu.sm):
-        expected = f"sm_{built.get('sm')} ({built.get('gpu', 'unknown')})"
-        raise refuse("a GPU of", expected, f"sm_{gpu.sm} ({gpu.name})")
-    versions, major = cuda_versions(cuda), built.get("cuda", "0").split(".")[0]
+        raise refuse("a GPU of", expected, "none")
+    if f"sm{gpu.sm}" not in wanted:
+        raise refuse("a GPU of", expected, f"sm_{gpu.sm} ({gpu.name})", gpu)
+    versions = cuda_versions(cuda)
+    major = built.get("cuda", versions.runtime).split(".")[0]  # TensorRT for RTX may be built for without CUDA
     if versions.runtime.split(".")[0] != major:
         raise refuse("CUDA", f"{major}.x", versions.runtime)
     if int(versions.driver.split(".")[0]) < int(major):

@@ -12,6 +12,7 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.device import buffers
+from ddtree_trt.device.buckets import context_steps
 from ddtree_trt.device.buffers import INT_BYTES, Rows, aligned
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
@@ -21,6 +22,7 @@ from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter
 from ddtree_trt.runtime.engines.kv import SlotLengths
 from ddtree_trt.runtime.engines.tensorrt.model import Outputs, TrtLanguageModel
+from ddtree_trt.runtime.engines.tensorrt.neighbours import neighbouring
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded
 
@@ -69,7 +71,7 @@ class BlockDrafter(Drafter):
         self._state_bytes = len(dims.tap_layers) * dims.hidden_size * element_bytes
         self.cache = SlotLengths(limits.max_batch, limits.cache_rows)
         self._known = [_Known() for _ in range(limits.max_batch)]
-        self._steps = [*(c for c in (1, 2, 4, 8, 16, 32, 64) if c < dims.block_size), dims.block_size]
+        self._steps = context_steps(dims.block_size)
 
     def known(self, slot: int) -> int:
         return self._known[slot].end
@@ -112,12 +114,13 @@ class BlockDrafter(Drafter):
             drafts |= self._fetch(group)
         return [drafts[r.slot] for r in requests]
 
-    def warm_up(self, budget: int) -> None:
-        """Capture passes of all numbers of context rows that slot 0 has states for; K does not depend on the budget."""
-        known = self._known[0]
+    def warm_up(self, slot: int, budget: int) -> None:
+        """Capture passes of all numbers of context rows that the slot has states for; K does not depend on the
+        budget."""
+        known = self._known[slot]
         for rows in self._steps:
             if rows <= known.end - known.first:
-                self._pass([0], rows, [0], capture=True)
+                self._pass([slot], rows, [0], capture=True)
 
     def _waiting(self, slot: int) -> int:
         return self._known[slot].end - self.cache.lengths[slot]
@@ -135,34 +138,42 @@ class BlockDrafter(Drafter):
     def _pass(self, slots: Sequence[int], rows: int, bonus_tokens: Sequence[int], *, capture: bool = False) -> None:
         """Process `rows` context rows of every slot, C, and run the block behind them.
 
-        They are the last known ones, or the oldest waiting ones when more than `rows` wait.
+        They are the last known ones, or the oldest waiting ones when more than `rows` wait. An idle slot of the pass
+        takes what is in the buffer for context behind its rows, where nothing counts.
         """
         dims, block, size = self._dims, self._dims.block_size, self._state_bytes
-        ends = [min(self._known[s].end, self.cache.lengths[s] + rows) for s in slots]
-        past = np.array([end - rows for end in ends], np.int32)
+        ends = {slot: min(self._known[slot].end, self.cache.lengths[slot] + rows) for slot in slots}
+        passed = self._pass_slots(slots)
+        past = np.array([ends[s] - rows if s in ends else self.cache.lengths[s] for s in passed], np.int32)
         target = self._buffers.context
-        for slot, start in zip(slots, past.tolist(), strict=True):
+        for n, (slot, start) in enumerate(zip(passed, past.tolist(), strict=True)):
             self.cache.check_room(slot, start + rows + block - self.cache.lengths[slot])
-            for address, count in self._ring_pieces(slot, start, rows):
+            target = self._buffers.context + n * rows * size
+            for address, count in self._ring_pieces(slot, start, rows) if slot in ends else ():
                 self._device.copy(target, address, count * size)
                 target += count * size
-        tokens = np.full((len(slots), block), dims.mask_token_id, np.int32)
-        tokens[:, 0] = bonus_tokens
+        tokens = np.full((len(passed), block), dims.mask_token_id, np.int32)
+        tokens[[passed.index(slot) for slot in slots], 0] = bonus_tokens
         control: dict[str, NDArray[np.int32]] = {
             names.TOKEN_IDS: tokens,
             names.POSITIONS: (past[:, None] + np.arange(rows + block)).astype(np.int32),
-            names.SLOT_IDS: np.array(slots, np.int32),
             names.PAST_LEN: past,
         }
+        if not self.network.neighbours:
+            control[names.SLOT_IDS] = np.array(passed, np.int32)
         addresses = self._upload.send(control)
         addresses[names.TAPS] = self._buffers.context
-        addresses[names.LOG_PROBS], addresses[names.CANDIDATES] = self._results(len(slots))
+        addresses[names.LOG_PROBS], addresses[names.CANDIDATES] = self._results(len(passed))
         shapes: dict[str, tuple[int, ...]] = {name: array.shape for name, array in control.items()}
-        shapes[names.TAPS] = (len(slots), rows, len(dims.tap_layers) * dims.hidden_size)
+        shapes[names.TAPS] = (len(passed), rows, len(dims.tap_layers) * dims.hidden_size)
         profile = ROUND if rows <= block else CHUNK
-        self.network.run(profile, shapes, addresses, key=(len(slots), rows) if capture else None)
-        for slot, end in zip(slots, ends, strict=True):
+        self.network.run(passed, profile, shapes, addresses, key=(len(passed), rows) if capture else None)
+        for slot, end in ends.items():
             self.cache.append(slot, end - self.cache.lengths[slot])
+
+    def _pass_slots(self, slots: Sequence[int]) -> Sequence[int]:
+        """The slots of the pass that drafts for these."""
+        return neighbouring(slots) if self.network.neighbours else slots
 
     def _results(self, count: int) -> tuple[int, int]:
         """Addresses of log_probs and candidates of `count` slots."""
@@ -171,17 +182,16 @@ class BlockDrafter(Drafter):
 
     def _fetch(self, group: Sequence[DraftRequest]) -> dict[int, Draft]:
         """Wait for a pass and read its drafts by slot."""
-        shape = (len(group), self._dims.block_size - 1, self._candidates)
-        size, second = int(np.prod(shape)) * INT_BYTES, self._results(len(group))[1] - self._buffers.results
+        passed = self._pass_slots([r.slot for r in group])
+        shape = (len(passed), self._dims.block_size - 1, self._candidates)
+        size, second = int(np.prod(shape)) * INT_BYTES, self._results(len(passed))[1] - self._buffers.results
         host = self._buffers.host_results[: second + size]
         self._device.download(host, self._buffers.results)
         self._device.synchronize()
         log_probs = host[:size].view(np.float32).reshape(shape)
         token_ids = host[second:].view(np.int32).reshape(shape)
-        return {
-            r.slot: Draft(log_probs[n, :, : r.top_k].copy(), token_ids[n, :, : r.top_k].copy())
-            for n, r in enumerate(group)
-        }
+        rows = [(r, passed.index(r.slot)) for r in group]
+        return {r.slot: Draft(log_probs[n, :, : r.top_k].copy(), token_ids[n, :, : r.top_k].copy()) for r, n in rows}
 
 
 def make_drafter(

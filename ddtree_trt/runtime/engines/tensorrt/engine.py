@@ -1,4 +1,4 @@
-"""The TensorRT engine: two plans, one stream, one block of device memory that never moves.
+"""The engine of TensorRT and of TensorRT for RTX: its plans, one stream, one block of device memory that never moves.
 
 In a round, `draft` and `verify` are each one upload, one graph and one download, for which the host waits; `commit`
 puts its work on the stream and waits for nothing. All slots of a call are in one pass. Tapped states stay on the
@@ -18,16 +18,21 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device import buffers
-from ddtree_trt.device.buckets import buckets
+from ddtree_trt.device.buckets import MOST_CAPTURED, buckets
 from ddtree_trt.device.buffers import CacheShape, Layout
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.plugins.library import KernelLibrary
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
-from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, TappedStates
+from ddtree_trt.runtime.engines.tensorrt.compaction import (
+    Compaction,
+    KernelCompaction,
+    PlanCompaction,
+    TappedStates,
+)
 from ddtree_trt.runtime.engines.tensorrt.drafter import make_drafter
 from ddtree_trt.runtime.engines.tensorrt.model import PREFILL, VERIFY, Outputs, TrtLanguageModel
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
@@ -46,13 +51,13 @@ class _LastPass:
 
 
 class TrtEngine:
-    """The `Engine` protocol over TensorRT. One thread calls it."""
+    """The `Engine` protocol over TensorRT or TensorRT for RTX. One thread calls it."""
 
     threads = 1
     rounds = None
     foresee = None
 
-    def __init__(self, manifest: Manifest, loaded: Loaded, kernels: KernelLibrary) -> None:
+    def __init__(self, manifest: Manifest, loaded: Loaded) -> None:
         """Takes ownership of `loaded`, which `close` releases."""
         self.manifest = manifest
         self.limits = manifest.limits
@@ -85,9 +90,14 @@ class TrtEngine:
             for slot in range(self.limits.max_batch)
         ]
         shape = CacheShape.of(dims, self.limits, size)
-        self._compaction = Compaction(kernels, device, shape, at[buffers.TARGET_KV], uploads)
         drafter_network = network("drafter", loaded.drafter, loaded.drafter_tables, drafter_dims, buffers.DRAFTER_KV)
-        self.networks = (self.target.network, drafter_network)
+        self.networks = [self.target.network, drafter_network]
+        self._compaction: Compaction
+        if loaded.kernels is not None:
+            self._compaction = KernelCompaction(loaded.kernels, device, shape, at[buffers.TARGET_KV], uploads)
+        else:
+            self.networks.append(network("compaction", loaded.compaction, {}, dims, buffers.TARGET_KV))
+            self._compaction = PlanCompaction(self.networks[-1], shape, uploads)
         self.drafter = make_drafter(manifest, loaded, drafter_network, upload(buffers.DRAFTER_CONTROL), results)
 
     @classmethod
@@ -97,9 +107,9 @@ class TrtEngine:
         Raises MissingDependency for what is not installed, ArtifactError for an engine of another toolchain, plugin or
         GPU, and EngineError when CUDA or TensorRT fails or the GPU's memory is too small.
         """
-        loaded, kernels = load_plans(directory, manifest)
+        loaded = load_plans(directory, manifest)
         try:
-            return cls(manifest, loaded, kernels)
+            return cls(manifest, loaded)
         except BaseException:
             loaded.close()
             raise
@@ -140,12 +150,13 @@ class TrtEngine:
         if longest > self.buckets[-1]:
             raise EngineError(f"a tree of {longest} tokens, the engine was built for {self.buckets[-1]}")
         tokens = next(t for t in self.buckets if t >= longest)
-        choices = self._target_pass(requests, tokens, np.arange(len(requests) * tokens), VERIFY)
-        starts, sizes = range(0, len(choices), tokens), [len(r.tree) for r in requests]
-        return [
-            Verdict(choices[start : start + size], self.target.logits(start, size))
-            for start, size in zip(starts, sizes, strict=True)
-        ]
+        passed = self.target.pass_requests(requests)
+        choices = self._target_pass(passed, tokens, np.arange(len(passed) * tokens), VERIFY)
+        verdicts = {}
+        for n, request in enumerate(passed):
+            start, size = n * tokens, len(request.tree)
+            verdicts[request.slot] = Verdict(choices[start : start + size], self.target.logits(start, size))
+        return [verdicts[request.slot] for request in requests]
 
     def _target_pass(
         self, requests: Sequence[VerifyRequest], tokens: int, rows: NDArray[np.int64], profile: int
@@ -174,13 +185,21 @@ class TrtEngine:
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return draft_all(self.drafter, self.target.cache, requests)
 
-    def warm_up(self) -> None:
-        """Run a prompt's chunk and capture every graph of one sequence's rounds. Graphs of more sequences are captured
-        at their first use."""
+    def warm_up(self, progress: Progress = no_progress) -> None:
+        """Run a prompt's chunk and capture every graph of one sequence's rounds: with native attention each slot has
+        graphs of its own, and as many slots are warmed as a network keeps graphs for. Graphs of more sequences are
+        captured at their first use."""
+        slots = 1
+        if self.target.network.neighbours:
+            slots = max(1, min(self.limits.max_batch, MOST_CAPTURED // len(self.buckets)))
+        for slot in range(self.limits.max_batch):
+            self._compaction.warm_up(slot)
         # The passes of a drafter without taps are captured at its first draft.
         reads_states = bool(self.manifest.drafting.tap_layers)
-        drafts = partial(self.drafter.warm_up, self.limits.max_tree_budget) if reads_states else None
-        make_single_passes(self, self.buckets, drafts)
+        drafts = partial(self.drafter.warm_up, budget=self.limits.max_tree_budget) if reads_states else None
+        make_single_passes(self, self.buckets, drafts, progress, slots=slots)
+        if self._loaded.kernel_cache is not None:
+            self._loaded.kernel_cache.store()
 
     def settle(self) -> None:
         self.device.synchronize()

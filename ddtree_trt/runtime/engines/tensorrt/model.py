@@ -18,6 +18,7 @@ from ddtree_trt.runtime.engines.drafters import Pass
 from ddtree_trt.runtime.engines.kv import SlotLengths
 from ddtree_trt.runtime.engines.lazy_rows import LazyRows
 from ddtree_trt.runtime.engines.padding import mask_words, pad_trees
+from ddtree_trt.runtime.engines.tensorrt.neighbours import with_idle_trees
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.tree import TokenTree
 
@@ -49,21 +50,27 @@ class TrtLanguageModel:
         self._outputs = outputs
         self._mask_words = mask_words(limits.max_tokens_per_pass)
 
+    def pass_requests(self, requests: Sequence[VerifyRequest]) -> Sequence[VerifyRequest]:
+        """The requests of the pass that verifies these: with native attention also idle slots between them."""
+        return with_idle_trees(requests) if self.network.neighbours else requests
+
     def run(
         self, requests: Sequence[VerifyRequest], tokens: int, rows: NDArray[np.int64], profile: int
     ) -> NDArray[np.int64]:
-        """One pass over all trees, T padded to `tokens`; returns the choices [R] at the flat row numbers `rows`."""
+        """One pass over all trees, T padded to `tokens`; returns the choices [R] at the flat row numbers `rows`. The
+        requests are in an order of `pass_requests`."""
         for request in requests:
             self.cache.check_room(request.slot, tokens)
         trees = pad_trees(requests, self.cache.lengths, tokens, self._mask_words)
         control = {
             names.TOKEN_IDS: trees.token_ids,
             names.POSITIONS: trees.positions,
-            names.SLOT_IDS: trees.slot_ids,
             names.PAST_LEN: trees.past_len,
             names.TREE_MASK: trees.tree_mask,
             names.ROWS: rows.astype(np.int32),
         }
+        if not self.network.neighbours:
+            control[names.SLOT_IDS] = trees.slot_ids
         at = self._outputs
         self.generation += 1
         addresses = self._upload.send(control)
@@ -72,7 +79,7 @@ class TrtLanguageModel:
             addresses[names.TAPS] = at.taps
         shapes = {name: array.shape for name, array in control.items()}
         key = (len(requests), tokens) if profile == VERIFY else None
-        self.network.run(profile, shapes, addresses, key=key)
+        self.network.run([r.slot for r in requests], profile, shapes, addresses, key=key)
         found = at.host_results[: len(rows) * INT_BYTES]
         self._device.download(found, at.results)
         self._device.synchronize()

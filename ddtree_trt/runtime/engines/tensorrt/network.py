@@ -1,16 +1,20 @@
 """One TensorRT engine: contexts, bindings, and passes captured as CUDA graphs.
 
-All contexts share one workspace, since passes follow each other on one stream. Each graph has a separate context: a
-context from which a graph was captured must not be used for other shapes.
+All contexts share one workspace, since passes follow each other on one stream. There is one context per profile for
+passes that are not captured, and one per captured graph: a change of a context's shapes changes state that its graph
+reads, and "the best practice is to use one execution context per captured graph, and to share memory across the
+contexts" (TensorRT's guide, on CUDA graphs; likewise github.com/NVIDIA/TensorRT/issues/3798). So the number of graphs
+is bounded.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ddtree_trt.artifact import tensors as names
+from ddtree_trt.device.buckets import MOST_CAPTURED
 from ddtree_trt.device.buffers import CacheShape
 from ddtree_trt.device.cuda_device import Device
 from ddtree_trt.device.tensorrt_library import io_tensors
@@ -28,6 +32,8 @@ class Shared:
     log: Any  # its log: `words()` returns TensorRT's latest errors as one text, `clear()` forgets them
     device: Device
     workspace: tuple[int, int]  # address, bytes
+    # (ICudaEngine, whether its passes will be captured) → an execution context without memory, or None
+    make_context: Callable[[Any, bool], Any]
 
 
 @dataclass(frozen=True)
@@ -49,15 +55,15 @@ class TrtNetwork:
         self.name = name
         self.engine = engine
         self.shared = shared
-        # In place: past and present are one address, which the plugin checks.
-        self._fixed = dict(tables)
-        for part in (names.past_names(dims.num_layers), names.present_names(dims.num_layers)):
-            for plane, tensor in enumerate(part):
-                self._fixed[tensor] = cache_address + plane * cache.plane_bytes
         existing = io_tensors(engine)
-        self._fixed = {tensor: address for tensor, address in self._fixed.items() if tensor in existing}
+        # Without slot ids, row n of a pass is row n of what is bound as its cache.
+        self.neighbours = names.SLOT_IDS not in existing
+        self._cache, self._cache_address = cache, cache_address
+        self._past, self._present = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
+        self._fixed = {tensor: address for tensor, address in tables.items() if tensor in existing}
+        self._growing = self.neighbours and engine.get_tensor_shape(self._past[0])[0] == -1
         self._contexts: dict[int, Any] = {}  # profile → the context of passes that are not captured
-        self._captured: dict[Hashable, _Captured] = {}
+        self._captured: dict[Hashable, _Captured] = {}  # the one used last is the last
 
     @property
     def graphs(self) -> int:
@@ -66,39 +72,47 @@ class TrtNetwork:
 
     def run(
         self,
+        slots: Sequence[int],
         profile: int,
         shapes: Mapping[str, Shape],
         addresses: Mapping[str, int],
         *,
         key: Hashable | None = None,
     ) -> None:
-        """Put one pass on the stream. `shapes` of the inputs that vary; `addresses` of all tensors but tables and
-        cache.
+        """Put one pass on the stream. `slots` of its rows: neighbours where `neighbours` is set. `shapes` of the inputs
+        that vary; `addresses` of all tensors but tables and cache. A plan with a single profile takes it for all
+        passes.
 
         With a `key` the pass is captured at its first use and launched as a graph later: equal keys must have equal
-        shapes and addresses. Raises EngineError with TensorRT's error text.
+        shapes and addresses, and slots may differ. Of more than MOST_CAPTURED graphs, the pass unused longest is
+        captured anew when it comes again. Raises EngineError with TensorRT's error text.
         """
+        first = slots[0] if self.neighbours else 0
         if key is None:
             context = self._contexts.get(profile)
             if context is None:
-                context = self._contexts[profile] = self._context(profile)
-            self._enqueue(context, shapes, addresses)
+                context = self._contexts[profile] = self._context(profile, captured=False)
+            self._enqueue(context, first, len(slots), shapes, addresses)
             return
-        captured = self._captured.get(key)
+        key = (first, key)
+        captured = self._captured.pop(key, None)
         if captured is not None:
+            self._captured[key] = captured
             assert captured.addresses == addresses, "a captured pass keeps its addresses"
             self.shared.device.launch(captured.graph)
             return
-        context = self._context(profile)
+        if len(self._captured) == MOST_CAPTURED:
+            self.shared.device.forget(self._captured.pop(next(iter(self._captured))).graph)
+        context = self._context(profile, captured=True)
         # TensorRT initialises itself in the first pass of these shapes, which cannot be captured. It gives the results.
-        self._enqueue(context, shapes, addresses)
+        self._enqueue(context, first, len(slots), shapes, addresses)
         graph = self.shared.device.capture(lambda: self._execute(context))
         self._captured[key] = _Captured(graph, context, dict(addresses))
 
-    def _context(self, profile: int) -> Any:
-        trt, device = self.shared.trt, self.shared.device
+    def _context(self, profile: int, *, captured: bool) -> Any:
+        device = self.shared.device
         self.shared.log.clear()
-        context = self.engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        context = self.shared.make_context(self.engine, captured)
         if context is None:
             raise self._error("no execution context")
         # A plan whose rows are independent has one profile, for all passes.
@@ -107,16 +121,36 @@ class TrtNetwork:
         context.set_device_memory(*self.shared.workspace)
         for tensor, address in self._fixed.items():
             self._check(context.set_tensor_address(tensor, address), f"an address for {tensor}")
+        if not self.neighbours:
+            self._bind_cache(context, 0)
         return context
 
-    def _enqueue(self, context: Any, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
+    def _bind_cache(self, context: Any, first: int) -> None:
+        """Bind the cache from slot `first` on. In place: past and present are one address, which the plugin checks."""
+        address = self._cache_address + first * self._cache.slot_bytes
+        for past, present in zip(self._past, self._present, strict=True):
+            for tensor in (past, present):
+                self._check(context.set_tensor_address(tensor, address), f"an address for {tensor}")
+            address += self._cache.plane_bytes
+
+    def _enqueue(
+        self, context: Any, first: int, rows: int, shapes: Mapping[str, Shape], addresses: Mapping[str, int]
+    ) -> None:
         for tensor, shape in shapes.items():
-            self._check(context.set_input_shape(tensor, shape), f"shape {list(shape)} for {tensor}")
+            self._set_shape(context, tensor, shape)
         for tensor, address in addresses.items():
             self._check(context.set_tensor_address(tensor, address), f"an address for {tensor}")
+        if self.neighbours:
+            self._bind_cache(context, first)
+        if self._growing:
+            for past in self._past:
+                self._set_shape(context, past, (rows, *self._cache.slot_shape))
         if unset := context.infer_shapes():
             raise self._error(f"no shape or address for {', '.join(unset)}")
         self._execute(context)
+
+    def _set_shape(self, context: Any, tensor: str, shape: Shape) -> None:
+        self._check(context.set_input_shape(tensor, shape), f"shape {list(shape)} for {tensor}")
 
     def _execute(self, context: Any) -> None:
         self._check(context.execute_async_v3(self.shared.device.stream), "the pass")

@@ -6,26 +6,26 @@ import logging
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.artifact.number_bytes import decode
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.artifact.safetensor_header import StoredTensor, read_header
 from ddtree_trt.device import buffers
-from ddtree_trt.device.buffers import Layout, tensorrt_buffers
+from ddtree_trt.device.buffers import CacheShape, Layout, tensorrt_buffers
 from ddtree_trt.device.cuda_device import Device
 from ddtree_trt.device.tensorrt_library import io_tensors, load_plugins, make_log
-from ddtree_trt.errors import ArtifactError, EngineError
+from ddtree_trt.errors import ArtifactError, EngineError, MissingDependency
 from ddtree_trt.plugins import library
 from ddtree_trt.plugins.library import KernelLibrary
-from ddtree_trt.reading import Source
-from ddtree_trt.runtime.engines.tensorrt.checks import check_machine
+from ddtree_trt.runtime.engines.tensorrt.checks import RTX, Installed, check_machine
+from ddtree_trt.runtime.engines.tensorrt.kernel_cache import KernelCache
 from ddtree_trt.runtime.engines.tensorrt.network import Shared
+from ddtree_trt.runtime.engines.tensorrt.tables import Tables
 
 _logger = logging.getLogger("ddtree_trt.tensorrt")
 _BUFFERS = {
@@ -34,7 +34,6 @@ _BUFFERS = {
     names.DRAFTER + names.EMBEDDING: buffers.DRAFTER_EMBEDDING,
     names.DRAFTER + names.HEAD: buffers.DRAFTER_HEAD,
 }
-_PIECE_BYTES = 16 << 20  # of a table that is converted during its upload
 
 
 @dataclass
@@ -44,7 +43,10 @@ class Loaded:
     device: Device
     target: Any  # ICudaEngine
     drafter: Any
-    runtime: Any  # must outlive both
+    compaction: Any  # likewise of the third plan; None where a kernel moves the rows
+    runtime: Any  # must outlive all of them
+    kernels: KernelLibrary | None  # None: there is a plan for compaction
+    kernel_cache: KernelCache | None  # of TensorRT for RTX
     layout: Layout
     addresses: Mapping[str, int]  # buffer → address
     candidates: int  # K of a block drafter; 0 of any other
@@ -54,63 +56,128 @@ class Loaded:
 
     def close(self) -> None:
         """Release everything, graphs included. Contexts must have been released before."""
-        self.target = None
-        self.drafter = None
-        self.runtime = None
-        self.device.close()
+        try:
+            if self.kernel_cache is not None:
+                self.kernel_cache.close()
+        finally:
+            self.target = None
+            self.drafter = None
+            self.compaction = None
+            self.runtime = None
+            self.device.close()
 
 
-def load_plans(directory: Path, manifest: Manifest) -> tuple[Loaded, KernelLibrary]:
+def load_plans(directory: Path, manifest: Manifest) -> Loaded:
     """Check the machine, allocate memory and deserialise the plans. Raises the errors of `TrtEngine.open`."""
-    trt, cuda, plugin_library = check_machine(directory, manifest)
-    kernels = library.kernels()
-    device = Device(cuda)
+    installed = check_machine(directory, manifest)
+    kernels = _kernels(manifest)
+    device = Device(installed.cuda)
     try:
-        return _load(directory, manifest, trt, device, plugin_library), kernels
+        return _load(directory, manifest, installed, device, kernels)
     except BaseException:
         device.close()
         raise
 
 
-def _load(directory: Path, manifest: Manifest, trt: Any, device: Device, plugin_library: Path) -> Loaded:
-    stored = _Tables(directory, manifest)
-    plans = sum(manifest.files[name].size for name in (artifact.TARGET_PLAN, artifact.DRAFTER_PLAN))
-    _check_memory(directory, manifest, device, plans, _layout(manifest, stored, None, 0).total_bytes)
+def _kernels(manifest: Manifest) -> KernelLibrary | None:
+    """Our kernels, which move the rows of commits. An engine of native attention does without where they are not built:
+    it has a plan for that."""
+    try:
+        return library.kernels()
+    except MissingDependency:
+        if manifest.attention == "native":
+            return None
+        raise
+
+
+def _load(
+    directory: Path, manifest: Manifest, installed: Installed, device: Device, kernels: KernelLibrary | None
+) -> Loaded:
+    trt, stored = installed.trt, Tables(directory, manifest)
+    _check_slots(directory, manifest)
+    plans = {"target": artifact.TARGET_PLAN, "drafter": artifact.DRAFTER_PLAN}
+    if kernels is None:
+        plans["compaction"] = artifact.COMPACTION_PLAN
+    sizes = sum(manifest.files[name].size for name in plans.values())
+    _check_memory(directory, manifest, device, sizes, _layout(manifest, stored, None, 0).total_bytes)
     log = make_log(trt, _logger)
-    load_plugins(trt, log, plugin_library, EngineError)
+    if installed.plugins is not None:
+        load_plugins(trt, log, installed.plugins, EngineError)
     runtime = trt.Runtime(log)
-    target = _deserialise(runtime, log, directory / artifact.TARGET_PLAN, manifest)
-    drafter = _deserialise(runtime, log, directory / artifact.DRAFTER_PLAN, manifest)
-    _check_engine(directory, manifest, "target", target)
-    _check_engine(directory, manifest, "drafter", drafter)
+    engines = {name: _deserialise(runtime, log, directory / file, manifest) for name, file in plans.items()}
+    for name, engine in engines.items():
+        _check_engine(directory, manifest, name, engine)
+    target, drafter = engines["target"], engines["drafter"]
     candidates = int(tuple(drafter.get_tensor_shape(names.LOG_PROBS))[-1]) if manifest.drafting.at_once else 0
-    workspace = max(int(target.device_memory_size_v2), int(drafter.device_memory_size_v2))
+    workspace = max(int(engine.device_memory_size_v2) for engine in engines.values())
     layout = _layout(manifest, stored, candidates, workspace)
     _check_memory(directory, manifest, device, 0, layout.total_bytes)  # with the workspace that TensorRT needs
     base = device.allocate(layout.total_bytes)
     addresses = {name: base + offset for name, offset in layout.offsets.items()}
+    tables = _fill(device, stored, layout, addresses)
+    kernel_cache = KernelCache(trt, directory / artifact.KERNEL_CACHE) if manifest.backend == RTX else None
+    shared = Shared(
+        trt=trt,
+        log=log,
+        device=device,
+        workspace=(addresses[buffers.WORKSPACE], workspace),
+        make_context=partial(_plain_context, trt) if kernel_cache is None else kernel_cache.make_context,
+    )
+    own = {t.removeprefix(names.DRAFTER): a for t, a in tables.items() if t.startswith(names.DRAFTER)}
+    drafter_tables = own or tables
+    return Loaded(
+        device=device,
+        target=target,
+        drafter=drafter,
+        compaction=engines.get("compaction"),
+        runtime=runtime,
+        kernels=kernels,
+        kernel_cache=kernel_cache,
+        layout=layout,
+        addresses=addresses,
+        candidates=candidates,
+        target_tables=tables,
+        drafter_tables=drafter_tables,
+        shared=shared,
+    )
+
+
+def _check_slots(directory: Path, manifest: Manifest) -> None:
+    """Raises ArtifactError where native attention would bind a cache at an address that TensorRT does not take."""
+    if manifest.attention == "plugin" or manifest.limits.max_batch == 1:
+        return
+    for name, dims in (("target", manifest.target_dims), ("drafter", manifest.drafter_dims)):
+        size = CacheShape.of(dims, manifest.limits, PRECISIONS[manifest.precision].value_bytes).slot_bytes
+        if size % buffers.ALIGNMENT:
+            raise ArtifactError(
+                f"{directory}: a slot of the {name}'s cache is {size} bytes, expected a multiple of "
+                f"{buffers.ALIGNMENT}; rebuild with: {rebuild_command(directory, manifest)}"
+            )
+
+
+def _fill(device: Device, stored: Tables, layout: Layout, addresses: Mapping[str, int]) -> dict[str, int]:
+    """Upload the tables and clear what passes read before it is written; the tables' addresses by their names."""
     tables: dict[str, int] = {}
     for prefix in stored.networks:
         embedding, head = prefix + names.EMBEDDING, prefix + names.HEAD
         tables |= {tensor: addresses[_BUFFERS[tensor]] for tensor in (embedding, head)}
         stored.upload(embedding, device, tables[embedding])
         stored.upload_single(head if stored.has(head) else embedding, device, tables[head])
-    for cache in (buffers.TARGET_KV, buffers.DRAFTER_KV):
-        # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN.
-        device.clear(addresses[cache], layout.sizes[cache])
+    # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN. An idle
+    # slot of a pass writes rows of what is in the buffer for context.
+    for cleared in (buffers.TARGET_KV, buffers.DRAFTER_KV, buffers.CONTEXT):
+        if cleared in addresses:
+            device.clear(addresses[cleared], layout.sizes[cleared])
     device.synchronize()
-    shared = Shared(
-        trt=trt,
-        log=log,
-        device=device,
-        workspace=(addresses[buffers.WORKSPACE], workspace),
-    )
-    own = {t.removeprefix(names.DRAFTER): a for t, a in tables.items() if t.startswith(names.DRAFTER)}
-    drafter_tables = own or tables
-    return Loaded(device, target, drafter, runtime, layout, addresses, candidates, tables, drafter_tables, shared)
+    return tables
 
 
-def _layout(manifest: Manifest, stored: _Tables, candidates: int | None, workspace: int) -> Layout:
+def _plain_context(trt: Any, engine: Any, captured: bool) -> Any:
+    """An execution context of TensorRT without memory, or None."""
+    return engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+
+
+def _layout(manifest: Manifest, stored: Tables, candidates: int | None, workspace: int) -> Layout:
     return Layout.of(
         tensorrt_buffers(
             manifest.target_dims,
@@ -160,55 +227,19 @@ def _check_engine(directory: Path, manifest: Manifest, name: str, engine: Any) -
         raise ArtifactError(
             f"{directory}: the manifest and the {name}'s plan differ in tensor {different[0]}; {rebuild}"
         )
-    if engine.num_optimization_profiles not in (1, 2):
-        raise ArtifactError(
-            f"{directory}: the {name} has {engine.num_optimization_profiles} optimisation profiles, expected 1 or 2; "
-            f"{rebuild}"
-        )
-    dims, limits = manifest.target_dims if name == "target" else manifest.drafter_dims, manifest.limits
-    cache = (limits.max_batch, dims.num_kv_heads, limits.cache_rows, dims.head_dim)
+    dims, limits = manifest.drafter_dims if name == "drafter" else manifest.target_dims, manifest.limits
+    if name == "compaction":
+        slots = 1
+    else:
+        slots = limits.max_batch if manifest.attention == "plugin" else -1
+        # Rows that do not depend on each other take a plan of one profile.
+        if engine.num_optimization_profiles not in (1, 2):
+            raise ArtifactError(
+                f"{directory}: the {name} has {engine.num_optimization_profiles} optimisation profiles, expected 1 or "
+                f"2; {rebuild}"
+            )
+    cache = (slots, dims.num_kv_heads, limits.cache_rows, dims.head_dim)
     for tensor in names.past_names(dims.num_layers):
         shape = tuple(engine.get_tensor_shape(tensor)) if tensor in found else None
         if shape != cache:
             raise ArtifactError(f"{directory}: {tensor} of the {name} should be {cache}, found {shape}; {rebuild}")
-
-
-class _Tables:
-    """The tables of shared.safetensors: [V, H] in the engine's precision."""
-
-    def __init__(self, directory: Path, manifest: Manifest) -> None:
-        path = directory / artifact.SHARED_WEIGHTS
-        rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
-        try:
-            header = read_header(path, Source(f"{path} cannot be read", ArtifactError, rebuild))
-        except OSError as error:
-            raise ArtifactError(f"{path} cannot be read ({error}); {rebuild}") from error
-        dtype = PRECISIONS[manifest.precision].safetensors
-        for name, entry in header.entries.items():
-            dims = manifest.drafter_dims if name.startswith(names.DRAFTER) else manifest.target_dims
-            expected, found = (dtype, (dims.vocab_size, dims.hidden_size)), (entry.dtype, entry.shape)
-            if found != expected:
-                raise ArtifactError(f"{path}: {name} should be {expected}, found {found}; {rebuild}")
-        self._tensors: dict[str, StoredTensor] = header.locate()
-        self.networks = ("", names.DRAFTER) if manifest.drafting.own_tables else ("",)  # with separate tables
-        for prefix in self.networks:
-            if not self.has(prefix + names.EMBEDDING):
-                raise ArtifactError(f"{path} has no tensor {prefix + names.EMBEDDING!r}; {rebuild}")
-
-    def has(self, tensor: str) -> bool:
-        return tensor in self._tensors
-
-    def upload(self, tensor: str, device: Device, address: int) -> None:
-        """Upload a table and wait for the copy."""
-        device.upload(address, self._tensors[tensor].mapped())
-        device.synchronize()
-
-    def upload_single(self, tensor: str, device: Device, address: int) -> None:
-        """Upload a table as float32, which represents its values exactly, and wait for the copy."""
-        table = self._tensors[tensor].mapped()
-        step = _PIECE_BYTES // table.itemsize
-        for start in range(0, len(table), step):
-            piece = decode(table[start : start + step])
-            device.upload(address, piece)
-            device.synchronize()
-            address += piece.nbytes

@@ -111,13 +111,13 @@ class BlockDrafter(Drafter):
         log_probs = found[0].view(np.float32)
         return [Draft(log_probs[n, :, : r.top_k], found[1, n, :, : r.top_k]) for n, r in enumerate(requests)]
 
-    def warm_up(self, budget: int) -> None:
+    def warm_up(self, slot: int, budget: int) -> None:
         def never(*_: object) -> DrawnFrom:
             raise AssertionError("a block drafter draws nothing")
 
         wanted = min(budget, self.dims.vocab_size, TOP_KS[-1])
         for top_k in TOP_KS[: 1 + next(i for i, k in enumerate(TOP_KS) if k >= wanted)]:
-            self.draft([DraftRequest(0, 0, min(top_k, wanted), self.dims.block_size - 1, never)])
+            self.draft([DraftRequest(slot, 0, min(top_k, wanted), self.dims.block_size - 1, never)])
 
     def hold(self, slots: Tensor, states: Tensor) -> None:
         """Put tapped states [N, m, M·H], m at most a block, into the buffers of slots int32 [N]; `counts` stays as it

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device import memory
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
@@ -119,7 +120,7 @@ class TorchEngine:
         if taps:
             self.drafter.learn(slot, token_ids, states)
 
-    def warm_up(self) -> None:
+    def warm_up(self, progress: Progress = no_progress) -> None:
         """On a GPU: run a prompt's chunk and capture every graph of one sequence's rounds by stages. Graphs of more
         sequences and of rounds on the device are captured at their first use, each in the time of a pass or two."""
         if self.device.type != "cuda":
@@ -127,8 +128,8 @@ class TorchEngine:
         budget = self.limits.max_tree_budget
         largest = self.target.bucket(1 + budget)
         # The passes of a drafter without taps are captured at its first draft.
-        drafts = partial(self.drafter.warm_up, budget) if self.manifest.drafting.tap_layers else None
-        make_single_passes(self, [size for size in self.buckets if size <= largest], drafts)
+        drafts = partial(self.drafter.warm_up, budget=budget) if self.manifest.drafting.tap_layers else None
+        make_single_passes(self, [size for size in self.buckets if size <= largest], drafts, progress)
 
     def settle(self) -> None:
         if self.device.type == "cuda":

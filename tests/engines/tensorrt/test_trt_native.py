@@ -1,0 +1,161 @@
+"""What native attention asks of the TensorRT engine: neighbouring slots, in-place caches, commits by a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from engine_builds import PACKAGED
+from fake_trt_engine import FORMS, LIMITS, Lowerings, Machine
+from hypothesis import given
+from hypothesis import strategies as st
+from numerics import path_to, random_tree
+from numpy.typing import NDArray
+
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.device import buffers
+from ddtree_trt.device.buckets import buckets
+from ddtree_trt.device.buffers import CacheShape
+from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
+from ddtree_trt.runtime.engines.tensorrt.compaction import windows
+from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
+from ddtree_trt.runtime.engines.tensorrt.neighbours import with_idle_trees
+
+
+@pytest.fixture(scope="module", params=[form for form in FORMS if form != "plugin"])
+def lowerings(
+    small_engine: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> Lowerings:
+    folder = tmp_path_factory.mktemp("lowered")
+    form = FORMS[request.param]
+    return Lowerings(folder, PACKAGED / "target", PACKAGED / "drafter", small_engine, LIMITS, "fp32", form)
+
+
+@pytest.fixture
+def engine(machine: Machine) -> TrtEngine:
+    return TrtEngine.open(machine.directory, load_manifest(machine.directory))
+
+
+def committed(engine: TrtEngine, machine: Machine, slot: int) -> list[NDArray[np.uint8]]:
+    """Copies of a slot's committed rows in both caches, [planes, Hkv, rows, row bytes] each."""
+    manifest, found = engine.manifest, []
+    parts = (
+        (buffers.TARGET_KV, manifest.target_dims, engine.length(slot)),
+        (buffers.DRAFTER_KV, manifest.drafter_dims, engine.drafter.cache.lengths[slot]),  # type: ignore[attr-defined]
+    )
+    engine.settle()
+    for name, dims, rows in parts:
+        shape = CacheShape.of(dims, engine.limits, 4)
+        memory = machine.cuda.device.view(engine._loaded.addresses[name], shape.total_bytes)
+        planes = memory.reshape(shape.planes, shape.stored_slots, shape.kv_heads, shape.rows, shape.row_bytes)
+        found.append(planes[:, slot, :, :rows].copy())
+    return found
+
+
+def test_an_idle_slot_is_left_as_it_is_though_it_is_full(machine: Machine, engine: TrtEngine) -> None:
+    """Slot 1 between two that decode holds as many tokens as a slot can, then is empty."""
+    rng = np.random.default_rng(0)
+    full = rng.integers(5, 2048, LIMITS.max_seq_len)
+    for start in range(0, len(full), LIMITS.prefill_chunk):
+        engine.prefill(1, full[start : start + LIMITS.prefill_chunk], rows="none", taps=True)
+    for slot in (0, 2):
+        engine.prefill(slot, rng.integers(5, 2048, 20), rows="none", taps=True)
+
+    def round_of_others() -> None:
+        engine.draft([DraftRequest(slot, 7, 5, 4, lambda *_: pytest.fail("draws nothing")) for slot in (0, 2)])
+        trees = {slot: random_tree(rng, size, 2048) for slot, size in ((0, 41), (2, 7))}
+        engine.verify([VerifyRequest(slot, tree) for slot, tree in trees.items()])
+        for slot, tree in trees.items():
+            engine.commit(slot, path_to(tree, 6), taps=True)
+
+    before = committed(engine, machine, 1)
+    assert before[0].shape[2] == LIMITS.max_seq_len and before[1].shape[2] > LIMITS.max_seq_len - 16
+    for _ in range(3):
+        round_of_others()
+    for kept, found in zip(before, committed(engine, machine, 1), strict=True):
+        np.testing.assert_array_equal(kept, found)
+    assert engine.length(1) == LIMITS.max_seq_len
+    engine.truncate(1, 0)
+    round_of_others()
+    assert engine.length(1) == engine.draftable_length(1) == 0
+    engine.close()
+
+
+def test_idle_slots_run_along_between_those_of_a_call() -> None:
+    tree = random_tree(np.random.default_rng(0), 5, 2048)
+    requests = [VerifyRequest(6, tree), VerifyRequest(3, tree)]
+    passed = with_idle_trees(requests)
+    assert [r.slot for r in passed] == [3, 4, 5, 6]
+    assert [len(r.tree) for r in passed] == [5, 1, 1, 5]
+    assert with_idle_trees(requests[:1]) == requests[:1]
+
+
+def test_verdicts_come_in_the_order_of_the_call(machine: Machine, engine: TrtEngine) -> None:
+    trees = {slot: random_tree(np.random.default_rng(slot), 4 + slot, 2048) for slot in (2, 0)}
+    for slot in trees:
+        engine.prefill(slot, np.arange(5 + slot, 12 + slot), rows="none", taps=True)
+    together = engine.verify([VerifyRequest(slot, tree) for slot, tree in trees.items()])
+    together_logits = [np.asarray(verdict.logits) for verdict in together]
+    for (slot, tree), verdict, logits in zip(trees.items(), together, together_logits, strict=True):
+        (alone,) = engine.verify([VerifyRequest(slot, tree)])
+        np.testing.assert_array_equal(verdict.choices, alone.choices)
+        np.testing.assert_allclose(logits, np.asarray(alone.logits), atol=1e-4)
+    engine.close()
+
+
+def test_each_slot_and_each_range_has_graphs_of_its_own(machine: Machine, engine: TrtEngine) -> None:
+    """And no more of them than ranges times sizes, however often they come."""
+    tree = random_tree(np.random.default_rng(0), 3, 2048)
+    calls = [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2), (0, 1, 2)]
+    for _ in range(2):
+        for slots in calls:
+            engine.verify([VerifyRequest(slot, tree) for slot in slots])
+    network = engine.target.network
+    assert network.graphs == 6  # slots 0 and 2 are the range of all three
+    assert network.graphs * len(buckets(1 + LIMITS.max_tree_budget)) < 256
+    engine.close()
+    assert not machine.cuda.leaks
+
+
+def test_a_commit_without_kernels_is_one_captured_pass_of_the_slot(machine: Machine, engine: TrtEngine) -> None:
+    if machine.form.kernels:
+        assert len(engine.networks) == 2
+        return
+    rng = np.random.default_rng(1)
+    for slot in range(LIMITS.max_batch):
+        engine.prefill(slot, rng.integers(5, 2048, 9), rows="none", taps=False)
+    network = engine.networks[-1]
+    for turn in range(2):
+        trees = [random_tree(rng, 30, 2048) for _ in range(LIMITS.max_batch)]
+        engine.verify([VerifyRequest(slot, tree) for slot, tree in enumerate(trees)])
+        waits = engine.waits
+        for slot, tree in enumerate(trees):
+            path = path_to(tree, 29)
+            assert int(path[-1]) != len(path) - 1, "the path has a gap"
+            engine.commit(slot, path, taps=False)
+        assert engine.waits == waits
+        assert network.graphs == LIMITS.max_batch, turn
+    engine.close()
+
+
+@given(st.data(), st.integers(1, 6), st.integers(6, 40))
+def test_windows_move_what_a_path_says(data: st.DataObject, size: int, rows: int) -> None:
+    past = data.draw(st.integers(0, rows - 1))
+    chosen = data.draw(st.sets(st.integers(0, rows - past - 1), min_size=1))
+    path = np.array(sorted(chosen), np.int32)
+    cache, expected = np.arange(rows), np.arange(rows)
+    expected[past : past + len(path)] = past + path
+    for start, keep in windows(past, path, size, rows):
+        assert keep.shape == (size,) and keep.dtype == np.int32
+        assert (keep >= np.arange(size)).all() and start + size <= rows and (start + keep < rows).all()
+        cache[start : start + size] = cache[start + keep]
+    np.testing.assert_array_equal(cache[: past + len(path)], expected[: past + len(path)])
+
+
+def test_the_third_plan_is_read_where_it_is_needed(machine: Machine, engine: TrtEngine) -> None:
+    plans = [call[2] for call in machine.trt.calls if call[1] == "deserialize_cuda_engine"]
+    needed = [] if machine.form.kernels else [b"the compaction's plan"]
+    assert plans == [b"the target's plan", b"the drafter's plan", *needed]
+    assert not machine.trt.loaded, "no plugin library"
+    engine.close()
