@@ -27,7 +27,7 @@ LARGEST = 127  # of a quantised value, to either side of zero
 _ZERO_POINT = 128  # of activations
 BLOCK = 64  # values of an uneven row that are rotated together, or the largest divisor of both
 # Of an even row, to either side of zero. Its values are about normally distributed: one of 16,000 is larger, and is cut
-# off. Rows with a scale each have half as much error, and the products that need it are three operators slower.
+# off. With a scale for each row the error would be smaller, and a product would take four more operators.
 EVEN_RANGE = 4.0
 
 
