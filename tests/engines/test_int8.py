@@ -3,14 +3,14 @@ what must not depend on the rounding."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-import torch
 from checkpoints import BY_SWITCHES, make_pair, make_target
 from dflash_truth import DFlash, refuse_to_draw
 from engine_builds import build_engine
@@ -20,6 +20,7 @@ from numerics import Follower, Truth, path_to, random_tree
 from numpy.typing import NDArray
 from onnx import TensorProto
 from quantized import quantize
+from rounded_truth import RoundedTruth
 
 from ddtree_trt.artifact.files import TARGET_GRAPH
 from ddtree_trt.artifact.manifest import load_manifest
@@ -28,8 +29,9 @@ from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
-from ddtree_trt.build.graph.lowering_int8 import LARGEST, Int8Graph, quantize_channels
-from ddtree_trt.build.graph.ops import Table
+from ddtree_trt.build.graph.lowering_int8 import BLOCK, EVEN_RANGE, LARGEST, Int8Graph, quantize_channels
+from ddtree_trt.build.graph.ops import Rows, Table
+from ddtree_trt.build.graph.rotation import rotate
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.check import check_engine
 from ddtree_trt.device.cpu import Cpu
@@ -50,16 +52,21 @@ class Memory:
         return onnx.numpy_helper.from_array(np.ascontiguousarray(make()), key)
 
 
-def session(weight: NDArray[np.float32], *, head: bool = False) -> ort.InferenceSession:
-    """One product with a weight [in, out]: `y` of rows `x`."""
+def session(weight: NDArray[np.float32], *, head: bool = False, rows: Rows = "plain") -> ort.InferenceSession:
+    """One product with a weight [in, out]: `y` [1, R, out] of rows `x` [1, R, in]."""
     g = Int8Graph("product", Memory())
-    g.input("x", "float32", ["R", weight.shape[0]])
+    g.input("x", "float32", [1, "R", weight.shape[0]])
     if head:
         g.head("x", Table("lm_head", "table", lambda: weight.T, weight.shape[::-1]), "y")
     else:
-        g.linear("x", "weight", lambda: weight, "y")
-    g.output("y", "float32", ["R", weight.shape[1]])
+        g.linear("x", "weight", lambda: weight, "y", rows)
+    g.output("y", "float32", [1, "R", weight.shape[1]])
     return ort.InferenceSession(g.model().SerializeToString(), session_options(1), providers=["CPUExecutionProvider"])
+
+
+def run(product: ort.InferenceSession, x: NDArray[np.float32]) -> NDArray[np.float32]:
+    (found,) = product.run(None, {"x": x[None]})
+    return found[0]
 
 
 @pytest.fixture(params=["this", "old"])
@@ -81,7 +88,7 @@ def test_a_product_is_the_integers_one(rows: int, head: bool) -> None:
     rng = np.random.default_rng(rows)
     weight = rng.standard_normal((WIDTH, OUTPUTS), dtype=np.float32)
     x = (rng.standard_normal((rows, WIDTH)) * np.exp(rng.normal(size=(rows, 1)) * 4)).astype(np.float32)
-    (found,) = session(weight, head=head).run(None, {"x": x})
+    found = run(session(weight, head=head), x)
     values, scales = quantize_channels(weight)
     whole, row_scales = rounded_rows(x)
     expected = (whole @ values.astype(np.int64)) * row_scales * scales
@@ -94,21 +101,48 @@ def test_a_product_is_the_integers_one(rows: int, head: bool) -> None:
 def test_sums_do_not_overflow() -> None:
     """The largest products there are, of one sign: kernels that add pairs of them in 16 bits are a third off."""
     weight, x = np.ones((256, 3), np.float32), np.ones((2, 256), np.float32)
-    (found,) = session(weight).run(None, {"x": x})
+    found = run(session(weight), x)
     np.testing.assert_allclose(found, np.full((2, 3), 256), rtol=1e-6)
 
 
 @pytest.mark.usefixtures("processor")
-def test_a_row_does_not_depend_on_the_others() -> None:
+@pytest.mark.parametrize("rows", get_args(Rows))
+def test_a_row_does_not_depend_on_the_others(rows: Rows) -> None:
     rng = np.random.default_rng(0)
-    run = session(rng.standard_normal((WIDTH, OUTPUTS), dtype=np.float32)).run
+    product = session(rng.standard_normal((WIDTH, OUTPUTS), dtype=np.float32), rows=rows)
     x = rng.standard_normal((17, WIDTH), dtype=np.float32)
     x[3] *= 1e6
     x[4] = 0
-    (together,) = run(None, {"x": x})
+    together = run(product, x)
     for row in range(len(x)):
-        np.testing.assert_array_equal(run(None, {"x": x[row : row + 1]})[0][0], together[row])
+        np.testing.assert_array_equal(run(product, x[row : row + 1])[0], together[row])
     assert not together[4].any()
+
+
+@pytest.mark.usefixtures("processor")
+def test_even_rows_have_one_scale() -> None:
+    rng = np.random.default_rng(1)
+    weight = rng.standard_normal((WIDTH, OUTPUTS), dtype=np.float32)
+    x = rng.standard_normal((9, WIDTH), dtype=np.float32)
+    x[2, 5] = 2 * EVEN_RANGE  # is cut off
+    values, scales = quantize_channels(weight)
+    whole = np.clip(np.rint(x * (LARGEST / EVEN_RANGE)), -LARGEST - 1, LARGEST).astype(np.int64)
+    expected = (whole @ values.astype(np.int64)) * (EVEN_RANGE / LARGEST) * scales
+    np.testing.assert_allclose(run(session(weight, rows="even"), x), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [128, 192, 33])
+def test_uneven_rows_keep_their_small_values(width: int) -> None:
+    """One value thirty times larger than the others costs half as much, or less."""
+    rng = np.random.default_rng(width)
+    weight = rng.standard_normal((width, OUTPUTS), dtype=np.float32)
+    x = rng.standard_normal((9, width), dtype=np.float32)
+    x[:, 7] = 30
+    plain, uneven = (np.abs(run(session(weight, rows=rows), x) - x @ weight).mean() for rows in ("plain", "uneven"))
+    if math.gcd(width, BLOCK) > 1:
+        assert uneven < plain / 2
+    else:  # nothing to rotate together
+        assert uneven == plain
 
 
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(0, 2**32 - 1))
@@ -121,24 +155,6 @@ def test_rounding_a_weight(height: int, width: int, seed: int) -> None:
     assert np.abs(values.astype(int)).max() <= LARGEST
     assert (np.abs(values * scale - weight) <= scale / 2 * (1 + 1e-5)).all()
     assert (np.abs(values).max(0) == LARGEST)[weight.any(0)].all()  # no scale is larger than it must be
-
-
-class RoundedTruth(Truth):
-    """transformers, with the inputs and the weight of every projection rounded."""
-
-    def __init__(self, directory: Path, tap_layers: Any) -> None:
-        super().__init__(directory, tap_layers)
-        for module in self.model.modules():
-            if isinstance(module, torch.nn.Linear):
-                values, scale = quantize_channels(module.weight.detach().numpy().T)
-                weight = torch.from_numpy(np.ascontiguousarray((values * scale).T))
-                module.weight = torch.nn.Parameter(weight)  # a new one: a tied embedding keeps its own
-                module.register_forward_pre_hook(self._round)
-
-    @staticmethod
-    def _round(module: object, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        largest = inputs[0].abs().amax(-1, keepdim=True)
-        return torch.round(inputs[0] / largest * LARGEST) * largest / LARGEST
 
 
 class Errors:
@@ -260,6 +276,8 @@ def test_dry_run_knows_the_bytes(tied: bool, written: dict[str, int], tmp_path: 
     assert {key for key in kept if "norm" not in key and "rotary" not in key} == {
         "model.embed_tokens.weight",
         "drafter.fc",
+        "rotation.into",
+        "rotation.out",
     }
 
 
@@ -274,10 +292,12 @@ def test_an_autoregressive_drafter_has_a_head_of_its_own(written: dict[str, int]
 
 
 def test_a_quantised_target_is_taken_for_what_it_stands_for(tmp_path: Path) -> None:
-    """ModelOpt's int8 is a scale per output channel, too: its values are found again."""
+    """Its float32 values are rotated and quantised like any other target's."""
     target, drafter = make_pair(tmp_path / "pair")
     quantize(target, "W8A8_SQ_PER_CHANNEL")
-    expected = load_checkpoint(target).tensor("model.layers.0.mlp.down_proj.weight").T
+    down = load_checkpoint(target).tensor("model.layers.0.mlp.down_proj.weight")
+    hidden, inner = down.shape
+    expected = rotate(rotate(down, math.gcd(inner, BLOCK)).T, hidden)
     request = BuildRequest(target="x", checkpoint=target, drafter=drafter, output=tmp_path / "e", precision="int8")
     compile_engine(request)
     graph = onnx.load(tmp_path / "e" / TARGET_GRAPH)

@@ -1,37 +1,73 @@
 """ONNX Runtime's lowering with matrix products in 8-bit integers: W8A8, for CPUs.
 
-Weights are quantised once, with a scale for each output channel; activations as they come, with a scale for each row.
-So the other rows of a pass do not change a row's product, as they would with one scale for a whole tensor
-(`DynamicQuantizeMatMul`), and sums of integers are exact. Everything but products of rows and weights stays in float32:
-embedding, norms, attention, caches.
+Weights are quantised once, with a scale for each output channel; activations as they come, with a scale for each row or
+one that is known beforehand. So the other rows of a pass do not change a row's product, as they would with one scale
+for a whole tensor (`DynamicQuantizeMatMul`), and sums of integers are exact. Everything but products of rows and
+weights stays in float32: embedding, norms, attention, caches.
+
+A row with a few values far larger than the others has no good scale. Hidden states are such rows, so the residual
+stream is rotated (`rotation.py`), which costs nothing; what comes out of SwiGLU is too, and is rotated as it comes, in
+blocks.
 
 Activations are stored unsigned around 128 and weights signed, the types for which the CPU's kernels are fast.
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.build.graph.lowering_onnxruntime import MICROSOFT, OnnxRuntimeGraph
-from ddtree_trt.build.graph.ops import Make, Table
+from ddtree_trt.build.graph.ops import Make, Rows, Table
+from ddtree_trt.build.graph.rotation import rotate, rotation_matrix
 
 LARGEST = 127  # of a quantised value, to either side of zero
 _ZERO_POINT = 128  # of activations
-_SMALLEST = 1e-20  # divisor of a row of zeros
+BLOCK = 64  # values of an uneven row that are rotated together, or the largest divisor of both
+# Of an even row, to either side of zero. Its values are about normally distributed: one of 16,000 is larger, and is cut
+# off. With a scale for each row the error would be smaller, and a product would take four more operators.
+EVEN_RANGE = 4.0
 
 
 class Int8Graph(OnnxRuntimeGraph):
     """`OnnxRuntimeGraph` whose projections and head multiply 8-bit integers."""
 
-    def linear(self, x: str, key: str, make: Make, out: str) -> str:
-        return self._product(x, key, make, out)
+    rotates = True
+
+    def linear(self, x: str, key: str, make: Make, out: str, rows: Rows = "plain") -> str:
+        if rows == "even":
+            return self._multiply(x, self._float("even", EVEN_RANGE / LARGEST), key, make, out)
+        return self._uneven(x, key, make, out) if rows == "uneven" else self._scaled(x, key, make, out)
 
     def head(self, x: str, table: Table, out: str) -> str:
-        return self._product(x, f"{table.key}.head", lambda: table.make().T, out)
+        return self._scaled(x, table.key, lambda: table.make().T, out)
 
-    def _product(self, x: str, key: str, make: Make, out: str) -> str:
-        """Rows x [..., in] times the float32 weight [in, out] that `make` returns, both quantised."""
+    def _uneven(self, x: str, key: str, make: Make, out: str) -> str:
+        """As `_scaled`, where rows and the columns of the weight are rotated in blocks before they are quantised."""
+        weight = make()
+        block = math.gcd(len(weight), BLOCK)
+        matrix = self.constant(f"rotation.{block}", rotation_matrix(block))
+        parts = self.reshape(x, [0, 0, -1, block], f"{out}.blocks")
+        x = self.reshape(self.product(parts, matrix, f"{out}.rotated"), [0, 0, -1], f"{out}.even")
+        return self._scaled(x, key, lambda: np.ascontiguousarray(rotate(weight.T, block).T), out)
+
+    def _scaled(self, x: str, key: str, make: Make, out: str) -> str:
+        """The product of rows that are quantised with a scale each.
+
+        A row over its largest value lies between -1 and 1, so that one scale quantises all rows. A row of zeros over
+        zero is no number; whatever integers that becomes, they are multiplied by zero in the end.
+        """
+        axis = self.constant("last_axis", np.array([-1], np.int64))
+        largest = self.op("ReduceMax", [self.op("Abs", [x], [f"{out}.abs"]), axis], [f"{out}.largest"])
+        rows = self.op("Div", [x, largest], [f"{out}.relative"])
+        relative = self._multiply(rows, self._float("unit", 1 / LARGEST), key, make, f"{out}.product")
+        return self.op("Mul", [relative, largest], [out])
+
+    def _multiply(self, x: str, step: str, key: str, make: Make, out: str) -> str:
+        """Rows x [..., in], rounded to multiples of `step` and cut off at 127 of them, times the float32 weight
+        [in, out] that `make` returns, quantised."""
         scales: list[NDArray[np.float32]] = []
 
         def quantized() -> NDArray[np.int8]:
@@ -41,20 +77,12 @@ class Int8Graph(OnnxRuntimeGraph):
 
         weight = self.weight(f"{key}.int8", quantized, "int8")
         scale = self.weight(f"{key}.scale", lambda: scales[0], "float32")
-
-        # A row over its largest value lies between -1 and 1, so that one scale quantises all rows.
-        axis = self.constant("last_axis", np.array([-1], np.int64))
-        largest = self.op("ReduceMax", [self.op("Abs", [x], [f"{out}.abs"]), axis], [f"{out}.max"])
-        largest = self.op("Max", [largest, self._float("smallest", _SMALLEST)], [f"{out}.largest"])
-        unit, middle = self._float("unit", 1 / LARGEST), self.constant("middle", np.array(_ZERO_POINT, np.uint8))
-        rows = self.op("Div", [x, largest], [f"{out}.relative"])
-        rows = self.op("QuantizeLinear", [rows, unit, middle], [f"{out}.rows"])
+        middle = self.constant("middle", np.array(_ZERO_POINT, np.uint8))
+        rows = self.op("QuantizeLinear", [x, step, middle], [f"{out}.rows"])
         # A zero point of its own: where sums of bytes overflow, the runtime makes weight and zero point unsigned, and
         # would do it twice to one that is shared.
         zero = self.constant(f"{key}.zero", np.array(0, np.int8))
-        inputs = [rows, weight, unit, scale, middle, zero]
-        relative = self.op("MatMulIntegerToFloat", inputs, [f"{out}.product"], domain=MICROSOFT)
-        return self.op("Mul", [relative, largest], [out])
+        return self.op("MatMulIntegerToFloat", [rows, weight, step, scale, middle, zero], [out], domain=MICROSOFT)
 
     def _float(self, name: str, value: float) -> str:
         return self.constant(name, np.array(value, np.float32))

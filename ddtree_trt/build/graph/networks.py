@@ -6,7 +6,6 @@ and written to the graph's sink one by one, so that building needs little more m
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -15,13 +14,12 @@ from onnx import ModelProto
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.scales import QuantizedWeights, join_scales
-from ddtree_trt.build.graph.ops import Attention, Graph, Table
+from ddtree_trt.build.graph.ops import Attention, Graph, Rows, Table
+from ddtree_trt.build.graph.rotation import Rotation, Weights, rotate, rotation_matrix
 from ddtree_trt.models.decoder import BODY, EMBEDDING, HEAD, Part, TransformerDims, decoder_layers, final_norm
 from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.rotary import rotary_tables
-
-Weights = Callable[[str], np.ndarray]  # Hugging Face tensor name → float32 array
 
 
 class _Network:
@@ -39,13 +37,16 @@ class _Network:
         prefix: str,
         body: str = BODY,
         quantized: QuantizedWeights | None = None,
+        normed: Rows = "plain",
     ) -> None:
+        """`normed`: what rows are that come out of the stream's norms."""
         self.g = graph
         self.dims = dims
         self.weights = weights
         self.prefix = prefix
         self.body = body
         self.quantized = quantized
+        self.normed = normed
         self.layers = decoder_layers(dims, body)
         rotary, half = (dims.head_dim, dims.rope_theta, limits.cache_rows, dims.rope_scaling), dims.head_dim // 2
         key = f"{prefix}rotary.{half}.{dims.rope_theta:g}"
@@ -64,7 +65,7 @@ class _Network:
         count = self.dims.experts.count
         return np.concatenate([self.weights(s) for s in part.sources]).reshape(count, -1, part.shape[-1])
 
-    def linear(self, x: str, name: str, *sources: str, out: str) -> str:
+    def linear(self, x: str, name: str, *sources: str, out: str, rows: Rows = "plain") -> str:
         """x [..., in] times one or several projections side by side, by their Hugging Face names.
 
         Quantised projections are multiplied as they are stored, and one by one where no single product can replace
@@ -74,7 +75,7 @@ class _Network:
         each = [quantized.scales(source) if quantized else None for source in sources]
         found = [scales for scales in each if scales is not None]
         if quantized is None or not found:
-            return self.g.linear(x, self.prefix + name, lambda: self.joined(*sources), out)
+            return self.g.linear(x, self.prefix + name, lambda: self.joined(*sources), out, rows)
         shared = join_scales(found) if len(found) == len(sources) else None
         if shared is None:
             parts = [self.linear(x, source, source, out=f"{source}.out") for source in sources]
@@ -108,6 +109,7 @@ class _Network:
     def qkv(self, index: int, h: str) -> tuple[str, str, str]:
         """Queries, keys and values [N, rows, heads · D] of rows h [N, rows, H], before rotary embedding."""
         g, d, parts, layer = self.g, self.dims, self.layers[index], self.name(index)
+        # Not said to be even: of a product with errors, those in values cost the most.
         qkv = self.linear(h, f"{layer}.qkv", *parts.qkv.sources, out=f"{layer}.qkv.out")
         if bias := parts.qkv_bias:
             key = f"{self.prefix}{layer}.{bias.name}"
@@ -140,21 +142,22 @@ class _Network:
             chosen = self.linear(h, f"{layer}.router", *parts.router.sources, out=f"{layer}.router.out")
             projections = (partial(self.stacked, parts.gate_up), partial(self.stacked, parts.down))
             return g.experts(h, chosen, key, projections, self.dims.experts, f"{layer}.mlp")
-        both = self.linear(h, f"{layer}.gate_up", *parts.gate_up.sources, out=f"{layer}.gate_up.out")
+        both = self.linear(h, f"{layer}.gate_up", *parts.gate_up.sources, out=f"{layer}.gate_up.out", rows=self.normed)
         gate, up = g.split(both, [width, width], [f"{layer}.gate", f"{layer}.up"])
         inner = g.swiglu(gate, up, f"{layer}.swiglu")
-        return self.linear(inner, f"{layer}.down", *parts.down.sources, out=f"{layer}.mlp")
+        return self.linear(inner, f"{layer}.down", *parts.down.sources, out=f"{layer}.mlp", rows="uneven")
 
 
 def _embedding(dims: TransformerDims, weights: Weights, prefix: str) -> Table:
     return Table(names.EMBEDDING, f"{prefix}{EMBEDDING}", lambda: weights(EMBEDDING), dims.table)
 
 
-def _head(dims: TransformerDims, weights: Weights, prefix: str, tied: bool) -> Table:
-    """The language-model head: the embedding itself when tied."""
-    if tied:
-        return _embedding(dims, weights, prefix)
-    return Table(names.HEAD, f"{prefix}lm_head", lambda: weights(HEAD), dims.table)
+def _head(g: Graph, dims: TransformerDims, weights: Weights, prefix: str, tied: bool) -> Table:
+    """The language-model head, the embedding itself when tied; for rotated rows in a graph that rotates."""
+    source, key = (EMBEDDING, f"{prefix}{EMBEDDING}") if tied else (HEAD, f"{prefix}lm_head")
+    if g.rotates:
+        return Table(names.HEAD, f"{key}.head", lambda: rotate(weights(source), dims.hidden_size), dims.table)
+    return Table(names.EMBEDDING if tied else names.HEAD, key, lambda: weights(source), dims.table)
 
 
 def build_target_graph(
@@ -172,16 +175,21 @@ def build_target_graph(
     stay on a device, the choices.
 
     A chain under a causal mask is a prefill, a tree under an ancestor-only mask a verification; the graph is the same.
-    With no tap_layers it is a plain language model (an autoregressive drafter); `prefix` keeps its weights apart.
+    With no tap_layers it is a plain language model (an autoregressive drafter); `prefix` keeps its weights apart. In a
+    graph that rotates, tapped states are rotated.
     Without `quantized` quantised weights are dequantised, and no row is rounded.
     """
     token_ids = g.input(names.TOKEN_IDS, g.integers, ["N", "T"])
     g.row_inputs("T", limits.max_tokens_per_pass, masked=True)
     rows = g.input(names.ROWS, g.integers, ["R"])
-    net = _Network(g, dims, weights, limits, prefix, quantized=quantized)
+    rotation = Rotation(dims, weights) if g.rotates else None
+    normed: Rows = "even" if rotation else "plain"
+    net = _Network(g, dims, rotation or weights, limits, prefix, quantized=quantized, normed=normed)
     eps = dims.rms_norm_eps
 
     x = g.embed(_embedding(dims, weights, prefix), token_ids, "embedded")
+    if rotation:
+        x = g.product(x, g.weight(f"{prefix}rotation.into", rotation.into), "rotated")
     h = g.rms_norm(x, net.norm(net.layers[0].input_norm), "layers.0.input", eps)
     taps = []
     for i in range(dims.num_layers):
@@ -194,7 +202,9 @@ def build_target_graph(
         g.output(names.TAPS, g.floats, ["N", "T", len(taps) * dims.hidden_size])
     flat = g.reshape(h, [-1, dims.hidden_size], "hidden")
     wanted = g.op("Gather", [flat, rows], ["wanted"], axis=0)
-    g.head(wanted, _head(dims, weights, prefix, tied), names.LOGITS)
+    if rotation:
+        wanted = g.product(wanted, g.weight(f"{prefix}rotation.out", rotation.out), "wanted.head")
+    g.head(wanted, _head(g, dims, weights, prefix, tied), names.LOGITS)
     g.output(names.LOGITS, "float32", ["R", dims.vocab_size])
     g.choices(names.LOGITS)
     return g.model()
@@ -223,8 +233,12 @@ def build_drafter_graph(
     g.row_inputs("C+block", max(limits.prefill_chunk, block) + block, masked=False)
     net = _Network(g, dims, weights, limits, "drafter.", dflash.BODY)
 
-    # Hidden states have a few values so large that in 8 bits the others would vanish: this product is never rounded.
-    projected = g.product(taps, g.weight(f"{net.prefix}fc", lambda: net.joined(*dflash.fc(dims).sources)), "fc.out")
+    # Never rounded: all that the drafter knows of the context passes through this product.
+    def fc() -> np.ndarray:
+        weight = net.weights(*dflash.fc(dims).sources)
+        return np.ascontiguousarray((rotate(weight, dims.hidden_size) if g.rotates else weight).T)
+
+    projected = g.product(taps, g.weight(f"{net.prefix}fc", fc), "fc.out")
     context = g.rms_norm(projected, net.norm(dflash.context_norm(dims)), "context", eps)
     x = g.embed(_embedding(dims, target_weights, ""), token_ids, "embedded")
     h = g.rms_norm(x, net.norm(net.layers[0].input_norm), "layers.0.input", eps)
@@ -234,7 +248,10 @@ def build_drafter_graph(
         attn = g.block_attention(net.qkv(i, rows), net.cached(i), block, f"{layer}.attn")
         h, x = net.after_attention(i, attn, x)
     flat = g.reshape(g.rows_from(h, 1, "masks"), [-1, dims.hidden_size], "hidden")
-    logits = g.head(flat, _head(dims, target_weights, "", target_tied), "flat_logits")
+    if g.rotates:
+        into = g.weight("rotation.into", lambda: rotation_matrix(dims.hidden_size))
+        flat = g.product(flat, into, "hidden.head")
+    logits = g.head(flat, _head(g, dims, target_weights, "", target_tied), "flat_logits")
     logits = g.reshape(logits, [-1, block - 1, dims.vocab_size], "logits")
     candidates = min(max(limits.max_tree_budget, 1), dims.vocab_size)
     k = g.most_probable(logits, candidates, (names.LOG_PROBS, names.CANDIDATES))

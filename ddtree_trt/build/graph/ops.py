@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,6 +35,9 @@ TYPES = {
 }
 
 Shape = Sequence[int | str]
+# What is known of rows that are multiplied by a weight. `even`: their mean square is 1 and no value is many times
+# larger than the others. `uneven`: some values are.
+Rows = Literal["plain", "even", "uneven"]
 Make = Callable[[], np.ndarray]  # returns an array when it is needed: float32, or the bytes of quantised values
 
 
@@ -72,6 +75,7 @@ class Graph(ABC):
     integers = "int64"  # type of ids, positions and row numbers
     opset = 21  # version of ONNX's own operators
     ir_version = 10  # of the file format, the lowest that has them
+    rotates = False  # whether language models have a rotated residual stream, which is worth its two products in 8 bits
     domains: tuple[str, ...] = ()  # of operators that are not ONNX's own
 
     def __init__(self, name: str, sink: Sink) -> None:
@@ -132,9 +136,9 @@ class Graph(ABC):
         """x [..., in] times weight [in, out]."""
         return self.op("MatMul", [x, weight], [out])
 
-    def linear(self, x: str, key: str, make: Make, out: str) -> str:
+    def linear(self, x: str, key: str, make: Make, out: str, rows: Rows = "plain") -> str:
         """A projection of a layer: rows x [..., in] times the weight [in, out] that `make` returns, which is stored
-        under `key` in whatever form this graph multiplies it in."""
+        under `key` in whatever form this graph multiplies it in. `rows`: what x is known to be."""
         return self.product(x, self.weight(key, make), out)
 
     def linear_quantized(self, x: str, weight: str, scales: Scales, out: str) -> str:

@@ -79,13 +79,16 @@ class OnnxRuntimeBuild:
 
 def weight_bytes(shapes: Mapping[str, tuple[int, ...]], precision: PrecisionName) -> int:
     """Bytes of a network's tensors in the weight file. In int8 a projection [out, in] takes a byte per value and a
-    scale per output; so does the head, which is stored apart from the embedding even when tied to it."""
+    scale per output; so does the head, which is stored apart from the embedding even when tied to it. A language model
+    has two matrices [H, H] for its rotation."""
     sizes = {name: FLOAT_BYTES * math.prod(shape) for name, shape in shapes.items()}
     if PRECISIONS[precision].quantized:
         heads = {HEAD: shapes[EMBEDDING]} if EMBEDDING in shapes else {}
         for name, shape in {**heads, **shapes}.items():
             if len(shape) == 2 and name not in (EMBEDDING, FC):
                 sizes[name] = math.prod(shape) + FLOAT_BYTES * shape[0]
+        if EMBEDDING in shapes:
+            sizes["rotation"] = 2 * FLOAT_BYTES * shapes[EMBEDDING][1] ** 2
     return sum(sizes.values())
 
 

@@ -1,0 +1,97 @@
+"""Rotation of a network's residual stream, folded into its weights.
+
+Hidden states of trained models have a few values that are many times larger than the others. A row of them has no good
+scale in 8 bits. Multiplied by an orthogonal matrix the same row has values of about one size, and a network whose norms
+are RMS norms computes the same with rotated states: what reads them is rotated back, and so is what writes them, once,
+when the engine is built. This is the idea of QuaRot (arXiv 2404.00456).
+
+The matrix is a discrete Hartley transform after a change of signs: it exists for every size, none of its values is
+larger than sqrt(2/n), and a fast Fourier transform multiplies by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.models.decoder import BODY, TransformerDims, decoder_layers, final_norm
+
+Floats = NDArray[np.float32]
+Weights = Callable[[str], np.ndarray]  # Hugging Face tensor name → float32 array
+
+_ROWS = 1024  # of a weight that are transformed at once, so that a copy in float64 stays small
+
+
+def rotate(x: Floats, size: int) -> Floats:
+    """Rows x [..., k · size] with each of their k parts multiplied by the matrix of that size."""
+    signs = np.where(np.random.default_rng(size).random(size) < 0.5, -1.0, 1.0)
+    parts = x.reshape(-1, size)
+    rotated = np.empty(parts.shape, np.float32)
+    for start in range(0, len(parts), _ROWS):
+        waves = np.fft.rfft(parts[start : start + _ROWS] * signs, norm="ortho")
+        mirrored = waves[:, 1 : (size + 1) // 2][:, ::-1]
+        rotated[start : start + _ROWS] = np.concatenate(
+            [waves.real - waves.imag, mirrored.real + mirrored.imag], axis=-1
+        )
+    return rotated.reshape(x.shape)
+
+
+def rotation_matrix(size: int) -> Floats:
+    """The orthogonal matrix [size, size] that `rotate` multiplies rows by."""
+    return rotate(np.eye(size, dtype=np.float32), size)
+
+
+class Rotation:
+    """A network whose residual stream, and the values of whose attention, are rotated; called with a Hugging Face name
+    it returns that weight of the rotated network.
+
+    Norms of the stream have no weights of their own: what follows them has taken these in, and the norm's output has
+    a mean square of 1. The embedding, which a drafter reads too, stays as it is, and so does the last norm's weight:
+    `into` and `out` are what rows are multiplied by in their place.
+    """
+
+    def __init__(self, dims: TransformerDims, weights: Weights, body: str = BODY) -> None:
+        self._hidden, self._head_dim = dims.hidden_size, dims.head_dim
+        self._weights = weights
+        self._norms: set[str] = set()
+        self._readers: dict[str, str] = {}  # projection → the norm before it
+        self._writers: set[str] = set()
+        self._values: set[str] = set()  # projection to the values of attention, and its bias
+        self._outputs: set[str] = set()  # projections that read attention's results
+        for layer in decoder_layers(dims, body):
+            for norm, reader in ((layer.input_norm, layer.qkv), (layer.post_norm, layer.gate_up)):
+                self._norms.update(norm.sources)
+                self._readers |= dict.fromkeys(reader.sources, *norm.sources)
+            self._writers |= {*layer.o.sources, *layer.down.sources}
+            self._outputs.update(layer.o.sources)
+            self._values.add(layer.qkv.sources[-1])
+            if layer.qkv_bias is not None:
+                self._values.add(layer.qkv_bias.sources[-1])
+        (self._last_norm,) = final_norm(dims, body).sources
+        self._norms.add(self._last_norm)
+
+    def __call__(self, name: str) -> Floats:
+        """The rotated weight, laid out as in the checkpoint."""
+        weight: Floats = self._weights(name)
+        if name in self._norms:
+            return np.ones_like(weight)
+        if name in self._readers:
+            weight = rotate(weight * self._weights(self._readers[name]), self._hidden)
+        if name in self._outputs:
+            weight = rotate(weight, self._head_dim)
+        if name in self._writers:
+            weight = rotate(weight.T, self._hidden).T
+        if name in self._values:
+            weight = rotate(weight.T, self._head_dim).T
+        return weight
+
+    def into(self) -> Floats:
+        """The matrix [H, H] that rows of the embedding are multiplied by."""
+        return rotation_matrix(self._hidden)
+
+    def out(self) -> Floats:
+        """The matrix [H, H] that multiplies the last norm's output by that norm's weight; rows stay rotated."""
+        back = rotation_matrix(self._hidden).T
+        return rotate(back * self._weights(self._last_norm), self._hidden)

@@ -1,0 +1,64 @@
+"""A target as transformers computes it when it is rotated and rounded as int8 engines are."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numerics import Truth
+
+from ddtree_trt.build.graph.lowering_int8 import BLOCK, EVEN_RANGE, LARGEST, quantize_channels
+from ddtree_trt.build.graph.rotation import rotation_matrix
+
+
+class RoundedTruth(Truth):
+    """transformers, with the stream rotated by a matrix, and the inputs and the weight of every projection rounded."""
+
+    def __init__(self, directory: Path, tap_layers: Any) -> None:
+        super().__init__(directory, tap_layers)
+        network, config = self.model.model, self.model.config
+        stream = torch.from_numpy(rotation_matrix(config.hidden_size))
+        head = torch.from_numpy(rotation_matrix(config.head_dim))
+        block = torch.from_numpy(rotation_matrix(math.gcd(config.intermediate_size, BLOCK)))
+        values = torch.block_diag(*[head] * config.num_key_value_heads)
+        outputs = torch.block_diag(*[head] * config.num_attention_heads)
+        inner = torch.block_diag(*[block] * (config.intermediate_size // len(block)))
+        with torch.no_grad():
+            back, out = stream.T, torch.diag(network.norm.weight) @ stream
+            self._set(self.model.lm_head, self.model.lm_head.weight @ stream, lambda x: self._round(x @ back @ out))
+            network.norm.weight.fill_(1)
+            network.embed_tokens.weight = torch.nn.Parameter(network.embed_tokens.weight @ stream)
+            for layer in network.layers:
+                attention, mlp = layer.self_attn, layer.mlp
+                for module in (attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj):
+                    norm = layer.input_layernorm if module not in (mlp.gate_proj, mlp.up_proj) else None
+                    norm = norm or layer.post_attention_layernorm
+                    weight = module.weight @ torch.diag(norm.weight) @ stream
+                    if module is attention.v_proj:
+                        weight = values.T @ weight
+                        if module.bias is not None:
+                            module.bias.copy_(values.T @ module.bias)
+                    self._set(module, weight, self._cut if norm is layer.post_attention_layernorm else self._round)
+                self._set(attention.o_proj, stream.T @ attention.o_proj.weight @ outputs, self._round)
+                self._set(mlp.down_proj, stream.T @ mlp.down_proj.weight @ inner, lambda x: self._round(x @ inner))
+                for norm in (layer.input_layernorm, layer.post_attention_layernorm):
+                    norm.weight.fill_(1)
+
+    @staticmethod
+    def _set(module: Any, weight: torch.Tensor, prepare: Any) -> None:
+        values, scale = quantize_channels(np.ascontiguousarray(weight.detach().numpy().T))
+        module.weight = torch.nn.Parameter(torch.from_numpy(np.ascontiguousarray((values * scale).T)))
+        module.register_forward_pre_hook(lambda _, inputs: prepare(inputs[0]))
+
+    @staticmethod
+    def _round(x: torch.Tensor) -> torch.Tensor:
+        largest = x.abs().amax(-1, keepdim=True)
+        return torch.round(x / largest * LARGEST) * largest / LARGEST
+
+    @staticmethod
+    def _cut(x: torch.Tensor) -> torch.Tensor:
+        step = EVEN_RANGE / LARGEST
+        return torch.clamp(torch.round(x / step), -LARGEST - 1, LARGEST) * step
