@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -74,6 +74,13 @@ def random_anchors(records: Sequence[Record], count: int, generator: torch.Gener
     first = torch.tensor([r.prompt for r in records])[:, None]
     span = (torch.tensor([len(r.ids) - 1 for r in records])[:, None] - first).clamp(min=1)
     return first + (torch.rand(len(records), count, generator=generator) * span).long().clamp(max=span - 1)
+
+
+def drop_channels(blocks: Blocks, share: float, generator: torch.Generator) -> Blocks:
+    """The blocks with a random `share` of every answer's tapped channels zero and the rest larger by as much."""
+    count, _, channels = blocks.taps.shape
+    kept = torch.rand(count, 1, channels, generator=generator).to(blocks.taps.device) >= share
+    return replace(blocks, taps=blocks.taps * (kept / (1 - share)).to(blocks.taps.dtype))
 
 
 def draft_states(model: Drafter, embedding: Tensor, blocks: Blocks, block: int) -> Tensor:

@@ -35,7 +35,8 @@ class DrafterSettings:
     decay: float = 0.3  # the last part of the steps
     adam_rate: float = 2e-3
     muon_rate: float = 0.01
-    weight_decay: float = 0.05
+    weight_decay: float = 0.2
+    tap_dropout: float = 0.1  # of the tapped channels, the same ones all through an answer
     sequences: int = 8  # of one micro-batch
     micro_batches: int = 3  # of one step
     anchors: int = 16  # whole blocks a sequence; of short ones as many as have as many positions

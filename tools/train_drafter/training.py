@@ -15,7 +15,7 @@ from tools.train_tiny.log import Log
 from tools.train_tiny.model import Drafter
 from tools.train_tiny.training.parallel import Rates, Shared, Worker, launch
 
-from .blocks import block_loss, draft_states, make_blocks, random_anchors
+from .blocks import block_loss, draft_states, drop_channels, make_blocks, random_anchors
 from .drafter import averaged, export
 from .generation import Record
 from .settings import DrafterSettings, Settings
@@ -143,7 +143,7 @@ def _work(
         records, generator = stream.records(number)
         block = min(d.block, d.short_block) if number % d.micro_batches else d.block
         anchor = random_anchors(records, d.anchors * d.block // block, generator)
-        blocks = make_blocks(records, anchor, block, mask, device)
+        blocks = drop_channels(make_blocks(records, anchor, block, mask, device), d.tap_dropout, generator)
         states = draft_states(model, tables.embedding, blocks, block)
         return block_loss(states, blocks, tables.head, d, generator)
 
