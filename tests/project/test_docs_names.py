@@ -51,7 +51,7 @@ EVERY_OPTION = set[str]().union(*OPTIONS.values(), {"--version", "--debug"})
 FOREIGN = {  # options of other programs
     *("--exit-on-error", "--exit-timeout-secs"),  # tritonserver
     *("--target-seconds", "--data-seconds", "--drafter-seconds", "--init", "--reference"),  # tools/
-    *("--share", "--steps", "--workers", "--layers", "--block", "--taps"),  # tools/train_drafter
+    *("--share", "--steps", "--hours", "--workers", "--layers", "--block", "--taps"),  # tools/train_drafter
 }
 
 
