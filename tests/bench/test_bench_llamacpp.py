@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -207,14 +208,10 @@ def test_the_library_gives_the_engines_tokens(tmp_path: Path) -> None:
     small = make_gguf(make_target(tmp_path / "small", family=LLAMA, seed=1, num_layers=1, **sizes), tmp_path / "s.gguf")
     file = make_gguf(target, tmp_path / "target.gguf", metadata={"general.file_type": 0})
     compile_engine(BuildRequest(target="mine", checkpoint=file, drafter=drafter, output=tmp_path / "engine"))
-    settings = BenchSettings(
-        str(tmp_path / "engine"),
-        methods=("ar",),
-        limit=3,
-        max_tokens=16,
-        warmup_tokens=2,
-        peers=(f"llama-cpp={file},{small}",),
-    )
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"token_ids": ids}) + "\n" for ids in ([3, 7, 30], [11, 5, 90, 2], [40])))
+    run: dict[str, Any] = {"methods": ("ar",), "prompts": (str(prompts),), "max_tokens": 16, "warmup_tokens": 2}
+    settings = BenchSettings(str(tmp_path / "engine"), peers=(f"llama-cpp={file},{small}",), **run)
     result = run_bench(settings)
     samples = {(s.case, s.prompt): s for s in result.samples}
     assert {case for case, _ in samples} == {"ar", "dflash", "llama-cpp:F32", "llama-cpp:F32-draft"}
