@@ -122,7 +122,7 @@ class Normaliser(torch.autograd.Function):
         return (logits.float().logsumexp(-1) * weights).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         (found,) = ctx.saved_tensors
         return found * gradient.to(found.dtype), None, None, None
 
