@@ -3,6 +3,8 @@
     python tools/update_benchmarks.py                              sections that need nothing but this package
     python tools/update_benchmarks.py --reference ../ddtree        also those that compare with the published code
     python tools/update_benchmarks.py --only tiny check            some sections
+    python tools/update_benchmarks.py --only smollm2 smollm2-budgets --smollm2 engines/smollm2-int8
+    python tools/update_benchmarks.py --only smollm2-peers --smollm2 ENGINE --gguf F32.gguf Q8_0.gguf
     python tools/update_benchmarks.py --render                     from the results kept in docs/benchmarks, unmeasured
 
 A section is the text between `<!-- begin NAME -->` and `<!-- end NAME -->`. Its result is kept in docs/benchmarks as
@@ -18,8 +20,9 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
@@ -42,6 +45,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs/benchmarks.md"
 RESULTS = ROOT / "docs/benchmarks"
 PICTURES = ROOT / "docs/images/benchmarks"
+GIVEN = "smollm2"  # the engine of SmolLM2-135M, which the user builds
+HELD_OUT = "docs/benchmarks/smollm2-prompts.jsonl"  # everyday prompts of kinds that its drafter was not trained on
 BUSY_LOAD = 0.5  # runnable processes per core above which nothing is measured
 
 CAPTIONS = {
@@ -58,8 +63,17 @@ class Section:
 
     settings: Callable[[Path, str | None], BenchSettings]  # by the engine and the checkout of the published code
     pictures: tuple[str, ...]
-    engine: str = "tiny"
+    engine: str = "tiny"  # built here, but for GIVEN
     needs_reference: bool = False
+
+
+def _smollm2(**settings: Any) -> Section:
+    """A section with a real language model on everyday prompts."""
+    return Section(
+        lambda engine, _: BenchSettings(str(engine), prompts=(HELD_OUT,), max_tokens=128, **settings),
+        ("speedup", "budget", "stages", "acceptance"),
+        engine=GIVEN,
+    )
 
 
 def _round_times(precision: str) -> Section:
@@ -101,6 +115,9 @@ SECTIONS = {
         ("speedup", "stages"),
         needs_reference=True,
     ),
+    "smollm2": _smollm2(budgets=("auto",), temperatures=(0.0, 0.7)),
+    "smollm2-budgets": _smollm2(budgets=("auto", 2, 4, 8, 16, 32, 64), limit=15),
+    "smollm2-peers": _smollm2(budgets=("auto",), limit=20, peers=("hf",)),
     "round-times": _round_times("fp32"),
     "round-times-int8": _round_times("int8"),
 }
@@ -160,18 +177,25 @@ def build_engines(names: set[str], progress: Progress) -> dict[str, Path]:
     return engines
 
 
-def measure(names: list[str], reference: str | None) -> None:
+def measure(names: list[str], args: argparse.Namespace) -> None:
     os.chdir(ROOT)  # so that results name the engine and the checkout as a reader of the repository would
-    checkout = os.path.relpath(reference) if reference else None
+    checkout = os.path.relpath(args.reference) if args.reference else None
+    wanted = {CHECKS.get(name) or SECTIONS[name].engine for name in names}
     with progress_bars() as progress:
-        engines = build_engines({CHECKS.get(name) or SECTIONS[name].engine for name in names}, progress)
+        engines = build_engines(wanted - {GIVEN}, progress)
+        if args.smollm2:
+            engines[GIVEN] = Path(os.path.relpath(args.smollm2))
         for name in names:
             if name in CHECKS:
                 lines = describe(check_engine(CheckSettings(str(engines[CHECKS[name]]), limit=60), progress))
                 write_section(name, "\n".join(["```text", *lines, "```"]))
                 continue
             section = SECTIONS[name]
-            result = run_bench(section.settings(engines[section.engine], checkout), progress=progress)
+            settings = section.settings(engines[section.engine], checkout)
+            if section.engine == GIVEN and settings.peers:
+                files = [f"llama-cpp={os.path.relpath(file)}" for file in args.gguf]
+                settings = replace(settings, peers=(*settings.peers, *files))
+            result = run_bench(settings, progress=progress)
             RESULTS.mkdir(parents=True, exist_ok=True)
             (RESULTS / f"{name}.json").write_text(to_json(result), encoding="utf-8")
             write_section(name, render(name, result))
@@ -190,23 +214,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--reference", help="a checkout of https://github.com/liranringel/ddtree")
     parser.add_argument("--only", nargs="+", choices=[*SECTIONS, *CHECKS], help="these sections")
+    parser.add_argument("--smollm2", type=Path, metavar="ENGINE", help="an int8 engine of the preset smollm2-135m")
+    parser.add_argument("--gguf", nargs="+", default=[], metavar="FILE", help="the same model's, for llama.cpp")
     parser.add_argument("--render", action="store_true", help="draw and write from kept results; measure nothing")
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine too")
     args = parser.parse_args()
-    compares = args.render or args.reference
-    wanted = args.only or [
-        n for n in [*SECTIONS, *CHECKS] if compares or n in CHECKS or not SECTIONS[n].needs_reference
-    ]
+    lacks = {
+        name: "--reference PATH" if section.needs_reference and not args.reference else "--smollm2 ENGINE"
+        for name, section in SECTIONS.items()
+        if (section.needs_reference and not args.reference) or (section.engine == GIVEN and not args.smollm2)
+    }
+    wanted = args.only or [n for n in [*SECTIONS, *CHECKS] if args.render or n not in lacks]
     try:
         if args.render:
             for name in wanted:
                 if (path := RESULTS / f"{name}.json").is_file():
                     write_section(name, render(name, read_result(path)))
             return
-        if lacking := [n for n in wanted if n in SECTIONS and SECTIONS[n].needs_reference and not args.reference]:
-            parser.error(f"section {lacking[0]} needs --reference PATH")
+        for name in wanted:
+            if name in lacks:
+                parser.error(f"section {name} needs {lacks[name]}")
         refuse_if_busy(args.anyway)
-        measure(wanted, str(Path(args.reference).resolve()) if args.reference else None)
+        for name in ("reference", "smollm2"):
+            setattr(args, name, Path(value).resolve() if (value := getattr(args, name)) else None)
+        args.gguf = [Path(file).resolve() for file in args.gguf]
+        measure(wanted, args)
     except DDTreeError as error:
         raise SystemExit(str(error)) from error
 

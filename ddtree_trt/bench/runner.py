@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +83,7 @@ def run_bench(
             progress(f"load {spec}", 0, 1)
             contenders[spec] = stack.enter_context(closing(open_peer(spec, context)))
             progress(f"load {spec}", 1, 1)
+        _check_names(contenders)
         environment = read_environment()
         run = Measurement(settings, session, list(contenders.values()), progress)
         run.warm_up(prompts[0])
@@ -96,6 +97,16 @@ def run_bench(
             parts=(Part(shard, environment, described, tuple(run.skipped)),),
             samples=tuple(run.samples),
         )
+
+
+def _check_names(contenders: Mapping[str, Contender]) -> None:
+    """Raises UsageError where two contenders measure a case of the same name: their figures would be mixed."""
+    found: dict[str, str] = {}
+    for name, contender in contenders.items():
+        for case in contender.cases:
+            if case.label in found:
+                raise UsageError(f"two peers are called {case.label}, {found[case.label]} and {name}; leave one out")
+            found[case.label] = name
 
 
 def _resolved(settings: BenchSettings, session: Session) -> BenchSettings:

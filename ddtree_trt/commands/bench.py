@@ -87,7 +87,11 @@ def run(
     shard: Annotated[str | None, typer.Option(metavar="I/N", help="Measure one part of the prompts.")] = None,
     peer: Annotated[
         list[str] | None,
-        typer.Option(metavar="PEER", help="Also measure hf, ddtree-reference=PATH, tensorrt-llm or openai=URL."),
+        typer.Option(
+            metavar="PEER",
+            help="Also measure hf, llama-cpp=MODEL.gguf[,DRAFT.gguf], ddtree-reference=PATH, tensorrt-llm or "
+            "openai=URL; may be repeated.",
+        ),
     ] = None,
     checkpoint: Annotated[
         str | None, typer.Option(metavar="PATH|ID", help="The target for peers. Default: the engine's preset's.")

@@ -41,7 +41,7 @@ def test_a_peer_that_is_none_is_refused(spec: str) -> None:
 
 
 def test_known_peers_are_listed() -> None:
-    assert [check_peer(s)[0] for s in ("hf", "ddtree-reference=a", "tensorrt-llm", "openai=b")] == [
+    assert [check_peer(s)[0] for s in ("hf", "llama-cpp=a", "ddtree-reference=a", "tensorrt-llm", "openai=b")] == [
         name.strip().partition("=")[0] for name in HELP.replace(" or ", ",").split(",")
     ]
 

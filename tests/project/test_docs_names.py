@@ -52,7 +52,7 @@ FOREIGN = {  # options of other programs
     *("--exit-on-error", "--exit-timeout-secs"),  # tritonserver
     "--no-deps",  # pip
     *("--target-seconds", "--data-seconds", "--drafter-seconds", "--init", "--reference"),  # tools/
-    *("--share", "--steps", "--workers", "--layers", "--block", "--taps"),  # tools/train_drafter
+    *("--share", "--steps", "--hours", "--workers", "--layers", "--block", "--taps"),  # tools/train_drafter
 }
 
 

@@ -84,12 +84,15 @@ def main() -> None:
     parser.add_argument(
         "--steps", type=int, default=d.steps, help="train: length of the schedule, may be changed later"
     )
+    parser.add_argument("--hours", type=float, default=0.0, help="train: length by the clock, in place of --steps")
     parser.add_argument("--drafter", type=Path, help="evaluate: a drafter's folder, by default WORK/best")
     parser.add_argument("--block", type=int, default=d.block)
     parser.add_argument("--layers", type=int, default=d.layers)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    drafter = replace(d, taps=args.taps, steps=args.steps, block=args.block, layers=args.layers)
+    drafter = replace(
+        d, taps=args.taps, steps=args.steps, seconds=3600 * args.hours, block=args.block, layers=args.layers
+    )
     settings = replace(DEFAULTS, drafter=drafter)
     STAGES[args.stage](args, settings)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tools.train_tiny.model import Drafter
-from tools.train_tiny.training.drafter import lay_out
 
 from .generation import Record
 from .settings import DrafterSettings
@@ -29,7 +28,7 @@ class Blocks:
     taps: Tensor  # [N, T, K·H] bf16
     ids: Tensor  # [N, A·B], bonus and masks
     positions: Tensor  # [N, A·B]
-    visible: Tensor  # [N, 1, A·B, T + A·B]
+    anchor: Tensor  # [N, A], also the number of context rows that each block sees
     labels: Tensor  # [N, A, B-1]
     valid: Tensor  # [N, A, B-1], False past the end
     top_ids: Tensor  # [N, A, B-1, k], the target's most probable tokens there
@@ -48,8 +47,8 @@ def make_blocks(records: Sequence[Record], anchor: Tensor, block: int, mask: int
 
     ids = padded([torch.tensor(r.ids) for r in records])
     anchor, lengths = anchor.to(device), lengths.to(device)
-    positions, visible = lay_out(anchor, width, block)
-    places = positions.view(count, anchors, block)[:, :, 1:]
+    positions = anchor[:, :, None] + torch.arange(block, device=device)
+    places = positions[:, :, 1:]
     reachable = places.clamp(max=width - 1).reshape(count, -1)
     inputs = torch.full((count, anchors, block), mask, device=device)
     inputs[:, :, 0] = ids.gather(1, anchor)
@@ -60,8 +59,8 @@ def make_blocks(records: Sequence[Record], anchor: Tensor, block: int, mask: int
     return Blocks(
         taps=padded([r.taps for r in records]),
         ids=inputs.view(count, -1),
-        positions=positions,
-        visible=visible,
+        positions=positions.view(count, -1),
+        anchor=anchor,
         labels=ids.gather(1, reachable).view(shape),
         valid=places < lengths[:, None, None],
         top_ids=padded([r.top_ids for r in records])[rows, reachable - 1].long().view(*shape, -1),
@@ -77,11 +76,18 @@ def random_anchors(records: Sequence[Record], count: int, generator: torch.Gener
     return first + (torch.rand(len(records), count, generator=generator) * span).long().clamp(max=span - 1)
 
 
+def drop_channels(blocks: Blocks, share: float, generator: torch.Generator) -> Blocks:
+    """The blocks with a random `share` of every answer's tapped channels zero and the rest larger by as much."""
+    count, _, channels = blocks.taps.shape
+    kept = torch.rand(count, 1, channels, generator=generator).to(blocks.taps.device) >= share
+    return replace(blocks, taps=blocks.taps * (kept / (1 - share)).to(blocks.taps.dtype))
+
+
 def draft_states(model: Drafter, embedding: Tensor, blocks: Blocks, block: int) -> Tensor:
     """Final states [N, A, B-1, H] of the masked positions; the target's head makes logits of them."""
     dtype = model.fc.weight.dtype
     context = model.context(blocks.taps.to(dtype), torch.arange(blocks.taps.shape[1], device=embedding.device))
-    hidden = model(F.embedding(blocks.ids, embedding).to(dtype), blocks.positions, context, blocks.visible)
+    hidden = model(F.embedding(blocks.ids, embedding).to(dtype), blocks.positions, context, blocks.anchor)
     return hidden.view(len(blocks.ids), -1, block, hidden.shape[-1])[:, :, 1:]
 
 
@@ -101,6 +107,26 @@ def choose_candidates(needed: Tensor, vocabulary: int, count: int, generator: to
     return torch.cat([ids, drawn]), corrections
 
 
+class Normaliser(torch.autograd.Function):
+    """Weighted sum over rows of the logarithm of the softmax's denominator.
+
+    Its gradient is made along with it: the probabilities [R, C] need not be kept, nor their exponentials taken twice.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, head: Tensor, corrections: Tensor, weights: Tensor) -> Tensor:
+        """states [R, H], head [C, H], corrections [C] added to the logits, weights [R] -> []."""
+        logits = torch.addmm(corrections, states, head.T)
+        shares = torch.softmax(logits, -1).mul_(weights[:, None].to(logits.dtype))
+        ctx.save_for_backward(shares @ head)
+        return (logits.float().logsumexp(-1) * weights).sum()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        (found,) = ctx.saved_tensors
+        return found * gradient.to(found.dtype), None, None, None
+
+
 def block_loss(states: Tensor, blocks: Blocks, head: Tensor, settings: DrafterSettings, generator: Any) -> Tensor:
     """Cross entropy weighted by exp(-(k-1)/decay) at draft position k.
 
@@ -112,10 +138,10 @@ def block_loss(states: Tensor, blocks: Blocks, head: Tensor, settings: DrafterSe
     needed = torch.cat([labels, top_ids.flatten()])
     ids, corrections = choose_candidates(needed, len(head), settings.candidates, generator)
     kept = states[blocks.valid]
-    logits = torch.addmm(corrections.to(kept), kept, head[ids.to(kept.device)].T).float()
     hard = (settings.label_share * blocks.greedy)[:, None, None].expand(blocks.valid.shape)[blocks.valid]
     # The expected logit of the truth is the product with the expected row of the head: no gradient of a gather.
     soft = torch.einsum("rk,rkh->rh", blocks.top_shares[blocks.valid], head[top_ids].float())
     row = torch.lerp(soft, head[labels].float(), hard[:, None])
-    losses = logits.logsumexp(-1) - (kept.float() * row).sum(-1)
-    return (losses * weights).sum() / weights.sum().clamp(min=1)
+    weights = weights / weights.sum().clamp(min=1)
+    normaliser: Tensor = Normaliser.apply(kept, head[ids.to(kept.device)], corrections.to(kept), weights)
+    return normaliser - (kept * (row * weights[:, None]).to(kept)).sum(dtype=torch.float32)

@@ -25,22 +25,25 @@ class DataSettings:
 class DrafterSettings:
     """Shape and training of the drafter. Rates are the peak: warm-up, plateau, straight line to zero over `decay`."""
 
-    block: int = 8
+    block: int = 6
+    short_block: int = 3  # of all micro-batches of a step but the first: twice the first drafts for the same time
     layers: int = 3
     taps: int = 4  # target layers read, spread from the second to the third from last
     steps: int = 6000
+    seconds: float = 0.0  # where not 0, the schedule's length by the clock in place of `steps`
     warmup: int = 15
     decay: float = 0.3  # the last part of the steps
     adam_rate: float = 2e-3
     muon_rate: float = 0.01
-    weight_decay: float = 0.05
-    sequences: int = 4  # of one micro-batch
-    micro_batches: int = 6  # of one step
-    anchors: int = 32  # blocks a sequence
-    position_decay: float = 4.0
+    weight_decay: float = 0.2
+    tap_dropout: float = 0.1  # of the tapped channels, the same ones all through an answer
+    sequences: int = 8  # of one micro-batch
+    micro_batches: int = 3  # of one step
+    anchors: int = 16  # whole blocks a sequence; of short ones as many as have as many positions
+    position_decay: float = 2.5
     label_share: float = 0.5  # of greedy text's loss: the token itself; the rest is the target's distribution
-    candidates: int = 8192  # tokens over which a micro-batch's softmax runs
-    average: float = 0.998  # of the weights that are measured and exported
+    candidates: int = 4096  # tokens over which a micro-batch's softmax runs
+    average: float = 0.99  # of the weights that are measured and exported
     seed: int = 0
 
 
@@ -51,7 +54,7 @@ class ValidationSettings:
     prompts: int = 30
     max_new: int = 96
     budget: int = 16
-    every_s: float = 1500.0
+    every_s: float = 600.0
     seed: int = 2
     final_prompts: int = 60
     final_max_new: int = 128

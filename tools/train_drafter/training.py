@@ -15,7 +15,7 @@ from tools.train_tiny.log import Log
 from tools.train_tiny.model import Drafter
 from tools.train_tiny.training.parallel import Rates, Shared, Worker, launch
 
-from .blocks import block_loss, draft_states, make_blocks, random_anchors
+from .blocks import block_loss, draft_states, drop_channels, make_blocks, random_anchors
 from .drafter import averaged, export
 from .generation import Record
 from .settings import DrafterSettings, Settings
@@ -101,9 +101,10 @@ class Keeper:
         now = time.monotonic()
         if now >= self.due_line or stop:
             self.due_line = now + 60
-            blocks = worker.steps * d.micro_batches * d.sequences * d.anchors
-            self.log.write(step=worker.steps, elapsed_s=round(worker.elapsed_s), blocks=blocks, now=round(loss, 4))
-        if now >= self.due_check or worker.steps == d.steps:
+            positions = worker.steps * d.micro_batches * d.sequences * d.anchors * d.block
+            elapsed = round(worker.elapsed_s)
+            self.log.write(step=worker.steps, elapsed_s=elapsed, positions=positions, now=round(loss, 4))
+        if now >= self.due_check or worker.is_done:
             self.due_check = time.monotonic() + self.settings.validation.every_s
             self.measure()
         if now >= self.due_save or stop:
@@ -129,7 +130,7 @@ def _work(
     d, device = settings.drafter, model.fc.weight.device
     stream, checkpoint = Stream(work / "data", d), work / "checkpoint.pt"
     state = torch.load(checkpoint, weights_only=True, map_location=device) if checkpoint.exists() else None
-    rates = Rates(d.adam_rate, d.muon_rate, d.weight_decay, d.warmup, 1 - d.decay, steps=d.steps)
+    rates = Rates(d.adam_rate, d.muon_rate, d.weight_decay, d.warmup, 1 - d.decay, d.seconds, d.steps)
     worker = Worker(
         shared, rank, model, rates, state["elapsed_s"] if state else 0.0, state["worker"] if state else None
     )
@@ -140,12 +141,13 @@ def _work(
 
     def loss_of(model: Drafter, number: int) -> Tensor:
         records, generator = stream.records(number)
-        anchor = random_anchors(records, d.anchors, generator)
-        blocks = make_blocks(records, anchor, d.block, mask, device)
-        states = draft_states(model, tables.embedding, blocks, d.block)
+        block = min(d.block, d.short_block) if number % d.micro_batches else d.block
+        anchor = random_anchors(records, d.anchors * d.block // block, generator)
+        blocks = drop_channels(make_blocks(records, anchor, block, mask, device), d.tap_dropout, generator)
+        states = draft_states(model, tables.embedding, blocks, block)
         return block_loss(states, blocks, tables.head, d, generator)
 
-    stop = worker.steps >= d.steps
+    stop = worker.is_done
     while not stop:
         loss, stop = worker.step(d.micro_batches, loss_of)
         if keeper is not None:
@@ -156,7 +158,8 @@ def train(model: Drafter, tables: Tables, settings: Settings, work: Path, mask: 
     """Train `model`, or go on from work/checkpoint.pt; SIGTERM and SIGINT end the run after a last checkpoint.
 
     Reads work/data and work/validation.safetensors; writes work/{checkpoint.pt, train.log, best/}. The schedule is a
-    function of the step, so a run may be stopped, continued and prolonged (`settings.drafter.steps`) at will.
+    function of the step, or of the time trained (`settings.drafter.steps`, `.seconds`), so a run may be stopped,
+    continued and prolonged at will.
     """
     checkpoint = work / "checkpoint.pt"
     if checkpoint.exists():

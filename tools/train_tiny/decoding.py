@@ -75,7 +75,7 @@ class Decoder:
         ids = torch.full((1, self.block), MASK)
         ids[0, 0] = bonus
         positions = torch.arange(start, start + self.block)
-        hidden = self.drafter(self.target.embed_tokens(ids), positions, context, None)
+        hidden = self.drafter(self.target.embed_tokens(ids), positions, context)
         return torch.log_softmax(self.target.head(hidden[0, 1:]), -1)
 
     @torch.no_grad()

@@ -96,6 +96,26 @@ class Attention(nn.Module):
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and q.shape[2] > 1)
         return self.o_proj(out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1))
 
+    def mix_blocks(self, q: Tensor, k: Tensor, v: Tensor, context: KeyValue, seen: Tensor) -> Tensor:
+        """Each of A blocks attends to its own positions and to the first `seen` [N, A] of P context rows; [N, S, H].
+
+        q [N, Hq, S, D], k and v [N, Hkv, S, D], S positions in A equal blocks; context [N, Hkv, P, D]. One mask over
+        context and all blocks would spend most of its time on positions that other blocks own.
+        """
+        (count, kv_heads, length, size), blocks = k.shape, seen.shape[1]
+        shape = (count, kv_heads, -1, blocks, length // blocks, size)
+        q = (q * size**-0.5).view(shape).transpose(2, 3)  # [N, Hkv, A, queries per key, B, D]
+        group, rows = q.shape[3], (count, kv_heads, blocks, -1)
+        q = q.reshape(count, kv_heads, -1, size)
+        hidden = torch.arange(context[0].shape[2], device=q.device) >= seen[:, None, :, None, None]
+        past = (q @ context[0].mT).view(*rows, hidden.shape[-1]).masked_fill(hidden, -torch.inf)
+        own = q.view(*rows, size) @ k.view(*rows, size).mT
+        weights = torch.softmax(torch.cat([past, own], -1), -1)
+        past, own = weights.split([past.shape[-1], own.shape[-1]], -1)
+        out = (past.flatten(2, 3) @ context[1]).view(*rows, size) + own @ v.view(*rows, size)
+        out = out.view(count, kv_heads, blocks, group, -1, size).permute(0, 2, 4, 1, 3, 5)
+        return self.o_proj(out.reshape(count, length, -1))
+
 
 class FeedForward(nn.Module):
     """SwiGLU."""
@@ -235,19 +255,20 @@ class Drafter(Rotary):
         cos, sin = self.rope(positions)
         return [layer.self_attn.keys_values(hidden, cos, sin) for layer in self.layers]
 
-    def forward(self, block: Tensor, positions: Tensor, context: list[KeyValue], mask: Tensor | None) -> Tensor:
+    def forward(self, block: Tensor, positions: Tensor, context: list[KeyValue], seen: Tensor | None = None) -> Tensor:
         """Final normed states [N, S, H] of block embeddings [N, S, H].
 
-        mask [N, 1, S, P+S] or [S, P+S] is True where a block position may look; None is all of context and block.
+        seen [N, A]: S holds A blocks, each of which sees itself and that many context rows; None is one block that
+        sees all of them.
         """
         cos, sin = self.rope(positions)
         x = block
-        if mask is None:
-            mask = torch.ones(block.shape[1], context[0][0].shape[2] + block.shape[1], dtype=torch.bool)
-        for layer, (ctx_k, ctx_v) in zip(self.layers, context, strict=True):
+        if seen is None:
+            seen = torch.full((len(block), 1), context[0][0].shape[2], device=block.device)
+        for layer, past in zip(self.layers, context, strict=True):
             attn, h = layer.self_attn, layer.input_layernorm(x)
             q, (k, v) = attn.queries(h, cos, sin), attn.keys_values(h, cos, sin)
-            x = x + attn.mix(q, torch.cat([ctx_k, k], 2), torch.cat([ctx_v, v], 2), mask)
+            x = x + attn.mix_blocks(q, k, v, past, seen)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.norm(x)
 

@@ -8,13 +8,19 @@ from ddtree_trt.bench.contender import Contender
 from ddtree_trt.bench.peers.base import PeerContext
 from ddtree_trt.errors import UsageError
 
-HELP = "hf, ddtree-reference=PATH, tensorrt-llm or openai=URL"
+HELP = "hf, llama-cpp=FILE, ddtree-reference=PATH, tensorrt-llm or openai=URL"
 
 
 def _hf(context: PeerContext, value: str) -> Contender:
     from ddtree_trt.bench.peers.hf import HuggingFacePeer
 
     return HuggingFacePeer(context)
+
+
+def _llama_cpp(context: PeerContext, value: str) -> Contender:
+    from ddtree_trt.bench.peers.llamacpp import LlamaCppPeer
+
+    return LlamaCppPeer(context, value)
 
 
 def _reference(context: PeerContext, value: str) -> Contender:
@@ -37,6 +43,7 @@ def _openai(context: PeerContext, value: str) -> Contender:
 
 _PEERS: dict[str, tuple[str, Callable[[PeerContext, str], Contender]]] = {
     "hf": ("", _hf),
+    "llama-cpp": ("MODEL.gguf[,DRAFT.gguf]", _llama_cpp),
     "ddtree-reference": ("PATH", _reference),
     "tensorrt-llm": ("", _tensorrt_llm),
     "openai": ("URL", _openai),

@@ -35,7 +35,7 @@ class Blocks:
     taps: Tensor  # [N, T, K*H]
     ids: Tensor  # [N, A*B], bonus and masks
     positions: Tensor  # [N, A*B]
-    visible: Tensor  # [N, 1, A*B, T + A*B]
+    anchor: Tensor  # [N, A], also the number of context rows that each block sees
     labels: Tensor  # [N, A, B-1]
     valid: Tensor  # [N, A, B-1], False past the end
     final: Tensor  # [N, A, B-1, H], the target's states that predict the labels
@@ -55,19 +55,6 @@ def fresh(target: Target, shape: TargetSettings, settings: DrafterSettings) -> D
     return model.requires_grad_(True)
 
 
-def lay_out(anchor: Tensor, width: int, block: int) -> tuple[Tensor, Tensor]:
-    """(positions [N, A·B], visible [N, 1, A·B, T + A·B]) of blocks at anchors [N, A] behind T = width context rows.
-
-    A block sees the context before its anchor and itself.
-    """
-    count, anchors = anchor.shape
-    positions = anchor[:, :, None] + torch.arange(block, device=anchor.device)
-    before = (torch.arange(width, device=anchor.device) < anchor[:, :, None]).repeat_interleave(block, 1)
-    owner = torch.arange(anchors, device=anchor.device).repeat_interleave(block)
-    own = (owner[:, None] == owner).expand(count, -1, -1)
-    return positions.view(count, -1), torch.cat([before, own], -1)[:, None]
-
-
 def make_blocks(data: DraftSet, chosen: Any, settings: DrafterSettings, generator: torch.Generator) -> Blocks:
     """Blocks at random anchors in the answers of the chosen sequences."""
     anchors, block, count = settings.anchors, settings.block, len(chosen)
@@ -85,8 +72,8 @@ def make_blocks(data: DraftSet, chosen: Any, settings: DrafterSettings, generato
     span = (lengths - 1 - prompts).clamp(min=1)
     anchor = prompts[:, None] + (torch.rand(count, anchors, generator=generator) * span[:, None]).long()
     anchor = anchor.clamp(max=width - 2)
-    positions, visible = lay_out(anchor, width, block)
-    places = positions.view(count, anchors, block)[:, :, 1:]
+    positions = anchor[:, :, None] + torch.arange(block)
+    places = positions[:, :, 1:]
     valid, reachable = places < lengths[:, None, None], places.clamp(max=width - 1).reshape(count, -1)
     inputs = torch.full((count, anchors, block), MASK)
     inputs[:, :, 0] = ids.gather(1, anchor)
@@ -95,8 +82,8 @@ def make_blocks(data: DraftSet, chosen: Any, settings: DrafterSettings, generato
     return Blocks(
         taps=padded(data.taps, torch.float32),
         ids=inputs.view(count, -1),
-        positions=positions,
-        visible=visible,
+        positions=positions.view(count, -1),
+        anchor=anchor,
         labels=ids.gather(1, reachable).view(count, anchors, block - 1),
         valid=valid,
         final=final.gather(1, predicting).view(count, anchors, block - 1, -1),
@@ -108,7 +95,7 @@ def draft_logits(model: Drafter, target: Target, blocks: Blocks, block: int) -> 
     """Logits [N, A, B-1, V] of the masked positions."""
     count, dtype = len(blocks.ids), model.fc.weight.dtype
     context = model.context(blocks.taps.to(dtype), torch.arange(blocks.taps.shape[1]))
-    hidden = model(target.embed_tokens(blocks.ids).to(dtype), blocks.positions, context, blocks.visible)
+    hidden = model(target.embed_tokens(blocks.ids).to(dtype), blocks.positions, context, blocks.anchor)
     return target.head(hidden.view(count, -1, block, hidden.shape[-1])[:, :, 1:].to(target.norm.weight.dtype)).float()
 
 

@@ -121,6 +121,11 @@ class Worker:
     def elapsed_s(self) -> float:
         return time.time() - self.began
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the schedule has come to its end."""
+        return self.rates.progress(self.steps, self.elapsed_s) >= 1
+
     def _gradient(self, p: nn.Parameter) -> Tensor:
         return self.shared.gradients[:, self.places[id(p)]].sum(0).view_as(p)
 
