@@ -102,7 +102,8 @@ class OnnxRuntimeGraph(Graph):
         )
         if experts.normalised:
             return mixed
-        # The kernel's weights that are not divided by their sum were right alone and wrong within a network (1.31).
+        # Without normalize_routing_weights the kernel (1.31) zeroes its result before it reads x. Where nothing uses x
+        # later, the runtime keeps both in one buffer, and the mixture is 0. With it the kernel copies x first.
         shares = self.op("Softmax", [logits], [f"{out}.shares"], axis=-1)
         count = self.constant(f"top.{experts.per_token}", np.array([experts.per_token], np.int64))
         self.op("TopK", [shares, count], [f"{out}.largest", f"{out}.chosen"], axis=-1, largest=1, sorted=1)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ddtree_trt.build.checkpoint.config import ModelConfig, transformer_dims
 from ddtree_trt.build.checkpoint.gguf.files import GgufFiles
+from ddtree_trt.build.checkpoint.gguf.rope import DIVISORS, SCALING, rope_scaling
 from ddtree_trt.models.decoder import (
     Part,
     TransformerDims,
@@ -26,7 +27,7 @@ from ddtree_trt.models.families import CONFIG_NAMES, FAMILIES, Family, titles
 from ddtree_trt.reading import Between, Fields, shown
 
 ARCHITECTURE = "general.architecture"
-_EMBEDDING, _HEAD, _ROPE_FACTORS = "token_embd.weight", "output.weight", "rope_freqs.weight"
+_EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
 # Field of `TransformerDims` → its key behind the architecture's name. The vocabulary is the embedding's.
 _KEYS: Mapping[str, str] = {
@@ -41,7 +42,6 @@ _KEYS: Mapping[str, str] = {
     "max_positions": "context_length",
 }
 _ROTARY_KEYS = ("attention.value_length", "rope.dimension_count")  # must be what the size of a head is
-_SCALING = "rope.scaling."
 _ROPE_THETA = 10000.0  # where the file does not say, as in llama.cpp
 # Keys that change nothing → the values with which they do not; none: whatever they say.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -80,8 +80,9 @@ def read_gguf_config(files: GgufFiles) -> ModelConfig:
     family = _family(metadata)
     architecture = family.model_type
     _refuse_others(metadata, architecture)
-    entries = {CONFIG_NAMES[field]: value for field, value in _sizes(files, architecture).items()}
-    entries |= _rope_scaling(files, architecture)
+    sizes = _sizes(files, architecture)
+    entries = {CONFIG_NAMES[field]: value for field, value in sizes.items()}
+    entries |= rope_scaling(files, architecture, sizes["head_dim"], sizes["rope_theta"])
     dims = transformer_dims(Fields(entries, metadata.source), family)
     token = Between(0, dims.vocab_size - 1)
     stops = [metadata.integer(key, token) for key in _STOP_TOKENS if metadata.has(key)]
@@ -110,27 +111,10 @@ def _refuse_others(metadata: Fields, architecture: str) -> None:
     for key, value in metadata.data.items():
         if not key.startswith(f"{architecture}.") or key in read or value in neutral.get(key, ()):
             continue
-        if key.startswith(f"{architecture}.{_SCALING}"):
-            continue  # `_rope_scaling` looks at these
+        if key.startswith(f"{architecture}.{SCALING}"):
+            continue  # `rope_scaling` looks at these
         only = f"; only {neutral[key][0]!r} is" if key in neutral else ""
         raise metadata.fault(key, f"is {shown(value)}, which is not implemented{only}")
-
-
-def _rope_scaling(files: GgufFiles, architecture: str) -> dict[str, Any]:
-    """What config.json would say of scaled positions, in whichever of GGUF's ways the file says it: keys of the
-    metadata (linear, yarn), or a tensor of divisors of the frequencies (Llama 3.1's).
-
-    Raises CheckpointError where there is any scaling: none is implemented.
-    """
-    metadata, prefix = files.metadata, f"{architecture}.{_SCALING}"
-    given = {key: value for key, value in metadata.data.items() if key.startswith(prefix)}
-    kind = given.get(f"{prefix}type", "linear")  # what a factor without a type is
-    if given and kind != "none" and given.get(f"{prefix}factor") not in (0, 1):
-        key = f"{prefix}type" if f"{prefix}type" in given else min(given)
-        raise metadata.fault(key, f"is {shown(given[key])}, and scaled positions are not implemented")
-    if _ROPE_FACTORS in files.tensors and (files.read(_ROPE_FACTORS) != 1).any():
-        raise metadata.source.fault(f"{_ROPE_FACTORS} scales positions, which is not implemented")
-    return {}
 
 
 def _sizes(files: GgufFiles, architecture: str) -> dict[str, Any]:
@@ -179,8 +163,8 @@ def gguf_names(dims: TransformerDims, *, tied: bool) -> dict[str, str]:
 
 
 def unused_names(files: GgufFiles) -> set[str]:
-    """Tensors that a file may have besides: the rotary embedding's, which were found to change nothing."""
-    return {_ROPE_FACTORS} & set(files.tensors)
+    """Tensors that a file may have besides: the rotary embedding's, which is part of the configuration."""
+    return {DIVISORS} & set(files.tensors)
 
 
 def read_tensor(files: GgufFiles, name: str, dims: TransformerDims) -> NDArray[np.float32]:
