@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from in_place import InPlaceEngine
 from scripted import ScriptedEngine, generate, verbs
 from scripted_models import Adversarial, Drafter, Good, MarkovTarget, Useless
 
+from ddtree_trt.runtime.decoding.budget import FixedBudget
 from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.tree import DraftTree
 
 PROMPT = (1, 2)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -53,6 +56,23 @@ def test_what_is_foreseen_costs_no_rounds() -> None:
         rounds.append(verbs(engine)["verify"])
     assert isinstance(engine, InPlaceEngine) and engine.foreseen_tokens > 5
     assert rounds[0] <= rounds[1] <= rounds[0] + 1
+
+
+def test_a_budget_is_shown_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one in which a foreseen token was not confirmed: its draft was for nothing, and is no evidence."""
+    shown: list[tuple[list[int], bool]] = []
+
+    def observe(budget: FixedBudget, tree: DraftTree, path: np.ndarray, token: int, *, ends: bool = False) -> None:
+        shown.append((path.tolist(), ends))
+
+    monkeypatch.setattr(FixedBudget, "observe", observe)
+    target = MarkovTarget(vocab_size=7, seed=1)
+    engine = InPlaceEngine(target, Good(target))
+    generate(engine, PROMPT, SamplingParams(method="ddtree", tree_budget=8, max_tokens=60, seed=2, temperature=1.0))
+    assert len(shown) == verbs(engine)["verify"]
+    assert all(path[0] == 0 for path, _ in shown)
+    unconfirmed = [path for path, ends in shown[:-1] if ends]
+    assert unconfirmed and all(path == [0] for path in unconfirmed)
 
 
 def test_chains_leave_nothing_to_foresee() -> None:
