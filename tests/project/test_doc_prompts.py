@@ -27,7 +27,7 @@ def chat(messages: list[dict[str, str]]) -> Prompt:
 
 
 def in_shell(block: str) -> Iterator[Prompt]:
-    """Prompts of `run` commands, but for engines that are said to be others, and of the JSON that curl sends. An ellipsis
+    """Prompts of `run` commands, but for other engines than the tiny pair's, and of the JSON that curl sends. An ellipsis
     is nobody's prompt."""
     joined = block.replace("\\\n", " ")
     for line in joined.splitlines():
