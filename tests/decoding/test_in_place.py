@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,11 +24,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "logit_bias": {0: 1.5}},
     "stopped": {"temperature": 1.0, "stop_token_ids": (5,)},
 }
-DRAFTERS = {"good": Good, "adversarial": Adversarial, "useless": lambda target: Useless(target.vocab_size)}
+DRAFTERS: dict[str, Callable[[MarkovTarget], Drafter]] = {
+    "good": Good,
+    "adversarial": Adversarial,
+    "useless": lambda target: Useless(target.vocab_size),
+}
 
 
 def drafter(name: str, target: MarkovTarget) -> Drafter:
-    return DRAFTERS[name](target)  # type: ignore[no-any-return, operator]
+    return DRAFTERS[name](target)
 
 
 @pytest.mark.parametrize("batch", [1, 3])

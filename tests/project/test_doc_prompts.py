@@ -27,8 +27,8 @@ def chat(messages: list[dict[str, str]]) -> Prompt:
 
 
 def in_shell(block: str) -> Iterator[Prompt]:
-    """Prompts of `run` commands, but for other engines than the tiny pair's, and of the JSON that curl sends. An ellipsis
-    is nobody's prompt."""
+    """Prompts of `run` commands, but for other engines than the tiny pair's, and of the JSON that curl sends. An
+    ellipsis is nobody's prompt."""
     joined = block.replace("\\\n", " ")
     for line in joined.splitlines():
         line = line.removeprefix("$ ").strip()
