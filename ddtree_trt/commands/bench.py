@@ -11,6 +11,7 @@ from typer.core import TyperGroup
 
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.bench.settings import DEVICE_ROUNDS_MEASURED, RANDOM_BACKENDS, BenchSettings, Shard
+from ddtree_trt.commands.options import Exact
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import BASELINES, METHODS
 from ddtree_trt.terminal import printing as terminal
@@ -84,6 +85,7 @@ def run(
     ] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help=f"Default {_DEFAULT.seed}.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads, of peers too; 0 chooses.")] = None,
+    exact: Exact = _DEFAULT.exact,
     shard: Annotated[str | None, typer.Option(metavar="I/N", help="Measure one part of the prompts.")] = None,
     peer: Annotated[
         list[str] | None,
@@ -153,6 +155,7 @@ def run(
         "repeats": repeats,
         "seed": seed,
         "threads": threads,
+        "exact": exact,
         "peers": tuple(peer) if peer else None,
         "checkpoint": checkpoint,
         "drafter": drafter,

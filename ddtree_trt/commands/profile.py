@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddtree_trt.artifact.progress import Progress
-from ddtree_trt.commands.options import AsJson, EngineDirectory, Threads
+from ddtree_trt.commands.options import AsJson, EngineDirectory, Exact, Threads
 from ddtree_trt.terminal import printing as terminal
 
 if TYPE_CHECKING:
@@ -17,23 +17,26 @@ if TYPE_CHECKING:
 def profile(
     engine_dir: EngineDirectory,
     threads: Threads = 0,
+    exact: Exact = None,
     json: AsJson = False,
 ) -> None:
     """Measure an engine's latencies on this machine again and store them with it."""
     with terminal.progress_bars() as progress:
-        measured = measure_engine(engine_dir, progress, threads=threads)
+        measured = measure_engine(engine_dir, progress, threads=threads, exact=exact)
     if json:
         terminal.print_json(dataclasses.asdict(measured))
     else:
         terminal.print_profile(measured)
 
 
-def measure_engine(engine_dir: Path, progress: Progress, *, threads: int = 0) -> LatencyProfile:
+def measure_engine(
+    engine_dir: Path, progress: Progress, *, threads: int = 0, exact: bool | None = None
+) -> LatencyProfile:
     """Load the engine, measure it, and store the profile in its directory."""
     from ddtree_trt.runtime.decoding.latency import measure_and_store
     from ddtree_trt.runtime.engines.load import open_engine
 
-    engine = open_engine(engine_dir, threads=threads)
+    engine = open_engine(engine_dir, threads=threads, exact=exact)
     try:
         return measure_and_store(engine_dir, engine, progress)
     finally:

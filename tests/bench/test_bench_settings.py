@@ -90,6 +90,7 @@ def test_a_shard_that_is_none_is_refused(text: str) -> None:
         ({"backend": "tensorrt", "random_weights": True}, "backend must be one of onnxruntime, torch"),
         ({"backend": "torch", "random_weights": True, "peers": ("hf",)}, "hf cannot load random weights"),
         ({"precision": "int8"}, "int8 is for random weights"),
+        ({"backend": "torch", "random_weights": True, "exact": True}, "exact can be chosen for .* onnxruntime"),
         ({"precision": "int9", "random_weights": True}, "precision must be one of auto, fp32, fp16, bf16, int8"),
         ({"device_rounds": "both", "budgets": ("auto",)}, "is for method ddtree with a number as its budget"),
         ({"device_rounds": "on", "methods": ("dflash",)}, "is for method ddtree with a number as its budget"),

@@ -12,6 +12,7 @@ import typer
 from bench_results import make_result, make_sample
 from typer.testing import CliRunner
 
+from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.bench.pairs.random_pair import SHAPES
 from ddtree_trt.bench.paper_datasets import PAPER_SETS
 from ddtree_trt.bench.peers.registry import HELP
@@ -20,6 +21,7 @@ from ddtree_trt.bench.settings import Shard
 from ddtree_trt.cli import Commands
 from ddtree_trt.commands import bench
 from ddtree_trt.commands.check import check
+from ddtree_trt.runtime.decoding.latency import fingerprint
 
 app = typer.Typer(cls=Commands, pretty_exceptions_enable=False)
 app.add_typer(bench.app, name="bench")
@@ -50,6 +52,16 @@ def test_a_run_is_shown_and_kept(tiny_engine: Path, tmp_path: Path) -> None:
     assert result.prompt_count == 2
     assert "| ddtree@4 |" in (tmp_path / "r.md").read_text()
     assert r"\begin{tabular}" in (tmp_path / "r.tex").read_text()
+
+
+def test_a_run_measures_the_exact_engine_or_the_other(tiny_engine: Path) -> None:
+    fingerprints = {}
+    for option, exact in (("--exact", True), ("--no-exact", False)):
+        code, out, _ = call("bench", tiny_engine, *QUICK, option, "--json", "-")
+        result = json.loads(out)
+        assert (code, result["settings"]["exact"]) == (0, exact)
+        fingerprints[exact] = result["engine"]["fingerprint"]
+    assert fingerprints[True] != fingerprints[False] == fingerprint(load_manifest(tiny_engine), 1)
 
 
 def test_json_on_stdout_is_nothing_but_json(tiny_engine: Path) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from in_place import InPlaceEngine
 from scripted import ScriptedEngine, generate, verbs
 from scripted_models import Adversarial, Drafter, Good, MarkovTarget, Useless
 
+from ddtree_trt.runtime.decoding.budget import FixedBudget
 from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.tree import DraftTree
 
 PROMPT = (1, 2)
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -20,11 +24,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "penalties": {"repetition_penalty": 1.4, "frequency_penalty": 0.5, "logit_bias": {0: 1.5}},
     "stopped": {"temperature": 1.0, "stop_token_ids": (5,)},
 }
-DRAFTERS = {"good": Good, "adversarial": Adversarial, "useless": lambda target: Useless(target.vocab_size)}
+DRAFTERS: dict[str, Callable[[MarkovTarget], Drafter]] = {
+    "good": Good,
+    "adversarial": Adversarial,
+    "useless": lambda target: Useless(target.vocab_size),
+}
 
 
 def drafter(name: str, target: MarkovTarget) -> Drafter:
-    return DRAFTERS[name](target)  # type: ignore[no-any-return, operator]
+    return DRAFTERS[name](target)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -53,6 +61,23 @@ def test_what_is_foreseen_costs_no_rounds() -> None:
         rounds.append(verbs(engine)["verify"])
     assert isinstance(engine, InPlaceEngine) and engine.foreseen_tokens > 5
     assert rounds[0] <= rounds[1] <= rounds[0] + 1
+
+
+def test_a_budget_is_shown_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one in which a foreseen token was not confirmed: its draft was for nothing, and is no evidence."""
+    shown: list[tuple[list[int], bool]] = []
+
+    def observe(budget: FixedBudget, tree: DraftTree, path: np.ndarray, token: int, *, ends: bool = False) -> None:
+        shown.append((path.tolist(), ends))
+
+    monkeypatch.setattr(FixedBudget, "observe", observe)
+    target = MarkovTarget(vocab_size=7, seed=1)
+    engine = InPlaceEngine(target, Good(target))
+    generate(engine, PROMPT, SamplingParams(method="ddtree", tree_budget=8, max_tokens=60, seed=2, temperature=1.0))
+    assert len(shown) == verbs(engine)["verify"]
+    assert all(path[0] == 0 for path, _ in shown)
+    unconfirmed = [path for path, ends in shown[:-1] if ends]
+    assert unconfirmed and all(path == [0] for path in unconfirmed)
 
 
 def test_chains_leave_nothing_to_foresee() -> None:

@@ -27,7 +27,8 @@ def chat(messages: list[dict[str, str]]) -> Prompt:
 
 
 def in_shell(block: str) -> Iterator[Prompt]:
-    """Prompts of `run` commands and of the JSON that curl sends. An ellipsis is nobody's prompt."""
+    """Prompts of `run` commands, but for other engines than the tiny pair's, and of the JSON that curl sends. An
+    ellipsis is nobody's prompt."""
     joined = block.replace("\\\n", " ")
     for line in joined.splitlines():
         line = line.removeprefix("$ ").strip()
@@ -36,7 +37,7 @@ def in_shell(block: str) -> Iterator[Prompt]:
             for key in ("messages", "text_input", "prompt"):
                 if key in body:
                     yield chat(body[key]) if key == "messages" else body[key]
-        elif re.search(r"ddtree-trt run ", line):
+        elif re.search(r"ddtree-trt run (?!engines/(?!tiny\b))", line):
             for option in re.finditer(r"(?:--prompt|-p)[ =](\"[^\"]*\"|'[^']*'|\S+)", line):
                 if (text := option[1].strip("\"'")) != "…" and "$" not in text:
                     yield (("user", text),)

@@ -139,11 +139,13 @@ class _SlotRound:
                 s.on_round(Round(self.root_token, self.tree, path, s.bonus_token, s.budget.last))
 
     def _observe(self, result: Walk) -> None:
-        """Show the budget the walk below the node that was drafted behind, if it came there."""
+        """Show the budget the walk below the node that was drafted behind. If the walk did not come there, nothing was
+        gained, and nothing is known of the draft."""
         s, skipped = self.sequence, len(self.foreseen)
-        if len(result.path) > skipped:
-            latest = result.foreseen[-1] if result.foreseen else s.bonus_token
-            s.budget.observe(self.proposal.tree, result.path[skipped:] - skipped, latest, ends=s.finished)
+        arrived = len(result.path) > skipped
+        path = result.path[skipped:] - skipped if arrived else result.path[:1]
+        latest = result.foreseen[-1] if result.foreseen else s.bonus_token
+        s.budget.observe(self.proposal.tree, path, latest, ends=s.finished or not arrived)
 
 
 def decode_round(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from scripted import ScriptedEngine
@@ -16,14 +17,14 @@ class InPlaceEngine(ScriptedEngine):
     """Of the other rows one in `wrong_every` is wrong, with 0 none. They may not be committed; tokens that are foreseen
     must begin the next tree."""
 
-    def __init__(self, target: Target, drafter: Drafter, *, wrong_every: int = 3, **options: int) -> None:
+    def __init__(self, target: Target, drafter: Drafter, *, wrong_every: int = 3, **options: Any) -> None:
         super().__init__(target, drafter, **options)
         self.foreseen_tokens = 0
         self._wrong_every = wrong_every
         self._ahead: dict[int, list[int]] = {}  # by slot: tokens the drafter has seen and the cache does not hold
         self._last: dict[int, tuple[TokenTree, int]] = {}  # by slot: the last tree, and how many nodes were committed
 
-    def foresee(self, slot: int, nodes: Array) -> None:  # type: ignore[override]
+    def foresee(self, slot: int, nodes: Array) -> None:
         tree, committed = self._last[slot]
         assert nodes[0] >= committed and (np.diff(nodes) > 0).all()
         self._ahead[slot] = tree.token_ids[nodes].tolist()
