@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
-from ddtree_trt.build.backends.tensorrt.gpus import KINDS
 from ddtree_trt.build.backends.tensorrt.machine import BELOW, LOWEST, LOWEST_FP8_SM
 from ddtree_trt.build.outline import Pair
 from ddtree_trt.device.gpus import Gpu
+from ddtree_trt.device.rtx_kinds import KINDS
 from ddtree_trt.device.survey import CUDA, CUDA_PYTHON, DRIVER, TENSORRT, TENSORRT_RTX, Survey
 from ddtree_trt.errors import install_with
 from ddtree_trt.plugins import HEAD_DIMS, LOWEST_SM, library

@@ -24,6 +24,7 @@ from ddtree_trt.build.backends.tensorrt import gpus, rtx
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.device.buffers import ALIGNMENT, CacheShape
 from ddtree_trt.device.gpus import Gpu
+from ddtree_trt.device.rtx_kinds import KINDS
 from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.errors import BuildError, MissingDependency, UsageError
 
@@ -166,7 +167,7 @@ def test_the_kinds_an_engine_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kinds_are_those_of_the_product() -> None:
     real = {name for name in vars(import_tensorrt(rtx=True).ComputeCapability) if name.startswith("SM")}
-    assert {name.upper() for name in gpus.KINDS} | {"SM75"} == real
+    assert {name.upper() for name in KINDS} | {"SM75"} == real
 
 
 @pytest.mark.parametrize(

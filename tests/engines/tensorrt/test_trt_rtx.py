@@ -57,6 +57,9 @@ def test_a_gpu_the_plans_are_not_for(machine: Machine) -> None:
     machine.cuda.sm = 86
     rebuild = "--gpu sm89 --gpu sm120 --gpu sm86"
     refused(machine, ArtifactError, "a GPU of sm89 or sm120", "found sm_86 (Pretended GPU)", rebuild)
+    machine.cuda.sm = 90
+    message = refused(machine, ArtifactError, "found sm_90 (Pretended GPU)", "use --backend tensorrt")
+    assert "rebuild with" not in message, "the build would refuse it"
     machine.cuda.sm = 120
     open_engine(machine.directory).close()
 

@@ -14,10 +14,11 @@ from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import BuilderOptions, Written
 from ddtree_trt.build.backends.tensorrt.backend import plans_on_disk
-from ddtree_trt.build.backends.tensorrt.gpus import KINDS, kinds_here, named_kinds
+from ddtree_trt.build.backends.tensorrt.gpus import kinds_here, named_kinds
 from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, check_layers, check_release
 from ddtree_trt.device.buffers import with_aligned_slots
 from ddtree_trt.device.gpus import find_gpus
+from ddtree_trt.device.rtx_kinds import KINDS
 from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import TransformerDims
