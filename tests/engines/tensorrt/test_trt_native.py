@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_builds import PACKAGED
 from fake_trt_engine import FORMS, LIMITS, Lowerings, Machine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,9 +27,7 @@ from ddtree_trt.runtime.engines.tensorrt.neighbours import with_idle_trees
 def lowerings(
     small_engine: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Lowerings:
-    folder = tmp_path_factory.mktemp("lowered")
-    form = FORMS[request.param]
-    return Lowerings(folder, PACKAGED / "target", PACKAGED / "drafter", small_engine, LIMITS, "fp32", form)
+    return Lowerings.packaged(tmp_path_factory.mktemp("lowered"), small_engine, FORMS[request.param])
 
 
 @pytest.fixture

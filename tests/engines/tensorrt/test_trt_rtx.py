@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_builds import PACKAGED
-from fake_trt_engine import LIMITS, RTX, Lowerings, Machine, installed
+from fake_trt_engine import RTX, Lowerings, Machine, installed
 from fake_trt_runtime import VERSION
 
 from ddtree_trt.artifact import files as artifact
@@ -23,7 +22,7 @@ from ddtree_trt.runtime.engines.load import open_engine
 @pytest.fixture(scope="module")
 def lowerings(small_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Lowerings:
     folder = tmp_path_factory.mktemp("lowered")
-    return Lowerings(folder, PACKAGED / "target", PACKAGED / "drafter", small_engine, LIMITS, "fp16", RTX)
+    return Lowerings.packaged(folder, small_engine, RTX, "fp16")
 
 
 @pytest.fixture

@@ -70,8 +70,9 @@ def test_a_path_that_exists_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_a_pair_of_the_hub(hub: list[tuple[str, str | None]], tmp_path: Path, cli: Cli) -> None:
     code, _, err = cli("build", "--checkpoint", "mine/target@main", "--drafter", "mine/drafter", "--no-profile")
-    assert (code, err) == (0, "")
-    assert hub == [("mine/target", "main"), ("mine/drafter", None)]
+    assert code == 0 and err.startswith("backend onnxruntime: ")
+    # Both configurations, then what is needed of the rest.
+    assert hub == [("mine/target", "main"), ("mine/drafter", None)] * 2
     manifest = load_manifest(Path("engines/target"))  # the engine's name is the repository's
     assert (manifest.target.name, manifest.target.revision) == ("mine/target", COMMIT)
     assert (manifest.drafter.name, manifest.drafter.revision) == ("mine/drafter", OTHER)
