@@ -11,7 +11,6 @@ import pytest
 from hypothesis import HealthCheck, settings
 from sharing import build_once, free_bytes, worker_count
 
-import ddtree_trt
 from ddtree_trt.build import compile as compiling
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.commands.profile import measure_engine
@@ -25,8 +24,7 @@ if TYPE_CHECKING:
 
     from ddtree_trt.runtime.engines.base import Engine
 
-PLAN_BYTES = "plan_bytes"  # property of a test that had a plan built by the real builder
-PACKAGED = Path(ddtree_trt.__file__).parent / "assets" / "tiny"
+PLAN_BYTES = "plan_bytes"  # property of a test for each plan that the real builder wrote
 
 # How long an example takes says how busy the machine is, and nothing about the property.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -37,6 +35,17 @@ settings.load_profile("any machine")
 def pytest_xdist_auto_num_workers() -> int:
     """What `-n auto` stands for. The environments of tests that run alone have no pytest-xdist."""
     return worker_count(len(os.sched_getaffinity(0)), free_bytes())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Record every plan that a test marked `rtx` has the real builder write in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        if item.get_closest_marker("rtx"):
+            from real_builder import record_plans
+
+            record_plans(patch, lambda size: item.user_properties.append((PLAN_BYTES, size)))
+        return (yield)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -103,10 +112,9 @@ def lowerings(
     small_engine: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Lowerings:
     """In every form of a TensorRT engine."""
-    from fake_trt_engine import FORMS, LIMITS, Lowerings
+    from fake_trt_engine import FORMS, Lowerings
 
-    folder, form = tmp_path_factory.mktemp("lowered"), FORMS[request.param]
-    return Lowerings(folder, PACKAGED / "target", PACKAGED / "drafter", small_engine, LIMITS, "fp32", form)
+    return Lowerings.packaged(tmp_path_factory.mktemp("lowered"), small_engine, FORMS[request.param])
 
 
 @pytest.fixture

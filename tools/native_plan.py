@@ -16,6 +16,7 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,18 @@ from numpy.typing import NDArray
 from onnx import ModelProto
 
 from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.artifact.progress import no_progress
 from ddtree_trt.bench.pairs.random_pair import SHAPES, PairShape
-from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions, unfused_attention
-from ddtree_trt.build.backends.tensorrt.profiles import drafter_sizes, profile, target_sizes
+from ddtree_trt.build.backends.base import BuilderOptions
+from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions
+from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
+from ddtree_trt.build.backends.tensorrt.profiles import covering, drafter_sizes, profile, target_sizes
 from ddtree_trt.build.graph.lowering_native import ATTENTION, NativeGraph
 from ddtree_trt.build.graph.networks import build_drafter_graph, build_target_graph
 from ddtree_trt.build.graph.ops import Sink
 from ddtree_trt.build.graph.weights import WeightFile
-from ddtree_trt.device.packages import import_package
-from ddtree_trt.device.tensorrt_library import make_log
+from ddtree_trt.device.rtx_kinds import KINDS
+from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.models.decoder import language_model_shapes
 from ddtree_trt.models.drafters.dflash import dflash_shapes
 
@@ -89,28 +93,16 @@ def lowered(sink: Sink, network: str, shape: PairShape, layers: int | None, floa
 
 
 def compiled(path: Path, model: ModelProto, drafter: PairShape | None) -> int:
-    """Bytes of the plan, both profiles in it. Raises SystemExit with the builder's reasons."""
-    trt = import_package("tensorrt_rtx_bindings")
-    log = make_log(trt)
-    builder = trt.Builder(log)
-    network = builder.create_network(0)
-    parser = trt.OnnxParser(network, log)
-    if not parser.parse_from_file(str(path)):
-        raise SystemExit(log.words())
-    attentions = [node.output[0] for node in model.graph.node if node.op_type == ATTENTION]
-    mend_attentions(trt, network, path.stem, attentions)
-    config = builder.create_builder_config()
-    config.max_aux_streams = 0
-    config.set_flag(trt.BuilderFlag.TF32)
-    for sizes in drafter_sizes(LIMITS, drafter.block_size) if drafter else target_sizes(LIMITS):
-        shapes = builder.create_optimization_profile()
-        for tensor, (smallest, tuned, largest) in profile(model.graph.input, sizes).items():
-            shapes.set_shape(tensor, smallest, tuned, largest)
-        config.add_optimization_profile(shapes)
-    plan = builder.build_serialized_network(network, config)
-    if plan is None:
-        raise SystemExit(unfused_attention(trt, network, log.words()) or log.words())
-    return int(plan.nbytes)
+    """Bytes of the plan, as `build --backend tensorrt-rtx` compiles it for every kind of GPU. Raises BuildError with
+    the builder's reasons."""
+    trt = import_tensorrt(rtx=True)
+    builder = EngineBuilder(trt, f"TensorRT for RTX {trt.__version__}", BuilderOptions(), no_progress, gpus=[*KINDS])
+    sizes = covering(drafter_sizes(LIMITS, drafter.block_size) if drafter else target_sizes(LIMITS))
+    attentions = [node.name for node in model.graph.node if node.op_type == ATTENTION]
+    plan = path.with_suffix(".plan")
+    finish = partial(mend_attentions, name=path.stem, attentions=attentions)
+    builder.build(path.stem, path, plan, [profile(model.graph.input, sizes)], finish)
+    return plan.stat().st_size
 
 
 if __name__ == "__main__":

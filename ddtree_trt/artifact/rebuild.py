@@ -25,8 +25,8 @@ def rebuild_command(directory: Path, manifest: Manifest, *gpus: str) -> str:
         words += [f"--{name.replace('_', '-')}", str(value)] if value != getattr(Limits, name) else []
     for name, value in manifest.chat_template_args.items():
         words += ["--chat-template-arg", f"{name}={json.dumps(value)}"]
-    if (manifest.backend, manifest.precision) != ("onnxruntime", "fp32"):  # the defaults
-        words += ["--backend", manifest.backend, "--precision", manifest.precision]
+    # Always named: what a build takes by itself depends on the machine.
+    words += ["--backend", manifest.backend, "--precision", manifest.precision]
     words += _plan_options(manifest, gpus)
     if directory.absolute() != (ENGINES / manifest.name).absolute():
         words += ["--output", str(directory)]

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
-from ddtree_trt.build.backends.tensorrt.gpus import KINDS
+from ddtree_trt.build.backends.tensorrt import rtx
 from ddtree_trt.build.backends.tensorrt.machine import BELOW, LOWEST, LOWEST_FP8_SM
 from ddtree_trt.build.outline import Pair
 from ddtree_trt.device.gpus import Gpu
+from ddtree_trt.device.rtx_kinds import KINDS
 from ddtree_trt.device.survey import CUDA, CUDA_PYTHON, DRIVER, TENSORRT, TENSORRT_RTX, Survey
 from ddtree_trt.errors import install_with
 from ddtree_trt.plugins import HEAD_DIMS, LOWEST_SM, library
@@ -87,7 +88,7 @@ def _tensorrt(survey: Survey, pair: Pair | None, wanted: Wanted) -> Obstacle | N
         or _of_fp8(survey, pair)
         or _of_driver(survey)
         or _of_packages(survey, "tensorrt", TENSORRT, CUDA_PYTHON)
-        or _of_release(survey)
+        or _of_release(survey, TENSORRT, "tensorrt", LOWEST, BELOW)
     )
 
 
@@ -99,6 +100,7 @@ def _tensorrt_rtx(survey: Survey, pair: Pair | None, wanted: Wanted) -> Obstacle
         or _of_fp8(survey, pair)
         or _of_driver(survey)
         or _of_packages(survey, "tensorrt-rtx", TENSORRT_RTX, CUDA_PYTHON)
+        or _of_release(survey, TENSORRT_RTX, "tensorrt-rtx", rtx.LOWEST, rtx.BELOW)
     )
 
 
@@ -187,10 +189,12 @@ def _of_packages(survey: Survey, extra: str, *modules: str) -> Obstacle | None:
     return None
 
 
-def _of_release(survey: Survey) -> Obstacle | None:
-    version = survey.version(TENSORRT) or ""
+def _of_release(
+    survey: Survey, module: str, backend: BackendName, lowest: tuple[int, int], below: tuple[int, int]
+) -> Obstacle | None:
+    version = survey.version(module) or ""
     numbers = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
-    if LOWEST <= tuple(numbers) < BELOW:
+    if lowest <= tuple(numbers) < below:
         return None
-    wanted = f"{'.'.join(map(str, LOWEST))} or newer below {BELOW[0]}"
-    return Obstacle(f"TensorRT must be {wanted}, not {version}; {install_with('tensorrt')}", removable=True)
+    wanted = f"{'.'.join(map(str, lowest))} or newer below {below[0]}"
+    return Obstacle(f"{_SOFTWARE[backend]} must be {wanted}, not {version}; {install_with(backend)}", removable=True)

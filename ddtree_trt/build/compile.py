@@ -15,7 +15,7 @@ from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.files import ENGINES
 from ddtree_trt.artifact.limits import BUDGETS, SLOTS
 from ddtree_trt.artifact.manifest import SCHEMA_VERSION, Limits, Manifest, parse_manifest
-from ddtree_trt.artifact.precisions import BackendName, PrecisionName
+from ddtree_trt.artifact.precisions import PRECISIONS, BackendName, PrecisionName
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.template_arguments import OPTION, check_arguments, template_variables, thinking_note
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
@@ -26,6 +26,7 @@ from ddtree_trt.build.directory import atomic_directory, describe_files, prepare
 from ddtree_trt.build.outline import Pair, outline_pair
 from ddtree_trt.build.presets import PRESETS, Preset, find_preset
 from ddtree_trt.build.sources import Source, locate, named_source
+from ddtree_trt.device.buffers import with_aligned_slots
 from ddtree_trt.device.survey import survey_machine
 from ddtree_trt.errors import BuildError, CheckpointError, UsageError
 from ddtree_trt.models.decoder import POSITIONS
@@ -97,7 +98,7 @@ def compile_engine(
     destination = prepare_destination(request.destination, force=request.force)
     target, drafter = map(_open, given, ("--checkpoint", "--drafter"))
     check_pair(target, drafter)
-    limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend)
+    limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend, precision)
     tokenizer = find_tokenizer(target.path, target.dims.vocab_size)
     template_args = {**(preset.chat_template_args if preset else {}), **request.chat_template_args}
     _check_space(destination, backend.bytes_on_disk(target, drafter, precision))
@@ -124,7 +125,7 @@ def compile_engine(
             drafter_kind=drafter.kind.name,
             target_dims=target.dims,
             drafter_dims=drafter.dims,
-            limits=written.limits or limits,
+            limits=limits,
             stop_token_ids=target.stop_token_ids,
             chat_template_args=template_args,
             toolchain=written.toolchain,
@@ -149,14 +150,15 @@ def choose_build(
 ) -> tuple[BackendBuild, PrecisionName]:
     """The backend's part of the build and its precision; for backend `auto` by what this machine has, and `notice` is
     called with the reason. Raises what `backend_build`, `resolve_precision` and the backend's `check` raise."""
-    name = request.backend
+    name, reason = request.backend, None
     if name == "auto":
         choice = choose_backend(survey_machine(import_modules=True), pair, request.precision)
-        notice(choice.reason)
-        name = choice.backend
+        name, reason = choice.backend, choice.reason
     backend = backend_build(name, request.builder, dry_run=dry_run)
     precision = resolve_precision(backend, request.precision)
     backend.check((pair.target.dims, pair.drafter.dims), precision)
+    if reason:
+        notice(reason)
     return backend, precision
 
 
@@ -214,9 +216,15 @@ def check_numbers(request: BuildRequest) -> None:
 
 
 def resolve_limits(
-    request: BuildRequest, defaults: Limits, target: Network, drafter: Network, backend: BackendBuild
+    request: BuildRequest,
+    defaults: Limits,
+    target: Network,
+    drafter: Network,
+    backend: BackendBuild,
+    precision: PrecisionName,
 ) -> Limits:
-    """The request's limits over the preset's. A default longer than the models' positions is cut, a request refused."""
+    """The request's limits over the preset's. A default longer than the models' positions is cut, a request refused.
+    For native attention a prompt's chunk may become longer by a few rows."""
     positions, model = min((c.dims.max_positions, c.name) for c in (target, drafter))
     wanted = request.max_seq_len
     if wanted is not None and wanted > positions:
@@ -234,6 +242,9 @@ def resolve_limits(
             f"the drafter's block of {block} tokens takes {rows} rows, more than one pass of "
             f"{limits.max_tokens_per_pass}; give --max-tree-budget {rows}"
         )
+    networks = (target.dims, drafter.dims)
+    if backend.attention(networks) == "native":
+        return with_aligned_slots(limits, networks, PRECISIONS[precision].value_bytes)
     return limits
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ddtree_trt.artifact.files import MANIFEST, PROFILE, sha256_file
+from ddtree_trt.artifact.files import MANIFEST, OF_THIS_MACHINE, sha256_file
 from ddtree_trt.artifact.manifest import FileEntry
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import BuildError
@@ -161,7 +161,7 @@ def _replace(temporary: Path, destination: Path, force: bool) -> None:
 
 def describe_files(directory: Path, progress: Progress = no_progress) -> dict[str, FileEntry]:
     """Size and digest of every file in `directory` that a manifest lists, in name order."""
-    paths = [p for p in sorted(directory.iterdir()) if p.name not in (MANIFEST, PROFILE)]
+    paths = [p for p in sorted(directory.iterdir()) if p.name not in (MANIFEST, *OF_THIS_MACHINE)]
     total, done = sum(p.stat().st_size for p in paths), 0
     entries = {}
     for path in paths:

@@ -63,9 +63,11 @@ def dry_run(request: BuildRequest) -> DryRun:
     pair = outline_pair(*sources(request, preset))
     reasons: list[str] = []
     backend, precision = choose_build(request, pair, reasons.append, dry_run=True)
-    limits = resolve_limits(request, preset.limits if preset else Limits(), pair.target, pair.drafter, backend)
+    defaults, networks = preset.limits if preset else Limits(), (pair.target.dims, pair.drafter.dims)
+    limits = resolve_limits(request, defaults, pair.target, pair.drafter, backend, precision)
     weights = pair.weights_bytes(backend.name, precision)
-    memory = plan_engine(backend.name, precision, pair.target.dims, pair.drafter.dims, limits, weights)
+    native = backend.attention(networks) == "native"
+    memory = plan_engine(backend.name, precision, *networks, limits, weights, native=native)
     return DryRun(
         name=request.name,
         backend=backend.name,

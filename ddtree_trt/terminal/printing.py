@@ -84,8 +84,8 @@ def print_fields(fields: Iterable[tuple[str, str]], indent: str = "") -> None:
 
 
 def print_note(line: str) -> None:
-    """Print a line that the user should read before the work goes on."""
-    print(printable(line), flush=True)
+    """Print a line that the user should read before the work goes on; on stderr, since it is no result."""
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def print_built(directory: Path, manifest: Manifest) -> None:

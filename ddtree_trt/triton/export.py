@@ -17,7 +17,7 @@ from pathlib import Path
 from string import Template
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact.files import MANIFEST, PROFILE, sha256_file
+from ddtree_trt.artifact.files import MANIFEST, OF_THIS_MACHINE, PROFILE, sha256_file
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.verify import verify_files
@@ -157,7 +157,7 @@ def _check_untouched(destination: Path) -> None:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BuildError(f"{marker} is damaged ({error!r}); move {destination} away") from error
     engine = destination / VERSION_FOLDER / ENGINE_FOLDER
-    expected = {marker, engine, *(engine / name for name in (MANIFEST, PROFILE))}
+    expected = {marker, engine, *(engine / name for name in (MANIFEST, *OF_THIS_MACHINE))}
     if not engine.is_symlink():
         expected |= {engine / name for name in load_manifest(engine).files}
     for path in sorted(destination.rglob("*")):

@@ -130,13 +130,14 @@ def test_rebuild_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.chdir(tmp_path)
     assert rebuild_command(Path("engines/pair"), make_manifest()) == (
         "ddtree-trt build --target pair --checkpoint org/target@abc --drafter org/drafter@def "
-        "--chat-template-arg enable_thinking=false --force"
+        "--chat-template-arg enable_thinking=false --backend onnxruntime --precision fp32 --force"
     )
     local = CheckpointIdentity("mine", LOCAL, "0" * 64)
     manifest = make_manifest(target=local, drafter=local, limits=Limits(max_seq_len=99), chat_template_args={})
     command = rebuild_command(Path("elsewhere"), manifest)
     assert command == (
-        "ddtree-trt build --target pair --checkpoint DIR --drafter DIR --max-seq-len 99 --output elsewhere --force"
+        "ddtree-trt build --target pair --checkpoint DIR --drafter DIR --max-seq-len 99 --backend onnxruntime "
+        "--precision fp32 --output elsewhere --force"
     )
 
 

@@ -74,14 +74,14 @@ def test_on_the_command_line(pair: tuple[Path, Path], tmp_path: Path, capsys: py
     argument = ["--chat-template-arg", "enable_thinking=false"]
     assert not app([*build, *argument, "--no-profile"], standalone_mode=False)
     built = capsys.readouterr().out.splitlines()
-    assert len(built) == 3 and built[2] == f"next: ddtree-trt run {engine}"
+    assert len(built) == 2 and built[1] == f"next: ddtree-trt run {engine}"
     assert not app(["inspect", str(engine)], standalone_mode=False)
     assert "enable_thinking False" in capsys.readouterr().out
     assert " ".join(argument) in rebuild_command(engine, load_manifest(engine))
     # Without it, one line says which mode a chat runs in.
     assert not app([*build, "--no-profile", "--force"], standalone_mode=False)
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 4 and "thinking" in lines[1] and " ".join(argument) in lines[1]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and "thinking" in lines[1] and " ".join(argument) in lines[1]
     assert (
         app([*build, "--no-profile", "--force", "--chat-template-arg", "enable_thinkin=false"], standalone_mode=False)
         == 2

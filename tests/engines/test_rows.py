@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_builds import PACKAGED, build_torch_engine
+from fake_trt_engine import Lowerings
 from scripted import ScriptedEngine
 from scripted_models import Good, MarkovTarget
 
@@ -22,6 +23,12 @@ BACKENDS = ("onnxruntime", "torch", "tensorrt", "scripted", "forced")
 
 def scripted() -> ScriptedEngine:
     return ScriptedEngine(MarkovTarget(64), Good(MarkovTarget(64)))
+
+
+@pytest.fixture(scope="module")
+def lowerings(small_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Lowerings:
+    """With our plugin alone."""
+    return Lowerings.packaged(tmp_path_factory.mktemp("lowered"), small_engine)
 
 
 @pytest.fixture(params=BACKENDS)

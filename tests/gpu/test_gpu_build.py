@@ -16,6 +16,7 @@ from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt.machine import Machine, examine
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import DDTreeError
+from ddtree_trt.plugins import library
 
 # Slow: a build searches for kernels.
 pytestmark = [pytest.mark.trt, pytest.mark.gpu, pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -52,7 +53,7 @@ def engine(request: pytest.FixtureRequest, built: Path, machine: Machine) -> Ite
     logger = trt.Logger(trt.Logger.ERROR)
     registry = trt.get_plugin_registry()
     if not any(creator.plugin_namespace == "ddtree" for creator in registry.all_creators):
-        registry.load_library(str(machine.plugins))
+        registry.load_library(str(library.find(library.PLUGINS)))
     runtime = trt.Runtime(logger)
     engine = runtime.deserialize_cuda_engine((built / f"{request.param}.plan").read_bytes())
     assert engine is not None

@@ -16,7 +16,7 @@ import ddtree_trt
 PACKAGE = Path(ddtree_trt.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 NATIVE = "ddtree_trt._native"
-HEAVY = {"gguf", "onnx", "onnxruntime", "torch", "tensorrt", "transformers"}
+HEAVY = {"gguf", "onnx", "onnxruntime", "torch", "tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings", "transformers"}
 
 # The rooms that may import a runtime, at any depth: whole packages and single files.
 OWNERS = {
@@ -25,7 +25,9 @@ OWNERS = {
         *("runtime/engines/torch/", "bench/pairs/forced_torch.py", "bench/pairs/random_torch.py"),
         *("bench/reference.py", "bench/peers/hf.py", "bench/peers/reference.py"),
     ),
-    "tensorrt": ("build/backends/tensorrt/plan.py", "device/"),
+    "tensorrt": ("device/",),
+    "tensorrt_rtx": ("device/",),
+    "tensorrt_rtx_bindings": ("device/",),
     "cuda": ("device/",),
     "gguf": ("build/checkpoint/gguf/quantised.py",),
 }

@@ -19,6 +19,7 @@ from ddtree_trt import __version__
 from ddtree_trt.artifact.files import (
     DRAFTER_GRAPH,
     DRAFTER_PLAN,
+    KERNEL_CACHE,
     MANIFEST,
     SHARED_WEIGHTS,
     TARGET_GRAPH,
@@ -139,6 +140,7 @@ def test_exporting_again_replaces_an_export(engine: Path, tmp_path: Path) -> Non
     model = export(engine, tmp_path / "models")
     (model / "1" / "__pycache__").mkdir()
     (model / "1" / "__pycache__" / "model.pyc").write_bytes(b"x")  # as a server leaves it
+    (model / "1" / "engine" / KERNEL_CACHE).write_bytes(b"x")  # as TensorRT for RTX does
     assert export(engine, tmp_path / "models", layout="vllm", link=True) == model
     assert read_config(model).max_batch_size == 0
     assert (model / "1" / "engine").is_symlink()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.artifact.manifest import AttentionName, Limits
 from ddtree_trt.artifact.precisions import BackendName, PrecisionName
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.errors import MAX_COUNT, UsageError, check_range
@@ -61,7 +61,6 @@ class Written:
     toolchain: dict[str, str]
     plugin: dict[str, str] | None = None
     notes: tuple[str, ...] = ()  # lines for the user
-    limits: Limits | None = None  # where they are not those of the request
 
 
 class BackendBuild(Protocol):
@@ -72,6 +71,9 @@ class BackendBuild(Protocol):
 
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         """Raises UsageError for networks that it does not compute in that precision, before any work."""
+
+    def attention(self, networks: Iterable[TransformerDims]) -> AttentionName | None:
+        """What computes the attention of their plans; None for a backend without plans."""
 
     def drafter_rows(self, block: int) -> int:
         """Cache rows that a block drafter's block of `block` tokens takes."""

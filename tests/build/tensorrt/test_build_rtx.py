@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,10 @@ from ddtree_trt.build.backends.tensorrt import gpus, rtx
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.device.buffers import ALIGNMENT, CacheShape
 from ddtree_trt.device.gpus import Gpu
+from ddtree_trt.device.rtx_kinds import KINDS
 from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.errors import BuildError, MissingDependency, UsageError
 
-PLAN = "plan_bytes"  # property of a test's report, as of `real_builder`
 PLANS = ("target.plan", "drafter.plan", "compaction.plan")
 RTX = ["--backend", "tensorrt-rtx"]
 SMALL: dict[str, Any] = {**DIMS, "num_layers": 1}
@@ -58,18 +58,17 @@ def pair(tmp_path: Path) -> list[object]:
 
 
 @pytest.mark.rtx
-def test_the_packaged_pair(cli: Cli, tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+def test_the_packaged_pair(cli: Cli, tmp_path: Path) -> None:
     """The whole command: built, verified, shown, and not overwritten by mistake."""
     engine = tmp_path / "engines" / "tiny"
     code, out, err = cli("build", "--target", "tiny", *RTX, "--output", engine)
     assert code == 0, err
     assert out.startswith(f"built {engine}: tensorrt-rtx bf16, ")
-    assert "latencies are measured when the engine is first opened on a GPU that it is for" in out
+    assert "latencies are measured when the engine is first opened on a GPU that it is for" in err
     manifest = load_manifest(engine)
     verify_files(engine, manifest)
     assert (manifest.backend, manifest.precision, manifest.attention) == ("tensorrt-rtx", "bf16", "native")
     for name in PLANS:
-        record_property("plan_bytes", manifest.files[name].size)
         assert manifest.files[name].size > 100_000
     assert manifest.toolchain["tensorrt-rtx"] == import_tensorrt(rtx=True).__version__
     assert manifest.toolchain["gpus"] == "sm80 sm86 sm89 sm120 sm121", "all that have bf16"
@@ -101,9 +100,7 @@ main()
 
 
 @pytest.mark.rtx
-def test_a_killed_build_and_those_after_it(
-    cli: Cli, pair: list[object], tmp_path: Path, record_property: Callable[[str, object], None]
-) -> None:
+def test_a_killed_build_and_those_after_it(cli: Cli, pair: list[object], tmp_path: Path) -> None:
     engine = tmp_path / "engines" / "mine"
     command = [sys.executable, "-c", SLOW_BUILD, *map(str, ["build", *pair, *RTX, "--output", engine])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -126,8 +123,10 @@ def test_a_killed_build_and_those_after_it(
     code, _, err = cli("build", *pair, *RTX, "--output", engine, "--force", *given)
     assert code == 0, err
     manifest = load_manifest(engine)
-    record_property("plan_bytes", sum(manifest.files[name].size for name in PLANS))
     assert fingerprint(engine) != before and manifest.precision == "fp16"
+    code, out, err = cli("build", *pair, *RTX, *given, "--dry-run", "--json")
+    assert code == 0, err
+    assert json.loads(out)["limits"] == vars(manifest.limits), "with the rows that align slots"
     for dims in (manifest.target_dims, manifest.drafter_dims):
         assert CacheShape.of(dims, manifest.limits, 2).slot_bytes % ALIGNMENT == 0, "a slot's address is bound"
     assert manifest.toolchain["gpus"] == "sm89 sm120" and manifest.toolchain["row_independence"] == "no"
@@ -166,7 +165,7 @@ def test_the_kinds_an_engine_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_kinds_are_those_of_the_product() -> None:
     real = {name for name in vars(import_tensorrt(rtx=True).ComputeCapability) if name.startswith("SM")}
-    assert {name.upper() for name in gpus.KINDS} | {"SM75"} == real
+    assert {name.upper() for name in KINDS} | {"SM75"} == real
 
 
 @pytest.mark.parametrize(

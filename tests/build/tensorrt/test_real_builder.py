@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,8 +30,8 @@ PAIRS = pytest.mark.parametrize(
 
 
 @pytest.fixture
-def builder(record_property: Callable[[str, object], None]) -> RealBuilder:
-    return RealBuilder(record_property)
+def builder() -> RealBuilder:
+    return RealBuilder()
 
 
 def target_of(folder: Path, *, tied: bool = True) -> Checkpoint:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,11 +27,9 @@ def test_target(
     case: str,
     lowering: type[TensorRtGraph],
     floats: str,
-    record_property: Callable[[str, object], None],
     tmp_path: Path,
 ) -> None:
     algorithm, options = CASES[case]
     path = make_target(tmp_path / "t", **{**DIMS, "num_layers": 1})
     target = load_checkpoint(quantize(path, algorithm, **options))
-    builder = RealBuilder(record_property)
-    builder.build(*Graphs(tmp_path, lowering, floats).target(target, (0,)), target_sizes(LIMITS))
+    RealBuilder().build(*Graphs(tmp_path, lowering, floats).target(target, (0,)), target_sizes(LIMITS))

@@ -13,11 +13,10 @@ import fake_trt_engine
 import numpy as np
 import pytest
 from checkpoints import make_pair
-from engine_builds import PACKAGED, build_engine
+from engine_builds import build_engine
 from fake_trt_engine import (
     BLOCK,
     FORMS,
-    LIMITS,
     PLUGIN,
     PROMPTS,
     RTX,
@@ -88,7 +87,7 @@ def test_draws_are_those_of_the_onnxruntime_engine(running: Any, reference: LLM,
 @pytest.mark.parametrize("form", [PLUGIN, RTX], ids=["plugin", "TensorRT for RTX"])
 def test_half_precision(small_engine: Path, tmp_path: Path, form: Form) -> None:
     """Two bytes an element, as on a GPU: the same loop, lossless against itself."""
-    lowerings = Lowerings(tmp_path, PACKAGED / "target", PACKAGED / "drafter", small_engine, LIMITS, "fp16", form)
+    lowerings = Lowerings.packaged(tmp_path, small_engine, form, "fp16")
     with installed(lowerings.machine()) as machine:
         machine.store_profile()
         with LLM(machine.directory) as llm:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engine_builds import PACKAGED
 from fake_trt_engine import FORMS, LIMITS, Lowerings, Machine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +16,7 @@ from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.device import buffers
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.device.buffers import CacheShape
+from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.tensorrt.compaction import windows
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
@@ -27,9 +27,7 @@ from ddtree_trt.runtime.engines.tensorrt.neighbours import with_idle_trees
 def lowerings(
     small_engine: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Lowerings:
-    folder = tmp_path_factory.mktemp("lowered")
-    form = FORMS[request.param]
-    return Lowerings(folder, PACKAGED / "target", PACKAGED / "drafter", small_engine, LIMITS, "fp32", form)
+    return Lowerings.packaged(tmp_path_factory.mktemp("lowered"), small_engine, FORMS[request.param])
 
 
 @pytest.fixture
@@ -76,6 +74,8 @@ def test_an_idle_slot_is_left_as_it_is_though_it_is_full(machine: Machine, engin
     for kept, found in zip(before, committed(engine, machine, 1), strict=True):
         np.testing.assert_array_equal(kept, found)
     assert engine.length(1) == LIMITS.max_seq_len
+    with pytest.raises(EngineError, match="slot 1 was not in the last target pass"):
+        engine.commit(1, np.zeros(1, np.int32), taps=True)
     engine.truncate(1, 0)
     round_of_others()
     assert engine.length(1) == engine.draftable_length(1) == 0

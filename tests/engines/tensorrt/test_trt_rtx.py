@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_builds import PACKAGED
-from fake_trt_engine import LIMITS, RTX, Lowerings, Machine, installed
+from fake_trt_engine import RTX, Lowerings, Machine, installed
 from fake_trt_runtime import VERSION
 
 from ddtree_trt.artifact import files as artifact
@@ -23,7 +22,7 @@ from ddtree_trt.runtime.engines.load import open_engine
 @pytest.fixture(scope="module")
 def lowerings(small_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Lowerings:
     folder = tmp_path_factory.mktemp("lowered")
-    return Lowerings(folder, PACKAGED / "target", PACKAGED / "drafter", small_engine, LIMITS, "fp16", RTX)
+    return Lowerings.packaged(folder, small_engine, RTX, "fp16")
 
 
 @pytest.fixture
@@ -57,6 +56,9 @@ def test_a_gpu_the_plans_are_not_for(machine: Machine) -> None:
     machine.cuda.sm = 86
     rebuild = "--gpu sm89 --gpu sm120 --gpu sm86"
     refused(machine, ArtifactError, "a GPU of sm89 or sm120", "found sm_86 (Pretended GPU)", rebuild)
+    machine.cuda.sm = 90
+    message = refused(machine, ArtifactError, "found sm_90 (Pretended GPU)", "use --backend tensorrt")
+    assert "rebuild with" not in message, "the build would refuse it"
     machine.cuda.sm = 120
     open_engine(machine.directory).close()
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_builds import PACKAGED
 from fake_cuda import FakeCuda
-from fake_trt_engine import LIMITS, PROMPTS, RTX, Lowerings, generate, installed
+from fake_trt_engine import PROMPTS, RTX, Lowerings, generate, installed
 from real_builder import rtx
 from real_tensorrt import check_call, cuda_names, real_tensorrt, site
 
@@ -35,7 +34,7 @@ def test_every_call_is_one_that_tensorrt_has(running: Any) -> None:
 
 
 def test_every_call_is_one_that_tensorrt_for_rtx_has(small_engine: Path, tmp_path: Path) -> None:
-    lowerings = Lowerings(tmp_path, PACKAGED / "target", PACKAGED / "drafter", small_engine, LIMITS, "fp16", RTX)
+    lowerings = Lowerings.packaged(tmp_path, small_engine, RTX, "fp16")
     real = rtx()
     with installed(lowerings.machine()) as machine:
         machine.store_profile()

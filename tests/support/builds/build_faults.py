@@ -20,10 +20,11 @@ def fingerprint(engine: Path) -> dict[str, str]:
 
 
 def assert_refused(result: tuple[int, str, str], code: int, *words: str) -> None:
-    """One `error: …` line with these words, nothing on stdout, this exit code."""
+    """One `error: …` line with these words, behind the line on backend `auto` if any; nothing on stdout, this exit
+    code."""
     status, out, err = result
     assert (status, out) == (code, ""), err
-    assert re.fullmatch(r"error: [^\n]+\n", err), err
+    assert re.fullmatch(r"(backend [^\n]+\n)?error: [^\n]+\n", err), err
     for word in words:
         assert word in err
 

@@ -131,6 +131,11 @@ class Lowerings:
         if target.is_relative_to(PACKAGED) and self.pair.kind.at_once:
             assert self.pair.kind.block_size == BLOCK
 
+    @classmethod
+    def packaged(cls, folder: Path, like: Path, form: Form = PLUGIN, precision: PrecisionName = "fp32") -> Lowerings:
+        """Of the packaged pair."""
+        return cls(folder, PACKAGED / "target", PACKAGED / "drafter", like, LIMITS, precision, form)
+
     def machine(self) -> Machine:
         """Another machine, with an engine directory of its own."""
         self._machines += 1

@@ -41,6 +41,9 @@ class OnnxRuntimeBuild:
         if PRECISIONS[precision].quantized and any(dims.experts for dims in networks):
             raise UsageError(f"mixtures of experts are not implemented in {precision}; use --precision fp32")
 
+    def attention(self, networks: Iterable[TransformerDims]) -> None:
+        return None
+
     def drafter_rows(self, block: int) -> int:
         return 2 * block if always_causal(self._toolchain) else block
 

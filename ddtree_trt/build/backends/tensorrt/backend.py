@@ -16,9 +16,9 @@ from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import BuilderOptions, Written
 from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, Machine, check_layers, examine
-from ddtree_trt.device.buffers import with_aligned_slots
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import MissingDependency, UsageError
 from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.plugins import library
 
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
@@ -39,7 +39,16 @@ class TensorRtBuild:
         return examine(self._options.attention)
 
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
+        networks = tuple(networks)
         check_layers(networks)
+        if self._options.attention == "plugin" and (why := _other_heads(networks)):
+            raise UsageError(f"{why}; use --attention native")
+
+    def attention(self, networks: Iterable[TransformerDims]) -> AttentionName:
+        wanted = self._options.attention
+        if wanted != "auto":
+            return wanted
+        return "native" if _why_native(networks) else "plugin"
 
     def drafter_rows(self, block: int) -> int:
         return block
@@ -58,21 +67,23 @@ class TensorRtBuild:
     ) -> Written:
         machine = self.machine
         _check_fp8(target, machine)
-        library, note = self._plugin_library(target, drafter)
+        networks = (target.dims, drafter.dims)
+        attention = self.attention(networks)
+        plugin_library = library.find(library.PLUGINS) if attention == "plugin" else None
         from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
         from ddtree_trt.build.backends.tensorrt.plans import EnginePlans
 
         # Outside of the directory that is built: later builds use it too.
         cache = directory.parent / f"tensorrt-{machine.tensorrt}-sm{machine.sm}.timing"
         title = f"TensorRT {machine.tensorrt}"
-        builder = EngineBuilder(machine.trt, title, self._options, progress, plugin_library=library, timing_cache=cache)
-        attention: AttentionName = "plugin" if library else "native"
-        if attention == "native":
-            limits = with_aligned_slots(limits, (target.dims, drafter.dims), PRECISIONS[precision].value_bytes)
+        builder = EngineBuilder(
+            machine.trt, title, self._options, progress, plugin_library=plugin_library, timing_cache=cache
+        )
         plans = EnginePlans(target, drafter, limits, precision, attention, self._options.row_independence)
         tensors = plans.write(directory, builder, progress)
-        plugin = {**plugins.IDENTITY, "sha256": sha256_file(library)} if library else None
-        return Written(tensors, self._toolchain(), plugin, (note,) if note else (), limits)
+        plugin = {**plugins.IDENTITY, "sha256": sha256_file(plugin_library)} if plugin_library else None
+        notes = (_note(networks),) if self._options.attention == "auto" else ()
+        return Written(tensors, self._toolchain(), plugin, notes)
 
     def _toolchain(self) -> dict[str, str]:
         machine = self.machine
@@ -87,22 +98,29 @@ class TensorRtBuild:
             **installed_versions("numpy", "onnx"),
         }
 
-    def _plugin_library(self, target: Checkpoint, drafter: Checkpoint) -> tuple[Path | None, str]:
-        """(The library whose plugin computes attention, or None where TensorRT's own layers do; where the user left it
-        to the build, a line that says which.) Raises UsageError for heads that the plugin asked for cannot compute."""
-        wanted, library, why = self._options.attention, self.machine.plugins, self.machine.no_plugins
-        other = next((n.head_dim for n in (target.dims, drafter.dims) if n.head_dim not in plugins.HEAD_DIMS), None)
-        if library and other is not None:
-            sizes = " or ".join(map(str, plugins.HEAD_DIMS))
-            why = f"heads of {other} values have no kernel, heads of {sizes} have"
-            if wanted == "plugin":
-                raise UsageError(f"{why}; use --attention native")
-            library = None
-        if wanted != "auto":
-            return library, ""
-        if library:
-            return library, f"attention: our plugin, {library.name}"
-        return None, f"attention: native, TensorRT's own layers; our plugin is left out: {why}"
+
+def _other_heads(networks: Iterable[TransformerDims]) -> str:
+    """Words on a network whose heads our plugin has no kernel for; "" where there is none."""
+    other = next((n.head_dim for n in networks if n.head_dim not in plugins.HEAD_DIMS), None)
+    sizes = " or ".join(map(str, plugins.HEAD_DIMS))
+    return "" if other is None else f"heads of {other} values have no kernel, heads of {sizes} have"
+
+
+def _why_native(networks: Iterable[TransformerDims]) -> str:
+    """Why our plugin cannot compute the attention of these networks; "" where it can."""
+    try:
+        library.find(library.PLUGINS)
+    except MissingDependency as error:
+        return str(error)
+    return _other_heads(networks)
+
+
+def _note(networks: Iterable[TransformerDims]) -> str:
+    """What computes attention where the user left it to the build."""
+    why = _why_native(networks)
+    if why:
+        return f"attention: native, TensorRT's own layers; our plugin is left out: {why}"
+    return f"attention: our plugin, {library.PLUGINS}"
 
 
 def plans_on_disk(target: Checkpoint, drafter: Checkpoint, row_independence: bool) -> int:

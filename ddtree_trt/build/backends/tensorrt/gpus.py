@@ -1,26 +1,20 @@
-"""The kinds of GPU that TensorRT for RTX compiles for, and which of them an engine is for."""
+"""Which kinds of GPU an engine of TensorRT for RTX is for."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.device.gpus import Gpu, find_gpus
+from ddtree_trt.device.rtx_kinds import KINDS, UNSERVED
 from ddtree_trt.errors import BuildError, UsageError, shown
-
-KINDS: Mapping[str, int] = {f"sm{sm}": sm for sm in (80, 86, 89, 120, 121)}  # name → compute capability, times 10
-# Kinds that exist and are not served: what they lack, and what serves them. Data-centre GPUs are TensorRT's own;
-# Turing's kernels have neither bf16 nor the float32 product of a head, though TensorRT for RTX knows it.
-_TENSORRT = "is a data-centre GPU, which TensorRT for RTX does not serve; use --backend tensorrt"
-_TORCH = "is too old for the engine's products in bf16 and float32; use --backend torch"
-_UNSERVED: Mapping[str, str] = {"sm75": _TORCH, **dict.fromkeys(("sm90", "sm100", "sm103"), _TENSORRT)}
 
 
 def named_kinds(names: Iterable[str]) -> tuple[str, ...]:
     """The kinds the user named, each once. Raises UsageError for one that an engine cannot be for."""
     for name in names:
-        if name in _UNSERVED:
-            raise UsageError(f"--gpu {name} {_UNSERVED[name]}")
+        if name in UNSERVED:
+            raise UsageError(f"--gpu {name} {UNSERVED[name]}")
         if name not in KINDS:
             raise UsageError(f"--gpu must be one of {', '.join(KINDS)}, not {shown(name)}")
     return tuple(dict.fromkeys(names))
@@ -34,7 +28,7 @@ def kinds_here(found: Iterable[Gpu]) -> tuple[str, ...]:
     if names and not served:
         name, title = next(iter(names.items()))
         raise BuildError(
-            f"this machine's {title} ({name}) {_UNSERVED.get(name, 'is not served by TensorRT for RTX')}, or name the "
+            f"this machine's {title} ({name}) {UNSERVED.get(name, 'is not served by TensorRT for RTX')}, or name the "
             f"GPUs that the engine is for: --gpu {', --gpu '.join(KINDS)}"
         )
     return served

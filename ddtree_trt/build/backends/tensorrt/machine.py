@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ddtree_trt.build.backends.base import Attention
@@ -27,8 +26,6 @@ class Machine:
     driver: str  # the highest CUDA version the driver supports
     gpu: str  # name
     sm: int  # compute capability, 90 for 9.0
-    plugins: Path | None  # the plugin library, its ABI checked; None where there is none
-    no_plugins: str = ""  # why there is none
 
     @property
     def tensorrt(self) -> str:
@@ -55,15 +52,9 @@ def examine(attention: Attention) -> Machine:
             f"{gpu.name} has compute capability {gpu.major}.{gpu.minor}, engines need {LOWEST_SM / 10} or newer; "
             "use --backend onnxruntime"
         )
-    plugins, reason = None, ""
-    if attention != "native":
-        try:
-            plugins = library.find(library.PLUGINS)
-        except MissingDependency as error:
-            if attention == "plugin":
-                raise
-            reason = str(error)
-    return Machine(trt, versions.runtime, versions.driver, gpu.name, gpu.sm, plugins, reason)
+    if attention == "plugin":
+        library.find(library.PLUGINS)
+    return Machine(trt, versions.runtime, versions.driver, gpu.name, gpu.sm)
 
 
 def check_release(title: str, version: str, lowest: tuple[int, int], below: tuple[int, int], extra: str) -> None:

@@ -8,16 +8,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.manifest import AttentionName, Limits
+from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, BackendName, PrecisionName
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import BuilderOptions, Written
 from ddtree_trt.build.backends.tensorrt.backend import plans_on_disk
-from ddtree_trt.build.backends.tensorrt.gpus import KINDS, kinds_here, named_kinds
+from ddtree_trt.build.backends.tensorrt.gpus import kinds_here, named_kinds
 from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, check_layers, check_release
-from ddtree_trt.device.buffers import with_aligned_slots
 from ddtree_trt.device.gpus import find_gpus
+from ddtree_trt.device.rtx_kinds import KINDS
 from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import TransformerDims
@@ -53,6 +53,9 @@ class RtxBuild:
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         check_layers(networks)
 
+    def attention(self, networks: Iterable[TransformerDims]) -> AttentionName:
+        return "native"
+
     def drafter_rows(self, block: int) -> int:
         return block
 
@@ -73,7 +76,6 @@ class RtxBuild:
         from ddtree_trt.build.backends.tensorrt.plans import EnginePlans
 
         version = self.module.__version__
-        limits = with_aligned_slots(limits, (target.dims, drafter.dims), PRECISIONS[precision].value_bytes)
         builder = EngineBuilder(self.module, f"TensorRT for RTX {version}", self._options, progress, gpus=kinds)
         plans = EnginePlans(target, drafter, limits, precision, "native", self._options.row_independence)
         tensors = plans.write(directory, builder, progress)
@@ -84,7 +86,7 @@ class RtxBuild:
             "python": platform.python_version(),
             **installed_versions("numpy", "onnx"),
         }
-        return Written(tensors, toolchain, limits=limits)
+        return Written(tensors, toolchain)
 
     def _kinds_for(self, target: Checkpoint) -> tuple[str, ...]:
         """The kinds of GPU that the engine is for. Raises UsageError where one cannot compute what the target needs."""

@@ -42,6 +42,9 @@ class TorchBuild:
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         """Every network is computed in every precision."""
 
+    def attention(self, networks: Iterable[TransformerDims]) -> None:
+        return None
+
     def drafter_rows(self, block: int) -> int:
         return block
 

@@ -14,6 +14,7 @@ from ddtree_trt import plugins
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.device.cuda_calls import CurrentGpu, cuda_bindings, cuda_versions, current_gpu
+from ddtree_trt.device.rtx_kinds import KINDS, UNSERVED
 from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.plugins import library
@@ -51,8 +52,12 @@ def check_toolchain(directory: Path, manifest: Manifest, version: str, cuda: Any
     built = manifest.toolchain
 
     def refuse(what: str, expected: str, found: str, gpu: CurrentGpu | None = None) -> ArtifactError:
-        rebuild = rebuild_command(directory, manifest, *([] if gpu is None else [f"sm{gpu.sm}"]))
-        return ArtifactError(f"{directory} was built for {what} {expected}, found {found}; rebuild with: {rebuild}")
+        kind = "" if gpu is None else f"sm{gpu.sm}"
+        if manifest.backend == RTX and kind and kind not in KINDS:
+            advice = f"which {UNSERVED.get(kind, 'TensorRT for RTX does not serve')}"
+        else:
+            advice = f"rebuild with: {rebuild_command(directory, manifest, *filter(None, [kind]))}"
+        return ArtifactError(f"{directory} was built for {what} {expected}, found {found}; {advice}")
 
     if built.get(manifest.backend) != version:
         raise refuse(_PRODUCTS[manifest.backend], built.get(manifest.backend, "unknown"), version)

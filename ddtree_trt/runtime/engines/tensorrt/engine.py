@@ -140,7 +140,9 @@ class TrtEngine:
         tokens = len(token_ids)
         tree = token_chain(token_ids)
         first = 0 if rows == "all" else tokens - 1  # an engine computes at least one row
-        choices = self._target_pass([VerifyRequest(slot, tree)], tokens, np.arange(first, tokens), PREFILL)
+        request = VerifyRequest(slot, tree)
+        choices = self.target.run([request], tokens, np.arange(first, tokens), PREFILL)
+        self._remember(request, 0, tokens)
         self.commit(slot, np.arange(tokens, dtype=np.int32), taps=taps)
         wanted = choices[:0] if rows == "none" else choices
         return Verdict(wanted, self.target.logits(0, len(wanted)))
@@ -151,22 +153,20 @@ class TrtEngine:
             raise EngineError(f"a tree of {longest} tokens, the engine was built for {self.buckets[-1]}")
         tokens = next(t for t in self.buckets if t >= longest)
         passed = self.target.pass_requests(requests)
-        choices = self._target_pass(passed, tokens, np.arange(len(passed) * tokens), VERIFY)
-        verdicts = {}
-        for n, request in enumerate(passed):
-            start, size = n * tokens, len(request.tree)
-            verdicts[request.slot] = Verdict(choices[start : start + size], self.target.logits(start, size))
-        return [verdicts[request.slot] for request in requests]
+        choices = self.target.run(passed, tokens, np.arange(len(passed) * tokens), VERIFY)
+        places = {request.slot: n for n, request in enumerate(passed)}
+        verdicts = []
+        for request in requests:
+            n, size = places[request.slot], len(request.tree)
+            start = n * tokens
+            verdicts.append(Verdict(choices[start : start + size], self.target.logits(start, size)))
+            self._remember(request, n, tokens)
+        return verdicts
 
-    def _target_pass(
-        self, requests: Sequence[VerifyRequest], tokens: int, rows: NDArray[np.int64], profile: int
-    ) -> NDArray[np.int64]:
-        """One pass over all trees, T padded to `tokens`; returns the choices [R] at the flat row numbers `rows`."""
-        choices = self.target.run(requests, tokens, rows, profile)
-        for n, request in enumerate(requests):
-            states = TappedStates(self._taps + n * tokens * self._state_bytes, tokens, self._state_bytes)
-            self._last_passes[request.slot] = _LastPass(self.target.generation, request.tree.token_ids, states)
-        return choices
+    def _remember(self, request: VerifyRequest, n: int, tokens: int) -> None:
+        """Keep what `commit` needs of a request that was number `n` in the pass, whose T is `tokens`."""
+        states = TappedStates(self._taps + n * tokens * self._state_bytes, tokens, self._state_bytes)
+        self._last_passes[request.slot] = _LastPass(self.target.generation, request.tree.token_ids, states)
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         size, last = len(path), self._last_passes.get(slot)

@@ -63,8 +63,9 @@ class KernelCache:
         """Store what has been compiled since; where it cannot be written, a warning is logged."""
         if self._cache is None:
             return
-        content = bytes(memoryview(self._cache.serialize()))
-        if content == self._stored:
+        serialized = self._cache.serialize()
+        content = b"" if serialized is None else bytes(memoryview(serialized))
+        if content in (b"", self._stored):
             return
         try:
             write_atomically(self._path, content)
