@@ -42,8 +42,8 @@ def session_of(path: Path, layers: list[Weights], experts: Experts, threads: int
         x = g.input("x", "float32", ["N", "T", hidden])
         for index, (router, gate_up, down) in enumerate(layers):
             twice = g.op("Add", [x, x], [f"{index}.twice"])
-            logits = g.product(twice, g.weight(f"{index}.router", lambda router=router: router), f"{index}.logits")
-            made = (lambda gate_up=gate_up: gate_up, lambda down=down: down)
+            logits = g.product(twice, g.weight(f"{index}.router", router.view), f"{index}.logits")
+            made = (gate_up.view, down.view)
             mixed = g.experts(twice, logits, f"{index}", made, experts, f"{index}.mixed")
             x = g.op("Add", [x, mixed], [f"{index}.sum"])
         g.output(x, "float32", ["N", "T", hidden])
