@@ -109,7 +109,9 @@ def test_an_engine_for_a_newer_kernel_is_refused(tmp_path: Path, monkeypatch: py
     with pytest.raises(ArtifactError) as refusal:
         open_engine(newer)
     assert f"built for the attention kernel of onnxruntime {INSTALLED}, found the older {CAUSAL}" in str(refusal.value)
-    assert str(refusal.value).endswith(f"--max-batch 1 --output {newer} --force"), refusal.value
+    assert str(refusal.value).endswith(
+        f"--max-batch 1 --backend onnxruntime --precision fp32 --output {newer} --force"
+    ), refusal.value
     for name in ("older", "autoregressive"):
         open_engine(tmp_path / name).close()
     assert load_manifest(newer).toolchain["onnxruntime"] == INSTALLED
