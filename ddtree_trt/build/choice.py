@@ -8,7 +8,7 @@ from typing import Literal
 
 from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
 from ddtree_trt.build.backends.tensorrt import rtx
-from ddtree_trt.build.backends.tensorrt.machine import BELOW, LOWEST, LOWEST_FP8_SM
+from ddtree_trt.build.backends.tensorrt.machine import BELOW, LOWEST, sm_for_values
 from ddtree_trt.build.outline import Pair
 from ddtree_trt.device.gpus import Gpu
 from ddtree_trt.device.rtx_kinds import KINDS
@@ -152,10 +152,9 @@ def _of_capability(survey: Survey, served: Callable[[int], bool], requirement: s
 
 
 def _of_fp8(survey: Survey, pair: Pair | None) -> Obstacle | None:
-    quantization = pair.target.quantization if pair else None
-    fp8 = quantization is not None and quantization.format.values == "float8_e4m3fn"
-    if fp8 and survey.gpu and survey.gpu.sm and survey.gpu.sm < LOWEST_FP8_SM:
-        return Obstacle(f"a target in FP8 needs compute capability {LOWEST_FP8_SM / 10}, not {survey.gpu.sm / 10}")
+    lowest = sm_for_values(pair.target.quantization) if pair else 0
+    if survey.gpu and survey.gpu.sm and survey.gpu.sm < lowest:
+        return Obstacle(f"a target in FP8 needs compute capability {lowest / 10}, not {survey.gpu.sm / 10}")
     return None
 
 

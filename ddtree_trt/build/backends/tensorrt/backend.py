@@ -15,7 +15,7 @@ from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, Backe
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import BuilderOptions, Written
-from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, Machine, check_layers, examine
+from ddtree_trt.build.backends.tensorrt.machine import Machine, check_layers, check_values, examine
 from ddtree_trt.errors import MissingDependency, UsageError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import library
@@ -66,7 +66,7 @@ class TensorRtBuild:
         progress: Progress,
     ) -> Written:
         machine = self.machine
-        _check_fp8(target, machine)
+        check_values(target, machine.gpu, machine.sm)
         networks = (target.dims, drafter.dims)
         attention = self.attention(networks)
         plugin_library = library.find(library.PLUGINS) if attention == "plugin" else None
@@ -128,13 +128,3 @@ def plans_on_disk(target: Checkpoint, drafter: Checkpoint, row_independence: boo
     reads them, and in the plan, which has them once more for a second profile."""
     plans = 1 if row_independence else 2
     return (1 + plans) * target.stored_bytes(2) + plans * 2 * drafter.num_values
-
-
-def _check_fp8(target: Checkpoint, machine: Machine) -> None:
-    """Raises UsageError for a target quantised to FP8 on a GPU that does not multiply it."""
-    quantization = target.quantization
-    if quantization and quantization.format.values == "float8_e4m3fn" and machine.sm < LOWEST_FP8_SM:
-        raise UsageError(
-            f"{target.name} is quantised to FP8, which needs compute capability {LOWEST_FP8_SM / 10} or newer, and "
-            f"{machine.gpu} has {machine.sm / 10}; use the checkpoint before quantisation"
-        )

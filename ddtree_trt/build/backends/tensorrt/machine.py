@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddtree_trt.build.backends.base import Attention
 from ddtree_trt.device.cuda_calls import cuda_bindings, cuda_versions, current_gpu
@@ -12,6 +12,10 @@ from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.errors import BuildError, EngineError, MissingDependency, UsageError, install_with
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import LOWEST_SM, library
+
+if TYPE_CHECKING:
+    from ddtree_trt.build.checkpoint.quantization import Quantization
+    from ddtree_trt.build.checkpoint.reader import Checkpoint
 
 LOWEST, BELOW = (11, 1), (12, 0)  # releases of TensorRT whose API is the one used here; as in pyproject.toml
 LOWEST_FP8_SM = 89  # the first GPUs that multiply FP8
@@ -70,3 +74,19 @@ def check_layers(networks: Iterable[TransformerDims]) -> None:
     """Raises UsageError for a network with layers that no lowering to TensorRT has."""
     if any(dims.experts for dims in networks):
         raise UsageError("mixtures of experts are not implemented for TensorRT; use --backend torch")
+
+
+def sm_for_values(quantization: Quantization | None) -> int:
+    """The least compute capability, times 10, of GPUs that multiply a target's values as they are stored; 0 where all
+    do."""
+    return LOWEST_FP8_SM if quantization and quantization.format.values == "float8_e4m3fn" else 0
+
+
+def check_values(target: Checkpoint, gpu: str, sm: int) -> None:
+    """Raises UsageError for a target quantised to values that this GPU does not multiply."""
+    lowest = sm_for_values(target.quantization)
+    if sm < lowest:
+        raise UsageError(
+            f"{target.name} is quantised to FP8, which needs compute capability {lowest / 10} or newer, and {gpu} has "
+            f"{sm / 10}; use the checkpoint before quantisation"
+        )

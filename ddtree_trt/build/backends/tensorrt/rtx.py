@@ -15,11 +15,10 @@ from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import BuilderOptions, Written
 from ddtree_trt.build.backends.tensorrt.backend import plans_on_disk
 from ddtree_trt.build.backends.tensorrt.gpus import kinds_here, named_kinds
-from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, check_layers, check_release
+from ddtree_trt.build.backends.tensorrt.machine import check_layers, check_release, check_values, sm_for_values
 from ddtree_trt.device.gpus import find_gpus
 from ddtree_trt.device.rtx_kinds import KINDS
 from ddtree_trt.device.tensorrt_library import import_tensorrt
-from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import TransformerDims
 
 if TYPE_CHECKING:
@@ -90,13 +89,7 @@ class RtxBuild:
 
     def _kinds_for(self, target: Checkpoint) -> tuple[str, ...]:
         """The kinds of GPU that the engine is for. Raises UsageError where one cannot compute what the target needs."""
-        quantization = target.quantization
-        if quantization is None or quantization.format.values != "float8_e4m3fn":
-            return self._kinds or tuple(KINDS)
-        unable = [kind for kind in self._kinds if KINDS[kind] < LOWEST_FP8_SM]
-        if unable:
-            raise UsageError(
-                f"{target.name} is quantised to FP8, which needs compute capability {LOWEST_FP8_SM / 10} or newer, and "
-                f"{unable[0]} has {KINDS[unable[0]] / 10}; use the checkpoint before quantisation"
-            )
-        return self._kinds or tuple(kind for kind, sm in KINDS.items() if sm >= LOWEST_FP8_SM)
+        for kind in self._kinds:
+            check_values(target, kind, KINDS[kind])
+        lowest = sm_for_values(target.quantization)
+        return self._kinds or tuple(kind for kind, sm in KINDS.items() if sm >= lowest)
