@@ -11,7 +11,7 @@ import typer
 
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.artifact.template_arguments import OPTION, parse_arguments
-from ddtree_trt.commands.options import AsJson, DeviceRounds, Exact, NewestByDefault, Threads
+from ddtree_trt.commands.options import DeviceRounds, Exact, NewestByDefault, Threads
 from ddtree_trt.commands.sampling_options import with_sampling_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import resolve_method
@@ -37,7 +37,8 @@ def run(
     compare: Annotated[
         bool, typer.Option("--compare", help="Also run ar and dflash; check the outputs agree.")
     ] = False,
-    json: AsJson = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON, one line per request.")] = False,
+    pretty: Annotated[bool, typer.Option("--pretty", help="Print JSON indented, for a reader.")] = False,
     profile: Annotated[
         bool, typer.Option("--profile", help="Exact times of the stages: each waits for the GPU, which takes longer.")
     ] = False,
@@ -48,8 +49,11 @@ def run(
     """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
     directory = newest_engine() if engine_dir is None else engine_dir
     text = _prompt(prompt, prompt_file)
+    json = json or pretty
     if text is None and (json or compare or show_tree):
-        raise UsageError("--json, --compare and --show-tree need a prompt: give --prompt, --prompt-file or stdin")
+        raise UsageError(
+            "--json, --pretty, --compare and --show-tree need a prompt: give --prompt, --prompt-file or stdin"
+        )
     if compare and show_tree:
         raise UsageError("--show-tree draws one run; give it without --compare")
 
@@ -60,7 +64,7 @@ def run(
     from ddtree_trt.runtime.llm import LLM
     from ddtree_trt.runtime.params import SamplingParams, check_device_rounds
     from ddtree_trt.runtime.text import chat_template
-    from ddtree_trt.terminal import console
+    from ddtree_trt.terminal import chat, console
     from ddtree_trt.terminal import printing as terminal
 
     params = SamplingParams.from_mapping(sampling)
@@ -73,15 +77,15 @@ def run(
         params = replace(params, method=resolve_method(params.method, llm.engine.manifest.drafter_kind).name)
         llm.codec.check_template_kwargs(arguments, OPTION)
         if text is None:
-            console.chat(llm, params, system, arguments)
+            chat.Chat(llm, params, system, arguments).converse()
             return
         request: Any = text if raw or not llm.tokenizer.chat_template else console.messages(text, system)
         if arguments:
             request = llm.codec.encode(request, arguments)
         if compare:
-            console.compare(llm, request, params, as_json=json)
+            console.compare(llm, request, params, as_json=json, pretty=pretty)
         elif json:
-            console.print_output_json(llm.generate(request, params)[0])
+            console.print_output_json(llm.generate(request, params)[0], pretty=pretty)
         else:
             console.stream(llm, request, params, show_tree=show_tree)
 

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import secrets
 import sys
-from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
@@ -39,6 +38,8 @@ def stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show_tree: bool)
             text += output.text
             if view is None:
                 print(output.text, end="", flush=True)
+    if view is not None:
+        view.finish()
     print(text if view else "")
     if last is not None:
         if view and llm.engine.rounds and last.metrics.why_host:
@@ -64,9 +65,14 @@ def closing_line(m: RequestMetrics) -> str:
     return f"[{' · '.join(parts)}]"
 
 
-def print_output_json(output: RequestOutput) -> None:
+def print_output_json(output: RequestOutput, *, pretty: bool) -> None:
     """One request as JSON: its completions, figures and usage."""
-    print(json.dumps(_plain(output), ensure_ascii=False, indent=1))
+    _print_json(_plain(output), pretty=pretty)
+
+
+def _print_json(data: Any, *, pretty: bool) -> None:
+    """One line (JSON Lines), or many for a reader."""
+    print(json.dumps(data, ensure_ascii=False, indent=1 if pretty else None))
 
 
 def _plain(output: RequestOutput) -> dict[str, Any]:
@@ -79,7 +85,7 @@ def _plain(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool) -> None:
+def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool, pretty: bool) -> None:
     """Run the request by its method and by the baselines, interleaved, on the same engine; print the medians.
 
     Raises NotIdentical when the outputs differ.
@@ -103,7 +109,7 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool) 
     differing = [m for m in methods if _tokens(outputs[m]) != _tokens(outputs[AR])]
     if as_json:
         rows = {m: {"tokens_per_s": speeds[m], **_plain(outputs[m])} for m in methods}
-        print(json.dumps({"identical": not differing, "methods": rows}, ensure_ascii=False, indent=1))
+        _print_json({"identical": not differing, "methods": rows}, pretty=pretty)
     else:
         for completion in final.outputs:
             print(completion.text)
@@ -152,29 +158,3 @@ def _explain(llm: LLM, prompt: Prompt, params: SamplingParams, outputs: dict[str
     top = (again.outputs[index].logprobs or [])[at : at + 1]
     gap = f"; the target's two best are {top[0].top[0][1] - top[0].top[1][1]:.2e} apart there" if top else ""
     return f"{method} differs from {AR} at token {at}{gap}"
-
-
-def chat(llm: LLM, params: SamplingParams, system: str | None, chat_template_kwargs: Mapping[str, Any]) -> None:
-    """Converse until end of input. The conversation's cache is reused from turn to turn."""
-    history = [{"role": "system", "content": system}] if system else []
-    print(f"{llm.engine.manifest.name}, {params.method}. /reset forgets the conversation, /exit ends it.")
-    while True:
-        try:
-            text = input("\n> ").strip()
-        except EOFError:
-            print()
-            return
-        if text == "/exit":
-            return
-        if text == "/reset":
-            history = history[:1] if system else []
-        elif text:
-            history.append({"role": "user", "content": text})
-            try:
-                ids = llm.codec.encode(history, chat_template_kwargs)
-                answer = stream(llm, ids, params, show_tree=False)
-            except DDTreeError as error:
-                history.pop()
-                print(f"error: {error}", file=sys.stderr)
-            else:
-                history.append({"role": "assistant", "content": answer})

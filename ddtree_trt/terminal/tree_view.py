@@ -13,15 +13,20 @@ from ddtree_trt.runtime.text.codec import TextCodec
 
 
 class TreeView:
-    """Prints every round it is called with."""
+    """Prints every round it is called with; neighbouring rounds that drafted nothing in one line."""
 
     def __init__(self, codec: TextCodec, console: Console | None = None) -> None:
         self._codec = codec
         self._console = console or Console(highlight=False)
         self._count = 0
+        self._single: list[int] = []  # tokens of the latest rounds that drafted nothing
 
     def __call__(self, round_: Round) -> None:
         self._count += 1
+        if not len(round_.tree):
+            self._single.append(round_.next_token)
+            return
+        self._print_single(before=self._count)
         self._console.print(Text(self._heading(round_), style="bold"))
         tree = round_.tree
         accepted = set(round_.path.tolist())
@@ -32,13 +37,27 @@ class TreeView:
             branches.append(branches[tree.parents[node]].add(label))
         self._console.print(branches[0])
 
+    def finish(self) -> None:
+        """Print what is left. Call it after the last round."""
+        self._print_single(before=self._count + 1)
+
+    def _print_single(self, before: int) -> None:
+        """Print the collected rounds, which end before round `before`."""
+        if not self._single:
+            return
+        first, last = before - len(self._single), before - 1
+        which = f"round {first}" if first == last else f"rounds {first}–{last}"
+        tokens = " ".join(map(self._text, self._single))
+        self._console.print(Text(f"{which}: no draft, one token each: {tokens}", style="bold"))
+        self._single.clear()
+
     def _heading(self, round_: Round) -> str:
         accepted = round_.tree.token_ids[round_.path[1:] - 1].tolist()
         tokens = " ".join(self._text(t) for t in [*accepted, round_.next_token])
         head = f"round {self._count}: {len(round_.tree)} nodes, committed {len(round_.path)}: {tokens}"
         if (d := round_.decision) is None:
             return head
-        if not d.drafted:
+        if not d.drafted:  # foreseen tokens alone
             return f"{head} (drafting does not pay at present)"
         why = f"expected {d.expected_tokens:.1f} tokens in {1000 * d.expected_s:.2f} ms, {d.expected_gain:.2f}× ar"
         return f"{head} ({'probe; ' if d.probe else ''}{why})"

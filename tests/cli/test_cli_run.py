@@ -116,14 +116,59 @@ def test_wrong_calls_are_one_line_and_exit_code_2(
     assert out == ""
 
 
-def test_a_chat_remembers_and_ends(tiny_engine: Path) -> None:
-    """Without a prompt and with a terminal on stdin, `run` converses."""
+def converse(engine: Path, *lines: str) -> tuple[str, str]:
+    """Output and errors of a chat in a terminal, in which the lines are typed. Without a prompt and with a terminal on
+    stdin, `run` converses."""
     ours, theirs = pty.openpty()
-    command = [sys.executable, "-m", "ddtree_trt.cli", "run", str(tiny_engine), "--max-tokens", "16"]
+    command = [sys.executable, "-m", "ddtree_trt.cli", "run", str(engine), "--max-tokens", "16"]
     process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     os.close(theirs)
-    os.write(ours, f"{QUESTION}\nAnd two more?\n/reset\n/exit\n".encode())
+    os.write(ours, "".join(f"{line}\n" for line in lines).encode())
     out, err = process.communicate(timeout=500)
     os.close(ours)
     assert process.returncode == 0, err
+    return out, err
+
+
+def test_a_chat_remembers_and_ends(tiny_engine: Path) -> None:
+    out, err = converse(tiny_engine, QUESTION, "And two more?", "/reset", "/exit")
     assert out.count("tokens/round") == 2
+    assert "forgotten" in out
+    assert err == ""
+
+
+def test_commands_of_a_chat(tiny_engine: Path) -> None:
+    lines = ("/help", "/method ar", QUESTION, "/method", "/method ddtree", "/budget 3", QUESTION, "/exit")
+    out, err = converse(tiny_engine, *lines)
+    for name in ("/help", "/method", "/budget", "/reset", "/exit"):
+        assert f"\n{name}" in out or f"> {name}" in out
+    figures = [line for line in out.splitlines() if "tokens/round" in line]
+    assert "1.00 tokens/round" in figures[0]
+    assert "budget 3.0" in figures[1]
+    assert "method ar; this engine can do ddtree, dflash, ar, dflash-sample" in out
+    assert "tree budget 3" in out
+    assert err == ""
+
+
+def test_a_chat_refuses_commands_it_does_not_know(tiny_engine: Path) -> None:
+    lines = ("/helpme", "/method fast", "/budget few", "/method draft-model", "/etc/hosts is a file.", "/exit")
+    out, err = converse(tiny_engine, *lines)
+    errors = err.splitlines()
+    assert len(errors) == 4, "a path is a prompt"
+    assert errors[0] == "error: there is no command /helpme; /help lists them"
+    assert "'fast'" in errors[1] and "'few'" in errors[2] and "draft-model" in errors[3]
+    assert out.count("tokens/round") == 1
+
+
+def test_json_is_one_line_unless_pretty(cli: Cli, tiny_engine: Path) -> None:
+    request = ("run", tiny_engine, "--prompt", QUESTION, "--max-tokens", "8")
+    for options in ((), ("--compare",)):
+        line, pretty = (cli(*request, *options, form)[1] for form in ("--json", "--pretty"))
+        assert line.count("\n") == 1 < pretty.count("\n")
+        assert json.loads(line).keys() == json.loads(pretty).keys()
+
+
+def test_rounds_without_a_draft_are_drawn_in_one_line(cli: Cli, tiny_engine: Path) -> None:
+    _, out, _ = cli("run", tiny_engine, "--prompt", QUESTION, "--max-tokens", "8", "--method", "ar", "--show-tree")
+    assert out.startswith("rounds 1–7: no draft, one token each: ")
+    assert "\nround" not in out
