@@ -184,7 +184,7 @@ def _drafter_buffers(
     positions = max(slots * 2 * block, rows.chunk + block)
     buffers[DRAFTER_CONTROL] = _control_bytes(slots, slots, slots * block, positions)
     k = candidates or min(max(limits.max_tree_budget, 1), target.vocab_size)
-    drafts = slots * (block - 1) * k
+    drafts = slots * kind.longest_draft * k
     return buffers, aligned(drafts * FLOAT_BYTES) + drafts * INT_BYTES
 
 

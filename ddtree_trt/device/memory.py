@@ -216,5 +216,5 @@ def _widest_bytes(
     rows = pass_rows(limits, slots)
     widest = max(target.inner_width, sum(target.qkv_widths))
     wide = rows * size * (4 * target.hidden_size + 3 * widest)
-    block = kind_of(drafter).block_size or 1
-    return max(wide, 2 * slots * (block - 1) * target.vocab_size * FLOAT_BYTES)
+    kind = kind_of(drafter)
+    return max(wide, 2 * slots * (kind.longest_draft if kind.at_once else 0) * target.vocab_size * FLOAT_BYTES)

@@ -26,13 +26,19 @@ class DrafterKind:
     title: str  # in messages: "a DFlash drafter"
     # What it needs:
     language_model: bool  # its graph is the target's: a tree of tokens in, logits out
-    own_tables: bool  # it has an embedding and a head; without them it uses the target's
+    own_embedding: bool  # without its own it uses the target's
+    own_head: bool  # likewise
     tap_layers: tuple[int, ...] = ()  # target layers whose output it is conditioned on, M of them
     target_layers: int | None = None  # layers of the target it was trained for; None where any will do
     mask_token_id: int | None = None  # the input at positions that are to be drafted; None where there are none
     # What it offers:
-    block_size: int | None = None  # tokens of its one pass, 1 + L; None where it drafts token by token
-    longest_draft: int = LONGEST_CHAIN  # most tokens of a chain that `auto` drafts in a round
+    block_size: int | None = None  # tokens of its one pass; None where it drafts token by token
+    longest_draft: int = LONGEST_CHAIN  # L of a block, else the most tokens of a chain that `auto` drafts in a round
+
+    @property
+    def own_tables(self) -> bool:
+        """Whether it has an embedding and a head of its own."""
+        return self.own_embedding and self.own_head
 
     @property
     def at_once(self) -> bool:
@@ -46,17 +52,19 @@ def _dflash(dims: DrafterDims) -> DrafterKind:
         name="dflash",
         title="DFlash drafter",
         language_model=False,
-        own_tables=False,
+        own_embedding=dims.own_embedding,
+        own_head=dims.own_head,
         tap_layers=dims.tap_layers,
         target_layers=dims.num_target_layers,
         mask_token_id=dims.mask_token_id,
         block_size=dims.block_size,
-        longest_draft=dims.block_size - 1,
+        longest_draft=dims.draft_length,
     )
 
 
 def _autoregressive(dims: TransformerDims) -> DrafterKind:
-    return DrafterKind("autoregressive", "autoregressive drafter", language_model=True, own_tables=True)
+    title = "autoregressive drafter"
+    return DrafterKind("autoregressive", title, language_model=True, own_embedding=True, own_head=True)
 
 
 # By name: the record of a kind's dimensions, and what is made of one. The records of two kinds differ.

@@ -40,7 +40,7 @@ class TensorRtBuild:
 
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         networks = tuple(networks)
-        check_layers(networks)
+        check_layers(networks, self.name)
         if self._options.attention == "plugin" and (why := _other_heads(networks)):
             raise UsageError(f"{why}; use --attention native")
 

@@ -199,8 +199,8 @@ class DFlash:
         positions = place.past[:, None] + self._block
         x = F.embedding(token_ids, self._target.embedding)
         hidden, _ = self._decoder.run(x, positions, place, MaskMode.NONE)
-        logits = self._target.logits(hidden[:, 1:].flatten(0, 1))
+        logits = self._target.logits(hidden[:, d.block_size - d.draft_length :].flatten(0, 1))
         best, ids = logits.topk(top_k, -1)
         log_probs = best - logits.logsumexp(-1, keepdim=True)
-        shape = (batch, d.block_size - 1, top_k)
+        shape = (batch, d.draft_length, top_k)
         return log_probs.view(shape), ids.to(torch.int32).view(shape)
