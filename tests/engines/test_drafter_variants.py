@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,12 @@ def test_device_rounds_are_the_hosts(name: str, temperature: float, tmp_path: Pa
         assert device.metrics.on_device and not host.metrics.on_device
         assert ar.outputs[0].token_ids == host.outputs[0].token_ids == device.outputs[0].token_ids
         assert host.metrics.acceptance_lengths == device.metrics.acceptance_lengths
+
+
+def test_in_8_bits_too(tmp_path: Path) -> None:
+    """The head of its own is rotated as the target's is, ids are mapped, and the windows hold: to 8 bits' rounding."""
+    pair = Pair(tmp_path, partial(build_engine, precision="int8"), VARIANTS["few draft ids"])
+    pair.start(3 * WINDOW)
+    (draft,) = pair.engine.draft([DraftRequest(0, 7, TOP_K, 1, refuse_to_draw)])
+    expected = np.take_along_axis(pair.dflash(pair.truth(pair.tokens)[1], 7), draft.token_ids, axis=-1)
+    assert np.abs(draft.log_probs - expected).max() < 0.3 * expected.std()
