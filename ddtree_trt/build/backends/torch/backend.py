@@ -14,17 +14,27 @@ from typing import TYPE_CHECKING
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.number_bytes import encode
-from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.precisions import (
+    BACKEND_PRECISIONS,
+    PRECISIONS,
+    BackendName,
+    PrecisionName,
+    block_drafter_precision,
+)
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.safetensor_header import safetensors_header
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.artifact.weight_layout import stored_weights
-from ddtree_trt.build.backends.base import Written
+from ddtree_trt.build.backends.base import Written, check_drafter
 from ddtree_trt.models.decoder import TransformerDims
 
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
 
+_INTEGERS = "I32"
+_DRAFTER_FEATURES = frozenset(
+    ("windows", "causal", "anchor_first", "draft_vocab_size", "own_embedding", "own_head")
+)  # fields of `DrafterDims` that its drafter computes
 _GPU_CONTROL = Path("/dev/nvidiactl")  # exists when an NVIDIA driver is loaded
 
 
@@ -40,7 +50,8 @@ class TorchBuild:
         self.precisions = tuple(sorted(known, key=lambda p: not PRECISIONS[p].half)) if on_gpu else known
 
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
-        """Every network is computed in every precision."""
+        """Every network is computed in every precision, but not every drafter."""
+        check_drafter(networks, _DRAFTER_FEATURES, self.name)
 
     def attention(self, networks: Iterable[TransformerDims]) -> None:
         return None
@@ -63,13 +74,15 @@ class TorchBuild:
         tied = {"target_tied": target.tie_word_embeddings, "drafter_tied": drafter.tie_word_embeddings}
         weights = stored_weights(target.dims, drafter.dims, **tied)
         checkpoints = {"target": target, "drafter": drafter}
-        shapes = {w.name: w.shape for w in weights}
-        stored = PRECISIONS[precision]
-        total, done = stored.value_bytes * sum(map(math.prod, shapes.values())), 0
+        own = block_drafter_precision(precision) if drafter.kind.at_once else precision
+        stored = {"target": PRECISIONS[precision], "drafter": PRECISIONS[own]}
+        types = {w.name: _INTEGERS if w.integers else stored[w.network].safetensors for w in weights}
+        total, done = PRECISIONS[precision].value_bytes * sum(math.prod(w.shape) for w in weights), 0
         with (directory / artifact.TORCH_WEIGHTS).open("xb") as file:
-            file.write(safetensors_header(shapes, stored))
-            for network, source in ((w.network, source) for w in weights for source in w.sources):
-                data = encode(checkpoints[network].tensor(source), stored.dtype, source)
+            file.write(safetensors_header({w.name: (types[w.name], w.shape) for w in weights}))
+            for weight, source in ((w, source) for w in weights for source in w.sources):
+                values = checkpoints[weight.network].tensor(source)
+                data = values.astype("<i4") if weight.integers else encode(values, stored[weight.network].dtype, source)
                 file.write(data.data)
                 done += data.nbytes
                 progress("write weights", done, total)

@@ -68,6 +68,7 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device) -> d
     path, dtype = directory / TORCH_WEIGHTS, DTYPES[manifest.precision]
     rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
     weights: dict[str, Tensor] = {}
+    drafter_dtype: torch.dtype | None = None  # of a block drafter: float16 only in engines of earlier versions
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             names = set(file.keys())
@@ -76,9 +77,12 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device) -> d
                 raise ArtifactError(f"{path}: {missing[0]} is missing or superfluous; {rebuild}")
             for weight in expected:
                 tensor = file.get_tensor(weight.name)
-                if tuple(tensor.shape) != weight.shape or tensor.dtype != dtype:
+                wanted = torch.int32 if weight.integers else dtype
+                if weight.network == "drafter" and manifest.drafting.at_once and wanted == torch.float16:
+                    wanted = drafter_dtype = drafter_dtype or tensor.dtype  # all of one type
+                if tuple(tensor.shape) != weight.shape or tensor.dtype != wanted:
                     raise ArtifactError(
-                        f"{path}: {weight.name} should be {manifest.precision} {list(weight.shape)}, found "
+                        f"{path}: {weight.name} should be {wanted} {list(weight.shape)}, found "
                         f"{tensor.dtype} {list(tensor.shape)}; {rebuild}"
                     )
                 weights[weight.name] = tensor
