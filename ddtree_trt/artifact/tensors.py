@@ -13,6 +13,7 @@ POSITIONS = "positions"  # int64 [N, T]; the drafter's are [N, C + 1 + L]
 ATTENTION_BIAS = "attention_bias"  # float32 [N, 1, T, W]
 SEQLENS_K = "seqlens_k"  # int32 [N]: past + T − 1 of each sequence
 TOTAL_LENGTH = "total_length"  # int32 []: W
+ATTENDED = "attended"  # int64 [A]: for each row that attention computes the one of T it is; see `Int8Graph.row_inputs`
 ROWS = "rows"  # int64 [R]: flat rows of [N·T] whose logits are wanted
 
 LOGITS = "logits"  # float32 [R, V]

@@ -114,6 +114,16 @@ def test_the_idle_row_leaves_no_trace(engine: OrtEngine) -> None:
     assert len(token_ids) == 1 and taps is not None and len(taps) == 1
 
 
+def test_only_attention_computes_the_idle_row_of_an_int8_engine(engine: OrtEngine) -> None:
+    start(engine)
+    step(engine, tokens_of(engine, 1, 4), 1)
+    shapes = {name: array.shape for name, array in engine._target.buffers._views.items()}
+    everywhere = 1 if engine.manifest.precision == "int8" else 2
+    assert shapes["positions"] == (1, 2) and shapes["attention_bias"][2] == 2
+    assert shapes["token_ids"] == (1, everywhere) and shapes["taps"][1] == everywhere
+    assert shapes["rows"] == (everywhere,) and shapes["logits"][0] == everywhere
+
+
 def test_the_last_row_of_a_cache_has_no_room_for_an_idle_one(engine: OrtEngine) -> None:
     rows, chunk = engine.manifest.limits.cache_rows, engine.manifest.limits.prefill_chunk
     tokens = tokens_of(engine, rows, 3)

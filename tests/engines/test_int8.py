@@ -119,6 +119,25 @@ def test_a_row_does_not_depend_on_the_others(rows: Rows) -> None:
     assert not together[4].any()
 
 
+@pytest.mark.parametrize("width", [48, 576])
+def test_a_row_of_a_float_product_does_not_depend_on_the_others(width: int) -> None:
+    rng = np.random.default_rng(3)
+    weight = rng.standard_normal((width, width), dtype=np.float32)
+    g = Int8Graph("product", Memory())
+    g.input("x", "float32", [1, "R", width])
+    g.row_product("x", g.weight("weight", lambda: weight), "y")
+    g.output("y", "float32", [1, "R", width])
+    product = ort.InferenceSession(
+        g.model().SerializeToString(), session_options(1), providers=["CPUExecutionProvider"]
+    )
+    x = rng.standard_normal((17, width), dtype=np.float32)
+    together = run(product, x)
+    np.testing.assert_allclose(together, x @ weight, rtol=1e-4, atol=1e-4)
+    for rows in (1, 2, 9):
+        for first in range(0, len(x) - rows + 1, rows):
+            np.testing.assert_array_equal(run(product, x[first : first + rows]), together[first : first + rows])
+
+
 @pytest.mark.usefixtures("processor")
 def test_even_rows_have_one_scale() -> None:
     rng = np.random.default_rng(1)

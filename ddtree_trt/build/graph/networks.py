@@ -112,6 +112,7 @@ class Network:
         if bias := parts.qkv_bias:
             key = f"{self.prefix}{layer}.{bias.name}"
             qkv = g.op("Add", [qkv, g.weight(key, lambda: self.joined(*bias.sources))], [f"{layer}.qkv.biased"])
+        qkv = g.attended(qkv, f"{layer}.attended")
         q, k, v = g.split(qkv, d.qkv_widths, [f"{layer}.{p}" for p in "qkv"])
         return self.head_norm(parts.q_norm, q, d.num_heads), self.head_norm(parts.k_norm, k, d.num_kv_heads), v
 
@@ -187,7 +188,7 @@ def build_target_graph(
 
     x = g.embed(embedding_table(dims, weights, prefix), token_ids, "embedded")
     if rotation:
-        x = g.product(x, g.weight(f"{prefix}rotation.into", rotation.into), "rotated")
+        x = g.row_product(x, g.weight(f"{prefix}rotation.into", rotation.into), "rotated")
     h = g.rms_norm(x, net.norm(net.layers[0].input_norm), "layers.0.input", eps)
     taps = []
     for i in range(dims.num_layers):
@@ -201,7 +202,7 @@ def build_target_graph(
     flat = g.reshape(h, [-1, dims.hidden_size], "hidden")
     wanted = g.op("Gather", [flat, rows], ["wanted"], axis=0)
     if rotation:
-        wanted = g.product(wanted, g.weight(f"{prefix}rotation.out", rotation.out), "wanted.head")
+        wanted = g.row_product(wanted, g.weight(f"{prefix}rotation.out", rotation.out), "wanted.head")
     g.head(wanted, head_table(g, dims, weights, prefix, tied), names.LOGITS)
     g.output(names.LOGITS, "float32", ["R", dims.vocab_size])
     g.choices(names.LOGITS)

@@ -141,6 +141,16 @@ class Graph(ABC):
         """x [..., in] times weight [in, out]."""
         return self.op("MatMul", [x, weight], [out])
 
+    def row_product(self, x: str, weight: str, out: str) -> str:
+        """As `product` of rows x [..., R, in], with the same bits for a row whatever R is. Kernels for one row sum in
+        another order than those for several, so a row of zeros is multiplied as well."""
+        after = self.constant("row.after", np.array([0, 1], np.int64))
+        start, end, axis = (
+            self.constant(f"{n}.{v}", np.array([v], np.int64)) for n, v in (("start", 0), ("end", -1), ("axis", -2))
+        )
+        padded = self.op("Pad", [x, after, "", axis], [f"{out}.padded"])
+        return self.op("Slice", [self.product(padded, weight, f"{out}.products"), start, end, axis], [out])
+
     def linear(self, x: str, key: str, make: Make, out: str, rows: Rows = "plain") -> str:
         """A projection of a layer: rows x [..., in] times the weight [in, out] that `make` returns, which is stored
         under `key` in whatever form this graph multiplies it in. `rows`: what x is known to be."""
@@ -174,6 +184,10 @@ class Graph(ABC):
             return self.weight(name, lambda: np.ascontiguousarray(values))
         self._initializers[name] = helper.make_tensor(name, TYPES[self.floats], [], [float(values)])
         return name
+
+    def attended(self, x: str, out: str) -> str:
+        """The rows of x [N, T, ...] that attention computes: all, unless a lowering has it compute more."""
+        return x
 
     def split(self, x: str, sizes: Sequence[int], outputs: Sequence[str]) -> Sequence[str]:
         key = "sizes." + "_".join(map(str, sizes))

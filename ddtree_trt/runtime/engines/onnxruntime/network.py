@@ -193,44 +193,54 @@ class OrtLanguageModel(OrtNetwork):
         self._block = min(2 * dims.head_dim, 64)
         widths = {names.LOGITS: dims.vocab_size} | ({names.TAPS: self._tap_width} if taps else {})
         super().__init__(path, dims, slots, rows, threads, widths=widths)
+        # Whether attention can be given an idle row that nothing else computes, because the rest needs none.
+        self._attends_apart = any(end.name == names.ATTENDED for end in self.session.get_inputs())
 
     def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
         """Write a tree's T rows behind the slot's committed ones; the results have logits for `rows` [R]."""
-        size, wanted = len(tree), len(rows)
-        if not self._exact:
-            return self._extend(slot, tree, rows, size, wanted)
         # Kernels for one row sum in another order than those for several. Attention takes the rows of a pass in blocks,
         # of twice the head size or, where the processor's cache is small, a lesser power of two. So a row that is alone
         # in one is computed together with an idle row, which lies behind it in the cache, is not seen by others, and is
         # never committed.
-        if size % self._block == 1 and self.cache.lengths[slot] + size < self.cache.rows:
-            tree = _with_idle_row(tree)
-        return self._extend(slot, tree, np.repeat(rows, 2) if wanted == 1 else rows, size, wanted)
+        size, wanted = len(tree), len(rows)
+        placed, asked = tree, rows
+        if self._exact and size % self._block == 1 and self.cache.lengths[slot] + size < self.cache.rows:
+            placed = _with_idle_row(tree)
+        if self._exact and not self._attends_apart:
+            tree, asked = placed, np.repeat(rows, 2) if wanted == 1 else rows
+        logits, taps = self._extend(slot, tree, placed, asked)
+        logits = logits[:wanted]
+        return Pass(logits.argmax(-1), logits, None if taps is None else taps[:size])
 
-    def _extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64], size: int, wanted_rows: int) -> Pass:
-        """One pass; the results have the first `size` tokens and the first `wanted_rows` rows of logits."""
-        past, tokens, take = self.cache.lengths[slot], len(tree), self.buffers.take
-        token_ids = take(names.TOKEN_IDS, (1, tokens), np.int64)
+    def _extend(
+        self, slot: int, tree: TokenTree, placed: TokenTree, rows: NDArray[np.int64]
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
+        """(logits [R, V], taps [T, M·H]) of one pass over a tree. Attention computes the rows of `placed`, which begins
+        with it."""
+        past, tokens, take = self.cache.lengths[slot], len(placed), self.buffers.take
+        token_ids = take(names.TOKEN_IDS, (1, len(tree)), np.int64)
         positions = take(names.POSITIONS, (1, tokens), np.int64)
         wanted = take(names.ROWS, rows.shape, np.int64)
         bias = take(names.ATTENTION_BIAS, (1, 1, tokens, past + tokens), np.float32)
         token_ids[0], wanted[:] = tree.token_ids, rows
-        np.add(tree.depths, past, out=positions[0])
-        _native.attention_bias(tree.parents, past, bias[0, 0])
+        np.add(placed.depths, past, out=positions[0])
+        _native.attention_bias(placed.parents, past, bias[0, 0])
         inputs = {
             names.TOKEN_IDS: token_ids,
             names.POSITIONS: positions,
             names.ATTENTION_BIAS: bias,
             names.ROWS: wanted,
         }
+        if self._attends_apart:
+            inputs[names.ATTENDED] = attended = take(names.ATTENDED, (tokens,), np.int64)
+            attended[:] = np.arange(tokens) % len(tree)
         logits = take(names.LOGITS, (len(rows), self.dims.vocab_size), np.float32)
         outputs = {names.LOGITS: logits}
         taps = None
         if self._tap_width:
-            outputs[names.TAPS] = taps = take(names.TAPS, (1, tokens, self._tap_width), np.float32)
+            outputs[names.TAPS] = taps = take(names.TAPS, (1, len(tree), self._tap_width), np.float32)
         self.run(slot, tokens, inputs, outputs)
-        logits = logits[:wanted_rows]
-        return Pass(logits.argmax(-1), logits, None if taps is None else taps[0, :size])
+        return logits, None if taps is None else taps[0]
 
 
 def _with_idle_row(tree: TokenTree) -> TokenTree:
