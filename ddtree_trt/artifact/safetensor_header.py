@@ -28,6 +28,8 @@ STORED: Mapping[str, np.dtype[Any]] = {
     "F8_E4M3": np.dtype("u1"),
     "I8": np.dtype("u1"),
     "U8": np.dtype("u1"),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
 }
 MAX_HEADER_BYTES = 100 << 20  # the format's own bound
 _MAX_TENSORS = 100_000  # of one file; 1,000 quantised layers have a third of that

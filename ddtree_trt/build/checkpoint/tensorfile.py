@@ -22,7 +22,8 @@ from ddtree_trt.reading import Fields, Source, read_object, shown
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_FLOATS = tuple(dict.fromkeys(precision.safetensors for precision in PRECISIONS.values()))
+FLOATS = tuple(dict.fromkeys(precision.safetensors for precision in PRECISIONS.values()))
+_INTEGERS = ("I32", "I64")
 _ADVICE = "fetch the checkpoint again"
 _CHECK_VALUES = 1 << 22  # values checked in one step, so that checking needs little memory
 
@@ -80,11 +81,23 @@ def _locate_tensors(file: Path) -> dict[str, StoredTensor]:
 
 def check_dtype(name: str, tensor: StoredTensor) -> None:
     """Raises CheckpointError when the tensor's storage type cannot be converted."""
-    if tensor.dtype not in _FLOATS:
+    if tensor.dtype not in FLOATS:
         raise CheckpointError(
-            f"{tensor.file}: {name} is stored as {tensor.dtype}; supported are {', '.join(_FLOATS)}: "
+            f"{tensor.file}: {name} is stored as {tensor.dtype}; supported are {', '.join(FLOATS)}: "
             "use the checkpoint before quantisation"
         )
+
+
+def check_integers(name: str, tensor: StoredTensor) -> None:
+    """Raises CheckpointError when the tensor is not stored as integers that `read_integers` takes."""
+    if tensor.dtype not in _INTEGERS:
+        raise CheckpointError(f"{tensor.file}: {name} is stored as {tensor.dtype}, it must be {' or '.join(_INTEGERS)}")
+
+
+def read_integers(name: str, tensor: StoredTensor) -> NDArray[np.int64]:
+    """A copy of one tensor of integers. Raises CheckpointError when it cannot be read."""
+    check_integers(name, tensor)
+    return np.array(_mapped(name, tensor), np.int64).reshape(tensor.shape)
 
 
 def read_float32(name: str, tensor: StoredTensor) -> NDArray[np.float32]:

@@ -163,12 +163,15 @@ def encode(array: np.ndarray, dtype: str) -> bytes:
 
 
 def write_safetensors(path: Path, weights: Mapping[str, np.ndarray], dtype: str) -> None:
+    """One file of these tensors; those of int64 are kept as they are."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = bytearray()
     for name, array in weights.items():
         begin = len(data)
-        data += encode(array, dtype)
-        header[name] = {"dtype": _STORED[dtype], "shape": list(array.shape), "data_offsets": [begin, len(data)]}
+        integers = array.dtype == np.int64
+        data += array.astype("<i8").tobytes() if integers else encode(array, dtype)
+        stored = "I64" if integers else _STORED[dtype]
+        header[name] = {"dtype": stored, "shape": list(array.shape), "data_offsets": [begin, len(data)]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
