@@ -17,7 +17,6 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.precisions import Precision
 from ddtree_trt.reading import Between, Pattern, Source, parse_json, read_record, shown
 
 # The format's types as NumPy reads them: bfloat16 as its bits, quantised weights as bytes.
@@ -140,13 +139,14 @@ def _entries(header: dict[str, Any], source: Source) -> dict[str, Entry]:
     return entries
 
 
-def safetensors_header(shapes: Mapping[str, Sequence[int]], precision: Precision) -> bytes:
-    """The header of a safetensors file of these tensors; their data follows it in the same order, without gaps."""
+def safetensors_header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
+    """The header of a safetensors file of these tensors, each with its type in `STORED` and its shape; their data
+    follows it in the same order, without gaps."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + precision.value_bytes * math.prod(shape)
-        entries[name] = {"dtype": precision.safetensors, "shape": list(shape), "data_offsets": [begin, end]}
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + STORED[dtype].itemsize * math.prod(shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text

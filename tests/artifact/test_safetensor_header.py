@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.safetensor_header import read_header, safetensors_header
 from ddtree_trt.errors import ArtifactError, CheckpointError, DDTreeError
 from ddtree_trt.reading import Source
@@ -22,7 +21,7 @@ SHAPES = {"b": (2, 3), "a": (4,), "scalar": (), "empty": (0, 5)}
 def written(file: Path) -> np.ndarray:
     """A file of SHAPES; returns its 11 values in order."""
     values = np.arange(11, dtype="<f4")
-    file.write_bytes(safetensors_header(SHAPES, PRECISIONS["fp32"]) + values.tobytes())
+    file.write_bytes(safetensors_header({name: ("F32", shape) for name, shape in SHAPES.items()}) + values.tobytes())
     return values
 
 

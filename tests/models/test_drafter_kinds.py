@@ -18,7 +18,7 @@ from ddtree_trt.device.memory import plan_engine
 from ddtree_trt.errors import ArtifactError, UsageError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters import kinds
-from ddtree_trt.models.drafters.dflash import Convolution, DrafterDims, Selector, dflash_contradiction
+from ddtree_trt.models.drafters.dflash import Convolution, DrafterDims, Selector, Sight, dflash_contradiction
 from ddtree_trt.models.drafters.kinds import LONGEST_CHAIN, DrafterKind, KindName, dims_record, kind_of
 from ddtree_trt.models.pairs import misfit
 from ddtree_trt.reading import Source, read_record
@@ -43,7 +43,7 @@ def test_a_block_drafters_features() -> None:
     dims = replace(DFLASH, windows=(0, 4, 0, 0, 0, 7), anchor_first=True, selector=Selector(16, 32))
     assert dims.features() == ["windows", "anchor_first", "selector"]
     assert (DFLASH.draft_length, dims.draft_length, kind_of(dims).longest_draft) == (7, 8, 8)
-    assert [dims.window(i) for i in (0, 1, 5)] == [0, 4, 7] and not dims.is_causal(1)
+    assert [dims.sight(i) for i in (0, 1, 5)] == [Sight(), Sight(4), Sight(7)]
     source = Source("manifest.json", ArtifactError, "rebuild")
     assert read_record(DrafterDims, json.loads(json.dumps(dims.stated())), source) == dims
     whole = replace(dims, draft_vocab_size=100, own_head=True, causal=(True,) * 6, convolution=Convolution(3, 4))

@@ -36,11 +36,9 @@ from ddtree_trt.build.checkpoint.scales import (
 from ddtree_trt.build.checkpoint.tensorfile import (
     check_dtype,
     check_finite,
-    check_integers,
     open_tensors,
     read_bytes,
     read_float32,
-    read_integers,
     weight_files,
 )
 from ddtree_trt.errors import CheckpointError
@@ -119,24 +117,24 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} has no tensor {name}")
         scales = self.scales(name)
         if scales is None:
-            return self._read(name)
+            values = self._read(name)
+            if name == TO_TARGET:
+                self._check_offsets(values)
+            return values
         values = dequantize(self.stored(name), scales)
         check_finite(name, self.tensors[name], values.reshape(-1))
         return values
 
-    def target_ids(self) -> NDArray[np.int32]:
-        """Of a drafter with a smaller vocabulary, the target's token of each of its ids, [V']. Raises CheckpointError
-        for ids outside the target's vocabulary and for a token that has two."""
-        offsets = read_integers(TO_TARGET, self.tensors[TO_TARGET])
+    def _check_offsets(self, offsets: NDArray[np.float32]) -> None:
+        """Raises CheckpointError for ids outside the target's vocabulary, and for a token that has two."""
         ids = np.arange(len(offsets)) + offsets
         problem = "stands for one token by two ids" if len(np.unique(ids)) < len(ids) else None
         if ids.min() < 0 or ids.max() >= self.dims.vocab_size:
-            problem = f"reaches from {ids.min()} to {ids.max()}, vocab_size is {self.dims.vocab_size}"
+            problem = f"reaches from {ids.min():.0f} to {ids.max():.0f}, vocab_size is {self.dims.vocab_size}"
         if problem:
             raise CheckpointError(
                 f"{self.path}: {TO_TARGET}, added to its indices, {problem}; fetch the checkpoint again"
             )
-        return ids.astype(np.int32)
 
     def scales(self, name: str) -> Scales | None:
         """The scales of a quantised projection; None for any other tensor. Raises CheckpointError for one of 0 or
@@ -181,7 +179,7 @@ def _load_directory(directory: Path, name: str, revision: str) -> Checkpoint:
         if config.quantization and scale_name(weight, WEIGHT) in quantizers:
             as_stored[weight] = config.quantization.stored_shape(shape)
         else:
-            (check_integers if weight == TO_TARGET else check_dtype)(weight, stored[weight])
+            check_dtype(weight, stored[weight])
     unused = config.dialect.unused
     ignored = {n for n in stored if n in _IGNORED or n.endswith(_IGNORED_SUFFIXES) or n.startswith(unused)}
     _refuse_misfits(directory, CONFIG, stored, as_stored, {*quantizers, *ignored})

@@ -37,6 +37,18 @@ CONTEXT_NORM = "hidden_norm.weight"
 OWN_EMBEDDING = "embed_tokens.weight"
 OWN_HEAD = "lm_head.weight"
 TO_TARGET = "d2t"  # integers [V']: a draft id plus its entry is the target's id
+INTEGER_TENSORS = frozenset((TO_TARGET,))  # of a checkpoint; no id needs more than a float32's 24 bits
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Which keys a row of the block sees in one layer, by their distance to its own position."""
+
+    window: int = 0  # only those less than so many positions away, itself counted; 0: all
+    causal: bool = False  # none behind it
+
+
+ALL = Sight()
 
 
 @dataclass(frozen=True)
@@ -84,13 +96,9 @@ class DrafterDims(TransformerDims):
         """V': tokens the head chooses from."""
         return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
 
-    def window(self, index: int) -> int:
-        """Most positions that a row of layer `index` sees, counting itself; 0 for all."""
-        return self.windows[index] if self.windows else 0
-
-    def is_causal(self, index: int) -> bool:
-        """Whether a row of the block sees only the block's rows before it and itself in layer `index`."""
-        return bool(self.causal) and self.causal[index]
+    def sight(self, index: int) -> Sight:
+        """What the block's rows see in layer `index`."""
+        return Sight(self.windows[index] if self.windows else 0, bool(self.causal) and self.causal[index])
 
     def features(self) -> list[str]:
         """Names of the fields in use that the first published checkpoints do not have."""

@@ -194,7 +194,7 @@ def test_a_smaller_vocabulary(tmp_path: Path) -> None:
     dims = loaded.dims
     assert isinstance(dims, DrafterDims) and dims.draft_vocab_size == VOCABULARY
     assert loaded.shapes["lm_head.weight"] == (VOCABULARY, 32) and loaded.shapes["embed_tokens.weight"] == (96, 32)
-    np.testing.assert_array_equal(loaded.target_ids(), np.arange(VOCABULARY) * 3)
+    np.testing.assert_array_equal(loaded.tensor("d2t"), np.arange(VOCABULARY) * 2)
 
 
 @pytest.mark.parametrize(
@@ -209,13 +209,13 @@ def test_offsets_that_are_no_vocabulary(tmp_path: Path, offsets: np.ndarray, mes
     weights = {**drafter_weights("speculators-dspark"), "d2t": offsets.astype(np.int64)}
     loaded = load_checkpoint(make_dialect(tmp_path, "speculators-dspark", weights=weights))
     with pytest.raises(CheckpointError, match=message):
-        loaded.target_ids()
+        loaded.tensor("d2t")
 
 
 def test_offsets_that_are_not_integers(tmp_path: Path) -> None:
     weights = {**drafter_weights("speculators-dspark"), "d2t": np.zeros(VOCABULARY, np.float32)}
     message = refusal(make_dialect(tmp_path, "speculators-dspark", weights=weights))
-    assert "d2t is stored as F32, it must be I32 or I64" in message
+    assert "d2t is stored as F32, it must be of I64 or I32" in message
 
 
 @pytest.mark.parametrize("name", ["deepspec", "speculators-dflash"])

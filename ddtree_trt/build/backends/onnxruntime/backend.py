@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
     from ddtree_trt.build.checkpoint.reader import Checkpoint
 
-_DRAFTER_FEATURES: frozenset[str] = frozenset()  # fields of `DrafterDims` that its drafter computes
+_DRAFTER_FEATURES = frozenset(
+    ("windows", "causal", "anchor_first", "draft_vocab_size", "own_embedding", "own_head")
+)  # fields of `DrafterDims` that its drafter computes
 
 
 class OnnxRuntimeBuild:

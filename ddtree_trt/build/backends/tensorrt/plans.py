@@ -144,7 +144,7 @@ def write_shared(
     shapes = {name: network.shapes[source] for name, (network, source) in tables.items()}
     stored = PRECISIONS[precision]
     with path.open("xb") as file:
-        file.write(safetensors_header(shapes, stored))
+        file.write(safetensors_header({name: (stored.safetensors, shape) for name, shape in shapes.items()}))
         for done, (network, source) in enumerate(tables.values()):
             progress("write shared tables", done, len(tables))
             file.write(encode(network.tensor(source), stored.dtype, source).data)

@@ -25,7 +25,10 @@ from ddtree_trt.models.decoder import TransformerDims
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
 
-_DRAFTER_FEATURES: frozenset[str] = frozenset()  # fields of `DrafterDims` that its drafter computes
+_INTEGERS = "I32"
+_DRAFTER_FEATURES = frozenset(
+    ("windows", "causal", "anchor_first", "draft_vocab_size", "own_embedding", "own_head")
+)  # fields of `DrafterDims` that its drafter computes
 _GPU_CONTROL = Path("/dev/nvidiactl")  # exists when an NVIDIA driver is loaded
 
 
@@ -65,13 +68,17 @@ class TorchBuild:
         tied = {"target_tied": target.tie_word_embeddings, "drafter_tied": drafter.tie_word_embeddings}
         weights = stored_weights(target.dims, drafter.dims, **tied)
         checkpoints = {"target": target, "drafter": drafter}
-        shapes = {w.name: w.shape for w in weights}
         stored = PRECISIONS[precision]
-        total, done = stored.value_bytes * sum(map(math.prod, shapes.values())), 0
+        total, done = stored.value_bytes * sum(math.prod(w.shape) for w in weights), 0
         with (directory / artifact.TORCH_WEIGHTS).open("xb") as file:
-            file.write(safetensors_header(shapes, stored))
-            for network, source in ((w.network, source) for w in weights for source in w.sources):
-                data = encode(checkpoints[network].tensor(source), stored.dtype, source)
+            file.write(
+                safetensors_header(
+                    {w.name: (_INTEGERS if w.integers else stored.safetensors, w.shape) for w in weights}
+                )
+            )
+            for weight, source in ((w, source) for w in weights for source in w.sources):
+                values = checkpoints[weight.network].tensor(source)
+                data = values.astype("<i4") if weight.integers else encode(values, stored.dtype, source)
                 file.write(data.data)
                 done += data.nbytes
                 progress("write weights", done, total)

@@ -47,7 +47,7 @@ class DeviceRound:
         self._ops = round_ops(target.device, target.kernels)
         length, block = drafter.dims.draft_length, drafter.dims.block_size
         width, states = drafter.waiting.shape[2], drafter.waiting.dtype
-        self._top_k = min(tokens - 1, target.network.dims.vocab_size)
+        self._top_k = min(tokens - 1, drafter.dims.head_size)
         self.longest = min(tokens, 1 + length)  # nodes of the longest path
         self.rows = max(tokens, block, 1 + length)  # cache rows a round may write behind the committed ones
 

@@ -54,7 +54,7 @@ class BlockDrafter(Drafter):
         self.counts = [0] * slots  # waiting states of each slot
         self._control = Upload(Upload.size(*[(slots,)] * 4), device)
         self._learn_control = [Upload(Upload.size((1,), (1,)), device) for _ in range(slots)]
-        largest = min(TOP_KS[-1], dims.vocab_size)
+        largest = min(TOP_KS[-1], dims.head_size)
         self._result = Download(2 * slots * dims.draft_length * largest, device)
 
     @property
@@ -90,7 +90,7 @@ class BlockDrafter(Drafter):
         for slot in slots:
             self.cache.check_room(slot, self.counts[slot] + self.dims.block_size)
         wanted = max(r.top_k for r in requests)
-        top_k = min(next((k for k in TOP_KS if k >= wanted), TOP_KS[-1]), self.dims.vocab_size)
+        top_k = min(next((k for k in TOP_KS if k >= wanted), TOP_KS[-1]), self.dims.head_size)
         columns = (slots, [self.cache.lengths[s] for s in slots], [self.counts[s] for s in slots])
         arrays = [np.array(c, np.int32) for c in (*columns, [r.bonus_token for r in requests])]
         slot_ids, past, counts, bonus_tokens = self._control.send(*arrays)
@@ -115,7 +115,7 @@ class BlockDrafter(Drafter):
         def never(*_: object) -> DrawnFrom:
             raise AssertionError("a block drafter draws nothing")
 
-        wanted = min(budget, self.dims.vocab_size, TOP_KS[-1])
+        wanted = min(budget, self.dims.head_size, TOP_KS[-1])
         for top_k in TOP_KS[: 1 + next(i for i, k in enumerate(TOP_KS) if k >= wanted)]:
             self.draft([DraftRequest(slot, 0, min(top_k, wanted), self.dims.draft_length, never)])
 
