@@ -17,7 +17,7 @@ _SHAPES: Mapping[KindName, Callable[[Any, bool], Shapes]] = {
 
 
 def checkpoint_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
-    """Shapes of every tensor of a network's checkpoint. With `tied` its head is its embedding; DFlash has neither."""
+    """Shapes of every tensor of a network's checkpoint. With `tied` its head is its embedding."""
     return _SHAPES[kind_of(dims).name](dims, tied)
 
 

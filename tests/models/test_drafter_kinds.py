@@ -19,7 +19,7 @@ from ddtree_trt.errors import ArtifactError, UsageError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters import kinds
 from ddtree_trt.models.drafters.dflash import Convolution, DrafterDims, Selector, Sight, dflash_contradiction
-from ddtree_trt.models.drafters.kinds import LONGEST_CHAIN, DrafterKind, KindName, dims_record, kind_of
+from ddtree_trt.models.drafters.kinds import EMBEDDING, HEAD, LONGEST_CHAIN, DrafterKind, KindName, dims_record, kind_of
 from ddtree_trt.models.pairs import misfit
 from ddtree_trt.reading import Source, read_record
 
@@ -31,7 +31,7 @@ LIMITS = Limits(max_seq_len=256, max_batch=4, max_tree_budget=32, prefill_chunk=
 
 def test_what_a_dflash_drafter_needs_and_offers() -> None:
     kind = kind_of(DFLASH)
-    assert kind.name == "dflash" and not kind.language_model and not (kind.own_embedding or kind.own_head)
+    assert kind.name == "dflash" and not kind.language_model and not kind.own_tables
     assert (kind.tap_layers, kind.target_layers, kind.mask_token_id) == ((1, 3), 6, 511)
     assert kind.at_once and (kind.block_size, kind.longest_draft) == (8, 7)
 
@@ -73,7 +73,8 @@ def test_a_backend_names_the_features_it_lacks() -> None:
 
 def test_what_an_autoregressive_drafter_needs_and_offers() -> None:
     kind = kind_of(TARGET)
-    assert kind.name == "autoregressive" and kind.language_model and kind.own_embedding and kind.own_head
+    assert kind.name == "autoregressive" and kind.language_model
+    assert [table.name for table in kind.own_tables] == [EMBEDDING, HEAD]
     assert (kind.tap_layers, kind.target_layers, kind.mask_token_id, kind.block_size) == ((), None, None, None)
     assert not kind.at_once and kind.longest_draft == LONGEST_CHAIN
 
@@ -124,9 +125,7 @@ class TappedDims(TransformerDims):
 
 
 def _tapped(dims: TappedDims) -> DrafterKind:
-    return DrafterKind(
-        "dflash", "tapped drafter", language_model=False, own_embedding=False, own_head=False, tap_layers=dims.taps
-    )
+    return DrafterKind("dflash", "tapped drafter", language_model=False, tap_layers=dims.taps)
 
 
 def test_a_kind_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
 
 LOWEST, BELOW = (11, 1), (12, 0)  # releases of TensorRT whose API is the one used here; as in pyproject.toml
-_DRAFTER_FEATURES: frozenset[str] = frozenset()  # fields of `DrafterDims` that its drafter computes
+_DRAFTER_FEATURES = frozenset(
+    ("windows", "causal", "anchor_first", "draft_vocab_size", "own_embedding", "own_head")
+)  # fields of `DrafterDims` that its drafter computes
 LOWEST_FP8_SM = 89  # the first GPUs that multiply FP8
 
 
