@@ -28,7 +28,7 @@ class DFlash:
 
     def __init__(self, directory: Path, dims: DrafterDims, truth: Truth) -> None:
         self.dims = dims
-        self.config = AutoConfig.from_pretrained(directory)
+        self.directory = directory
         self.w = {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items()}
         self.embed, self.head = (m.weight.detach() for m in (truth.model.model.embed_tokens, truth.model.lm_head))
         if dims.own_embedding:
@@ -92,7 +92,9 @@ class DFlash:
         speed = self.dims.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
         magnitude = 1.0
         if self.dims.rope_scaling:
-            speed, magnitude = ROPE_INIT_FUNCTIONS[self.dims.rope_scaling.rope_type](self.config, "cpu")
+            speed, magnitude = ROPE_INIT_FUNCTIONS[self.dims.rope_scaling.rope_type](
+                AutoConfig.from_pretrained(self.directory), "cpu"
+            )
         angle = positions[:, None, None] * speed.double()
         turn = torch.polar(torch.full_like(angle, magnitude), angle)
         turned = torch.complex(*x.double().split(half, dim=-1)) * turn

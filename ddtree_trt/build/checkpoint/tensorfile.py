@@ -23,7 +23,7 @@ from ddtree_trt.reading import Fields, Source, read_object, shown
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_FLOATS = tuple(dict.fromkeys(precision.safetensors for precision in PRECISIONS.values()))
+FLOATS = tuple(dict.fromkeys(precision.safetensors for precision in PRECISIONS.values()))
 _INTEGERS = ("I64", "I32")
 _ADVICE = "fetch the checkpoint again"
 _CHECK_VALUES = 1 << 22  # values checked in one step, so that checking needs little memory
@@ -88,9 +88,9 @@ def check_dtype(name: str, tensor: StoredTensor) -> None:
                 f"{tensor.file}: {name} is stored as {tensor.dtype}, it must be of {' or '.join(_INTEGERS)}; "
                 "use the checkpoint as it was published"
             )
-    elif tensor.dtype not in _FLOATS:
+    elif tensor.dtype not in FLOATS:
         raise CheckpointError(
-            f"{tensor.file}: {name} is stored as {tensor.dtype}; supported are {', '.join(_FLOATS)}: "
+            f"{tensor.file}: {name} is stored as {tensor.dtype}; supported are {', '.join(FLOATS)}: "
             "use the checkpoint before quantisation"
         )
 

@@ -74,7 +74,7 @@ class DrafterDims(TransformerDims):
     block_size: Annotated[int, BLOCK]  # the bonus token and block_size − 1 masks
     mask_token_id: Annotated[int, TOKEN]
     tap_layers: tuple[Annotated[int, LAYER], ...]  # target layers whose output is tapped, M of them
-    num_target_layers: Annotated[int, LAYERS]
+    num_target_layers: Annotated[int, LAYERS] | None  # None where the checkpoint does not say
     # Per layer, or () where no layer differs from the default:
     windows: tuple[Annotated[int, WINDOW], ...] = field(default=(), kw_only=True)  # positions a row sees; 0: all
     causal: tuple[bool, ...] = field(default=(), kw_only=True)  # a row of the block sees none behind it
