@@ -197,7 +197,7 @@ def read_value(kind: Any, value: Any, source: Source, path: str) -> Any:
         return _read_within(args[0], args[1], value, source, path)
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         return read_record(kind, value, source, path)
-    if origin is types.UnionType:  # only `X | None` is used
+    if origin in (types.UnionType, typing.Union):  # only `X | None` is used
         return None if value is None else read_value(args[0], value, source, path)
     if origin is dict and isinstance(value, dict):
         return {

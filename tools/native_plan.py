@@ -31,8 +31,9 @@ from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions
 from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
 from ddtree_trt.build.backends.tensorrt.profiles import covering, drafter_sizes, profile, target_sizes
+from ddtree_trt.build.graph.drafter_network import build_drafter_graph
 from ddtree_trt.build.graph.lowering_native import ATTENTION, NativeGraph
-from ddtree_trt.build.graph.networks import build_drafter_graph, build_target_graph
+from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.ops import Sink
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.device.rtx_kinds import KINDS

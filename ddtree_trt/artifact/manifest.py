@@ -19,7 +19,7 @@ from ddtree_trt.artifact.limits import Limits as Limits
 from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PLAN_BACKENDS, BackendName, PrecisionName
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.models.decoder import Token, TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.dflash import DrafterDims, dflash_contradiction
 from ddtree_trt.models.drafters.kinds import DrafterKind, KindName, dims_record, kind_of
 from ddtree_trt.models.experts import expert_contradiction
 from ddtree_trt.models.pairs import misfit
@@ -165,6 +165,8 @@ def _contradiction(m: Manifest) -> str | None:
             return f"{name}.rope_scaling: {problem}"
         if problem := expert_contradiction(dims.experts):
             return f"{name}.experts: {problem}"
+    if isinstance(m.drafter_dims, DrafterDims) and (problem := dflash_contradiction(m.drafter_dims)):
+        return f"drafter_dims: {problem}"
     if problem := misfit(m.target_dims, m.drafter_dims):
         return f"the drafter does not fit the target: {problem}"
     if not (m.drafting.language_model or m.drafting.tap_layers):

@@ -39,7 +39,7 @@ def encode(values: NDArray[np.float32], dtype: str, name: str) -> NDArray[Any]:
 
 def decode(stored: NDArray[Any]) -> NDArray[np.float32]:
     """A float32 copy of values as `encode` returns them, which it holds exactly; uint16 is taken as bfloat16's bits."""
-    if stored.dtype.kind != "u":
+    if stored.dtype.kind != "u":  # integers too, those of a float32's 24 bits exactly
         return np.array(stored, np.float32)
     bits = np.array(stored, np.uint32)
     bits <<= 16

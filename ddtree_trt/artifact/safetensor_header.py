@@ -17,7 +17,6 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.precisions import Precision
 from ddtree_trt.reading import Between, Pattern, Source, parse_json, read_record, shown
 
 # The format's types as NumPy reads them: bfloat16 as its bits, quantised weights as bytes.
@@ -28,6 +27,8 @@ STORED: Mapping[str, np.dtype[Any]] = {
     "F8_E4M3": np.dtype("u1"),
     "I8": np.dtype("u1"),
     "U8": np.dtype("u1"),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
 }
 MAX_HEADER_BYTES = 100 << 20  # the format's own bound
 _MAX_TENSORS = 100_000  # of one file; 1,000 quantised layers have a third of that
@@ -138,13 +139,14 @@ def _entries(header: dict[str, Any], source: Source) -> dict[str, Entry]:
     return entries
 
 
-def safetensors_header(shapes: Mapping[str, Sequence[int]], precision: Precision) -> bytes:
-    """The header of a safetensors file of these tensors; their data follows it in the same order, without gaps."""
+def safetensors_header(tensors: Mapping[str, tuple[str, Sequence[int]]]) -> bytes:
+    """The header of a safetensors file of these tensors, each with its type in `STORED` and its shape; their data
+    follows it in the same order, without gaps."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, shape in shapes.items():
-        begin, end = end, end + precision.value_bytes * math.prod(shape)
-        entries[name] = {"dtype": precision.safetensors, "shape": list(shape), "data_offsets": [begin, end]}
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + STORED[dtype].itemsize * math.prod(shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     return struct.pack("<Q", len(text)) + text

@@ -35,12 +35,14 @@ class StoredWeight:
     shape: tuple[int, ...]
     network: Network  # whose checkpoint the sources are in
     sources: tuple[str, ...]  # Hugging Face names, in order
+    integers: bool = False  # int32 instead of the precision's type
 
 
 def stored_weights(
     target: TransformerDims, drafter: TransformerDims, *, target_tied: bool, drafter_tied: bool
 ) -> list[StoredWeight]:
-    """All tensors of the file in order. A network without `head` uses its embedding; DFlash has neither table."""
+    """All tensors of the file in order. A network without `head` uses its embedding; DFlash has the
+    tables that are its own."""
     own = _DRAFTERS[kind_of(drafter).name](drafter, drafter_tied)
     return [*_language_model(TARGET, "target", target, target_tied), *own]
 
@@ -71,6 +73,8 @@ def _dflash(dims: DrafterDims, tied: bool) -> Iterator[StoredWeight]:
         for part in _other_parts(layer):
             yield _stored(f"{DRAFTER}layers.{i}.", "drafter", part)
     yield _stored(DRAFTER, "drafter", final_norm(dims, dflash.BODY))
+    for part in dflash.own_tables(dims):
+        yield _stored(DRAFTER, "drafter", part)
 
 
 # A drafter's own weights, by its kind: (dimensions, whether its head is its embedding) → weights.
@@ -81,7 +85,8 @@ _DRAFTERS: Mapping[KindName, Callable[[Any, bool], Iterator[StoredWeight]]] = {
 
 
 def _stored(prefix: str, network: Network, part: Part) -> StoredWeight:
-    return StoredWeight(f"{prefix}{part.name}", part.shape, network, part.sources)
+    integers = dflash.INTEGER_TENSORS.issuperset(part.sources)
+    return StoredWeight(f"{prefix}{part.name}", part.shape, network, part.sources, integers)
 
 
 def _projected(layer: Layer) -> tuple[Part, ...]:

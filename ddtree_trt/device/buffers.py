@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters import kinds
 from ddtree_trt.models.drafters.kinds import kind_of
 
 ALIGNMENT = 256  # bytes: what TensorRT asks of every tensor's address
@@ -144,7 +145,7 @@ def tensorrt_buffers(
     rows = pass_rows(limits, slots)
     own, results = _drafter_buffers(target, drafter, limits, element_bytes, candidates)
     return {
-        **_tables(target, EMBEDDING, HEAD, element_bytes),
+        **_table_bytes(target, EMBEDDING, HEAD, element_bytes),
         TARGET_KV: CacheShape.of(target, limits, element_bytes).total_bytes,
         DRAFTER_KV: CacheShape.of(drafter, limits, element_bytes).total_bytes,
         LOGITS: rows * target.vocab_size * FLOAT_BYTES,
@@ -156,10 +157,11 @@ def tensorrt_buffers(
     }
 
 
-def _tables(dims: TransformerDims, embedding: str, head: str, element_bytes: int) -> dict[str, int]:
-    """A network's embedding and head [V, H], under these names."""
-    values = math.prod(dims.table)
-    return {embedding: values * element_bytes, head: values * FLOAT_BYTES}
+def _table_bytes(dims: TransformerDims, embedding: str, head: str, element_bytes: int) -> dict[str, int]:
+    """Bytes of a network's own embedding and head, under these names, as far as it has them."""
+    buffers = {kinds.EMBEDDING: (embedding, element_bytes), kinds.HEAD: (head, FLOAT_BYTES)}
+    tables = kind_of(dims).own_tables
+    return {buffers[t.name][0]: math.prod(t.shape) * buffers[t.name][1] for t in tables}
 
 
 def _drafter_buffers(
@@ -169,7 +171,7 @@ def _drafter_buffers(
     kind, slots = kind_of(drafter), limits.max_batch
     block = kind.block_size or 1
     rows = Rows.of(block, limits)
-    buffers = _tables(drafter, DRAFTER_EMBEDDING, DRAFTER_HEAD, element_bytes) if kind.own_tables else {}
+    buffers = _table_bytes(drafter, DRAFTER_EMBEDDING, DRAFTER_HEAD, element_bytes)
     if kind.tap_layers:
         width = len(kind.tap_layers) * target.hidden_size * element_bytes
         buffers |= {
@@ -184,7 +186,7 @@ def _drafter_buffers(
     positions = max(slots * 2 * block, rows.chunk + block)
     buffers[DRAFTER_CONTROL] = _control_bytes(slots, slots, slots * block, positions)
     k = candidates or min(max(limits.max_tree_budget, 1), target.vocab_size)
-    drafts = slots * (block - 1) * k
+    drafts = slots * kind.longest_draft * k
     return buffers, aligned(drafts * FLOAT_BYTES) + drafts * INT_BYTES
 
 

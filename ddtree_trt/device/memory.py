@@ -16,8 +16,8 @@ from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.artifact.precisions import PLAN_BACKENDS, PRECISIONS, BackendName
 from ddtree_trt.device.buckets import buckets, captured_passes, context_steps
 from ddtree_trt.device.buffers import FLOAT_BYTES, NOT_COUNTED_AS_BUFFERS, pass_rows, tensorrt_buffers
-from ddtree_trt.models.decoder import EMBEDDING, Shapes, TransformerDims
-from ddtree_trt.models.drafters.kinds import kind_of
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.kinds import EMBEDDING, HEAD, kind_of
 from ddtree_trt.models.pairs import checkpoint_shapes
 from ddtree_trt.plugins import HEAD_DIMS
 
@@ -75,7 +75,7 @@ def plan_engine(
     """
     size = PRECISIONS[precision].value_bytes
     if backend in PLAN_BACKENDS:  # heads in float32 on the device
-        weights_bytes += sum(math.prod(d.table) for d in _with_tables(target, drafter)) * FLOAT_BYTES
+        weights_bytes += sum(_table_values(HEAD, target, drafter)) * FLOAT_BYTES
     elif backend == "onnxruntime":
         weights_bytes = _packed_bytes(precision, target, drafter, weights_bytes)
     per_row = sum(2 * d.num_layers * d.num_kv_heads * d.head_dim * size for d in (target, drafter))
@@ -95,21 +95,24 @@ def _packed_bytes(precision: str, target: TransformerDims, drafter: TransformerD
     """Bytes of the weights in ONNX Runtime's sessions. Each packs the weights that it multiplies by into memory of its
     own, and the file's pages are given back: so there is a head per session, also where both have the same one, and
     besides it an embedding, whose pages the sessions share."""
-    tables = _with_tables(target, drafter)
+    heads = _table_values(HEAD, target, drafter)
+    again = 0 if len(heads) > 1 else heads[0]  # of the target's head in the drafter's session
     if PRECISIONS[precision].quantized:  # the file has the embedding in float32 and apart from it every network's head
-        return stored + (2 - len(tables)) * math.prod(target.table)
-    layers = (shape for d in (target, drafter) for name, shape in _shapes(d).items() if name != EMBEDDING)
-    values = sum(map(math.prod, layers)) + sum(math.prod(d.table) for d in tables) + 2 * math.prod(target.table)
-    return FLOAT_BYTES * values
+        return stored + again
+    tables = {name for d in (target, drafter) for table in kind_of(d).own_tables for name in table.sources}
+    layers = (
+        shape
+        for d in (target, drafter)
+        for name, shape in checkpoint_shapes(d, tied=True).items()
+        if name not in tables
+    )
+    embeddings = _table_values(EMBEDDING, target, drafter)
+    return FLOAT_BYTES * (sum(map(math.prod, layers)) + sum(embeddings) + sum(heads) + again)
 
 
-def _shapes(dims: TransformerDims) -> Shapes:
-    return checkpoint_shapes(dims, tied=True)
-
-
-def _with_tables(target: TransformerDims, drafter: TransformerDims) -> tuple[TransformerDims, ...]:
-    """The networks that have an embedding and a head of their own."""
-    return (target, drafter) if kind_of(drafter).own_tables else (target,)
+def _table_values(table: str, *networks: TransformerDims) -> list[int]:
+    """The number of values in that table of each of the networks that has its own."""
+    return [math.prod(own.shape) for dims in networks for own in kind_of(dims).own_tables if own.name == table]
 
 
 # Files of weights in engine directories, of every backend.
@@ -128,7 +131,7 @@ def plan_manifest(manifest: Manifest) -> MemoryPlan:
     m = manifest
     weights = sum(m.files[name].size for name in _WEIGHT_FILES if name in m.files)
     if artifact.SHARED_WEIGHTS in m.files:
-        tables = sum(math.prod(d.table) for d in _with_tables(m.target_dims, m.drafter_dims))
+        tables = sum(_table_values(EMBEDDING, m.target_dims, m.drafter_dims))
         weights += tables * PRECISIONS[m.precision].value_bytes - m.files[artifact.SHARED_WEIGHTS].size
     native = m.attention == "native"
     return plan_engine(m.backend, m.precision, m.target_dims, m.drafter_dims, m.limits, weights, native=native)
@@ -216,5 +219,5 @@ def _widest_bytes(
     rows = pass_rows(limits, slots)
     widest = max(target.inner_width, sum(target.qkv_widths))
     wide = rows * size * (4 * target.hidden_size + 3 * widest)
-    block = kind_of(drafter).block_size or 1
-    return max(wide, 2 * slots * (block - 1) * target.vocab_size * FLOAT_BYTES)
+    kind = kind_of(drafter)
+    return max(wide, 2 * slots * (kind.longest_draft if kind.at_once else 0) * target.vocab_size * FLOAT_BYTES)

@@ -74,7 +74,7 @@ class TransformerDims:
         """Fields by name as JSON holds them, without the switches at their default: an engine that needs none is
         described as before there were any, and an older runtime reads it."""
         defaults = {f.name: f.default for f in fields(self)}
-        return {name: value for name, value in asdict(self).items() if value is not defaults[name]}
+        return {name: value for name, value in asdict(self).items() if value != defaults[name]}
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ _SHAPES: Mapping[KindName, Callable[[Any, bool], Shapes]] = {
 
 
 def checkpoint_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
-    """Shapes of every tensor of a network's checkpoint. With `tied` its head is its embedding; DFlash has neither."""
+    """Shapes of every tensor of a network's checkpoint. With `tied` its head is its embedding."""
     return _SHAPES[kind_of(dims).name](dims, tied)
 
 
@@ -25,7 +25,7 @@ def misfit(target: TransformerDims, drafter: TransformerDims) -> str | None:
     """Why a drafter does not fit a target of these dimensions, in Hugging Face's names; None where it fits."""
     kind = kind_of(drafter)
     equal = [("vocab_size", drafter.vocab_size, "the target's", target.vocab_size)]
-    if not kind.own_tables:
+    if not kind.language_model:
         equal.append(("hidden_size", drafter.hidden_size, "the target's", target.hidden_size))
     if kind.target_layers is not None:
         equal.append(("num_target_layers", kind.target_layers, "the target's layers", target.num_layers))

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.safetensor_header import read_header, safetensors_header
 from ddtree_trt.errors import ArtifactError, CheckpointError, DDTreeError
 from ddtree_trt.reading import Source
@@ -22,7 +21,7 @@ SHAPES = {"b": (2, 3), "a": (4,), "scalar": (), "empty": (0, 5)}
 def written(file: Path) -> np.ndarray:
     """A file of SHAPES; returns its 11 values in order."""
     values = np.arange(11, dtype="<f4")
-    file.write_bytes(safetensors_header(SHAPES, PRECISIONS["fp32"]) + values.tobytes())
+    file.write_bytes(safetensors_header({name: ("F32", shape) for name, shape in SHAPES.items()}) + values.tobytes())
     return values
 
 
@@ -52,11 +51,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         ({"a": {"shape": [5]}}, "a [5] F32 has 16 bytes"),
         ({"a": {"data_offsets": [40, 24]}}, "a [4] F32 has -16 bytes"),
         (
-            {"a": {"dtype": "I64", "data_offsets": [24, 38]}},
+            {"a": {"dtype": "U64", "data_offsets": [24, 38]}},
             "scalar begins at byte 40 of the data, where 38 was to come",
         ),
-        ({"scalar": {"dtype": "I64", "data_offsets": [40, 48]}}, "scalar ends 4 bytes behind the end of the file"),
-        ({"scalar": {"dtype": "I64", "data_offsets": [40, 42]}}, "2 bytes behind its last tensor belong to none"),
+        ({"scalar": {"dtype": "U64", "data_offsets": [40, 48]}}, "scalar ends 4 bytes behind the end of the file"),
+        ({"scalar": {"dtype": "U64", "data_offsets": [40, 42]}}, "2 bytes behind its last tensor belong to none"),
     ],
 )
 def test_tensors_must_fill_the_file(change: dict[str, Any], words: str, tmp_path: Path) -> None:

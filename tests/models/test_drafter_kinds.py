@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.build.backends.base import check_drafter
 from ddtree_trt.device import buffers as sizes
 from ddtree_trt.device.buffers import tensorrt_buffers
 from ddtree_trt.device.memory import plan_engine
+from ddtree_trt.errors import ArtifactError, UsageError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters import kinds
-from ddtree_trt.models.drafters.dflash import DrafterDims
-from ddtree_trt.models.drafters.kinds import LONGEST_CHAIN, DrafterKind, KindName, dims_record, kind_of
+from ddtree_trt.models.drafters.dflash import Convolution, DrafterDims, Selector, Sight, dflash_contradiction
+from ddtree_trt.models.drafters.kinds import EMBEDDING, HEAD, LONGEST_CHAIN, DrafterKind, KindName, dims_record, kind_of
 from ddtree_trt.models.pairs import misfit
+from ddtree_trt.reading import Source, read_record
 
 _SHAPE = (512, 64, 6, 4, 2, 64, 128, 1e-6, 1e4, 2048)
 TARGET = TransformerDims(*_SHAPE)
@@ -32,9 +36,45 @@ def test_what_a_dflash_drafter_needs_and_offers() -> None:
     assert kind.at_once and (kind.block_size, kind.longest_draft) == (8, 7)
 
 
+def test_a_block_drafters_features() -> None:
+    """Fields of later checkpoints: absent from a manifest where they are as in the first ones."""
+    new = {"windows", "causal", "anchor_first", "draft_vocab_size", "own_embedding", "own_head", "markov_rank"}
+    assert not (DFLASH.stated().keys() & {*new, "selector", "convolution"}) and DFLASH.features() == []
+    dims = replace(DFLASH, windows=(0, 4, 0, 0, 0, 7), anchor_first=True, selector=Selector(16, 32))
+    assert dims.features() == ["windows", "anchor_first", "selector"]
+    assert (DFLASH.draft_length, dims.draft_length, kind_of(dims).longest_draft) == (7, 8, 8)
+    assert [dims.sight(i) for i in (0, 1, 5)] == [Sight(), Sight(4), Sight(7)]
+    source = Source("manifest.json", ArtifactError, "rebuild")
+    assert read_record(DrafterDims, json.loads(json.dumps(dims.stated())), source) == dims
+    whole = replace(dims, draft_vocab_size=100, own_head=True, causal=(True,) * 6, convolution=Convolution(3, 4))
+    assert read_record(DrafterDims, json.loads(json.dumps(whole.stated())), source) == whole
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"windows": (4, 4)}, "windows has 2 entries for 6 layers"),
+        ({"causal": (True,)}, "causal has 1 entries for 6 layers"),
+        ({"draft_vocab_size": 513, "own_head": True}, "draft_vocab_size 513 is more than vocab_size 512"),
+        ({"draft_vocab_size": 100}, "draft_vocab_size 100 needs a head of its own"),
+    ],
+)
+def test_features_that_contradict_each_other(fields: dict[str, Any], message: str) -> None:
+    assert dflash_contradiction(replace(DFLASH, **fields)) == message
+    assert dflash_contradiction(DFLASH) is None
+
+
+def test_a_backend_names_the_features_it_lacks() -> None:
+    dims = replace(DFLASH, markov_rank=8, windows=(4,) * 6)
+    with pytest.raises(UsageError, match="the drafter has markov_rank, not implemented by the torch backend"):
+        check_drafter((TARGET, dims), {"windows"}, "torch")
+    check_drafter((TARGET, dims), {"windows", "markov_rank"}, "torch")
+
+
 def test_what_an_autoregressive_drafter_needs_and_offers() -> None:
     kind = kind_of(TARGET)
-    assert kind.name == "autoregressive" and kind.language_model and kind.own_tables
+    assert kind.name == "autoregressive" and kind.language_model
+    assert [table.name for table in kind.own_tables] == [EMBEDDING, HEAD]
     assert (kind.tap_layers, kind.target_layers, kind.mask_token_id, kind.block_size) == ((), None, None, None)
     assert not kind.at_once and kind.longest_draft == LONGEST_CHAIN
 
@@ -85,7 +125,7 @@ class TappedDims(TransformerDims):
 
 
 def _tapped(dims: TappedDims) -> DrafterKind:
-    return DrafterKind("dflash", "tapped drafter", language_model=False, own_tables=False, tap_layers=dims.taps)
+    return DrafterKind("dflash", "tapped drafter", language_model=False, tap_layers=dims.taps)
 
 
 def test_a_kind_is_one_record(monkeypatch: pytest.MonkeyPatch) -> None:

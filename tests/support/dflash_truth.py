@@ -21,31 +21,44 @@ class DFlash:
     """DFlash in float32, all of it computed anew from the tapped states of every committed token.
 
     The states pass through `fc` and a norm, and stand as context in every layer: keys and values come from context and
-    block, queries from the block [bonus, MASK × L], and nothing is masked. Embedding and head are the target's.
+    block, queries from the block [bonus, MASK, …]. A layer may have a window of W positions, in which a query at p sees
+    keys at k with |p − k| < W, and may be causal, in which it sees keys with k ≤ p. Embedding and head are the target's
+    unless the checkpoint has its own, whose ids may be draft ids that `d2t` maps.
     """
 
     def __init__(self, directory: Path, dims: DrafterDims, truth: Truth) -> None:
         self.dims = dims
-        self.config = AutoConfig.from_pretrained(directory)
+        self.directory = directory
         self.w = {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items()}
         self.embed, self.head = (m.weight.detach() for m in (truth.model.model.embed_tokens, truth.model.lm_head))
+        if dims.own_embedding:
+            self.embed = self.w["embed_tokens.weight"]
+        if dims.own_head:
+            self.head = self.w["lm_head.weight"]
 
     def __call__(self, states: Array, bonus: int) -> Array:
-        """Log-probabilities [L, V] from the states [C, M·H] of all C committed tokens."""
+        """Log-probabilities [L, V] from the states [C, M·H] of all C committed tokens; −inf where a token has no draft
+        id."""
         d, w = self.dims, self.w
         context = self.norm(torch.tensor(states) @ w["fc.weight"].T, "hidden_norm")
         x = self.embed[[bonus] + [d.mask_token_id] * (d.block_size - 1)]
         for i in range(d.num_layers):
             layer = f"layers.{i}"
-            x = x + self.attention(layer, context, self.norm(x, f"{layer}.input_layernorm"))
+            x = x + self.attention(i, context, self.norm(x, f"{layer}.input_layernorm"))
             h = self.norm(x, f"{layer}.post_attention_layernorm")
             gate, up, down = (w[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
             x = x + (functional.silu(h @ gate.T) * (h @ up.T)) @ down.T
-        logits = self.norm(x, "norm")[1:] @ self.head.T
-        return functional.log_softmax(logits, dim=-1).numpy()
+        rows = self.norm(x, "norm")
+        drafted = functional.log_softmax((rows if d.anchor_first else rows[1:]) @ self.head.T, dim=-1)
+        if d.draft_vocab_size is None:
+            return drafted.numpy()
+        whole = torch.full((len(drafted), d.vocab_size), -torch.inf)
+        for draft_id, offset in enumerate(w["d2t"].tolist()):
+            whole[:, draft_id + int(offset)] = drafted[:, draft_id]
+        return whole.numpy()
 
-    def attention(self, layer: str, context: Tensor, block: Tensor) -> Tensor:
-        d = self.dims
+    def attention(self, index: int, context: Tensor, block: Tensor) -> Tensor:
+        d, layer = self.dims, f"layers.{index}"
         both = torch.cat([context, block])
         positions = torch.arange(len(both))
         query = self.turn(self.heads(layer, "q", block), positions[len(context) :])
@@ -53,6 +66,11 @@ class DFlash:
         value = self.heads(layer, "v", both)
         key, value = (t.repeat_interleave(d.num_heads // d.num_kv_heads, dim=1) for t in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(d.head_dim)
+        ahead = positions[None, :] - positions[len(context) :, None]  # of each query, where each key is
+        if d.causal and d.causal[index]:
+            scores = scores.masked_fill(ahead > 0, -torch.inf)
+        if d.windows and d.windows[index]:
+            scores = scores.masked_fill(ahead.abs() >= d.windows[index], -torch.inf)
         seen = torch.einsum("hqk,khd->qhd", scores.softmax(dim=-1), value)
         return seen.flatten(1) @ self.w[f"{layer}.self_attn.o_proj.weight"].T
 
@@ -74,7 +92,9 @@ class DFlash:
         speed = self.dims.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
         magnitude = 1.0
         if self.dims.rope_scaling:
-            speed, magnitude = ROPE_INIT_FUNCTIONS[self.dims.rope_scaling.rope_type](self.config, "cpu")
+            speed, magnitude = ROPE_INIT_FUNCTIONS[self.dims.rope_scaling.rope_type](
+                AutoConfig.from_pretrained(self.directory), "cpu"
+            )
         angle = positions[:, None, None] * speed.double()
         turn = torch.polar(torch.full_like(angle, magnitude), angle)
         turned = torch.complex(*x.double().split(half, dim=-1)) * turn

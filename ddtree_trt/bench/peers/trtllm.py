@@ -41,7 +41,7 @@ class TensorRTLLMPeer:
                     f"TensorRT-LLM {tensorrt_llm.__version__} has no DFlash; run: pip install -U tensorrt-llm"
                 )
             config = llmapi.DFlashDecodingConfig(
-                max_draft_len=manifest.dflash.block_size - 1, speculative_model=str(directories.drafter)
+                max_draft_len=manifest.dflash.draft_length, speculative_model=str(directories.drafter)
             )
             self._models[DFLASH.name] = self._load(config)
         self.cases = tuple(Case(m, peer=PEER) for m in self._models)

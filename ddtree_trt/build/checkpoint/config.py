@@ -10,24 +10,25 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from ddtree_trt.build.checkpoint.config_fields import refuse_unknown_fields
+from ddtree_trt.build.checkpoint.dialects.choice import architectures, dialect_of
+from ddtree_trt.build.checkpoint.dialects.dialect import Dialect
+from ddtree_trt.build.checkpoint.dialects.language_model import LANGUAGE_MODEL
 from ddtree_trt.build.checkpoint.paths import GGUF
 from ddtree_trt.build.checkpoint.quantization import Quantization, read_quantization
 from ddtree_trt.build.checkpoint.rope import positions_with, read_scaling, read_theta
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models import decoder as bounds
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters import dflash
-from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.experts import Experts, expert_contradiction
-from ddtree_trt.models.families import EXPERT_NAMES, FAMILIES, Family, titles
+from ddtree_trt.models.families import EXPERT_NAMES, FAMILIES, QWEN3, Family, titles
 from ddtree_trt.reading import Between, Fields, Source, read_object, read_value, shown
 
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
+_MASK_EMBEDDING = "mask_embedding.pt"  # of some drafters, in place of the mask token's
 
 # Required by fused attention with rotary embedding; ONNX Runtime would refuse it only when the engine first runs.
 _HEAD_DIM_MULTIPLE = 16
-_LONGEST_WINDOW = 1 << 30
 _EXPERT_COUNTS = ("num_experts", "num_local_experts")  # the second is transformers' name for the first
 
 
@@ -39,6 +40,7 @@ class ModelConfig:
     tied: bool  # the language-model head is the embedding
     stop_token_ids: tuple[int, ...]
     quantization: Quantization | None
+    dialect: Dialect = LANGUAGE_MODEL
 
 
 def read_config(directory: Path) -> ModelConfig:
@@ -46,22 +48,30 @@ def read_config(directory: Path) -> ModelConfig:
     if not directory.is_dir():
         raise CheckpointError(f"no checkpoint at {directory}: there is no such directory")
     fields = Fields(_read_json(directory / CONFIG), _source(directory / CONFIG))
-    is_dflash = fields.has(dflash.SECTION) or dflash.ARCHITECTURE in _architectures(fields)
-    family = _family(fields, is_dflash=is_dflash)
-    refuse_unknown_fields(fields, family, is_dflash=is_dflash)
+    dialect = dialect_of(fields)
+    _refuse_mask_embedding(directory)
+    decoder = dialect.decoder_fields(fields)
+    family = _family(decoder, architectures(fields), dialect)
+    refuse_unknown_fields(fields, family, dialect)
     quantization = read_quantization(directory, fields.data)
-    dims = transformer_dims(fields, family)
-    _check_layer_types(fields, family, dims.num_layers)
+    dims = dialect.read_dims(fields, transformer_dims(decoder, family), family)
     if quantization and dims.experts:
         raise fields.source.fault("its experts are quantised, which is not implemented; use the model before that")
-    if is_dflash:
-        dims = _drafter_dims(fields, dims)
     return ModelConfig(
         dims=dims,
-        tied=fields.flag("tie_word_embeddings", False),
-        stop_token_ids=_stop_token_ids(directory, fields, dims.vocab_size),
+        tied=decoder.flag("tie_word_embeddings", False),
+        stop_token_ids=_stop_token_ids(directory, decoder, dims.vocab_size),
         quantization=quantization,
+        dialect=dialect,
     )
+
+
+def _refuse_mask_embedding(directory: Path) -> None:
+    if (directory / _MASK_EMBEDDING).is_file():
+        raise CheckpointError(
+            f"{directory} has {_MASK_EMBEDDING}, an embedding of the mask, which is not implemented; "
+            "use a drafter without one"
+        )
 
 
 def _source(path: Path) -> Source:
@@ -76,53 +86,29 @@ def _read_json(path: Path) -> dict[str, Any]:
     return read_object(path, _source(path))
 
 
-def _architectures(fields: Fields) -> list[str]:
-    return fields.optional("architectures", list[str]) or []
-
-
-def _family(fields: Fields, *, is_dflash: bool) -> Family:
+def _family(decoder: Fields, classes: list[str], dialect: Dialect) -> Family:
     """The family of its layers. Raises CheckpointError for a model of none, and for a class with other parts around
-    the layers; a checkpoint may leave its class out."""
-    if not fields.has("model_type"):
-        raise fields.fault("model_type", "is missing: is this a Hugging Face checkpoint?")
-    model_type = fields.text("model_type")
+    the layers; a checkpoint may leave its class out, and a decoder in an object of its own its type."""
+    if not decoder.has("model_type") and not dialect.decoder:
+        raise decoder.fault("model_type", "is missing: is this a Hugging Face checkpoint?")
+    model_type = decoder.text("model_type", QWEN3.model_type)
     family = FAMILIES.get(model_type)
-    mixed = "moe" in model_type or any(fields.data.get(name) for name in _EXPERT_COUNTS)
+    mixed = "moe" in model_type or any(decoder.data.get(name) for name in _EXPERT_COUNTS)
     if mixed and (family is None or not family.experts):
         kinds = titles("and")
-        raise fields.fault(
+        raise decoder.fault(
             "model_type", f"is {shown(model_type)}: its mixture of experts is not supported, {kinds} models are"
         )
     if family is None:
         types = ", ".join(map(repr, FAMILIES))
-        raise fields.fault("model_type", f"is {shown(model_type)}, only {titles('and')} models ({types}) are supported")
-    wanted = dflash.ARCHITECTURE if is_dflash else family.architecture
-    if other := [name for name in _architectures(fields) if name != wanted]:
-        kind = f"drafters with a {dflash.SECTION}" if is_dflash else "other checkpoints"
-        raise fields.fault("architectures", f"is {shown(other[0])}, which is not implemented; of {kind} {wanted} is")
+        raise decoder.fault(
+            "model_type", f"is {shown(model_type)}, only {titles('and')} models ({types}) are supported"
+        )
+    wanted = dialect.architectures or (family.architecture,)
+    if other := [name for name in classes if name not in wanted and not dialect.decoder]:
+        offered = f"of {dialect.title} {' and '.join(wanted)} is"
+        raise decoder.fault("architectures", f"is {shown(other[0])}, which is not implemented; {offered}")
     return family
-
-
-def _check_layer_types(fields: Fields, family: Family, layers: int) -> None:
-    """Every layer must attend to the whole sequence. Windows of layers that config.json does not list are those that
-    transformers derives."""
-    switch = "sliding_window" if family.windowed else "use_sliding_window"
-    windowed = family.windowed or fields.flag("use_sliding_window", False)
-    # Configurations without a window may write 0 for none.
-    within = Between(1 if windowed else 0, _LONGEST_WINDOW)
-    no_window = fields.optional("sliding_window", Annotated[int, within]) is None and "sliding_window" in fields.data
-    first = fields.integer("max_window_layers", Between(0, bounds.LAYERS.highest), 28)
-    kinds = fields.optional("layer_types", list[str])
-    if kinds is not None and len(kinds) != layers:
-        raise fields.fault("layer_types", f"has {len(kinds)} entries for num_hidden_layers {layers}")
-    for kind in kinds or ():
-        if kind != "full_attention":
-            raise fields.fault(
-                "layer_types", f"is {shown(kind)}, which is not implemented: every layer must be 'full_attention'"
-            )
-    if windowed and not no_window and (family.windowed or (kinds is None and first < layers)):
-        found = f"is {shown(fields.data[switch])}" if fields.has(switch) else "is left out, which means a window"
-        raise fields.fault(switch, f"{found}: layers with 'sliding_attention' are not implemented")
 
 
 def transformer_dims(fields: Fields, family: Family) -> TransformerDims:
@@ -169,35 +155,6 @@ def _experts(fields: Fields, family: Family) -> Experts:
     if problem := expert_contradiction(experts):
         raise fields.fault(EXPERT_NAMES["per_token"], f"is {experts.per_token}: {problem}")
     return experts
-
-
-def _drafter_dims(fields: Fields, dims: TransformerDims) -> DrafterDims:
-    section = fields.section(dflash.SECTION)
-    num_target_layers = fields.integer("num_target_layers", bounds.LAYERS)
-    taps = section.optional("target_layer_ids", list[Annotated[int, dflash.LAYER]])
-    if taps is None:
-        taps = list(dflash.default_tap_layers(num_target_layers, dims.num_layers))
-    if not taps or len(taps) > bounds.LAYERS.highest:
-        raise section.fault("target_layer_ids", f"has {len(taps)} entries, it must name the target layers to tap")
-    return DrafterDims(
-        **vars(dims),
-        block_size=_block_size(fields, section),
-        mask_token_id=section.integer("mask_token_id", bounds.TOKEN),
-        tap_layers=tuple(taps),
-        num_target_layers=num_target_layers,
-    )
-
-
-def _block_size(fields: Fields, section: Fields) -> int:
-    """The block size, which is outside `dflash_config` in z-lab's first checkpoints and inside it in others."""
-    block = Annotated[int, dflash.BLOCK]
-    inner = section.optional("block_size", block)
-    if inner is None:
-        return fields.integer("block_size", dflash.BLOCK)
-    outer = fields.optional("block_size", block)
-    if outer not in (None, inner):
-        raise fields.fault("block_size", f"is {outer}, but {inner} in dflash_config: which is it?")
-    return int(inner)
 
 
 def _stop_token_ids(directory: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """The fields of config.json that are known; every other one is refused by its name.
 
-Three kinds: fields that `config` reads, bookkeeping that no number of the model depends on, and fields of which only
-the values that change nothing are implemented. A field that is null is not set. Names are those of the families'
-configurations in transformers, of their base class through all versions, and of published DFlash-like drafters.
+Three kinds: fields that are read, bookkeeping that no number of the model depends on, and fields of which only the
+values that change nothing are implemented. A field that is null is not set. Those here are a decoder's: names of the
+families' configurations in transformers, and of their base class through all versions. `dialects` has the drafters'.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ddtree_trt.build.checkpoint.dialects.dialect import Dialect
 from ddtree_trt.errors import DDTreeError
-from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.families import CONFIG_NAMES, EXPERT_NAMES, Family
 from ddtree_trt.reading import Fields, shown
 
@@ -21,8 +21,6 @@ _READ = frozenset(CONFIG_NAMES.values()) | frozenset(
     use_sliding_window sliding_window max_window_layers quantization_config""".split()
 )
 _READ_OF_EXPERTS = frozenset(("num_local_experts", *EXPERT_NAMES.values()))
-_READ_OF_DFLASH = frozenset(("block_size", "num_target_layers", dflash.SECTION))
-_READ_OF_SECTION = frozenset("target_layer_ids mask_token_id block_size".split())
 
 _BOOKKEEPING = frozenset(
     """_name_or_path name_or_path _commit_hash attn_implementation _flash_attn_2_enabled
@@ -41,9 +39,6 @@ _BOOKKEEPING = frozenset(
     encoder_no_repeat_ngram_size bad_words_ids num_return_sequences forced_bos_token_id forced_eos_token_id
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""".split()
 )
-# Of drafters: what they were trained with, and the mask token's text beside its id.
-_BOOKKEEPING_OF_SECTION = frozenset("mask_token num_anchors loss_decay_gamma".split())
-
 # Field → the values that change nothing.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
@@ -71,53 +66,50 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "norm_topk_prob": (False,),
     "use_mrope": (False,),
 }
-_NEUTRAL_OF_LANGUAGE_MODELS = {"is_causal": (True,), "is_decoder": (True, False)}
-_NEUTRAL_OF_DFLASH: Mapping[str, tuple[Any, ...]] = {
-    "is_causal": (False,),
-    "is_decoder": (True, False),
-    "sample_from_anchor": (False,),
-}
-_NEUTRAL_OF_SECTION: Mapping[str, tuple[Any, ...]] = {
-    "causal": (False,),
-    "is_causal": (False,),
-    "causal_head": (False,),
-    "sample_from_anchor": (False,),
-    "attention_mode": ("gqa",),
-    "attention_sink_bias": (False,),
-    "use_swa": (False,),
-    "use_sliding_window": (False,),
-    "final_logit_softcapping": (),
-    "output_multiplier": (1,),
-    "projector_type": (),
-    "markov_rank": (0,),
-}
 
 
-def refuse_unknown_fields(fields: Fields, family: Family, *, is_dflash: bool) -> None:
-    """Raises the fields' error for the first field of a config.json that is not implemented."""
-    # A drafter's vocabulary must be the target's, under any of these names.
-    vocabulary = dict.fromkeys(("draft_vocab_size", "target_vocab_size"), (fields.data.get("vocab_size"),))
-    own = {**_NEUTRAL_OF_DFLASH, **vocabulary} if is_dflash else _NEUTRAL_OF_LANGUAGE_MODELS
-    read = _READ | frozenset(family.names.values()) | (_READ_OF_DFLASH if is_dflash else frozenset())
-    if family.experts:
-        read |= _READ_OF_EXPERTS
-    refuse_unknown(fields, read | _BOOKKEEPING, {**_NEUTRAL, **family.neutral, **own})
-    if is_dflash:
-        neutral = {**_NEUTRAL_OF_SECTION, **vocabulary, "num_target_layers": (fields.data.get("num_target_layers"),)}
-        refuse_unknown(fields.section(dflash.SECTION), _READ_OF_SECTION | _BOOKKEEPING_OF_SECTION, neutral)
+def refuse_unknown_fields(fields: Fields, family: Family, dialect: Dialect) -> None:
+    """Raises the fields' error for the first field of a config.json, whose decoder is of this family, that is not
+    implemented."""
+    own = dialect.fields
+    for name, section in dialect.sections.items():
+        if name != dialect.decoder:
+            refuse_unknown(fields.section(name), section.read, section.neutral)
+    if dialect.decoder is None:
+        refuse_unknown(fields, _decoder_names(family) | own.read, {**_decoder_neutral(family), **own.neutral})
+        return
+    refuse_unknown(fields, _BOOKKEEPING | own.read, own.neutral)
+    extra = dialect.sections[dialect.decoder]
+    neutral = {**_decoder_neutral(family), **extra.neutral}
+    refuse_unknown(fields.section(dialect.decoder), _decoder_names(family) | extra.read, neutral)
+
+
+def _decoder_names(family: Family) -> frozenset[str]:
+    """Fields of a decoder that are read, or that no number depends on."""
+    own = frozenset(family.names.values()) | (_READ_OF_EXPERTS if family.experts else frozenset())
+    return _READ | _BOOKKEEPING | own
+
+
+def _decoder_neutral(family: Family) -> dict[str, tuple[Any, ...]]:
+    return {**_NEUTRAL, **family.neutral}
 
 
 def refuse_unknown(fields: Fields, known: Collection[str], neutral: Mapping[str, tuple[Any, ...]]) -> None:
     """Raises the fields' error for the first entry of one object that is neither known nor one of the values that
     `neutral` allows it."""
-    given = {name: value for name, value in fields.data.items() if name not in known and value is not None}
     # Known fields first, in the table's order: their messages say more than those for unknown ones.
-    for name in neutral:
-        if name in given and not any(_same(given[name], wanted) for wanted in neutral[name]):
-            implemented = " or ".join(_json(wanted) for wanted in neutral[name]) or "null"
-            raise _not_implemented(fields, name, f"only {implemented} is")
-    for name in sorted(given.keys() - neutral.keys()):
+    refuse_other_values(fields, {name: values for name, values in neutral.items() if name not in known})
+    given = {name for name, value in fields.data.items() if value is not None}
+    for name in sorted(given - neutral.keys() - set(known)):
         raise _not_implemented(fields, name, "if no number of the model depends on it, remove it from the file")
+
+
+def refuse_other_values(fields: Fields, neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises the fields' error for the first of these fields that is set to none of its values."""
+    for name, values in neutral.items():
+        if fields.has(name) and not any(_same(fields.data[name], wanted) for wanted in values):
+            implemented = " or ".join(_json(wanted) for wanted in values) or "null"
+            raise _not_implemented(fields, name, f"only {implemented} is")
 
 
 def _not_implemented(fields: Fields, name: str, hint: str) -> DDTreeError:

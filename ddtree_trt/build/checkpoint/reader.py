@@ -43,11 +43,12 @@ from ddtree_trt.build.checkpoint.tensorfile import (
 )
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, Shapes, TransformerDims
+from ddtree_trt.models.drafters.dflash import TO_TARGET
 from ddtree_trt.models.drafters.kinds import DrafterKind, kind_of
 from ddtree_trt.models.pairs import checkpoint_shapes, misfit
 
-# Tensors that some files hold and nothing uses: a copy of tied weights, buffers, a drafter's unused embedding.
-_IGNORED = (HEAD, EMBEDDING, "embed_tokens.weight")
+# Tensors that some files hold and nothing uses: a copy of tied weights, and buffers. `dialects` has those of drafters.
+_IGNORED = (HEAD, EMBEDDING)
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", *CACHE_SCALES)
 _SHOWN_NAMES = 3  # in one message
 
@@ -116,10 +117,24 @@ class Checkpoint:
             raise CheckpointError(f"{self.path} has no tensor {name}")
         scales = self.scales(name)
         if scales is None:
-            return self._read(name)
+            values = self._read(name)
+            if name == TO_TARGET:
+                self._check_offsets(values)
+            return values
         values = dequantize(self.stored(name), scales)
         check_finite(name, self.tensors[name], values.reshape(-1))
         return values
+
+    def _check_offsets(self, offsets: NDArray[np.float32]) -> None:
+        """Raises CheckpointError for ids outside the target's vocabulary, and for a token that has two."""
+        ids = np.arange(len(offsets)) + offsets
+        problem = "stands for one token by two ids" if len(np.unique(ids)) < len(ids) else None
+        if ids.min() < 0 or ids.max() >= self.dims.vocab_size:
+            problem = f"reaches from {ids.min():.0f} to {ids.max():.0f}, vocab_size is {self.dims.vocab_size}"
+        if problem:
+            raise CheckpointError(
+                f"{self.path}: {TO_TARGET}, added to its indices, {problem}; fetch the checkpoint again"
+            )
 
     def scales(self, name: str) -> Scales | None:
         """The scales of a quantised projection; None for any other tensor. Raises CheckpointError for one of 0 or
@@ -155,7 +170,8 @@ def load_checkpoint(path: Path, *, name: str | None = None, revision: str = LOCA
 def _load_directory(directory: Path, name: str, revision: str) -> Checkpoint:
     config = read_config(directory)
     stored = open_tensors(directory)
-    expected = checkpoint_shapes(config.dims, tied=config.tied)
+    dims = config.dialect.settle(config.dims, stored)
+    expected = checkpoint_shapes(dims, tied=config.tied)
     quantizers = find_scales(directory, config.quantization, stored, expected)
     _refuse_missing(directory, CONFIG, stored, expected)
     as_stored = dict(expected)
@@ -164,12 +180,13 @@ def _load_directory(directory: Path, name: str, revision: str) -> Checkpoint:
             as_stored[weight] = config.quantization.stored_shape(shape)
         else:
             check_dtype(weight, stored[weight])
-    ignored = {name for name in stored if name in _IGNORED or name.endswith(_IGNORED_SUFFIXES)}
+    unused = config.dialect.unused
+    ignored = {n for n in stored if n in _IGNORED or n.endswith(_IGNORED_SUFFIXES) or n.startswith(unused)}
     _refuse_misfits(directory, CONFIG, stored, as_stored, {*quantizers, *ignored})
     return Checkpoint(
         path=directory,
         files=tuple(sorted([directory / CONFIG, *weight_files(directory)])),
-        dims=config.dims,
+        dims=dims,
         tie_word_embeddings=config.tied,
         stop_token_ids=config.stop_token_ids,
         name=name,

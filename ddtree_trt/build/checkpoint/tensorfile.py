@@ -17,12 +17,14 @@ from ddtree_trt.artifact.number_bytes import decode
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.safetensor_header import MAX_HEADER_BYTES, StoredTensor, read_header
 from ddtree_trt.errors import CheckpointError
+from ddtree_trt.models.drafters.dflash import INTEGER_TENSORS
 from ddtree_trt.reading import Fields, Source, read_object, shown
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-_FLOATS = tuple(dict.fromkeys(precision.safetensors for precision in PRECISIONS.values()))
+FLOATS = tuple(dict.fromkeys(precision.safetensors for precision in PRECISIONS.values()))
+_INTEGERS = ("I64", "I32")
 _ADVICE = "fetch the checkpoint again"
 _CHECK_VALUES = 1 << 22  # values checked in one step, so that checking needs little memory
 
@@ -80,15 +82,22 @@ def _locate_tensors(file: Path) -> dict[str, StoredTensor]:
 
 def check_dtype(name: str, tensor: StoredTensor) -> None:
     """Raises CheckpointError when the tensor's storage type cannot be converted."""
-    if tensor.dtype not in _FLOATS:
+    if name in INTEGER_TENSORS:
+        if tensor.dtype not in _INTEGERS:
+            raise CheckpointError(
+                f"{tensor.file}: {name} is stored as {tensor.dtype}, it must be of {' or '.join(_INTEGERS)}; "
+                "use the checkpoint as it was published"
+            )
+    elif tensor.dtype not in FLOATS:
         raise CheckpointError(
-            f"{tensor.file}: {name} is stored as {tensor.dtype}; supported are {', '.join(_FLOATS)}: "
+            f"{tensor.file}: {name} is stored as {tensor.dtype}; supported are {', '.join(FLOATS)}: "
             "use the checkpoint before quantisation"
         )
 
 
 def read_float32(name: str, tensor: StoredTensor) -> NDArray[np.float32]:
-    """A float32 copy of one tensor. Raises CheckpointError when it cannot be read or holds NaN or Inf."""
+    """A float32 copy of one tensor, which has the values of `INTEGER_TENSORS` exactly. Raises CheckpointError when it
+    cannot be read or holds NaN or Inf."""
     check_dtype(name, tensor)
     if tensor.size == 0:
         return np.empty(tensor.shape, np.float32)

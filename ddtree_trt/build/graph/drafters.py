@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, cast
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.build.graph.networks import build_drafter_graph, build_target_graph
+from ddtree_trt.build.graph.drafter_network import build_drafter_graph
+from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.models.drafters.kinds import KindName
 
 if TYPE_CHECKING:

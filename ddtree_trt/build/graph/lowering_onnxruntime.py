@@ -10,6 +10,7 @@ from onnx import TensorProto
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.graph.ops import Attention, Graph, Make, Sink, Table
+from ddtree_trt.models.drafters.dflash import Sight
 from ddtree_trt.models.experts import Experts
 
 MICROSOFT = "com.microsoft"
@@ -115,14 +116,19 @@ class OnnxRuntimeGraph(Graph):
         """The mask is an attention bias."""
         return self._attention(qkv, at, self._rows(at, self._bias), out)
 
-    def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, out: str) -> str:
-        """Where the kernel is always causal the block is repeated: rows of the second copy see all of the first, and a
-        bias hides the copy's own keys, which take `block` more rows of the cache."""
-        if self._always_causal:
-            repeated, rows = self._repeat_block(qkv, at, block)
+    def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, sight: Sight, out: str) -> str:
+        """Where the kernel is always causal a block that is not is repeated: rows of the second copy see all of the
+        first, and a bias hides the copy's own keys, which take `block` more rows of the cache."""
+        if sight.causal:
+            # The kernel's own window counts the rows before the current one and itself.
+            window = {"local_window_size": sight.window} if sight.window else {}
+            seen = self._attention(qkv, at, self._rows(at, ""), f"{out}.rows", **window)
+        elif self._always_causal:
+            repeated, rows = self._repeat_block(qkv, at, block, sight)
             seen = self._attention(repeated, at, rows, f"{out}.rows")
         else:
-            seen = self._attention(qkv, at, self._rows(at, ""), f"{out}.rows", causal=0)
+            bias = self._window_bias(block, sight) if sight.window else ""
+            seen = self._attention(qkv, at, self._rows(at, bias), f"{out}.rows", causal=0)
         return self.rows_from(seen, -block, out)
 
     def _rows(self, at: Attention, bias: str) -> _Rows:
@@ -133,9 +139,11 @@ class OnnxRuntimeGraph(Graph):
         attrs |= {"num_heads": at.heads[0], "kv_num_heads": at.heads[1], "do_rotary": int(rows.positions != "")}
         return self.op("GroupQueryAttention", inputs, [out, *at.present], domain=MICROSOFT, **attrs)
 
-    def _repeat_block(self, qkv: tuple[str, str, str], at: Attention, block: int) -> tuple[tuple[str, str, str], _Rows]:
+    def _repeat_block(
+        self, qkv: tuple[str, str, str], at: Attention, block: int, sight: Sight
+    ) -> tuple[tuple[str, str, str], _Rows]:
         """(qkv with the last `block` rows repeated, the inputs that place them), with the bias [1, 1, T, W] that hides
-        the copy."""
+        the copy and what `sight` does not allow."""
         query, key, value = qkv
         # The kernel's own rotary embedding lets positions only rise in a first pass.
         query, key = (
@@ -156,4 +164,40 @@ class OnnxRuntimeGraph(Graph):
         none = self.constant("zeros", np.zeros(2, np.int64))
         pads = self.concat([none, before, columns, none, none], "hidden.pads", axis=0)
         bias = self.op("Pad", [self.constant(f"hidden.{block}", hidden), pads], ["hidden.bias"])
+        if sight.window:
+            bias = self._repeated_window_bias(block, sight)
         return (query, key, value), _Rows(seqlens, total, "", ("", ""), bias)
+
+    def _window_bias(self, block: int, sight: Sight) -> str:
+        """The bias [1, 1, T, W] that hides keys outside of the windows of the last `block` rows."""
+        name = f"window.{sight.window}"
+        hidden = self._outside(block, sight.window)
+        before = self.op("Shape", [names.POSITIONS], ["rows.all"], start=1)
+        before = self.op("Sub", [before, self.constant(f"rows.{block}", np.array([block], np.int64))], ["rows.context"])
+        none = [self.constant(f"zeros.{n}", np.zeros(n, np.int64)) for n in (2, 5)]
+        pads = self.concat([none[0], before, none[1]], "window.pads", axis=0)
+        return self.op("Pad", [hidden, pads], [f"{name}.bias"])
+
+    def _repeated_window_bias(self, block: int, sight: Sight) -> str:
+        """`_window_bias` where the block is repeated: the rows are the copy's, whose keys are hidden too."""
+        name = f"window.{sight.window}"
+        copy = np.full((1, 1, block, block), np.finfo(np.float32).min, np.float32)
+        columns = [self._outside(block, sight.window), self.constant(f"hidden.{block}", copy)]
+        hidden = self.concat(columns, f"{name}.columns", axis=3)
+        before = self.op("Shape", [names.POSITIONS], ["rows.before"], start=1)
+        none = [self.constant(f"zeros.{n}", np.zeros(n, np.int64)) for n in (2, 5)]
+        pads = self.concat([none[0], before, none[1]], "window.pads", axis=0)
+        return self.op("Pad", [hidden, pads], [f"{name}.bias"])
+
+    def _outside(self, block: int, window: int) -> str:
+        """float32 [1, 1, block, W]: the lowest number where a key is `window` positions or more from one of the last
+        `block` rows, else 0."""
+        name = f"window.{window}"
+        own = self.reshape(self.rows_from(names.POSITIONS, -block, "positions.end"), [1, 1, block, 1], "block.own")
+        end = self.op("Cast", [names.TOTAL_LENGTH], ["columns.end"], to=TensorProto.INT64)
+        first, step = (self.constant(f"integer.{v}", np.array(v, np.int64)) for v in (0, 1))
+        keys = self.op("Range", [first, end, step], ["columns.keys"])
+        away = self.op("Abs", [self.op("Sub", [keys, own], ["block.distances"])], ["block.away"])
+        near = self.op("Less", [away, self.constant(f"{name}.width", np.array(window, np.int64))], [f"{name}.near"])
+        lowest = self.constant("lowest", np.array(np.finfo(np.float32).min, np.float32))
+        return self.op("Where", [near, self.constant("nothing", np.array(0, np.float32)), lowest], [f"{name}.outside"])

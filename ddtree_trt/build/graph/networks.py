@@ -1,6 +1,6 @@
-"""The two networks, built by hand as ONNX graphs: the target and the DFlash drafter.
+"""Decoders as ONNX graphs, built by hand: the parts of every network, and the target.
 
-Both are written once, in the methods of `ops.Graph`, for every runtime. Weights are read by their Hugging Face names
+Each is written once, in the methods of `ops.Graph`, for every runtime. Weights are read by their Hugging Face names
 and written to the graph's sink one by one, so that building needs little more memory than the largest tensor.
 """
 
@@ -15,14 +15,12 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.scales import QuantizedWeights, join_scales
 from ddtree_trt.build.graph.ops import Attention, Graph, Rows, Table
-from ddtree_trt.build.graph.rotation import Rotation, Weights, rotate, rotation_matrix
+from ddtree_trt.build.graph.rotation import Rotation, Weights, rotate
 from ddtree_trt.models.decoder import BODY, EMBEDDING, HEAD, Part, TransformerDims, decoder_layers, final_norm
-from ddtree_trt.models.drafters import dflash
-from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.rotary import rotary_tables
 
 
-class _Network:
+class Network:
     """The common parts of the target and the drafter: layers, caches, rotary tables.
 
     In the graph weights have their Hugging Face names after `prefix`; `body` is the prefix of layers in the checkpoint.
@@ -148,11 +146,11 @@ class _Network:
         return self.linear(inner, f"{layer}.down", *parts.down.sources, out=f"{layer}.mlp", rows="uneven")
 
 
-def _embedding(dims: TransformerDims, weights: Weights, prefix: str) -> Table:
+def embedding_table(dims: TransformerDims, weights: Weights, prefix: str) -> Table:
     return Table(names.EMBEDDING, f"{prefix}{EMBEDDING}", lambda: weights(EMBEDDING), dims.table)
 
 
-def _head(g: Graph, dims: TransformerDims, weights: Weights, prefix: str, tied: bool) -> Table:
+def head_table(g: Graph, dims: TransformerDims, weights: Weights, prefix: str, tied: bool) -> Table:
     """The language-model head, the embedding itself when tied; for rotated rows in a graph that rotates."""
     source, key = (EMBEDDING, f"{prefix}{EMBEDDING}") if tied else (HEAD, f"{prefix}lm_head")
     if g.rotates:
@@ -184,10 +182,10 @@ def build_target_graph(
     rows = g.input(names.ROWS, g.integers, ["R"])
     rotation = Rotation(dims, weights) if g.rotates else None
     normed: Rows = "even" if rotation else "plain"
-    net = _Network(g, dims, rotation or weights, limits, prefix, quantized=quantized, normed=normed)
+    net = Network(g, dims, rotation or weights, limits, prefix, quantized=quantized, normed=normed)
     eps = dims.rms_norm_eps
 
-    x = g.embed(_embedding(dims, weights, prefix), token_ids, "embedded")
+    x = g.embed(embedding_table(dims, weights, prefix), token_ids, "embedded")
     if rotation:
         x = g.product(x, g.weight(f"{prefix}rotation.into", rotation.into), "rotated")
     h = g.rms_norm(x, net.norm(net.layers[0].input_norm), "layers.0.input", eps)
@@ -204,57 +202,7 @@ def build_target_graph(
     wanted = g.op("Gather", [flat, rows], ["wanted"], axis=0)
     if rotation:
         wanted = g.product(wanted, g.weight(f"{prefix}rotation.out", rotation.out), "wanted.head")
-    g.head(wanted, _head(g, dims, weights, prefix, tied), names.LOGITS)
+    g.head(wanted, head_table(g, dims, weights, prefix, tied), names.LOGITS)
     g.output(names.LOGITS, "float32", ["R", dims.vocab_size])
     g.choices(names.LOGITS)
-    return g.model()
-
-
-def build_drafter_graph(
-    g: Graph,
-    dims: DrafterDims,
-    weights: Weights,
-    *,
-    target_weights: Weights,
-    target_tied: bool,
-    limits: Limits,
-) -> ModelProto:
-    """The DFlash drafter: C new context rows and one block [bonus, MASK × L] → top-K log-probabilities per position.
-
-    Context rows are the tapped target states of committed tokens, projected by `fc` and normed; every layer appends
-    their keys and values, then the block's, and the block attends to all of them without a mask. The next call starts
-    at the end of the context and overwrites the block's rows. The context rows pass through the fused projection with
-    the block, which costs their queries and saves a second matrix product per layer; those outputs are dropped.
-    Embedding and language-model head are the target's.
-    """
-    block, eps = dims.block_size, dims.rms_norm_eps
-    taps = g.input(names.TAPS, g.floats, ["N", "C", dims.taps_width])
-    token_ids = g.input(names.TOKEN_IDS, g.integers, ["N", block])
-    g.row_inputs("C+block", max(limits.prefill_chunk, block) + block, masked=False)
-    net = _Network(g, dims, weights, limits, "drafter.", dflash.BODY)
-
-    # Never rounded: all that the drafter knows of the context passes through this product.
-    def fc() -> np.ndarray:
-        weight = net.weights(*dflash.fc(dims).sources)
-        return np.ascontiguousarray((rotate(weight, dims.hidden_size) if g.rotates else weight).T)
-
-    projected = g.product(taps, g.weight(f"{net.prefix}fc", fc), "fc.out")
-    context = g.rms_norm(projected, net.norm(dflash.context_norm(dims)), "context", eps)
-    x = g.embed(_embedding(dims, target_weights, ""), token_ids, "embedded")
-    h = g.rms_norm(x, net.norm(net.layers[0].input_norm), "layers.0.input", eps)
-    for i in range(dims.num_layers):
-        layer = net.name(i)
-        rows = g.concat([context, h], f"{layer}.rows", axis=1)
-        attn = g.block_attention(net.qkv(i, rows), net.cached(i), block, f"{layer}.attn")
-        h, x = net.after_attention(i, attn, x)
-    flat = g.reshape(g.rows_from(h, 1, "masks"), [-1, dims.hidden_size], "hidden")
-    if g.rotates:
-        into = g.weight("rotation.into", lambda: rotation_matrix(dims.hidden_size))
-        flat = g.product(flat, into, "hidden.head")
-    logits = g.head(flat, _head(g, dims, target_weights, "", target_tied), "flat_logits")
-    logits = g.reshape(logits, [-1, block - 1, dims.vocab_size], "logits")
-    candidates = min(max(limits.max_tree_budget, 1), dims.vocab_size)
-    k = g.most_probable(logits, candidates, (names.LOG_PROBS, names.CANDIDATES))
-    g.output(names.LOG_PROBS, "float32", ["N", block - 1, k])
-    g.output(names.CANDIDATES, g.integers, ["N", block - 1, k])
     return g.model()

@@ -1,6 +1,6 @@
 """The operator vocabulary of the graphs: the operators that all lowerings share, and those each lowers in its own way.
 
-`networks.py` uses these methods only. The lowerings: `lowering_onnxruntime.py`, and `lowering_int8.py` with integer
+The networks use these methods only. The lowerings: `lowering_onnxruntime.py`, and `lowering_int8.py` with integer
 products; `lowering_plugin.py` and `lowering_native.py`, whose common part is `lowering_tensorrt.py`.
 """
 
@@ -20,6 +20,7 @@ from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.scales import Scales
 from ddtree_trt.errors import BuildError
 from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.dflash import Sight
 from ddtree_trt.models.experts import Experts
 
 TYPES = {
@@ -249,8 +250,9 @@ class Graph(ABC):
         """
 
     @abstractmethod
-    def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, out: str) -> str:
-        """As `attention`, but each of the last `block` rows sees all rows. Returns their results [N, block, Hq · D]."""
+    def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, sight: Sight, out: str) -> str:
+        """As `attention`, but the last `block` rows see the rows that `sight` allows. Returns their results
+        [N, block, Hq · D]."""
 
     def model(self) -> ModelProto:
         """The finished graph."""

@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.decoder import Part, TransformerDims, embedding, head
+from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.drafters.dflash import DrafterDims
 
 KindName = Literal["dflash", "autoregressive"]  # as manifest.json has it
 
+EMBEDDING, HEAD = "embedding", "head"  # names of tables
 LONGEST_CHAIN = 16  # γ: most tokens an automatic budget has a drafter without a block draft per round
 
 
@@ -26,13 +28,13 @@ class DrafterKind:
     title: str  # in messages: "a DFlash drafter"
     # What it needs:
     language_model: bool  # its graph is the target's: a tree of tokens in, logits out
-    own_tables: bool  # it has an embedding and a head; without them it uses the target's
     tap_layers: tuple[int, ...] = ()  # target layers whose output it is conditioned on, M of them
     target_layers: int | None = None  # layers of the target it was trained for; None where any will do
     mask_token_id: int | None = None  # the input at positions that are to be drafted; None where there are none
+    own_tables: tuple[Part, ...] = ()  # EMBEDDING and HEAD, as far as it does not use the target's; a head may be tied
     # What it offers:
-    block_size: int | None = None  # tokens of its one pass, 1 + L; None where it drafts token by token
-    longest_draft: int = LONGEST_CHAIN  # most tokens of a chain that `auto` drafts in a round
+    block_size: int | None = None  # tokens of its one pass; None where it drafts token by token
+    longest_draft: int = LONGEST_CHAIN  # L of a block, else the most tokens of a chain that `auto` drafts in a round
 
     @property
     def at_once(self) -> bool:
@@ -46,17 +48,18 @@ def _dflash(dims: DrafterDims) -> DrafterKind:
         name="dflash",
         title="DFlash drafter",
         language_model=False,
-        own_tables=False,
         tap_layers=dims.tap_layers,
         target_layers=dims.num_target_layers,
         mask_token_id=dims.mask_token_id,
         block_size=dims.block_size,
-        longest_draft=dims.block_size - 1,
+        own_tables=tuple(part for part in dflash.own_tables(dims) if part.name in (EMBEDDING, HEAD)),
+        longest_draft=dims.draft_length,
     )
 
 
 def _autoregressive(dims: TransformerDims) -> DrafterKind:
-    return DrafterKind("autoregressive", "autoregressive drafter", language_model=True, own_tables=True)
+    title = "autoregressive drafter"
+    return DrafterKind("autoregressive", title, language_model=True, own_tables=(embedding(dims), head(dims)))
 
 
 # By name: the record of a kind's dimensions, and what is made of one. The records of two kinds differ.

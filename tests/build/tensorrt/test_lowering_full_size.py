@@ -118,7 +118,7 @@ def test_checker_and_strict_shape_inference(graphs: dict[str, Path], network: st
     """Through the plugin too, whose function body stands in for its shape rules."""
     path = graphs[network]
     onnx.checker.check_model(str(path), full_check=False)
-    model = with_body(load(path), mode)
+    model = with_body(load(path))
     inferred = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
     known = {v.name: v.type.tensor_type for v in (*inferred.graph.value_info, *inferred.graph.output)}
     halves = {TensorProto.BFLOAT16, TensorProto.FLOAT}
@@ -139,7 +139,7 @@ def test_checker_and_strict_shape_inference(graphs: dict[str, Path], network: st
 @pytest.mark.parametrize("fault", ["shape", "type"])
 def test_the_inference_sees_a_fault(graphs: dict[str, Path], fault: str) -> None:
     """One weight of another shape, or one value left in float32, would not pass."""
-    model = with_body(load(graphs["target"]), MaskMode.TREE)
+    model = with_body(load(graphs["target"]))
     if fault == "shape":
         (weight,) = (t for t in model.graph.initializer if t.name == "model.layers.1.o")
         weight.dims[0] += 1

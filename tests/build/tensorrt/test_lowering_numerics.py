@@ -145,7 +145,7 @@ def test_drafts_of_slots_with_equally_many_new_states(beside: Beside) -> None:
     beside.draft(1)
 
 
-@pytest.mark.parametrize("mode", [MaskMode.TREE, MaskMode.NONE])
+@pytest.mark.parametrize("mode", list(MaskMode))
 def test_the_body_is_what_the_kernels_compute(mode: MaskMode) -> None:
     """The stand-in for the plugin against the reference the kernels are tested against."""
     rng = np.random.default_rng(5)

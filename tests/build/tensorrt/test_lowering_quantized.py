@@ -26,7 +26,6 @@ from ddtree_trt.build.graph.ops import TYPES
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.errors import BuildError
 from ddtree_trt.models.drafters.dflash import DrafterDims
-from ddtree_trt.plugins import MaskMode
 
 LIMITS = Limits(max_seq_len=64, max_batch=2, max_tree_budget=20, prefill_chunk=32)
 DIMS: dict[str, Any] = {"head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_positions": 128}
@@ -112,9 +111,7 @@ def test_the_graph_holds_the_stored_values(
     form = checkpoint.quantization.format
     graph = bf16_graph(checkpoint, tmp_path)
     onnx.checker.check_model(str(tmp_path / "target.onnx"))
-    inferred = onnx.shape_inference.infer_shapes(
-        with_body(graph, MaskMode.TREE), check_type=True, strict_mode=True, data_prop=True
-    )
+    inferred = onnx.shape_inference.infer_shapes(with_body(graph), check_type=True, strict_mode=True, data_prop=True)
     values = {v.name: v.type.tensor_type for v in inferred.graph.value_info}
     kinds = Counter(node.op_type for node in graph.graph.node)
     assert {kind for kind in kinds if kind != "DDTreeAttention"} <= SUPPORTED

@@ -105,7 +105,7 @@ def test_a_draft_has_the_candidates_that_were_asked_for(engine: TorchEngine) -> 
     def draft(*top_ks: int) -> list[Any]:
         return engine.draft([DraftRequest(s, 5, k, 8, refuse_to_draw) for s, k in enumerate(top_ks)])
 
-    whole, length = draft(VOCAB, 1), engine.manifest.dflash.block_size - 1
+    whole, length = draft(VOCAB, 1), engine.manifest.dflash.draft_length
     for top_ks in ((1, 1), (7, 70), (1500, 3), (9999, 2)):
         for n, (found, k) in enumerate(zip(draft(*top_ks), top_ks, strict=True)):
             assert marginals(found).log_probs.shape == marginals(found).token_ids.shape == (length, min(k, VOCAB))

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from ddtree_trt.build.checkpoint import reader
+from ddtree_trt.build.checkpoint.config import ModelConfig, read_config
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import BIAS, EMBEDDING, HEAD, TransformerDims
@@ -105,6 +109,36 @@ def make_drafter(
     return path
 
 
+def make_variant(path: Path, *, seed: int = 1, **dims: Any) -> DrafterDims:
+    """Write a DFlash drafter of two layers with features that its config.json does not say; returns its dimensions.
+    `reading_variant` has builds read these."""
+    shape = DrafterDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, "num_layers": 2, **dims})
+    write_config(path, {**_config(shape, QWEN3), **dflash.config_entries(shape)})
+    weights = random_weights(checkpoint_shapes(shape, tied=False), seed)
+    if shape.draft_vocab_size is not None:
+        rng = np.random.default_rng(seed)
+        chosen = np.sort(rng.permutation(shape.vocab_size)[: shape.draft_vocab_size])
+        weights[dflash.TO_TARGET] = chosen - np.arange(shape.draft_vocab_size)
+    for name in (dflash.OWN_EMBEDDING, dflash.OWN_HEAD):
+        if name in weights:
+            weights[name] *= _LOGIT_STD
+    write_weights(path, weights, dtype="fp32", shards=1)
+    return shape
+
+
+@contextmanager
+def reading_variant(path: Path, dims: DrafterDims) -> Iterator[None]:
+    """Loading the drafter of `make_variant` in `path` gives it these dimensions."""
+
+    def read(directory: Path) -> ModelConfig:
+        config = read_config(directory)
+        return replace(config, dims=dims) if directory == path else config
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reader, "read_config", read)
+        yield
+
+
 def make_pair(
     path: Path, *, dtype: str = "fp32", tied: bool = True, family: Family = QWEN3, **dims: Any
 ) -> tuple[Path, Path]:
@@ -167,8 +201,13 @@ def write_safetensors(path: Path, weights: Mapping[str, np.ndarray], dtype: str)
     data = bytearray()
     for name, array in weights.items():
         begin = len(data)
-        data += encode(array, dtype)
-        header[name] = {"dtype": _STORED[dtype], "shape": list(array.shape), "data_offsets": [begin, len(data)]}
+        integers = array.dtype.kind == "i"
+        data += array.astype("<i8").tobytes() if integers else encode(array, dtype)
+        header[name] = {
+            "dtype": "I64" if integers else _STORED[dtype],
+            "shape": list(array.shape),
+            "data_offsets": [begin, len(data)],
+        }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)

@@ -33,7 +33,7 @@ from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.device.buffers import with_aligned_slots
 from ddtree_trt.errors import MissingDependency
-from ddtree_trt.plugins import MaskMode, library
+from ddtree_trt.plugins import library
 from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile, fingerprint
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
@@ -127,7 +127,7 @@ class Lowerings:
         self.pair = LoweredPair(folder / "graphs", self._target, self._drafter, limits, floats, form.lowering)
         window = window_rows(self._drafter.dims)
         graph = compaction_graph(self._target.dims, limits, floats, window)
-        self._compaction = Lowered(folder / "graphs" / "move.onnx", graph, MaskMode.NONE, self._target.dims, limits)
+        self._compaction = Lowered(folder / "graphs" / "move.onnx", graph, self._target.dims, limits)
         if target.is_relative_to(PACKAGED) and self.pair.kind.at_once:
             assert self.pair.kind.block_size == BLOCK
 

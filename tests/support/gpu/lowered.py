@@ -27,6 +27,7 @@ from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
+from ddtree_trt.models.drafters import kinds
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.plugins.reference import compact, packed_mask
 from ddtree_trt.runtime.tree import TokenTree, token_chain
@@ -125,6 +126,10 @@ DDTreeAttention <{attributes}> (q, k, v, past_k, past_v, slot_ids, past_len, tre
 """
 _SEEN: dict[MaskMode, str] = {
     MaskMode.NONE: "    seen_new = Identity (in_call)",
+    MaskMode.CAUSAL: """
+    row_column = Unsqueeze (rows, last)
+    earlier = LessOrEqual (new, row_column)
+    seen_new = And (earlier, in_call)""",
     MaskMode.TREE: """
     words = Cast <to = 12> (tree_mask)
     words_apart = Unsqueeze (words, last)
@@ -151,22 +156,30 @@ _SEEN: dict[MaskMode, str] = {
 }
 
 
-def attention_body(mode: MaskMode) -> FunctionProto:
-    """`DDTreeAttention` in one mask mode, as a function of ONNX operators."""
+def attention_body(mode: MaskMode, name: str = plugins.ATTENTION) -> FunctionProto:
+    """`DDTreeAttention` in one mask mode, as a function of ONNX operators of that name."""
     seen = _SEEN[mode].replace("{{", "{").replace("}}", "}")
-    return onnx.parser.parse_function(_BODY.format(opset=PluginGraph.opset, attributes=_ATTRIBUTES, seen_new=seen))
+    text = _BODY.format(opset=PluginGraph.opset, attributes=_ATTRIBUTES, seen_new=seen)
+    return onnx.parser.parse_function(text.replace(plugins.ATTENTION, name))
 
 
-def with_body(model: ModelProto, mode: MaskMode) -> ModelProto:
+def with_body(model: ModelProto) -> ModelProto:
     """A copy of a graph that other runtimes can run, with attention as GPUs compute it: halves multiplied and summed in
-    float32. All its plugin nodes must be of one mode."""
+    float32."""
     copy = ModelProto()
     copy.CopyFrom(model)
-    if any(node.domain == plugins.NAMESPACE for node in model.graph.node):
-        copy.functions.append(attention_body(mode))
+    modes = set()
     del copy.graph.node[:]
     for node in model.graph.node:
-        copy.graph.node.extend(_summed_in_float32(node) if node.op_type == "Attention" else [node])
+        if node.op_type == plugins.ATTENTION:
+            (mode,) = (MaskMode(a.i) for a in node.attribute if a.name == plugins.MASK_MODE)
+            modes.add(mode)
+            copied = copy.graph.node.add()
+            copied.CopyFrom(node)
+            copied.op_type = f"{plugins.ATTENTION}{mode.name}"
+        else:
+            copy.graph.node.extend(_summed_in_float32(node) if node.op_type == "Attention" else [node])
+    copy.functions.extend(attention_body(mode, f"{plugins.ATTENTION}{mode.name}") for mode in sorted(modes))
     return copy
 
 
@@ -184,9 +197,9 @@ def _summed_in_float32(attention: NodeProto) -> list[NodeProto]:
 class Lowered:
     """One lowered graph in a session, with the cache of its slots: [planes, slots, Hkv, S, D] on the host."""
 
-    def __init__(self, path: Path, model: ModelProto, mode: MaskMode, dims: TransformerDims, limits: Limits) -> None:
+    def __init__(self, path: Path, model: ModelProto, dims: TransformerDims, limits: Limits) -> None:
         """`path` is where the model goes: beside its weight file."""
-        path.write_bytes(with_body(model, mode).SerializeToString())
+        path.write_bytes(with_body(model).SerializeToString())
         options = ort.SessionOptions()
         options.intra_op_num_threads = 1
         options.log_severity_level = 3
@@ -244,12 +257,16 @@ class LoweredPair:
             )
             drafter_graph = build_drafter(lowering("drafter", sink, floats), drafter, target, limits)
         self.kind, self.words = kind, -(-limits.max_tokens_per_pass // 32)
-        self.target = Lowered(folder / "target.onnx", graph, MaskMode.TREE, target.dims, limits)
-        mode = MaskMode.TREE if kind.language_model else MaskMode.NONE
-        self.drafter = Lowered(folder / "drafter.onnx", drafter_graph, mode, drafter.dims, limits)
+        self.target = Lowered(folder / "target.onnx", graph, target.dims, limits)
+        self.drafter = Lowered(folder / "drafter.onnx", drafter_graph, drafter.dims, limits)
         self.tables = {
             names.EMBEDDING: target.tensor(EMBEDDING),
             names.HEAD: target.tensor(EMBEDDING if tied else HEAD),
+        }
+        table_names = {kinds.EMBEDDING: names.EMBEDDING, kinds.HEAD: names.HEAD}
+        self.drafter_tables = {
+            **self.tables,
+            **{table_names[t.name]: drafter.tensor(*t.sources) for t in kind.own_tables if kind.at_once},
         }
         self.states: dict[int, list[NDArray[Any]]] = {slot: [] for slot in range(limits.max_batch)}
         self._taps: dict[int, NDArray[Any]] = {}
@@ -300,7 +317,7 @@ class LoweredPair:
         block[:, 0] = bonus
         size = states.shape[1]
         positions = self.drafter.lengths[list(slots), None] + np.arange(size + length)
-        inputs = {names.TAPS: states, names.TOKEN_IDS: block, names.POSITIONS: positions, **self.tables}
+        inputs = {names.TAPS: states, names.TOKEN_IDS: block, names.POSITIONS: positions, **self.drafter_tables}
         said = self.drafter.run(slots, inputs)
         for slot in slots:
             self.drafter.lengths[slot] += size

@@ -18,6 +18,7 @@ from ddtree_trt.build.backends.base import BuilderOptions, Written
 from ddtree_trt.build.backends.tensorrt.machine import Machine, check_layers, check_values, examine
 from ddtree_trt.errors import MissingDependency, UsageError
 from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.plugins import library
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class TensorRtBuild:
 
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         networks = tuple(networks)
-        check_layers(networks)
-        if self._options.attention == "plugin" and (why := _other_heads(networks)):
+        check_layers(networks, self.name)
+        if self._options.attention == "plugin" and (why := _beyond_plugin(networks)):
             raise UsageError(f"{why}; use --attention native")
 
     def attention(self, networks: Iterable[TransformerDims]) -> AttentionName:
@@ -99,8 +100,11 @@ class TensorRtBuild:
         }
 
 
-def _other_heads(networks: Iterable[TransformerDims]) -> str:
-    """Words on a network whose heads our plugin has no kernel for; "" where there is none."""
+def _beyond_plugin(networks: Iterable[TransformerDims]) -> str:
+    """Words on a network whose attention our plugin has no kernel for; "" where there is none."""
+    networks = tuple(networks)
+    if any(isinstance(n, DrafterDims) and any(n.windows) for n in networks):
+        return "the drafter's sliding windows have no kernel"
     other = next((n.head_dim for n in networks if n.head_dim not in plugins.HEAD_DIMS), None)
     sizes = " or ".join(map(str, plugins.HEAD_DIMS))
     return "" if other is None else f"heads of {other} values have no kernel, heads of {sizes} have"
@@ -112,7 +116,7 @@ def _why_native(networks: Iterable[TransformerDims]) -> str:
         library.find(library.PLUGINS)
     except MissingDependency as error:
         return str(error)
-    return _other_heads(networks)
+    return _beyond_plugin(networks)
 
 
 def _note(networks: Iterable[TransformerDims]) -> str:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddtree_trt.build.backends.base import Attention
+from ddtree_trt.artifact.precisions import BackendName
+from ddtree_trt.build.backends.base import Attention, check_drafter
 from ddtree_trt.device.cuda_calls import cuda_bindings, cuda_versions, current_gpu
 from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.errors import BuildError, EngineError, MissingDependency, UsageError, install_with
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
 
 LOWEST, BELOW = (11, 1), (12, 0)  # releases of TensorRT whose API is the one used here; as in pyproject.toml
+_DRAFTER_FEATURES = frozenset(
+    ("windows", "causal", "anchor_first", "draft_vocab_size", "own_embedding", "own_head")
+)  # fields of `DrafterDims` that its drafter computes
 LOWEST_FP8_SM = 89  # the first GPUs that multiply FP8
 
 
@@ -70,8 +74,10 @@ def check_release(title: str, version: str, lowest: tuple[int, int], below: tupl
         )
 
 
-def check_layers(networks: Iterable[TransformerDims]) -> None:
+def check_layers(networks: Iterable[TransformerDims], backend: BackendName) -> None:
     """Raises UsageError for a network with layers that no lowering to TensorRT has."""
+    networks = tuple(networks)
+    check_drafter(networks, _DRAFTER_FEATURES, backend)
     if any(dims.experts for dims in networks):
         raise UsageError("mixtures of experts are not implemented for TensorRT; use --backend torch")
 

@@ -27,13 +27,15 @@ from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.errors import BuildError
-from ddtree_trt.models.decoder import EMBEDDING, HEAD
+from ddtree_trt.models.drafters.kinds import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
     from ddtree_trt.build.checkpoint.reader import Checkpoint
     from ddtree_trt.build.graph.ops import Sink
+
+_TABLES = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}  # a part's name → the table's
 
 
 @dataclass(frozen=True)
@@ -135,16 +137,18 @@ def write_shared(
     path: Path, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName, progress: Progress
 ) -> None:
     """Write the tables that both plans read, [V, H] each: the embedding and, unless tied to it, the language-model
-    head, of the target and of a drafter with its own."""
-    tables = {}
-    for prefix, network in {"": target, **({names.DRAFTER: drafter} if drafter.kind.own_tables else {})}.items():
-        tables[prefix + names.EMBEDDING] = network, EMBEDDING
-        if not network.tie_word_embeddings:
-            tables[prefix + names.HEAD] = network, HEAD
+    head, of the target and of a drafter as far as it has its own."""
+    tables: dict[str, tuple[Checkpoint, str]] = {}
+    for prefix, network in {"": target, names.DRAFTER: drafter}.items():
+        kind = network.kind
+        for part in kind.own_tables:
+            if part.name != HEAD or not (kind.language_model and network.tie_word_embeddings):
+                (source,) = part.sources
+                tables[prefix + _TABLES[part.name]] = network, source
     shapes = {name: network.shapes[source] for name, (network, source) in tables.items()}
     stored = PRECISIONS[precision]
     with path.open("xb") as file:
-        file.write(safetensors_header(shapes, stored))
+        file.write(safetensors_header({name: (stored.safetensors, shape) for name, shape in shapes.items()}))
         for done, (network, source) in enumerate(tables.values()):
             progress("write shared tables", done, len(tables))
             file.write(encode(network.tensor(source), stored.dtype, source).data)

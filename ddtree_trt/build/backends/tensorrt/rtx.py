@@ -50,7 +50,7 @@ class RtxBuild:
         return trt
 
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
-        check_layers(networks)
+        check_layers(networks, self.name)
 
     def attention(self, networks: Iterable[TransformerDims]) -> AttentionName:
         return "native"

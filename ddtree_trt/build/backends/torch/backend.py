@@ -19,12 +19,16 @@ from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.safetensor_header import safetensors_header
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.artifact.weight_layout import stored_weights
-from ddtree_trt.build.backends.base import Written
+from ddtree_trt.build.backends.base import Written, check_drafter
 from ddtree_trt.models.decoder import TransformerDims
 
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
 
+_INTEGERS = "I32"
+_DRAFTER_FEATURES = frozenset(
+    ("windows", "causal", "anchor_first", "draft_vocab_size", "own_embedding", "own_head")
+)  # fields of `DrafterDims` that its drafter computes
 _GPU_CONTROL = Path("/dev/nvidiactl")  # exists when an NVIDIA driver is loaded
 
 
@@ -40,7 +44,8 @@ class TorchBuild:
         self.precisions = tuple(sorted(known, key=lambda p: not PRECISIONS[p].half)) if on_gpu else known
 
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
-        """Every network is computed in every precision."""
+        """Every network is computed in every precision, but not every drafter."""
+        check_drafter(networks, _DRAFTER_FEATURES, self.name)
 
     def attention(self, networks: Iterable[TransformerDims]) -> None:
         return None
@@ -63,13 +68,17 @@ class TorchBuild:
         tied = {"target_tied": target.tie_word_embeddings, "drafter_tied": drafter.tie_word_embeddings}
         weights = stored_weights(target.dims, drafter.dims, **tied)
         checkpoints = {"target": target, "drafter": drafter}
-        shapes = {w.name: w.shape for w in weights}
         stored = PRECISIONS[precision]
-        total, done = stored.value_bytes * sum(map(math.prod, shapes.values())), 0
+        total, done = stored.value_bytes * sum(math.prod(w.shape) for w in weights), 0
         with (directory / artifact.TORCH_WEIGHTS).open("xb") as file:
-            file.write(safetensors_header(shapes, stored))
-            for network, source in ((w.network, source) for w in weights for source in w.sources):
-                data = encode(checkpoints[network].tensor(source), stored.dtype, source)
+            file.write(
+                safetensors_header(
+                    {w.name: (_INTEGERS if w.integers else stored.safetensors, w.shape) for w in weights}
+                )
+            )
+            for weight, source in ((w, source) for w in weights for source in w.sources):
+                values = checkpoints[weight.network].tensor(source)
+                data = values.astype("<i4") if weight.integers else encode(values, stored.dtype, source)
                 file.write(data.data)
                 done += data.nbytes
                 progress("write weights", done, total)

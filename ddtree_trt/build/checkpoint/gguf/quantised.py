@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact.number_bytes import decode
-from ddtree_trt.artifact.safetensor_header import STORED, StoredTensor
-from ddtree_trt.build.checkpoint.tensorfile import check_finite
+from ddtree_trt.artifact.safetensor_header import StoredTensor
+from ddtree_trt.build.checkpoint.tensorfile import FLOATS, check_finite
 from ddtree_trt.errors import CheckpointError, MissingDependency, install_with
 from ddtree_trt.reading import Source
 
@@ -55,7 +55,7 @@ def read_values(name: str, tensor: StoredTensor, kind: TensorType) -> NDArray[np
     Raises CheckpointError when it cannot be read or holds NaN or Inf.
     """
     try:
-        values = _floats(tensor) if kind.name in STORED else _dequantised(tensor, kind)
+        values = _floats(tensor) if kind.name in FLOATS else _dequantised(tensor, kind)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{tensor.file} changed while it was read: {name}: {error}") from error
     check_finite(name, tensor, values)

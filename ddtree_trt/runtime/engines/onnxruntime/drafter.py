@@ -81,7 +81,7 @@ class BlockDrafter(Drafter):
         if not self._pending[slot].rows:
             raise EngineError(f"slot {slot} has no new target states to draft from")
         states, take = self._pending[slot].take(), self._network.buffers.take
-        length, k = dims.block_size - 1, min(request.top_k, dims.vocab_size)
+        length, k = dims.draft_length, min(request.top_k, dims.head_size)
         block = take(names.TOKEN_IDS, (1, dims.block_size), np.int64)
         block[0, 0], block[0, 1:] = request.bonus_token, dims.mask_token_id
         top_k = take(names.TOP_K, (1,), np.int64)

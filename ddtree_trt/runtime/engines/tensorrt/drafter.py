@@ -178,13 +178,13 @@ class BlockDrafter(Drafter):
 
     def _results(self, count: int) -> tuple[int, int]:
         """Addresses of log_probs and candidates of `count` slots."""
-        values = count * (self._dims.block_size - 1) * self._candidates
+        values = count * (self._dims.draft_length) * self._candidates
         return self._buffers.results, self._buffers.results + aligned(values * INT_BYTES)
 
     def _fetch(self, group: Sequence[DraftRequest]) -> dict[int, Draft]:
         """Wait for a pass and read its drafts by slot."""
         passed = self._pass_slots([r.slot for r in group])
-        shape = (len(passed), self._dims.block_size - 1, self._candidates)
+        shape = (len(passed), self._dims.draft_length, self._candidates)
         size, second = int(np.prod(shape)) * INT_BYTES, self._results(len(passed))[1] - self._buffers.results
         host = self._buffers.host_results[: second + size]
         self._device.download(host, self._buffers.results)

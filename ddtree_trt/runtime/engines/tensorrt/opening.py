@@ -124,7 +124,7 @@ def _load(
         make_context=partial(_plain_context, trt) if kernel_cache is None else kernel_cache.make_context,
     )
     own = {t.removeprefix(names.DRAFTER): a for t, a in tables.items() if t.startswith(names.DRAFTER)}
-    drafter_tables = own or tables
+    drafter_tables = {**tables, **own}
     return Loaded(
         device=device,
         target=target,
@@ -158,11 +158,10 @@ def _check_slots(directory: Path, manifest: Manifest) -> None:
 def _fill(device: Device, stored: Tables, layout: Layout, addresses: Mapping[str, int]) -> dict[str, int]:
     """Upload the tables and clear what passes read before it is written; the tables' addresses by their names."""
     tables: dict[str, int] = {}
-    for prefix in stored.networks:
-        embedding, head = prefix + names.EMBEDDING, prefix + names.HEAD
-        tables |= {tensor: addresses[_BUFFERS[tensor]] for tensor in (embedding, head)}
-        stored.upload(embedding, device, tables[embedding])
-        stored.upload_single(head if stored.has(head) else embedding, device, tables[head])
+    for table, source in stored.sources.items():
+        tables[table] = addresses[_BUFFERS[table]]
+        upload = stored.upload_single if table.endswith(names.HEAD) else stored.upload
+        upload(source, device, tables[table])
     # Zeros: rows that were never written are multiplied by weights of zero, and a NaN in them would remain NaN. An idle
     # slot of a pass writes rows of what is in the buffer for context.
     for cleared in (buffers.TARGET_KV, buffers.DRAFTER_KV, buffers.CONTEXT):

@@ -13,13 +13,14 @@ from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.safetensor_header import StoredTensor, read_header
 from ddtree_trt.device.cuda_device import Device
 from ddtree_trt.errors import ArtifactError
+from ddtree_trt.models.drafters.kinds import EMBEDDING, HEAD, kind_of
 from ddtree_trt.reading import Source
 
 _PIECE_BYTES = 16 << 20  # of a table that is converted during its upload
 
 
 class Tables:
-    """The tables of shared.safetensors: [V, H] in the engine's precision."""
+    """The tables of shared.safetensors: [V, H] in the engine's precision, a drafter's own under its prefix."""
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         path = directory / artifact.SHARED_WEIGHTS
@@ -29,19 +30,21 @@ class Tables:
         except OSError as error:
             raise ArtifactError(f"{path} cannot be read ({error}); {rebuild}") from error
         dtype = PRECISIONS[manifest.precision].safetensors
+        shapes = _shapes(manifest)
+        # Name of a table that passes read → the tensor of the file that it is: a head that is absent is tied.
+        self.sources: dict[str, str] = {}
+        for name in shapes:
+            tied = name.removesuffix(names.HEAD) + names.EMBEDDING
+            self.sources[name] = source = name if name in header.entries or tied not in shapes else tied
+            if source not in header.entries:
+                raise ArtifactError(f"{path} has no tensor {source!r}; {rebuild}")
         for name, entry in header.entries.items():
-            dims = manifest.drafter_dims if name.startswith(names.DRAFTER) else manifest.target_dims
-            expected, found = (dtype, (dims.vocab_size, dims.hidden_size)), (entry.dtype, entry.shape)
+            expected, found = (dtype, shapes.get(name)), (entry.dtype, entry.shape)
+            if name not in shapes:
+                raise ArtifactError(f"{path} has a tensor {name!r} that the engine has no place for; {rebuild}")
             if found != expected:
                 raise ArtifactError(f"{path}: {name} should be {expected}, found {found}; {rebuild}")
         self._tensors: dict[str, StoredTensor] = header.locate()
-        self.networks = ("", names.DRAFTER) if manifest.drafting.own_tables else ("",)  # with separate tables
-        for prefix in self.networks:
-            if not self.has(prefix + names.EMBEDDING):
-                raise ArtifactError(f"{path} has no tensor {prefix + names.EMBEDDING!r}; {rebuild}")
-
-    def has(self, tensor: str) -> bool:
-        return tensor in self._tensors
 
     def upload(self, tensor: str, device: Device, address: int) -> None:
         """Upload a table and wait for the copy."""
@@ -57,3 +60,14 @@ class Tables:
             device.upload(address, piece)
             device.synchronize()
             address += piece.nbytes
+
+
+def _shapes(manifest: Manifest) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tables that passes read, by their names."""
+    parts = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}
+    networks = {"": manifest.target_dims, names.DRAFTER: manifest.drafter_dims}
+    return {
+        prefix + parts[table.name]: table.shape
+        for prefix, dims in networks.items()
+        for table in kind_of(dims).own_tables
+    }

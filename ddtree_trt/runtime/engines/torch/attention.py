@@ -45,9 +45,11 @@ class Attention(Protocol):
         place: Place,
         mode: MaskMode,
         scale: float,
+        window: int = 0,
     ) -> Tensor:
         """Append keys and values [N, T, Hkv, D] to caches [slots, Hkv, S, D] and attend for q [N, T, Hq, D]:
-        [N, T, Hq, D]. All contiguous and of one type."""
+        [N, T, Hq, D]. All contiguous and of one type. With a `window` a row sees keys less than so many positions
+        away."""
 
 
 def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scratch: Scratch) -> Attention:
@@ -105,7 +107,10 @@ class KernelAttention:
         place: Place,
         mode: MaskMode,
         scale: float,
+        window: int = 0,
     ) -> Tensor:
+        if window:  # the kernels have none, and flash-attn's has no bound on the rows behind
+            return DenseAttention()(q, k, v, cache_k, cache_v, place, mode, scale, window)
         if mode is not MaskMode.TREE and self._flash is not None:
             return self._flash(
                 q,
@@ -142,6 +147,7 @@ class DenseAttention:
         place: Place,
         mode: MaskMode,
         scale: float,
+        window: int = 0,
     ) -> Tensor:
         slots, tokens = place.slots.long(), q.shape[1]
         column = torch.arange(tokens, device=q.device)
@@ -149,7 +155,7 @@ class DenseAttention:
         cache_k[slots[:, None], :, rows] = k
         cache_v[slots[:, None], :, rows] = v
         width = cache_k.shape[2] if q.is_cuda else int(place.past.max()) + tokens
-        seen = _visible(place, mode, tokens, width)[:, None]
+        seen = _visible(place, mode, tokens, width, window)[:, None]
         if len(slots) == 1 and not q.is_cuda:
             slot = int(slots[0])
             keys, values = cache_k[slot : slot + 1, :, :width], cache_v[slot : slot + 1, :, :width]
@@ -161,7 +167,7 @@ class DenseAttention:
         return out.transpose(1, 2).contiguous()
 
 
-def _visible(place: Place, mode: MaskMode, tokens: int, width: int) -> Tensor:
+def _visible(place: Place, mode: MaskMode, tokens: int, width: int, window: int) -> Tensor:
     """bool [N, T, width]: the rows of its slot that each new row sees."""
     past = place.past.long()
     column = torch.arange(tokens, device=past.device)
@@ -176,4 +182,7 @@ def _visible(place: Place, mode: MaskMode, tokens: int, width: int) -> Tensor:
     new = row - past[:, None]  # [N, width]: column of a row among the new ones
     inside = (new >= 0) & (new < tokens)
     of_new = own.expand(len(past), -1, -1).gather(2, new.clamp(0, tokens - 1)[:, None].expand(-1, tokens, -1))
-    return (new < 0)[:, None] | (inside[:, None] & of_new)
+    seen = (new < 0)[:, None] | (inside[:, None] & of_new)
+    if window:
+        seen &= (new[:, None] - column[:, None]).abs() < window
+    return seen

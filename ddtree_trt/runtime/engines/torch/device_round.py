@@ -45,10 +45,11 @@ class DeviceRound:
         self._key: Hashable = (batch, tokens, sampled)
         self._sampled = sampled
         self._ops = round_ops(target.device, target.kernels)
-        block, width, states = drafter.dims.block_size, drafter.waiting.shape[2], drafter.waiting.dtype
-        self._top_k = min(tokens - 1, target.network.dims.vocab_size)
-        self.longest = min(tokens, block)  # nodes of the longest path
-        self.rows = max(tokens, block)  # cache rows a round may write behind the committed ones
+        length, block = drafter.dims.draft_length, drafter.dims.block_size
+        width, states = drafter.waiting.shape[2], drafter.waiting.dtype
+        self._top_k = min(tokens - 1, drafter.dims.head_size)
+        self.longest = min(tokens, 1 + length)  # nodes of the longest path
+        self.rows = max(tokens, block, 1 + length)  # cache rows a round may write behind the committed ones
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(*shape, dtype=dtype, device=target.device)
@@ -65,8 +66,8 @@ class DeviceRound:
         self._seeds = zeros(batch, dtype=torch.int64)
         self._temperatures = zeros(batch, dtype=torch.float32)
         # The draft, [N, L, K].
-        self._log_probs = zeros(batch, block - 1, self._top_k, dtype=torch.float32)
-        self.candidates = zeros(batch, block - 1, self._top_k)
+        self._log_probs = zeros(batch, length, self._top_k, dtype=torch.float32)
+        self.candidates = zeros(batch, length, self._top_k)
         # The trees, [N, T], and their sizes [N], roots included.
         self._token_ids = zeros(batch, tokens)
         self._parents = zeros(batch, tokens)
@@ -167,7 +168,7 @@ class DeviceRound:
         """The target's token after each node, int32 [N, T], from logits [N, T, V], which are changed. One draw serves
         all nodes of a depth: at most one of them is on the path."""
         if self._sampled:
-            depths = torch.arange(self._drafter.dims.block_size, device=logits.device)
+            depths = torch.arange(1 + self._drafter.dims.draft_length, device=logits.device)
             noise = gumbel(self._seeds, self._past[:, None] + 1 + depths, logits.shape[-1])
             drawn = noise.mul_(self._temperatures[:, None, None])
             logits += drawn.gather(1, self.depths.long()[..., None].expand_as(logits))

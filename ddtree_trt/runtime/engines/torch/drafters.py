@@ -32,8 +32,8 @@ class BlockDrafter(Drafter):
     """DFlash: one pass over [bonus, MASK × L] of every slot, conditioned on the tapped target states of every committed
     token.
 
-    States wait in a buffer of one block per slot, the most that a round commits. The draft's graph processes the whole
-    buffer, and the block overwrites the rows of entries that held no state. More states than a block, such as a
+    States wait in a buffer of 1 + L rows per slot, the most that a round commits. The draft's graph processes the whole
+    buffer, and the block overwrites the rows of entries that held no state. More states than that, such as a
     prompt's, are processed at once by `learn`.
     """
 
@@ -51,12 +51,12 @@ class BlockDrafter(Drafter):
         self.graphs = graphs
         self.model = DFlash(dims, weights, target, cache, attention)
         device, slots, width = cache.slab.device, cache.slots, len(dims.tap_layers) * dims.hidden_size
-        self.waiting = torch.zeros(slots, dims.block_size, width, dtype=cache.slab.dtype, device=device)
+        self.waiting = torch.zeros(slots, 1 + dims.draft_length, width, dtype=cache.slab.dtype, device=device)
         self.counts = [0] * slots  # waiting states of each slot
         self._control = Upload(Upload.size(*[(slots,)] * 4), device)
         self._learn_control = [Upload(Upload.size((1,), (1,)), device) for _ in range(slots)]
-        largest = min(TOP_KS[-1], dims.vocab_size)
-        self._result = Download(2 * slots * (dims.block_size - 1) * largest, device)
+        largest = min(TOP_KS[-1], dims.head_size)
+        self._result = Download(2 * slots * dims.draft_length * largest, device)
 
     @property
     def waits(self) -> int:
@@ -68,7 +68,7 @@ class BlockDrafter(Drafter):
     def learn(self, slot: int, token_ids: NDArray[np.int64], states: Tensor | None) -> None:
         assert states is not None, "a target built for a block drafter taps its states"
         count, rows = self.counts[slot], len(states)
-        if count + rows <= self.dims.block_size:
+        if count + rows <= self.waiting.shape[1]:
             self.waiting[slot, count : count + rows] = states
             self.counts[slot] += rows
             return
@@ -91,11 +91,11 @@ class BlockDrafter(Drafter):
         for slot in slots:
             self.cache.check_room(slot, self.counts[slot] + self.dims.block_size)
         wanted = max(r.top_k for r in requests)
-        top_k = min(next((k for k in TOP_KS if k >= wanted), TOP_KS[-1]), self.dims.vocab_size)
+        top_k = min(next((k for k in TOP_KS if k >= wanted), TOP_KS[-1]), self.dims.head_size)
         columns = (slots, [self.cache.lengths[s] for s in slots], [self.counts[s] for s in slots])
         arrays = [np.array(c, np.int32) for c in (*columns, [r.bonus_token for r in requests])]
         slot_ids, past, counts, bonus_tokens = self._control.send(*arrays)
-        shape = (2, len(requests), self.dims.block_size - 1, top_k)
+        shape = (2, len(requests), self.dims.draft_length, top_k)
         size = int(np.prod(shape))
         out = self._result.on_device[:size].view(shape)
 
@@ -117,12 +117,12 @@ class BlockDrafter(Drafter):
         def never(*_: object) -> DrawnFrom:
             raise AssertionError("a block drafter draws nothing")
 
-        wanted = min(budget, self.dims.vocab_size, TOP_KS[-1])
+        wanted = min(budget, self.dims.head_size, TOP_KS[-1])
         for top_k in TOP_KS[: 1 + next(i for i, k in enumerate(TOP_KS) if k >= wanted)]:
-            self.draft([DraftRequest(slot, 0, min(top_k, wanted), self.dims.block_size - 1, never)])
+            self.draft([DraftRequest(slot, 0, min(top_k, wanted), self.dims.draft_length, never)])
 
     def hold(self, slots: Tensor, states: Tensor) -> None:
-        """Put tapped states [N, m, M·H], m at most a block, into the buffers of slots int32 [N]; `counts` stays as it
+        """Put tapped states [N, m, M·H], m at most 1 + L, into the buffers of slots int32 [N]; `counts` stays as it
         is."""
         self.waiting[slots.long(), : states.shape[1]] = states
 

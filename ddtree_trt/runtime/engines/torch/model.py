@@ -1,4 +1,5 @@
-"""Both networks in PyTorch: a language model, and the DFlash drafter, which shares its target's embedding and head.
+"""Both networks in PyTorch: a language model, and the DFlash drafter, which may share its target's
+embedding and head.
 
 Everything is a function of tensors of fixed shape, the committed lengths included, so that a pass can be captured into
 a CUDA graph once and replayed at any length. Rows behind the real ones are padding: they see themselves only, write
@@ -7,7 +8,7 @@ their keys and values behind those of the real rows, and their outputs are not r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn import functional as F
 
 from ddtree_trt.artifact.weight_layout import DRAFTER
 from ddtree_trt.models.decoder import Part, TransformerDims, decoder_layers
-from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.dflash import DrafterDims, Sight
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.torch.attention import Attention, Place
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
@@ -62,7 +63,7 @@ class Decoder:
         self.tables = rotary_tables(dims, cache.rows, cache.slab.device)
         self.scale = dims.head_dim**-0.5
 
-    def attend(self, index: int, h: Tensor, positions: Tensor, place: Place, mode: MaskMode) -> Tensor:
+    def attend(self, index: int, h: Tensor, positions: Tensor, place: Place, mode: MaskMode, window: int = 0) -> Tensor:
         """Attention of layer `index` over rows h [N, T, H], whose keys and values go into the cache: [N, T, H]."""
         d, layer = self.dims, self.layers[index]
         q, k, v = self.math.split_qkv(
@@ -74,7 +75,7 @@ class Decoder:
             d.rms_norm_eps,
             d.num_heads,
         )
-        seen = self.attention(q, k, v, *self.cache.layer(index), place, mode, self.scale)
+        seen = self.attention(q, k, v, *self.cache.layer(index), place, mode, self.scale, window)
         return F.linear(seen.flatten(2), layer.o)
 
     def mlp(self, layer: Layer, h: Tensor) -> Tensor:
@@ -85,22 +86,34 @@ class Decoder:
         return F.linear(self.math.swiglu(F.linear(h, layer.gate_up)), layer.down)
 
     def run(
-        self, x: Tensor, positions: Tensor, place: Place, mode: MaskMode, taps: tuple[int, ...] = ()
+        self,
+        x: Tensor,
+        positions: Tensor,
+        place: Place,
+        mode: MaskMode,
+        taps: tuple[int, ...] = (),
+        sights: Sequence[Sight] = (),
     ) -> tuple[Tensor, list[Tensor]]:
         """Rows x [N, T, H] at positions int32 [N, T] through all layers: the normed hidden states [N, T, H] and the
-        tapped layers' outputs."""
+        tapped layers' outputs. `sights`, where given, replace the mode: what rows see in each layer."""
         eps, tapped = self.dims.rms_norm_eps, []
         update: Tensor | None = None  # the MLP's output, added to x by the next norm
         for i, layer in enumerate(self.layers):
             x, h = self.math.add_norm(x, update, layer.input_norm, eps)
             if i - 1 in taps:
                 tapped.append(x)
-            x, h = self.math.add_norm(x, self.attend(i, h, positions, place, mode), layer.post_norm, eps)
+            seen, window = _mask(sights[i]) if sights else (mode, 0)
+            x, h = self.math.add_norm(x, self.attend(i, h, positions, place, seen, window), layer.post_norm, eps)
             update = self.mlp(layer, h)
         x, h = self.math.add_norm(x, update, self.norm, eps)
         if len(self.layers) - 1 in taps:
             tapped.append(x)
         return h, tapped
+
+
+def _mask(sight: Sight) -> tuple[MaskMode, int]:
+    """The mode and the window of an attention whose rows have that sight."""
+    return MaskMode.CAUSAL if sight.causal else MaskMode.NONE, sight.window
 
 
 def _layer(weights: Weights, prefix: str, index: int, parts: Iterable[Part]) -> Layer:
@@ -129,9 +142,7 @@ class LanguageModel:
         self.cache = cache
         self.taps = taps
         self.embedding = weights[f"{prefix}embedding"]
-        self.head = weights.get(f"{prefix}head", self.embedding)
-        if not self.head.is_cuda:
-            self.head = self.head.float()  # float32 sums of half-precision products are available in CUDA only
+        self.head = _ready_head(weights.get(f"{prefix}head", self.embedding))
         self._decoder = Decoder(dims, weights, prefix, cache, attention)
 
     def forward(
@@ -143,13 +154,23 @@ class LanguageModel:
         return hidden, torch.cat(tapped, -1) if tapped else None
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """float32 [R, V] of hidden states [R, H], kept in the float32 they are summed in: half precisions have steps
-        between large logits in which different tokens would look equal."""
-        if out is None:
-            out = torch.empty(len(hidden), self.dims.vocab_size, device=hidden.device)
-        if hidden.is_cuda and hidden.dtype != torch.float32:
-            return torch.ops.aten.mm.dtype_out(hidden, self.head.t(), torch.float32, out=out)
-        return torch.mm(hidden.to(self.head.dtype), self.head.t(), out=out)
+        """float32 [R, V] of hidden states [R, H]."""
+        return _logits(hidden, self.head, out)
+
+
+def _ready_head(head: Tensor) -> Tensor:
+    """A head as `_logits` takes it: float32 sums of half-precision products are available in CUDA only."""
+    return head if head.is_cuda else head.float()
+
+
+def _logits(hidden: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
+    """float32 [R, V] of hidden states [R, H], kept in the float32 they are summed in: half precisions have steps
+    between large logits in which different tokens would look equal."""
+    if out is None:
+        out = torch.empty(len(hidden), len(head), device=hidden.device)
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.ops.aten.mm.dtype_out(hidden, head.t(), torch.float32, out=out)
+    return torch.mm(hidden.to(head.dtype), head.t(), out=out)
 
 
 class DFlash:
@@ -160,7 +181,12 @@ class DFlash:
     ) -> None:
         self.dims = dims
         self.cache = cache
-        self._target = target
+        self._embedding = weights.get(f"{DRAFTER}embedding", target.embedding)
+        own_head = weights.get(f"{DRAFTER}head")
+        self._head = target.head if own_head is None else _ready_head(own_head)
+        offsets = weights.get(f"{DRAFTER}to_target")  # int32 [V']
+        self._target_ids = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
+        self._sights = tuple(dims.sight(i) for i in range(dims.num_layers)) if dims.windows or dims.causal else ()
         self._decoder = Decoder(dims, weights, DRAFTER, cache, attention)
         self._fc = weights[f"{DRAFTER}fc"]
         self._context_norm = weights[f"{DRAFTER}context_norm"]
@@ -191,16 +217,18 @@ class DFlash:
         self.cache.write(torch.stack((keys, both[:, :, :, 1]), 1), place, positions)
 
     def block(self, bonus_tokens: Tensor, place: Place, top_k: int) -> tuple[Tensor, Tensor]:
-        """Draft [bonus, MASK × L] behind `place.past`: log-probabilities float32 [N, L, K], falling, and the
+        """Draft [bonus, MASK, …] behind `place.past`: log-probabilities float32 [N, L, K], falling, and the
         candidates int32 [N, L, K], for bonus_tokens int32 [N]."""
         d, batch = self.dims, len(bonus_tokens)
         masks = bonus_tokens.new_full((batch, d.block_size - 1), d.mask_token_id)
         token_ids = torch.cat((bonus_tokens[:, None], masks), 1)
         positions = place.past[:, None] + self._block
-        x = F.embedding(token_ids, self._target.embedding)
-        hidden, _ = self._decoder.run(x, positions, place, MaskMode.NONE)
-        logits = self._target.logits(hidden[:, 1:].flatten(0, 1))
+        x = F.embedding(token_ids, self._embedding)
+        hidden, _ = self._decoder.run(x, positions, place, MaskMode.NONE, sights=self._sights)
+        logits = _logits(hidden[:, d.block_size - d.draft_length :].flatten(0, 1), self._head)
         best, ids = logits.topk(top_k, -1)
         log_probs = best - logits.logsumexp(-1, keepdim=True)
-        shape = (batch, d.block_size - 1, top_k)
+        if self._target_ids is not None:
+            ids = self._target_ids[ids]
+        shape = (batch, d.draft_length, top_k)
         return log_probs.view(shape), ids.to(torch.int32).view(shape)

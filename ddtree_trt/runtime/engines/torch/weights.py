@@ -76,9 +76,10 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device) -> d
                 raise ArtifactError(f"{path}: {missing[0]} is missing or superfluous; {rebuild}")
             for weight in expected:
                 tensor = file.get_tensor(weight.name)
-                if tuple(tensor.shape) != weight.shape or tensor.dtype != dtype:
+                wanted = torch.int32 if weight.integers else dtype
+                if tuple(tensor.shape) != weight.shape or tensor.dtype != wanted:
                     raise ArtifactError(
-                        f"{path}: {weight.name} should be {manifest.precision} {list(weight.shape)}, found "
+                        f"{path}: {weight.name} should be {wanted} {list(weight.shape)}, found "
                         f"{tensor.dtype} {list(tensor.shape)}; {rebuild}"
                     )
                 weights[weight.name] = tensor

@@ -1,0 +1,127 @@
+"""The DFlash drafter as an ONNX graph.
+
+Its steps follow each other in `build_drafter_graph`: context rows from tapped states, the layers over one block, and
+the candidates of the rows that predict.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from onnx import ModelProto
+
+from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.build.graph.networks import Network, embedding_table, head_table
+from ddtree_trt.build.graph.ops import Graph, Table
+from ddtree_trt.build.graph.rotation import Weights, rotate, rotation_matrix
+from ddtree_trt.models.drafters import dflash
+from ddtree_trt.models.drafters.dflash import DrafterDims
+
+PREFIX = "drafter."  # of its weights in the graph
+
+
+@dataclass(frozen=True)
+class Tables:
+    """The embedding and the head of a drafter: its own, or the target's."""
+
+    embedding: Table
+    head: Table  # of rotated rows in a graph that rotates
+
+
+def build_drafter_graph(
+    g: Graph,
+    dims: DrafterDims,
+    weights: Weights,
+    *,
+    target_weights: Weights,
+    target_tied: bool,
+    limits: Limits,
+) -> ModelProto:
+    """The DFlash drafter: C new context rows and one block [bonus, MASK, …] → top-K log-probabilities and the target's
+    ids of L positions.
+
+    Context rows are the tapped target states of committed tokens, projected by `fc` and normed; every layer appends
+    their keys and values, then the block's, and the block attends to those that the layer's `Sight` allows. The next
+    call starts at the end of the context and overwrites the block's rows. The context rows pass through the fused
+    projection with the block, which costs their queries and saves a second matrix product per layer; those outputs are
+    dropped.
+    """
+    block, eps = dims.block_size, dims.rms_norm_eps
+    taps = g.input(names.TAPS, g.floats, ["N", "C", dims.taps_width])
+    token_ids = g.input(names.TOKEN_IDS, g.integers, ["N", block])
+    g.row_inputs("C+block", max(limits.prefill_chunk, block) + block, masked=False)
+    net = Network(g, dims, weights, limits, PREFIX, dflash.BODY)
+    tables = _tables(g, dims, weights, target_weights, target_tied)
+
+    context = _context(net, dims, taps)
+    x = g.embed(tables.embedding, token_ids, "embedded")
+    h = g.rms_norm(x, net.norm(net.layers[0].input_norm), "layers.0.input", eps)
+    for i in range(dims.num_layers):
+        layer = net.name(i)
+        rows = g.concat([context, h], f"{layer}.rows", axis=1)
+        attn = g.block_attention(net.qkv(i, rows), net.cached(i), block, dims.sight(i), f"{layer}.attn")
+        h, x = net.after_attention(i, attn, x)
+    drafting = h if dims.anchor_first else g.rows_from(h, 1, "masks")
+    logits = _logits(g, dims, drafting, tables.head)
+    k = _candidates(net, dims, logits, min(max(limits.max_tree_budget, 1), dims.head_size))
+    g.output(names.LOG_PROBS, "float32", ["N", dims.draft_length, k])
+    g.output(names.CANDIDATES, g.integers, ["N", dims.draft_length, k])
+    return g.model()
+
+
+def _tables(g: Graph, dims: DrafterDims, weights: Weights, target_weights: Weights, target_tied: bool) -> Tables:
+    embedding, head = embedding_table(dims, target_weights, ""), head_table(g, dims, target_weights, "", target_tied)
+    if dims.own_embedding:
+        key = PREFIX + dflash.OWN_EMBEDDING
+        embedding = Table(names.EMBEDDING, key, lambda: weights(dflash.OWN_EMBEDDING), dims.table)
+    if dims.own_head:
+
+        def own_head() -> np.ndarray:
+            weight = weights(dflash.OWN_HEAD)
+            return rotate(weight, dims.hidden_size) if g.rotates else weight
+
+        shape = (dims.head_size, dims.hidden_size)
+        head = Table(names.HEAD, PREFIX + dflash.OWN_HEAD, own_head, shape)
+    return Tables(embedding, head)
+
+
+def _context(net: Network, dims: DrafterDims, taps: str) -> str:
+    """Context rows [N, C, H] of tapped states [N, C, M·H]. The product is never rounded: all that the drafter knows of
+    the context passes through it."""
+    g = net.g
+
+    def fc() -> np.ndarray:
+        weight = net.weights(*dflash.fc(dims).sources)
+        return np.ascontiguousarray((rotate(weight, dims.hidden_size) if g.rotates else weight).T)
+
+    projected = g.product(taps, g.weight(f"{net.prefix}fc", fc), "fc.out")
+    return g.rms_norm(projected, net.norm(dflash.context_norm(dims)), "context", dims.rms_norm_eps)
+
+
+def _logits(g: Graph, dims: DrafterDims, rows: str, head: Table) -> str:
+    """Logits [N, L, V'] of normed rows [N, L, H]."""
+    flat = g.reshape(rows, [-1, dims.hidden_size], "hidden")
+    if g.rotates:
+        into = g.weight("rotation.into", lambda: rotation_matrix(dims.hidden_size))
+        flat = g.product(flat, into, "hidden.head")
+    logits = g.head(flat, head, "flat_logits")
+    return g.reshape(logits, [-1, dims.draft_length, dims.head_size], "logits")
+
+
+def _candidates(net: Network, dims: DrafterDims, logits: str, candidates: int) -> int | str:
+    """Compute the outputs, log-probabilities and the target's ids of the most probable, at most `candidates`; returns
+    K as `Graph.most_probable` does."""
+    g = net.g
+    if dims.draft_vocab_size is None:
+        return g.most_probable(logits, candidates, (names.LOG_PROBS, names.CANDIDATES))
+    k = g.most_probable(logits, candidates, (names.LOG_PROBS, "draft_ids"))
+    ids = g.weight(f"{net.prefix}to_target", lambda: target_ids(net.weights(dflash.TO_TARGET), g.integers), g.integers)
+    g.op("Gather", [ids, "draft_ids"], [names.CANDIDATES], axis=0)
+    return k
+
+
+def target_ids(offsets: np.ndarray, dtype: str) -> np.ndarray:
+    """The target's id of each draft id [V'], from the checkpoint's offsets between the two."""
+    return (np.arange(len(offsets)) + np.rint(offsets).astype(np.int64)).astype(dtype)

@@ -1,0 +1,261 @@
+"""Small checkpoints in every dialect of block drafters: what is read from them, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import edit_json, make_target, refusal
+from drafter_dialects import DIALECTS, SHAPE, VOCABULARY, drafter_weights, make_dialect
+
+from ddtree_trt.build.checkpoint.reader import check_pair, load_checkpoint
+from ddtree_trt.errors import CheckpointError
+from ddtree_trt.models.drafters.dflash import DrafterDims
+
+BLOCK, LAYERS = SHAPE["block_size"], SHAPE["num_hidden_layers"]
+
+
+def dims_of(path: Path) -> DrafterDims:
+    dims = load_checkpoint(path).dims
+    assert isinstance(dims, DrafterDims)
+    return dims
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_each_dialect_states_the_same_drafter(tmp_path: Path, name: str) -> None:
+    """Block, mask and taps are those of the one drafter that all of them write; it fits the target."""
+    make_dialect(tmp_path / "drafter", name)
+    loaded = load_checkpoint(tmp_path / "drafter")
+    dims = dims_of(tmp_path / "drafter")
+    assert (dims.block_size, dims.mask_token_id, dims.tap_layers) == (BLOCK, SHAPE["mask_token_id"], (0, 2))
+    assert dims.anchor_first == (name in ("deepspec", "specforge", "speculators-dspark"))
+    assert loaded.tensor("fc.weight").shape == (32, 64)
+    check_pair(load_checkpoint(make_target(tmp_path / "target")), loaded)
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_tensors_that_are_missing_surplus_or_of_another_shape(tmp_path: Path, name: str) -> None:
+    def broken(change: Callable[[dict[str, np.ndarray]], object]) -> str:
+        weights = drafter_weights(name)
+        change(weights)
+        return refusal(make_dialect(tmp_path, name, weights=weights))
+
+    assert "lacks fc.weight, which its config.json calls for" in broken(lambda w: w.pop("fc.weight"))
+    assert "fc.weight has shape [64, 32]" in broken(lambda w: w.update({"fc.weight": w["fc.weight"].T.copy()}))
+    unknown = {"mask_hidden": np.zeros(32, np.float32)}
+    assert "holds mask_hidden, which its config.json has no place for" in broken(lambda w: w.update(unknown))
+
+
+@pytest.mark.parametrize("name", DIALECTS)
+def test_an_unknown_field_is_refused_by_name_in_every_object(tmp_path: Path, name: str) -> None:
+    config = make_dialect(tmp_path, name) / "config.json"
+    stated = json.loads(config.read_text())
+    for section in (None, *(key for key, value in stated.items() if isinstance(value, dict) and "rope" not in key)):
+        changed = json.loads(json.dumps(stated))
+        (changed if section is None else changed[section])["colour"] = 1
+        config.write_text(json.dumps(changed))
+        place = "colour" if section is None else f"{section}.colour"
+        assert f"{place} is 1, which is not implemented" in refusal(tmp_path)
+
+
+# Values in two places
+
+
+@pytest.mark.parametrize("name", ["zlab", "jetspec", "specforge"])
+@pytest.mark.parametrize(
+    ("field", "other"), [("block_size", 8), ("mask_token_id", 5), ("target_layer_ids", [1]), ("num_target_layers", 9)]
+)
+def test_a_value_may_stand_in_either_place(tmp_path: Path, name: str, field: str, other: Any) -> None:
+    config = make_dialect(tmp_path, name) / "config.json"
+    expected, stated = dims_of(tmp_path), json.loads(config.read_text())
+    value = stated.pop(field, None) or stated["dflash_config"].pop(field)
+    moved = {**stated, "dflash_config": {k: v for k, v in stated["dflash_config"].items() if k != field}}
+    for places in (("outer",), ("inner",), ("outer", "inner")):
+        changed = json.loads(json.dumps(moved))
+        if "outer" in places:
+            changed[field] = value
+        if "inner" in places:
+            changed["dflash_config"][field] = value
+        config.write_text(json.dumps(changed))
+        assert dims_of(tmp_path) == expected
+    changed[field] = other
+    config.write_text(json.dumps(changed))
+    assert "which is it?" in refusal(tmp_path) and field in refusal(tmp_path)
+
+
+# Causality and windows
+
+CAUSALITY: list[tuple[dict[str, Any], dict[str, Any], tuple[bool, ...]]] = [
+    ({}, {}, ()),
+    ({"is_causal": True}, {}, (True, True)),
+    ({}, {"causal": True}, (True, True)),
+    ({}, {"causal_head": True}, (True, True)),
+    ({"is_causal": False}, {"causal": False, "causal_head": False}, ()),
+]
+
+
+@pytest.mark.parametrize(("outer", "inner", "expected"), CAUSALITY)
+@pytest.mark.parametrize("sliding", [False, True])
+def test_causality_in_the_order_of_vllm(
+    tmp_path: Path, outer: dict[str, Any], inner: dict[str, Any], expected: tuple[bool, ...], sliding: bool
+) -> None:
+    """What is stated for the block counts; otherwise the layers that slide are causal."""
+    kinds = ["sliding_attention", "full_attention"] if sliding else ["full_attention"] * 2
+    window = {"layer_types": kinds, "sliding_window": 8, "use_sliding_window": sliding}
+    path = make_dialect(tmp_path, "zlab", {**window, **outer}, {"dflash_config": inner})
+    dims = dims_of(path)
+    assert dims.windows == ((8, 0) if sliding else ())
+    assert dims.causal == ((True, False) if sliding and not (outer or inner) else expected)
+
+
+def test_statements_about_causality_that_differ(tmp_path: Path) -> None:
+    make_dialect(tmp_path, "zlab", {"is_causal": True}, {"dflash_config": {"causal": False}})
+    assert "is_causal is true and dflash_config.causal is false: which is it?" in refusal(tmp_path)
+
+
+def test_a_window_for_every_layer(tmp_path: Path) -> None:
+    """`use_swa`: all layers slide where none is listed, and none of them is causal for that."""
+    make_dialect(tmp_path, "zlab", {"layer_types": None}, {"dflash_config": {"use_swa": True, "swa_window_size": 6}})
+    assert (dims_of(tmp_path).windows, dims_of(tmp_path).causal) == ((6, 6), ())
+    edit_json(tmp_path / "config.json", sliding_window=7)
+    assert "sliding_window is 7, but swa_window_size is 6: which is it?" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sliding_window": None}, "sliding_window is missing, but layers have 'sliding_attention'"),
+        ({"use_sliding_window": False}, "layer_types has 'sliding_attention', but use_sliding_window is false"),
+        ({"layer_types": ["sliding_attention"]}, "layer_types has 1 entries for num_hidden_layers 2"),
+    ],
+)
+def test_windows_that_are_not_whole(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    window = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8, "use_sliding_window": True}
+    assert message in refusal(make_dialect(tmp_path, "zlab", {**window, **changes}))
+
+
+def test_layers_that_slide_without_the_switch(tmp_path: Path) -> None:
+    make_dialect(tmp_path, "deepspec", {"layer_types": ["sliding_attention"] * 2, "sliding_window": 8})
+    edit_json(tmp_path / "config.json", use_sliding_window=None)
+    assert (dims_of(tmp_path).windows, dims_of(tmp_path).causal) == ((8, 8), (True, True))
+
+
+# speculators
+
+
+def test_layer_ids_of_speculators_are_one_more_than_the_taps(tmp_path: Path) -> None:
+    make_dialect(tmp_path, "speculators-dflash", {"aux_hidden_state_layer_ids": [3, 1]})
+    assert dims_of(tmp_path).tap_layers == (2, 0)
+    edit_json(tmp_path / "config.json", aux_hidden_state_layer_ids=[0, 2])
+    assert "aux_hidden_state_layer_ids[0] must be an integer from 1 to 1000, found 0" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("non_causal", [False, True])
+def test_sliding_layers_of_speculators(tmp_path: Path, non_causal: bool) -> None:
+    window = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 9, "use_sliding_window": True}
+    path = make_dialect(
+        tmp_path, "speculators-dflash", {"sliding_window_non_causal": non_causal}, {"transformer_layer_config": window}
+    )
+    dims = dims_of(path)
+    assert (dims.windows, dims.causal) == ((9, 0), () if non_causal else (True, False))
+    edit_json(path / "config.json", sliding_window=8)
+    assert "sliding_window is 9, but 8 in the file: which is it?" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("stated", "proposed", "expected"),
+    [
+        (None, BLOCK - 1, False),
+        (None, BLOCK, True),
+        (False, BLOCK - 2, False),
+        (True, BLOCK - 1, True),
+        (True, BLOCK, True),
+    ],
+)
+def test_whether_position_0_predicts(tmp_path: Path, stated: bool | None, proposed: int, expected: bool) -> None:
+    proposals = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": proposed}]}
+    outer = {"sample_from_anchor": stated}
+    make_dialect(tmp_path, "speculators-dflash", outer, {"speculators_config": proposals})
+    assert dims_of(tmp_path).anchor_first == expected
+
+
+def test_more_proposals_than_positions(tmp_path: Path) -> None:
+    proposals = {"proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": BLOCK}]}
+    make_dialect(tmp_path, "speculators-dflash", {"sample_from_anchor": False}, {"speculators_config": proposals})
+    assert f"proposes {BLOCK} tokens, more than block_size {BLOCK} and sample_from_anchor false" in refusal(tmp_path)
+
+
+def test_a_smaller_vocabulary(tmp_path: Path) -> None:
+    loaded = load_checkpoint(make_dialect(tmp_path, "speculators-dspark"))
+    dims = loaded.dims
+    assert isinstance(dims, DrafterDims) and dims.draft_vocab_size == VOCABULARY
+    assert loaded.shapes["lm_head.weight"] == (VOCABULARY, 32) and loaded.shapes["embed_tokens.weight"] == (96, 32)
+    np.testing.assert_array_equal(loaded.tensor("d2t"), np.arange(VOCABULARY) * 2)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "message"),
+    [
+        (np.full(VOCABULARY, 96), "d2t, added to its indices, reaches from 96 to"),
+        (-np.arange(VOCABULARY), "d2t, added to its indices, stands for one token by two ids"),
+        (np.full(VOCABULARY, -1), "d2t, added to its indices, reaches from -1 to"),
+    ],
+)
+def test_offsets_that_are_no_vocabulary(tmp_path: Path, offsets: np.ndarray, message: str) -> None:
+    weights = {**drafter_weights("speculators-dspark"), "d2t": offsets.astype(np.int64)}
+    loaded = load_checkpoint(make_dialect(tmp_path, "speculators-dspark", weights=weights))
+    with pytest.raises(CheckpointError, match=message):
+        loaded.tensor("d2t")
+
+
+def test_offsets_that_are_not_integers(tmp_path: Path) -> None:
+    weights = {**drafter_weights("speculators-dspark"), "d2t": np.zeros(VOCABULARY, np.float32)}
+    message = refusal(make_dialect(tmp_path, "speculators-dspark", weights=weights))
+    assert "d2t is stored as F32, it must be of I64 or I32" in message
+
+
+@pytest.mark.parametrize("name", ["deepspec", "speculators-dflash"])
+@pytest.mark.parametrize("held", [(), ("embed_tokens.weight",), ("embed_tokens.weight", "lm_head.weight")])
+def test_tables_are_the_drafters_own_where_it_holds_them(tmp_path: Path, name: str, held: tuple[str, ...]) -> None:
+    weights = {k: v for k, v in drafter_weights(name).items() if k in held or not k.startswith(("embed_", "lm_head"))}
+    dims = dims_of(make_dialect(tmp_path, name, weights=weights))
+    assert (dims.own_embedding, dims.own_head) == ("embed_tokens.weight" in held, "lm_head.weight" in held)
+
+
+def test_a_smaller_vocabulary_without_its_head(tmp_path: Path) -> None:
+    weights = drafter_weights("speculators-dspark")
+    del weights["lm_head.weight"]
+    assert "lacks lm_head.weight" in refusal(make_dialect(tmp_path, "speculators-dspark", weights=weights))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speculators_model_type": "mtp"}, "speculators_model_type is 'mtp', which is not implemented"),
+        ({"target_hidden_size": 64}, "target_hidden_size is 64, which is not implemented; only 32 is"),
+        ({"mask_token_id": None}, "has no mask_token_id"),
+        ({"markov_head_type": "rnn"}, "markov_head_type is 'rnn', which is not implemented; only 'vanilla' is"),
+        ({"draft_vocab_size": 97}, "draft_vocab_size 97 is more than vocab_size 96"),
+    ],
+)
+def test_unusable_layouts_of_speculators(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    make_dialect(tmp_path, "speculators-dspark")
+    config = json.loads((tmp_path / "config.json").read_text())
+    kept = {name: value for name, value in {**config, **changes}.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    assert message in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["gated", "rnn"])
+def test_markov_heads_with_a_gate_or_a_state(tmp_path: Path, kind: str) -> None:
+    make_dialect(tmp_path, "deepspec", {"markov_head_type": kind})
+    assert f"markov_head_type is '{kind}', which is not implemented; only 'vanilla' is" in refusal(tmp_path)
+
+
+def test_a_mask_with_an_embedding_of_its_own(tmp_path: Path) -> None:
+    (make_dialect(tmp_path, "zlab") / "mask_embedding.pt").write_bytes(b"")
+    assert "has mask_embedding.pt" in refusal(tmp_path)
