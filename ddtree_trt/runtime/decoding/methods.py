@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.models.drafters.eagle3 import EXPANDED
 from ddtree_trt.models.drafters.kinds import DrafterKind
 
 if TYPE_CHECKING:
@@ -101,6 +102,11 @@ def _one(budget: int, stochastic: bool) -> int:
     return 1
 
 
+def _children(budget: int, stochastic: bool) -> int:
+    """As many as EAGLE's rule expands: a node has no more children in its tree."""
+    return min(budget, EXPANDED)
+
+
 def _enough_to_draw_from(budget: int, stochastic: bool) -> int:
     return SAMPLED_CANDIDATES if stochastic else 1
 
@@ -176,8 +182,19 @@ DRAFT_MODEL = Method(
     draws=True,
 )
 
+EAGLE = Method(
+    name="eagle",
+    makes="the most probable prefixes of a tree that an EAGLE-3 drafter grows level by level",
+    drafters=("eagle3",),
+    propose=_tree,
+    candidates=_children,
+    weighs_costs=True,
+    branches=True,
+    host_reason="grows its tree level by level",
+)
+
 # By name. `auto` is the first one that drafts with the engine's drafter.
-METHODS = {method.name: method for method in (DDTREE, DFLASH, AUTOREGRESSIVE, DFLASH_SAMPLE, DRAFT_MODEL)}
+METHODS = {method.name: method for method in (DDTREE, DFLASH, AUTOREGRESSIVE, DFLASH_SAMPLE, DRAFT_MODEL, EAGLE)}
 BASELINES = (AUTOREGRESSIVE, DFLASH)  # methods that every other is compared with, where the drafter supports them
 
 

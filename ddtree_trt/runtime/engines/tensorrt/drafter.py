@@ -15,7 +15,7 @@ from ddtree_trt.device import buffers
 from ddtree_trt.device.buckets import context_steps
 from ddtree_trt.device.buffers import INT_BYTES, Rows, aligned
 from ddtree_trt.device.cuda_device import Device, Upload
-from ddtree_trt.errors import EngineError
+from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.drafters.kinds import KindName
 from ddtree_trt.runtime.candidates import Marginals
@@ -224,7 +224,14 @@ def _autoregressive(
     return AutoregressiveDrafter(model, manifest.limits.prefill_chunk)
 
 
+def _eagle3(
+    manifest: Manifest, loaded: Loaded, network: TrtNetwork, upload: Upload, host_results: NDArray[np.uint8]
+) -> Drafter:
+    raise ArtifactError(f"engine {manifest.name!r} has an EAGLE-3 drafter, which TensorRT engines do not run")
+
+
 _MAKERS: Mapping[KindName, Callable[[Manifest, Loaded, TrtNetwork, Upload, NDArray[np.uint8]], Drafter]] = {
     "dflash": _dflash,
     "autoregressive": _autoregressive,
+    "eagle3": _eagle3,
 }
