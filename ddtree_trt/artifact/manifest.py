@@ -20,6 +20,7 @@ from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PLAN_BACKENDS, Ba
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.models.decoder import Token, TransformerDims
 from ddtree_trt.models.drafters.dflash import DrafterDims, dflash_contradiction
+from ddtree_trt.models.drafters.eagle3 import Eagle3Dims, eagle3_contradiction
 from ddtree_trt.models.drafters.kinds import DrafterKind, KindName, dims_record, kind_of
 from ddtree_trt.models.experts import expert_contradiction
 from ddtree_trt.models.pairs import misfit
@@ -104,6 +105,13 @@ class Manifest:
             raise ArtifactError(f"engine {self.name!r} has an {self.drafting.title}, not a DFlash drafter")
         return cast("DrafterDims", self.drafter_dims)
 
+    @property
+    def eagle3(self) -> Eagle3Dims:
+        """The drafter's dimensions; raises ArtifactError when the drafter is no EAGLE-3 drafter."""
+        if self.drafter_kind != "eagle3":
+            raise ArtifactError(f"engine {self.name!r} has a drafter of kind {self.drafter_kind}, not eagle3")
+        return cast("Eagle3Dims", self.drafter_dims)
+
     def to_json(self) -> str:
         """The manifest file's text: the record's fields and `digest`, the sha256 over them."""
         dims = {"target_dims": self.target_dims.stated(), "drafter_dims": self.drafter_dims.stated()}
@@ -166,6 +174,8 @@ def _contradiction(m: Manifest) -> str | None:
         if problem := expert_contradiction(dims.experts):
             return f"{name}.experts: {problem}"
     if isinstance(m.drafter_dims, DrafterDims) and (problem := dflash_contradiction(m.drafter_dims)):
+        return f"drafter_dims: {problem}"
+    if isinstance(m.drafter_dims, Eagle3Dims) and (problem := eagle3_contradiction(m.drafter_dims)):
         return f"drafter_dims: {problem}"
     if problem := misfit(m.target_dims, m.drafter_dims):
         return f"the drafter does not fit the target: {problem}"

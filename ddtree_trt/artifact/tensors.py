@@ -19,9 +19,12 @@ ROWS = "rows"  # int64 [R]: flat rows of [N·T] whose logits are wanted
 LOGITS = "logits"  # float32 [R, V]
 TAPS = "taps"  # float32 [N, T, M·H]: outputs of the tapped layers; the drafter's input is [N, C, M·H]
 
+FEATURES = "features"  # float32 [N, D, H]: outputs of an EAGLE-3 drafter, which it reads again; C + D = T
+OUTPUTS = "outputs"  # float32 [R, H]: its outputs at the rows asked for
+
 TOP_K = "top_k"  # int64 [1]: candidates per draft position
-LOG_PROBS = "log_probs"  # float32 [N, L, K], falling
-CANDIDATES = "candidates"  # int64 [N, L, K]
+LOG_PROBS = "log_probs"  # float32 [N, L, K], falling; of an EAGLE-3 drafter [R, K]
+CANDIDATES = "candidates"  # int64 [N, L, K], or [R, K]
 
 CHOICES = "choices"  # int32 [R]: the target's most probable token
 SLOT_IDS = "slot_ids"  # int32 [N]: the cache slot of each sequence

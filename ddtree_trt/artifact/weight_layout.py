@@ -19,8 +19,9 @@ from ddtree_trt.models.decoder import (
     final_norm,
     head,
 )
-from ddtree_trt.models.drafters import dflash
+from ddtree_trt.models.drafters import dflash, eagle3
 from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.eagle3 import Eagle3Dims
 from ddtree_trt.models.drafters.kinds import KindName, kind_of
 
 Network = Literal["target", "drafter"]
@@ -77,10 +78,22 @@ def _dflash(dims: DrafterDims, tied: bool) -> Iterator[StoredWeight]:
         yield _stored(DRAFTER, "drafter", part)
 
 
+def _eagle3(dims: Eagle3Dims, tied: bool) -> Iterator[StoredWeight]:
+    layer = eagle3.eagle_layer(dims)
+    for part in (*eagle3.own_tables(dims), eagle3.fc(dims), eagle3.state_norm(dims)):
+        yield _stored(DRAFTER, "drafter", part)
+    for part in (*_projected(layer), *_other_parts(layer)):
+        yield _stored(f"{DRAFTER}layers.0.", "drafter", part)
+    yield _stored(DRAFTER, "drafter", final_norm(dims, eagle3.BODY))
+    if dims.draft_vocab_size is not None:
+        yield _stored(DRAFTER, "drafter", eagle3.to_target(dims))
+
+
 # A drafter's own weights, by its kind: (dimensions, whether its head is its embedding) → weights.
 _DRAFTERS: Mapping[KindName, Callable[[Any, bool], Iterator[StoredWeight]]] = {
     "dflash": _dflash,
     "autoregressive": _autoregressive,
+    "eagle3": _eagle3,
 }
 
 

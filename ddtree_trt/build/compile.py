@@ -6,7 +6,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +30,7 @@ from ddtree_trt.device.buffers import with_aligned_slots
 from ddtree_trt.device.survey import survey_machine
 from ddtree_trt.errors import BuildError, CheckpointError, UsageError
 from ddtree_trt.models.decoder import POSITIONS
+from ddtree_trt.models.drafters.eagle3 import fitted
 from ddtree_trt.models.drafters.kinds import kind_of
 from ddtree_trt.reading import Source as JsonSource
 from ddtree_trt.reading import shown
@@ -97,6 +98,7 @@ def compile_engine(
     backend, precision = choose_build(request, pair, notice)
     destination = prepare_destination(request.destination, force=request.force)
     target, drafter = map(_open, given, ("--checkpoint", "--drafter"))
+    drafter = replace(drafter, dims=fitted(drafter.dims, target.dims))
     check_pair(target, drafter)
     limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend, precision)
     tokenizer = find_tokenizer(target.path, target.dims.vocab_size)

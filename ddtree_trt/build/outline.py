@@ -11,6 +11,7 @@ from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
 from ddtree_trt.build.checkpoint.quantization import MODELOPT_CONFIG, Quantization
 from ddtree_trt.build.sources import Source, locate
 from ddtree_trt.models.decoder import HEAD, TransformerDims
+from ddtree_trt.models.drafters.eagle3 import fitted
 from ddtree_trt.models.pairs import checkpoint_shapes
 
 
@@ -64,7 +65,8 @@ def outline_pair(target: Source, drafter: Source) -> Pair:
     # Imported here because NumPy has no place in `ddtree-trt --help`.
     from ddtree_trt.build.checkpoint.reader import check_pair
 
-    pair = Pair(_outline(target, "--checkpoint"), _outline(drafter, "--drafter"))
+    first, second = _outline(target, "--checkpoint"), _outline(drafter, "--drafter")
+    pair = Pair(first, replace(second, dims=fitted(second.dims, first.dims)))
     check_pair(pair.target, pair.drafter)
     return pair
 

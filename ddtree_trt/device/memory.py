@@ -148,9 +148,10 @@ def _buffers_bytes(
     if backend in PLAN_BACKENDS:
         sizes = tensorrt_buffers(target, drafter, limits, size)
         return sum(sizes[name] for name in sizes.keys() - NOT_COUNTED_AS_BUFFERS)
-    rows = pass_rows(limits, _slots_per_pass(backend, limits))
-    taps = len(kind_of(drafter).tap_layers) * target.hidden_size
-    return rows * (target.vocab_size * FLOAT_BYTES + taps * size)
+    kind, rows = kind_of(drafter), pass_rows(limits, _slots_per_pass(backend, limits))
+    taps = len(kind.tap_layers) * target.hidden_size
+    waiting = limits.max_batch * limits.prefill_chunk if kind.by_levels else 0  # states without a row in its cache
+    return rows * target.vocab_size * FLOAT_BYTES + (rows + waiting) * taps * size
 
 
 def attention_workspace_bytes(networks: Iterable[TransformerDims], limits: Limits) -> int:

@@ -95,7 +95,15 @@ def assemble_core(
     check_mode(check_device_rounds(device_rounds), engine)  # before the measurement, which takes seconds
     codec = TextCodec(directory, engine.manifest.chat_template_args)
     manifest, costs = engine.manifest, load_or_measure(directory, engine)
-    max_nodes, chains = manifest.limits.max_tree_budget, not manifest.drafting.at_once
-    depth = min(max_nodes, manifest.drafting.longest_draft)
-    budgets = AutoBudgets(costs, depth if chains else max_nodes, depth, buckets=engine.buckets, chains=chains)
+    max_nodes, kind = manifest.limits.max_tree_budget, manifest.drafting
+    chains = not (kind.at_once or kind.by_levels)
+    depth = min(max_nodes, kind.longest_draft)
+    budgets = AutoBudgets(
+        costs,
+        depth if chains else max_nodes,
+        depth,
+        buckets=engine.buckets,
+        chains=chains,
+        by_levels=kind.by_levels,
+    )
     return EngineCore(engine, codec, budgets, device_rounds=device_rounds, profile=profile)

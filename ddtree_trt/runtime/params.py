@@ -197,7 +197,7 @@ class SamplingParams:
         AUTO,
         Choice(AUTO, METHODS),
         "How drafts are made.",
-        "`auto` is `ddtree`, or `draft-model` where the drafter is autoregressive.",
+        "`auto` is `ddtree`, `draft-model` where the drafter is autoregressive, or `eagle` where it is one of EAGLE-3.",
         device="always",
         metavar="",
     ).field()
@@ -205,9 +205,9 @@ class SamplingParams:
         "auto",
         NodeCount(),
         "Draft nodes per round; auto chooses every round.",
-        "It is a chain's length for the chain methods. `auto` chooses for `ddtree` and `draft-model` what makes most "
-        "tokens per second, single tokens where drafting does not pay; it is the whole block for `dflash` and "
-        "`dflash-sample`.",
+        "It is a chain's length for the chain methods. `auto` chooses for `ddtree`, `eagle` and `draft-model` what "
+        "makes most tokens per second, single tokens where drafting does not pay; it is the whole block for `dflash` "
+        "and `dflash-sample`.",
         device="always",
         tensors=("num_draft_tokens",),
         metavar="N|auto",

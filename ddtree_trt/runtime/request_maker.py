@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.models.drafters.eagle3 import LEVELS
 from ddtree_trt.runtime.decoding.budget import AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
@@ -174,9 +175,10 @@ class RequestMaker:
         return self._eos_ids(params) | set(params.stop_token_ids)
 
     def _budget(self, params: SamplingParams) -> Budget:
-        if params.tree_budget != "auto":
-            return FixedBudget(params.tree_budget)
         method = METHODS[params.method]
+        if params.tree_budget != "auto":
+            levels = min(LEVELS, params.tree_budget) if self._manifest.drafting.by_levels else None
+            return FixedBudget(params.tree_budget, levels or None)
         fixed = method.default_budget(self._manifest.drafting)
         if fixed is not None:
             return FixedBudget(fixed)

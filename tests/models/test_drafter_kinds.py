@@ -19,6 +19,13 @@ from ddtree_trt.errors import ArtifactError, UsageError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters import kinds
 from ddtree_trt.models.drafters.dflash import Convolution, DrafterDims, Selector, Sight, dflash_contradiction
+from ddtree_trt.models.drafters.eagle3 import (
+    Eagle3Dims,
+    default_tap_layers,
+    eagle3_contradiction,
+    eagle3_shapes,
+    fitted,
+)
 from ddtree_trt.models.drafters.kinds import EMBEDDING, HEAD, LONGEST_CHAIN, DrafterKind, KindName, dims_record, kind_of
 from ddtree_trt.models.pairs import misfit
 from ddtree_trt.reading import Source, read_record
@@ -26,6 +33,7 @@ from ddtree_trt.reading import Source, read_record
 _SHAPE = (512, 64, 6, 4, 2, 64, 128, 1e-6, 1e4, 2048)
 TARGET = TransformerDims(*_SHAPE)
 DFLASH = DrafterDims(*_SHAPE, block_size=8, mask_token_id=511, tap_layers=(1, 3), num_target_layers=6)
+EAGLE = Eagle3Dims(*_SHAPE[:2], 1, *_SHAPE[3:], tap_layers=(1, 2, 4), draft_vocab_size=100)
 LIMITS = Limits(max_seq_len=256, max_batch=4, max_tree_budget=32, prefill_chunk=64)
 
 
@@ -79,8 +87,58 @@ def test_what_an_autoregressive_drafter_needs_and_offers() -> None:
     assert not kind.at_once and kind.longest_draft == LONGEST_CHAIN
 
 
+def test_what_an_eagle3_drafter_needs_and_offers() -> None:
+    kind = kind_of(EAGLE)
+    assert kind.name == "eagle3" and not kind.language_model and [t.name for t in kind.own_tables] == [HEAD]
+    assert (kind.tap_layers, kind.target_layers, kind.block_size) == ((1, 2, 4), None, None)
+    assert kind.by_levels and kind.rows_read_next and not kind.at_once
+    assert EAGLE.taps_width == 3 * 64 and replace(EAGLE, target_hidden_size=32).taps_width == 3 * 32
+    source = Source("manifest.json", ArtifactError, "rebuild")
+    whole = replace(EAGLE, target_hidden_size=32, own_embedding=True, norm_before_residual=True, norm_output=True)
+    assert read_record(Eagle3Dims, json.loads(json.dumps(whole.stated())), source) == whole
+
+
+def test_the_tensors_of_an_eagle3_drafter() -> None:
+    shapes = eagle3_shapes(EAGLE)
+    assert shapes["fc.weight"] == (64, 192) and shapes["lm_head.weight"] == (100, 64) and shapes["d2t"] == (100,)
+    assert shapes["layers.0.self_attn.q_proj.weight"] == (4 * 64, 2 * 64)
+    assert shapes["layers.0.self_attn.v_proj.weight"] == (2 * 64, 2 * 64)
+    assert shapes["layers.0.hidden_norm.weight"] == shapes["layers.0.input_layernorm.weight"] == (64,)
+    assert "embed_tokens.weight" not in shapes
+    whole = eagle3_shapes(replace(EAGLE, own_embedding=True, draft_vocab_size=None))
+    assert whole["embed_tokens.weight"] == whole["lm_head.weight"] == (512, 64) and "d2t" not in whole
+
+
+def test_the_layers_an_eagle3_drafter_taps() -> None:
+    """An early, a middle and a late one of the target's, counted by the layer whose output is read."""
+    assert default_tap_layers(32) == (1, 15, 28) and default_tap_layers(94) == (1, 46, 90)
+    unnamed = replace(EAGLE, tap_layers=())
+    assert fitted(unnamed, replace(TARGET, num_layers=8)) == replace(EAGLE, tap_layers=(1, 3, 4))
+    problem = "it names no target layers to tap, and a target of 6 layers has no usual ones"
+    assert misfit(TARGET, fitted(unnamed, TARGET)) == problem
+    assert fitted(EAGLE, TARGET) == EAGLE and fitted(DFLASH, TARGET) == DFLASH
+
+
+def test_what_an_eagle3_drafter_cannot_be() -> None:
+    assert eagle3_contradiction(EAGLE) is None
+    assert eagle3_contradiction(replace(EAGLE, num_layers=2)) == "num_layers is 2, an EAGLE-3 drafter has 1"
+    assert eagle3_contradiction(replace(EAGLE, tap_layers=(1, 3, 3))) == "tap_layers [1, 3, 3] do not rise"
+    expected = "draft_vocab_size 513 is more than vocab_size 512"
+    assert eagle3_contradiction(replace(EAGLE, draft_vocab_size=513)) == expected
+
+
+def test_an_eagle3_drafter_fits_by_its_targets_width() -> None:
+    assert misfit(TARGET, EAGLE) is None
+    wide = replace(EAGLE, hidden_size=96)
+    assert misfit(TARGET, wide) == "hidden_size is 96, the target's 64"
+    lent = replace(wide, target_hidden_size=64)
+    assert misfit(TARGET, lent) == "hidden_size is 96, that of the target's embedding, which it uses, 64"
+    assert misfit(TARGET, replace(lent, own_embedding=True)) is None
+    assert misfit(TARGET, replace(lent, target_hidden_size=32)) == "target_hidden_size is 32, the target's 64"
+
+
 def test_dimensions_tell_the_kind() -> None:
-    of_kind: dict[type[TransformerDims], TransformerDims] = {DrafterDims: DFLASH, TransformerDims: TARGET}
+    of_kind = {DrafterDims: DFLASH, TransformerDims: TARGET, Eagle3Dims: EAGLE}
     for name in get_args(KindName):
         assert kind_of(of_kind[dims_record(name)]).name == name
     unknown: list[object] = ["medusa", None, []]

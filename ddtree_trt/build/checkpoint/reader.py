@@ -169,7 +169,7 @@ def load_checkpoint(path: Path, *, name: str | None = None, revision: str = LOCA
 
 def _load_directory(directory: Path, name: str, revision: str) -> Checkpoint:
     config = read_config(directory)
-    stored = open_tensors(directory)
+    stored = {config.dialect.our_name(name): tensor for name, tensor in open_tensors(directory).items()}
     dims = config.dialect.settle(config.dims, stored)
     expected = checkpoint_shapes(dims, tied=config.tied)
     quantizers = find_scales(directory, config.quantization, stored, expected)

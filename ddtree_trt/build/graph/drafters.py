@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.build.graph.drafter_network import build_drafter_graph
+from ddtree_trt.build.graph.eagle import build_eagle_graph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.models.drafters.kinds import KindName
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
     from ddtree_trt.build.graph.ops import Graph
     from ddtree_trt.models.drafters.dflash import DrafterDims
+    from ddtree_trt.models.drafters.eagle3 import Eagle3Dims
 
 
 def build_drafter(g: Graph, drafter: Checkpoint, target: Checkpoint, limits: Limits) -> ModelProto:
@@ -42,7 +44,13 @@ def _autoregressive(g: Graph, drafter: Checkpoint, target: Checkpoint, limits: L
     )
 
 
+def _eagle3(g: Graph, drafter: Checkpoint, target: Checkpoint, limits: Limits) -> ModelProto:
+    dims = cast("Eagle3Dims", drafter.dims)
+    return build_eagle_graph(g, dims, drafter.tensor, target_weights=target.tensor, limits=limits)
+
+
 _BUILDERS: Mapping[KindName, Callable[[Graph, Checkpoint, Checkpoint, Limits], ModelProto]] = {
     "dflash": _dflash,
     "autoregressive": _autoregressive,
+    "eagle3": _eagle3,
 }

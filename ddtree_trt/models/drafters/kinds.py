@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from ddtree_trt.models.decoder import Part, TransformerDims, embedding, head
-from ddtree_trt.models.drafters import dflash
+from ddtree_trt.models.drafters import dflash, eagle3
 from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.eagle3 import Eagle3Dims
 
-KindName = Literal["dflash", "autoregressive"]  # as manifest.json has it
+KindName = Literal["dflash", "autoregressive", "eagle3"]  # as manifest.json has it
 
 EMBEDDING, HEAD = "embedding", "head"  # names of tables
 LONGEST_CHAIN = 16  # γ: most tokens an automatic budget has a drafter without a block draft per round
@@ -35,11 +36,13 @@ class DrafterKind:
     # What it offers:
     block_size: int | None = None  # tokens of its one pass; None where it drafts token by token
     longest_draft: int = LONGEST_CHAIN  # L of a block, else the most tokens of a chain that `auto` drafts in a round
+    by_levels: bool = False  # each of its passes drafts a level of a tree; otherwise one token or the whole block
+    rows_read_next: bool = False  # a row of its cache is made of a token's states and of the token behind it
 
     @property
     def at_once(self) -> bool:
         """Whether one pass gives the marginals [L, K] of all positions, from which a tree can be made. Otherwise each
-        position costs a pass and follows from the token that was drawn before it."""
+        position costs a pass and follows from the tokens before it."""
         return self.block_size is not None
 
 
@@ -62,10 +65,23 @@ def _autoregressive(dims: TransformerDims) -> DrafterKind:
     return DrafterKind("autoregressive", title, language_model=True, own_tables=(embedding(dims), head(dims)))
 
 
+def _eagle3(dims: Eagle3Dims) -> DrafterKind:
+    return DrafterKind(
+        name="eagle3",
+        title="EAGLE-3 drafter",
+        language_model=False,
+        tap_layers=dims.tap_layers,
+        own_tables=eagle3.own_tables(dims),
+        by_levels=True,
+        rows_read_next=True,
+    )
+
+
 # By name: the record of a kind's dimensions, and what is made of one. The records of two kinds differ.
 _KINDS: Mapping[KindName, tuple[type[TransformerDims], Callable[[Any], DrafterKind]]] = {
     "dflash": (DrafterDims, _dflash),
     "autoregressive": (TransformerDims, _autoregressive),
+    "eagle3": (Eagle3Dims, _eagle3),
 }
 
 

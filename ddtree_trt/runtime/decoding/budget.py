@@ -46,6 +46,7 @@ class Decision:
 class Budget(Protocol):
     """Chooses the tree size of every round of one sequence."""
 
+    levels: int | None  # of the next draft, of a drafter that drafts level by level; None for as many as nodes
     last: Decision | None  # of the latest round; None for a fixed budget
 
     def ceiling(self, past: int, left: int) -> int:
@@ -64,8 +65,9 @@ class Budget(Protocol):
 class FixedBudget:
     """The same budget every round."""
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, levels: int | None = None) -> None:
         self.nodes = nodes
+        self.levels = levels
         self.last: Decision | None = None
 
     def ceiling(self, past: int, left: int) -> int:
@@ -96,19 +98,23 @@ class AutoBudgets:
         *,
         buckets: Sequence[int] | None = None,
         chains: bool = False,
+        by_levels: bool = False,
     ) -> None:
         """`buckets`: numbers of tree tokens the engine pads a verification to. `chains`: the drafter drafts token by
-        token, so that the budget, the length γ of its chain, is chosen before it runs."""
-        self.costs = CostModel(profile, max_nodes, max_depth, buckets)
+        token, so that the budget, the length γ of its chain, is chosen before it runs. `by_levels`: it drafts a tree
+        level by level, so that the number of levels is chosen before, and the nodes of the tree behind."""
+        self.costs = CostModel(profile, max_nodes, max_depth, buckets, by_levels=by_levels)
         self.max_nodes = max_nodes
         self.max_depth = max_depth
-        self._kind: type[AutoBudget] = AutoLength if chains else AutoBudget
+        self._kind: type[AutoBudget] = AutoLength if chains else AutoDepth if by_levels else AutoBudget
         self._reset()
 
     def _reset(self) -> None:
         """Start with the state of an engine that has served no request."""
         root = self.CHAIN_PRIOR if self._kind is AutoLength else 1.0
-        self.calibration = Calibration(self.max_depth, prior=self.ENGINE_PRIOR, memory=self.ENGINE_MEMORY, root=root)
+        prior, memory = self.ENGINE_PRIOR, self.ENGINE_MEMORY
+        self.calibration = Calibration(self.max_depth, prior=prior, memory=memory, root=root)
+        self.levels = Calibration(self.max_depth, prior=prior, memory=memory, root=self.CHAIN_PRIOR)
         self.savings = Savings()
 
     def for_sequence(self, *, alone: bool = False) -> AutoBudget:
@@ -155,6 +161,7 @@ class AutoBudget:
         self._largest = 16
         self._drafted = EMPTY
         self._failed: _FailedDraft | None = None
+        self.levels: int | None = None
         self.last: Decision | None = None
 
     def ceiling(self, past: int, left: int) -> int:
@@ -234,3 +241,52 @@ class AutoLength(AutoBudget):
     def choose(self, tree: DraftTree, past: int) -> int:
         self._drafted = tree
         return len(tree)
+
+
+class AutoDepth(AutoBudget):
+    """Chooses the levels of each round's draft before it runs, and of the drafted tree the nodes to verify, for a
+    drafter that drafts a tree level by level.
+
+    The surrogate of a level is how often walks came to its depth from the one above. A round's costs are those of its
+    levels, and of verifying as many nodes as recent rounds did.
+    """
+
+    def __init__(self, shared: AutoBudgets) -> None:
+        super().__init__(shared)
+        self._reached = Calibration(
+            shared.max_depth, prior=shared.REQUEST_PRIOR, memory=shared.REQUEST_MEMORY, parent=shared.levels
+        )
+        self._deepest_chain = chain(np.zeros(shared.max_depth, np.int32))
+        self._first_round = True
+
+    def _draft_nodes(self) -> int:
+        trial = self._first_round or self._account.probing
+        self._first_round = False
+        self.levels = self._choose_levels(self._costs.least if trial else 0)
+        if not self.levels:
+            self._account.stop(self._costs)
+            return 0
+        self._costs = self._costs.at_depth(self.levels)
+        return super()._draft_nodes()
+
+    def _choose_levels(self, least: int) -> int:
+        """The most profitable number of levels, `least` or more."""
+        costs, longest = self._costs, self._deepest_chain
+        ratios = (self._shared.levels if self._account.probing else self._reached).ratios()
+        most = min(costs.deepest, len(longest), costs.max_nodes)
+        levels = np.arange(most + 1)
+        nodes = np.maximum(levels, min(self._largest, costs.max_nodes))
+        rounds_s = costs.level_s * levels + costs.nodes_s[np.where(levels, nodes, 0)]
+        chosen, _ = _native.best_prefix(
+            longest.log_weights[:most], longest.depths[:most], ratios, costs.draft_s, rounds_s, least=least
+        )
+        return chosen
+
+    def observe(self, tree: DraftTree, path: NDArray[np.int32], next_token: int, *, ends: bool = False) -> None:
+        drafted = self.last is not None and self.last.drafted and len(tree) > 0
+        super().observe(tree, path, next_token, ends=ends)
+        if drafted and not ends:
+            walked = np.arange(len(path), dtype=np.int32)
+            self._reached.observe(chain(np.zeros(tree.depths.max(), np.int32)), walked, share=self._account.proved)
+            if self._account.stopped:
+                self._reached.withhold()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,7 @@ class Costs:
     nodes_s: NDArray[np.float64]  # [1 + max_nodes]: verifying n nodes, with the drafter's cost of n tokens
     least: int  # fewest nodes that pay if all possible ones are accepted; 0 where no number does
     deepest: int  # depth below which an accepted node adds no token
+    level_s: float = 0.0  # each level of a tree that is drafted level by level; not in `draft_s` unless `at_depth`
 
     @property
     def max_nodes(self) -> int:
@@ -28,11 +29,15 @@ class Costs:
     @property
     def trial_s(self) -> float:
         """Loss of the smallest round that could pay, against a single-token round, when nothing is accepted."""
-        return self.round_s(self.least) - self.single_s
+        return self.round_s(self.least) + self.level_s * self.least - self.single_s
 
     def round_s(self, nodes: int) -> float:
         """Seconds of a drafting round that verifies `nodes` nodes."""
         return self.draft_s + float(self.nodes_s[nodes])
+
+    def at_depth(self, levels: int) -> Costs:
+        """The costs of rounds that draft that many levels."""
+        return replace(self, draft_s=self.draft_s + self.level_s * levels, level_s=0.0)
 
     def affordable(self, loss_s: float) -> int:
         """Most nodes of a round that loses at most `loss_s` against a single-token round when it commits one token, but
@@ -50,9 +55,17 @@ class CostModel:
     STEP = 64  # tokens of context over which costs are taken as constant
 
     def __init__(
-        self, profile: LatencyProfile, max_nodes: int, max_depth: int, buckets: Sequence[int] | None = None
+        self,
+        profile: LatencyProfile,
+        max_nodes: int,
+        max_depth: int,
+        buckets: Sequence[int] | None = None,
+        *,
+        by_levels: bool = False,
     ) -> None:
-        """`buckets`: numbers of tree tokens that passes are padded to, rising; None where they are not."""
+        """`buckets`: numbers of tree tokens that passes are padded to, rising; None where they are not. `by_levels`:
+        the profile's cost of a drafted token is that of a level of the tree."""
+        self._by_levels = by_levels
         self._nodes = np.arange(max_nodes + 1)
         self._max_depth = max_depth
         padded = _padded_nodes(self._nodes, buckets)
@@ -79,10 +92,11 @@ class CostModel:
         high = min(low + 1, len(self._contexts) - 1)
         verify = (1 - share) * self._verify[low] + share * self._verify[high]
         draft_s, token_s = ((1 - share) * self._draft[low] + share * self._draft[high]).tolist()
-        nodes_s, single_s = verify + token_s * self._nodes, float(verify[0])
-        pays = (1 + np.minimum(self._nodes, deepest)) * single_s > draft_s + nodes_s
+        chains_s, single_s = verify + token_s * self._nodes, float(verify[0])
+        pays = (1 + np.minimum(self._nodes, deepest)) * single_s > draft_s + chains_s
         pays[0] = False
-        return Costs(single_s, draft_s, nodes_s, self.fill(int(pays.argmax())), deepest)
+        nodes_s, level_s = (verify, token_s) if self._by_levels else (chains_s, 0.0)
+        return Costs(single_s, draft_s, nodes_s, self.fill(int(pays.argmax())), deepest, level_s)
 
 
 def _padded_nodes(nodes: NDArray[np.int64], buckets: Sequence[int] | None) -> NDArray[np.int64]:

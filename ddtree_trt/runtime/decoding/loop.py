@@ -86,7 +86,7 @@ class _SlotRound:
         s = self.sequence
         k = s.method.candidates(self.ceiling, s.params.stochastic)
         last_token = self.foreseen[-1] if self.foreseen else self.root_token
-        return DraftRequest(self.slot, last_token, k, self.ceiling, s.sampler.draft)
+        return DraftRequest(self.slot, last_token, k, s.budget.levels or self.ceiling, s.sampler.draft)
 
     def round_request(self) -> RoundRequest:
         params, sampler = self.sequence.params, self.sequence.sampler

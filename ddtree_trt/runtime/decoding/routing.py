@@ -64,7 +64,7 @@ def engine_host_reason(manifest: Manifest) -> str | None:
     if manifest.backend != "torch":
         return f"the {manifest.backend} backend builds trees on the host"
     if not manifest.drafting.at_once:
-        return f"an {manifest.drafting.title} drafts no trees"
+        return f"an {manifest.drafting.title} drafts {'level by level' if manifest.drafting.by_levels else 'no trees'}"
     return None
 
 

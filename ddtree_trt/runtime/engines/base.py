@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.models.drafters.eagle3 import EXPANDED
+from ddtree_trt.runtime.candidates import Candidates
 from ddtree_trt.runtime.tree import TokenTree
 
 LogitRows = Literal["none", "last", "all"]
@@ -41,14 +43,15 @@ class DraftRequest:
     top_k: int  # K
     length: int  # most positions to draft; a block drafter drafts all L in one pass regardless
     draw: Draw  # how an autoregressive drafter picks each next token; a block drafter ignores it
+    width: int = EXPANDED  # most nodes that a drafter by levels expands per pass
+    policy: str = "eagle2"  # which nodes it expands: the most probable of the last level, or with "heap" of all
 
 
 @dataclass(frozen=True)
 class Draft:
-    """The drafter's marginals for the L positions after the bonus token, each row sorted by falling probability."""
+    """The drafter's candidates for the positions after the bonus token."""
 
-    log_probs: NDArray[np.float32]  # [L, K]
-    token_ids: NDArray[np.int32]  # [L, K]
+    candidates: Candidates
     drawn: tuple[DrawnFrom, ...] | None = None  # [L]: the tokens an autoregressive drafter drew and continued from
 
 

@@ -24,6 +24,7 @@ from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import BIAS, EMBEDDING, HEAD, TransformerDims
 from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.eagle3 import Eagle3Dims
 from ddtree_trt.models.experts import Experts
 from ddtree_trt.models.families import LLAMA, QWEN2, QWEN3, Family
 from ddtree_trt.models.pairs import checkpoint_shapes
@@ -137,6 +138,46 @@ def reading_variant(path: Path, dims: DrafterDims) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "read_config", read)
         yield
+
+
+def make_eagle(
+    path: Path,
+    *,
+    seed: int = 1,
+    config: Mapping[str, Any] | None = None,
+    names: Mapping[str, str] | None = None,
+    family: Family = LLAMA,
+    **dims: Any,
+) -> Path:
+    """Write an EAGLE-3 drafter as SpecForge does, and return its directory. `dims` are fields of Eagle3Dims; the draft
+    vocabulary has 60 of the target's tokens by default, and the taps follow from the target's layers. `names` are
+    beginnings of tensor names to be written in place of ours."""
+    shape = Eagle3Dims(
+        **{**vars(TARGET_DIMS), "num_layers": 1, "draft_vocab_size": 60, **family_fields(family), **dims}
+    )
+    section = {"eagle_aux_hidden_state_layer_ids": list(shape.tap_layers)} if shape.tap_layers else {}
+    switches = {name: True for name in ("norm_before_residual", "norm_output") if getattr(shape, name)}
+    own = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": shape.head_size,
+        "target_hidden_size": shape.target_hidden_size,
+        "eagle_config": section or None,
+    }
+    write_config(path, {**_config(shape, family), **{n: v for n, v in own.items() if v}, **switches}, config)
+    weights = eagle_weights(shape, seed)
+    for old, new in (names or {"layers.0.": "midlayer."}).items():
+        weights = {name.replace(old, new): values for name, values in weights.items()}
+    write_weights(path, weights, dtype="fp32", shards=1)
+    return path
+
+
+def eagle_weights(dims: Eagle3Dims, seed: int) -> dict[str, np.ndarray]:
+    """Random weights of an EAGLE-3 drafter; its draft vocabulary is a random part of the target's."""
+    weights = random_weights(checkpoint_shapes(dims, tied=False), seed)
+    if dflash.TO_TARGET in weights:
+        chosen = np.random.default_rng(seed).permutation(dims.vocab_size)[: dims.head_size]
+        weights[dflash.TO_TARGET] = np.sort(chosen) - np.arange(dims.head_size)
+    return weights
 
 
 def make_pair(

@@ -17,7 +17,7 @@ from ddtree_trt.build.backends.base import Written, check_drafter
 from ddtree_trt.device.buffers import FLOAT_BYTES
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
-from ddtree_trt.models.drafters.dflash import FC
+from ddtree_trt.models.drafters.dflash import FC, OWN_EMBEDDING
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -94,7 +94,7 @@ def weight_bytes(shapes: Mapping[str, tuple[int, ...]], precision: PrecisionName
     if PRECISIONS[precision].quantized:
         heads = {HEAD: shapes[EMBEDDING]} if EMBEDDING in shapes else {}
         for name, shape in {**heads, **shapes}.items():
-            if len(shape) == 2 and name not in (EMBEDDING, FC):
+            if len(shape) == 2 and name not in (EMBEDDING, OWN_EMBEDDING, FC):
                 sizes[name] = math.prod(shape) + FLOAT_BYTES * shape[0]
         if EMBEDDING in shapes:
             sizes["rotation"] = 2 * FLOAT_BYTES * shapes[EMBEDDING][1] ** 2

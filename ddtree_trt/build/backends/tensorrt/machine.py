@@ -12,6 +12,7 @@ from ddtree_trt.device.cuda_calls import cuda_bindings, cuda_versions, current_g
 from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.errors import BuildError, EngineError, MissingDependency, UsageError, install_with
 from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters.eagle3 import Eagle3Dims
 from ddtree_trt.plugins import LOWEST_SM, library
 
 if TYPE_CHECKING:
@@ -78,6 +79,8 @@ def check_layers(networks: Iterable[TransformerDims], backend: BackendName) -> N
     """Raises UsageError for a network with layers that no lowering to TensorRT has."""
     networks = tuple(networks)
     check_drafter(networks, _DRAFTER_FEATURES, backend)
+    if any(isinstance(dims, Eagle3Dims) for dims in networks):
+        raise UsageError("EAGLE-3 drafters are not implemented for TensorRT; use --backend torch or onnxruntime")
     if any(dims.experts for dims in networks):
         raise UsageError("mixtures of experts are not implemented for TensorRT; use --backend torch")
 

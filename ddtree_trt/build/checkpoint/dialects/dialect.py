@@ -36,6 +36,12 @@ class Dialect:
     decoder: str | None = None  # the object that states the decoder; None: the file does
     settle: Settle = lambda dims, stored: dims
     unused: tuple[str, ...] = ()  # beginnings of the names of tensors that drafting does not need
+    renamed: Mapping[str, str] = field(default_factory=dict)  # beginning of a tensor's name → ours in its place
+
+    def our_name(self, name: str) -> str:
+        """Our name of a tensor of the checkpoint."""
+        old = next((old for old in self.renamed if name.startswith(old)), "")
+        return self.renamed.get(old, "") + name[len(old) :]
 
     def decoder_fields(self, fields: Fields) -> Fields:
         """The object that states the decoder."""

@@ -20,6 +20,7 @@ from ddtree_trt.build.checkpoint.dialects.block import (
 )
 from ddtree_trt.build.checkpoint.dialects.deepspec import CONFIDENCE_HEAD
 from ddtree_trt.build.checkpoint.dialects.dialect import Dialect, Known, stated, words
+from ddtree_trt.build.checkpoint.dialects.eagle import EAGLE_SPECULATORS, SPECULATORS
 from ddtree_trt.build.checkpoint.layer_types import sliding_layers
 from ddtree_trt.models.decoder import LAYERS, VOCABULARY, TransformerDims
 from ddtree_trt.models.drafters import dflash
@@ -108,6 +109,7 @@ _DIALECTS = {
     "dspark": _dialect(
         "DSpark", words("markov_rank"), CONFIDENCE, neutral={**_NEUTRAL, "markov_head_type": ("vanilla",)}
     ),
+    SPECULATORS: EAGLE_SPECULATORS,
 }
 
 

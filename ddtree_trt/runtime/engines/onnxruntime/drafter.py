@@ -16,8 +16,11 @@ from ddtree_trt.artifact.toolchain import always_causal
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.drafters.kinds import KindName
+from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter
+from ddtree_trt.runtime.engines.eagle import EagleDrafter
+from ddtree_trt.runtime.engines.onnxruntime.eagle import OrtEagle
 from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel, OrtNetwork
 
 
@@ -97,7 +100,7 @@ class BlockDrafter(Drafter):
             inputs = {names.TAPS: piece[None], names.TOKEN_IDS: block, names.POSITIONS: positions, names.TOP_K: top_k}
             self._network.run(slot, rows, inputs, outputs, scratch=self._scratch)
             cache.append(slot, len(piece))
-        return Draft(log_probs[0].copy(), token_ids[0].astype(np.int32))
+        return Draft(Marginals(log_probs[0].copy(), token_ids[0].astype(np.int32)))
 
 
 def make_drafter(directory: Path, manifest: Manifest, threads: int) -> Drafter:
@@ -118,7 +121,14 @@ def _autoregressive(path: Path, manifest: Manifest, shape: tuple[int, int, int])
     return AutoregressiveDrafter(model, manifest.limits.prefill_chunk)
 
 
+def _eagle3(path: Path, manifest: Manifest, shape: tuple[int, int, int]) -> Drafter:
+    dims, limits = manifest.eagle3, manifest.limits
+    widths = {names.TAPS: dims.taps_width, names.FEATURES: dims.hidden_size, names.OUTPUTS: dims.hidden_size}
+    return EagleDrafter(OrtEagle(path, dims, *shape, widths=widths), limits.prefill_chunk, limits.max_tokens_per_pass)
+
+
 _MAKERS: Mapping[KindName, Callable[[Path, Manifest, tuple[int, int, int]], Drafter]] = {
     "dflash": _dflash,
     "autoregressive": _autoregressive,
+    "eagle3": _eagle3,
 }

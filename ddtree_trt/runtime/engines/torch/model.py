@@ -142,7 +142,7 @@ class LanguageModel:
         self.cache = cache
         self.taps = taps
         self.embedding = weights[f"{prefix}embedding"]
-        self.head = _ready_head(weights.get(f"{prefix}head", self.embedding))
+        self.head = ready_head(weights.get(f"{prefix}head", self.embedding))
         self._decoder = Decoder(dims, weights, prefix, cache, attention)
 
     def forward(
@@ -155,15 +155,15 @@ class LanguageModel:
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
         """float32 [R, V] of hidden states [R, H]."""
-        return _logits(hidden, self.head, out)
+        return head_logits(hidden, self.head, out)
 
 
-def _ready_head(head: Tensor) -> Tensor:
-    """A head as `_logits` takes it: float32 sums of half-precision products are available in CUDA only."""
+def ready_head(head: Tensor) -> Tensor:
+    """A head as `head_logits` takes it: float32 sums of half-precision products are available in CUDA only."""
     return head if head.is_cuda else head.float()
 
 
-def _logits(hidden: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
+def head_logits(hidden: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
     """float32 [R, V] of hidden states [R, H], kept in the float32 they are summed in: half precisions have steps
     between large logits in which different tokens would look equal."""
     if out is None:
@@ -183,7 +183,7 @@ class DFlash:
         self.cache = cache
         self._embedding = weights.get(f"{DRAFTER}embedding", target.embedding)
         own_head = weights.get(f"{DRAFTER}head")
-        self._head = target.head if own_head is None else _ready_head(own_head)
+        self._head = target.head if own_head is None else ready_head(own_head)
         offsets = weights.get(f"{DRAFTER}to_target")  # int32 [V']
         self._target_ids = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
         self._sights = tuple(dims.sight(i) for i in range(dims.num_layers)) if dims.windows or dims.causal else ()
@@ -225,7 +225,7 @@ class DFlash:
         positions = place.past[:, None] + self._block
         x = F.embedding(token_ids, self._embedding).to(self._fc.dtype)
         hidden, _ = self._decoder.run(x, positions, place, MaskMode.NONE, sights=self._sights)
-        logits = _logits(hidden[:, d.block_size - d.draft_length :].flatten(0, 1), self._head)
+        logits = head_logits(hidden[:, d.block_size - d.draft_length :].flatten(0, 1), self._head)
         best, ids = logits.topk(top_k, -1)
         log_probs = best - logits.logsumexp(-1, keepdim=True)
         if self._target_ids is not None:

@@ -1,0 +1,127 @@
+"""EAGLE-3 checkpoints in the layouts they are published in: read into one record, or refused by the field's name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import eagle_weights, edit_json, make_eagle, refusal, write_weights
+
+from ddtree_trt.build.checkpoint.config import read_config
+from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.errors import CheckpointError
+from ddtree_trt.models.drafters.eagle3 import Eagle3Dims
+from ddtree_trt.models.families import QWEN3
+
+FIXTURES = Path(__file__).parents[2] / "fixtures" / "eagle"
+
+
+def read(folder: Path, name: str, **changes: Any) -> Eagle3Dims:
+    """The dimensions of a published config.json with these entries changed."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**json.loads((FIXTURES / f"{name}.json").read_text()), **changes}))
+    dims = read_config(folder).dims
+    assert isinstance(dims, Eagle3Dims)
+    return dims
+
+
+READ: dict[str, dict[str, Any]] = {
+    "yuhuili-eagle3-llama3.1-8b": {
+        "hidden_size": 4096, "head_dim": 128, "draft_vocab_size": 32000, "vocab_size": 128256, "tap_layers": (),
+        "taps_width": 3 * 4096, "rope_theta": 10000.0, "qk_norm": False, "norm_before_residual": False,
+    },
+    "specforge-eagle3-qwen3-235b": {
+        "tap_layers": (1, 46, 90), "head_dim": 128, "num_kv_heads": 4, "draft_vocab_size": 32000, "norm_output": False,
+    },
+    "specforge-eagle3-qwen3-32b": {"tap_layers": (), "head_dim": 80, "qk_norm": False, "draft_vocab_size": 32000},
+    "speculators-eagle3-llama3.1-8b": {
+        "tap_layers": (), "norm_before_residual": False, "draft_vocab_size": 32000, "max_positions": 2048,
+    },
+    "speculators-eagle3-mistral3-675b": {
+        "tap_layers": (), "norm_before_residual": True, "head_dim": 192, "vocab_size": 131072,
+    },
+    "deepspec-eagle3-qwen3-8b": {
+        "tap_layers": (1, 9, 17, 25, 33), "taps_width": 5 * 4096, "qk_norm": True, "draft_vocab_size": None,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", READ)
+def test_a_published_configuration_is_read(tmp_path: Path, name: str) -> None:
+    dims = read(tmp_path, name)
+    assert dims.num_layers == 1
+    assert {field: getattr(dims, field) for field in READ[name]} == READ[name]
+
+
+def test_two_ways_to_count_taps(tmp_path: Path) -> None:
+    """Within `eagle_config` they are layers whose output is read; beside it, as vLLM counts, those that read it."""
+    name, field = "specforge-eagle3-qwen3-235b", "eagle_aux_hidden_state_layer_ids"
+    assert read(tmp_path, name, eagle_config=None, **{field: [2, 47, 91]}).tap_layers == (1, 46, 90)
+    assert read(tmp_path, "speculators-eagle3-mistral3-675b", **{field: [2, 18, 33]}).tap_layers == (1, 17, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "field"),
+    [
+        ("specforge-eagle3.1-qwen3-30b-a3b", {}, "fc_norm"),
+        ("speculators-eagle3-mistral3-675b", {"norm_before_fc": True}, "norm_before_fc"),
+        ("speculators-eagle3-mistral3-675b", {"norm_before_residual": None}, "norm_before_residual"),
+        ("specforge-eagle3-qwen3-32b", {"parallel_drafting": True}, "parallel_drafting"),
+        ("specforge-eagle3-qwen3-32b", {"attention_bias": True}, "attention_bias"),
+        ("specforge-eagle3-qwen3-32b", {"num_hidden_layers": 2}, "num_layers"),
+        ("specforge-eagle3-qwen3-32b", {"draft_vocab_size": 200000}, "draft_vocab_size"),
+        ("specforge-eagle3-qwen3-32b", {"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ("specforge-eagle3-qwen3-32b", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 64},
+         "use_sliding_window"),
+        ("deepspec-eagle3-qwen3-8b", {"target_layer_ids": [9, 1]}, "tap_layers"),
+        ("deepspec-eagle3-qwen3-8b", {"target_layer_ids": None}, "target_layer_ids"),
+    ],
+)  # fmt: skip
+def test_what_is_not_implemented_is_refused_by_name(
+    tmp_path: Path, name: str, changes: dict[str, Any], field: str
+) -> None:
+    with pytest.raises(CheckpointError, match=field):
+        read(tmp_path, name, **changes)
+
+
+def test_the_tensors_of_a_checkpoint(tmp_path: Path) -> None:
+    path = make_eagle(tmp_path / "drafter", seed=3)
+    checkpoint = load_checkpoint(path)
+    dims = checkpoint.dims
+    assert isinstance(dims, Eagle3Dims) and not dims.own_embedding
+    weights = eagle_weights(dims, 3)
+    for name in ("layers.0.hidden_norm.weight", "layers.0.self_attn.q_proj.weight", "fc.weight", "lm_head.weight"):
+        np.testing.assert_array_equal(checkpoint.tensor(name), weights[name])
+    np.testing.assert_array_equal(checkpoint.tensor("d2t"), weights["d2t"])
+
+
+def test_the_embedding_it_has_is_used(tmp_path: Path) -> None:
+    path = make_eagle(tmp_path / "drafter", own_embedding=True)
+    dims = load_checkpoint(path).dims
+    assert isinstance(dims, Eagle3Dims) and dims.own_embedding
+
+
+def test_unused_tensors_are_passed_over(tmp_path: Path) -> None:
+    path = make_eagle(tmp_path / "drafter")
+    dims = load_checkpoint(path).dims
+    assert isinstance(dims, Eagle3Dims)
+    weights = {**eagle_weights(dims, 1), "t2d": np.zeros(96, np.int64)}
+    write_weights(path, weights, dtype="fp32", shards=1)
+    load_checkpoint(path)
+    write_weights(path, {**weights, "extra.weight": np.zeros(4, np.float32)}, dtype="fp32", shards=1)
+    assert "extra.weight" in refusal(path)
+
+
+def test_a_layer_of_qwen3s_family(tmp_path: Path) -> None:
+    """Heads are normed, and there is no draft vocabulary: DeepSpec's layout."""
+    shape = {"family": QWEN3, "draft_vocab_size": None, "tap_layers": (0, 1, 2), "own_embedding": True}
+    path = make_eagle(tmp_path / "drafter", names={"layers.0.": "layers.0."}, **shape)
+    edit_json(path / "config.json", architectures=["Qwen3Eagle3Model"], target_layer_ids=[0, 1, 2], num_target_layers=3)
+    config = json.loads((path / "config.json").read_text())
+    del config["eagle_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    checkpoint = load_checkpoint(path)
+    assert checkpoint.dims.qk_norm and checkpoint.kind.tap_layers == (0, 1, 2)

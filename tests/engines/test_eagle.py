@@ -1,0 +1,198 @@
+"""The EAGLE-3 drafter: which nodes it expands, the rows of its cache, and every number against PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.candidates import LinkedRows
+from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom
+from ddtree_trt.runtime.engines.eagle import EagleDrafter, Level, Nodes
+from ddtree_trt.runtime.engines.kv import SlotLengths
+
+K = 4
+
+
+def never(*_: object) -> DrawnFrom:
+    raise AssertionError("a tree's drafter draws nothing")
+
+
+def request(bonus: int, *, width: int = 3, length: int = 4, policy: str = "eagle2", slot: int = 0) -> DraftRequest:
+    return DraftRequest(slot, bonus, K, length, never, width=width, policy=policy)
+
+
+class Scripted:
+    """A network whose candidates are a function of the path: it keeps the tokens of its rows and the states they came
+    with, and an output is the path itself."""
+
+    def __init__(self, slots: int = 1, rows: int = 256) -> None:
+        self.cache = SlotLengths(slots, rows)
+        self.rows: list[list[tuple[int, int]]] = [[] for _ in range(slots)]  # (token, state) of committed rows
+        self.absorbed: list[int] = []  # rows of each pass
+        self.expanded: list[Nodes] = []
+
+    def join(self, pieces: Sequence[Any]) -> Any:
+        return np.concatenate(pieces)
+
+    def absorb(self, slot: int, token_ids: NDArray[np.int64], states: Any, top_k: int) -> Level:
+        assert len(token_ids) == len(states) > 0
+        held = self.cache.lengths[slot]
+        self.rows[slot][held:] = zip(token_ids.tolist(), states[:, 0].tolist(), strict=True)
+        self.cache.append(slot, len(token_ids))
+        self.absorbed.append(len(token_ids))
+        return self._level([(int(token_ids[-1]),)], top_k)
+
+    def expand(self, slot: int, nodes: Nodes, top_k: int) -> Level:
+        self.expanded.append(nodes)
+        paths = [(*nodes.features[i], int(nodes.token_ids[i])) for i in range(nodes.first, len(nodes.token_ids))]
+        return self._level(paths, top_k)
+
+    def _level(self, paths: list[tuple[int, ...]], top_k: int) -> Level:
+        found = [candidates(path, top_k) for path in paths]
+        return Level(paths, np.stack([f[0] for f in found]), np.stack([f[1] for f in found]))
+
+
+def candidates(path: tuple[int, ...], k: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
+    """Log-probabilities falling and ids [k] of the tokens behind a path."""
+    rng = np.random.default_rng(path)
+    probs = np.sort(rng.dirichlet(np.full(16, 0.4)))[::-1][:k]
+    return np.log(probs + 1e-9).astype(np.float32), rng.permutation(16)[:k].astype(np.int32)
+
+
+def drafted(bonus: int, **options: Any) -> tuple[LinkedRows, Scripted]:
+    network = Scripted()
+    drafter = EagleDrafter(network, 64, 64)
+    drafter.learn(0, np.array([1, 2]), np.array([[10.0], [20.0]]))
+    (draft,) = drafter.draft([request(bonus, **options)])
+    assert isinstance(draft.candidates, LinkedRows)
+    return draft.candidates, network
+
+
+def paths_of(rows: LinkedRows, bonus: int) -> dict[tuple[int, ...], float]:
+    """Every candidate's path with its log-weight, by following the links; asserts that each row is its path's."""
+    found: dict[tuple[int, ...], float] = {}
+    visited = set()
+
+    def visit(row: int, path: tuple[int, ...], weight: float) -> None:
+        visited.add(row)
+        log_probs, ids = candidates(path, K)
+        np.testing.assert_array_equal(rows.token_ids[row], ids)
+        np.testing.assert_array_equal(rows.log_probs[row], log_probs)
+        for column, token in enumerate(ids.tolist()):
+            found[(*path, token)] = weight + float(log_probs[column])
+            if rows.next_rows[row, column] >= 0:
+                visit(int(rows.next_rows[row, column]), (*path, token), found[(*path, token)])
+
+    visit(0, (bonus,), 0.0)
+    assert visited == set(range(len(rows.log_probs)))
+    return found
+
+
+def expanded_of(bonus: int, *, width: int, length: int, policy: str) -> list[set[tuple[int, ...]]]:
+    """The nodes each pass expands, by the rules themselves."""
+    weights = {(bonus, int(t)): float(p) for p, t in zip(*candidates((bonus,), K), strict=True)}
+    passes: list[set[tuple[int, ...]]] = []
+    last = set(weights)
+    for _ in range(1, length):
+        done = set().union(*passes) if passes else set()
+        pool = last if policy == "eagle2" else set(weights) - done
+        chosen = set(sorted(pool, key=lambda path: -weights[path])[:width])
+        passes.append(chosen)
+        last = set()
+        for path in chosen:
+            for p, t in zip(*candidates(path, K), strict=True):
+                weights[(*path, int(t))] = weights[path] + float(p)
+                last.add((*path, int(t)))
+    return passes
+
+
+@given(st.integers(0, 500), st.integers(1, 6), st.integers(1, 6), st.sampled_from(["eagle2", "heap"]))
+def test_each_pass_expands_the_most_probable(bonus: int, width: int, length: int, policy: str) -> None:
+    """Of the last level by EAGLE-2's rule, of all candidates by the heap's."""
+    rows, network = drafted(bonus, width=width, length=length, policy=policy)
+    paths_of(rows, bonus)
+    expected = expanded_of(bonus, width=width, length=length, policy=policy)
+    found = [
+        {(*nodes.features[i], int(nodes.token_ids[i])) for i in range(nodes.first, len(nodes.token_ids))}
+        for nodes in network.expanded
+    ]
+    assert found == expected
+
+
+@given(st.integers(0, 500), st.sampled_from(["eagle2", "heap"]))
+def test_a_row_sees_its_ancestors_and_itself(bonus: int, policy: str) -> None:
+    _, network = drafted(bonus, policy=policy)
+    nodes = network.expanded[-1]
+    paths = [(*feature, int(token)) for feature, token in zip(nodes.features, nodes.token_ids, strict=True)]
+    for i, path in enumerate(paths):
+        assert nodes.depths[i] == len(path) - 2
+        assert {paths[j] for j in np.flatnonzero(nodes.sees[i])} == {path[:n] for n in range(2, len(path) + 1)}
+
+
+def test_a_draft_expands_no_more_nodes_than_there_is_room_for() -> None:
+    network = Scripted()
+    drafter = EagleDrafter(network, 64, 5)
+    drafter.learn(0, np.array([1]), np.array([[10.0]]))
+    drafter.draft([request(7, width=3, length=6)])
+    assert len(network.expanded[-1].token_ids) == 5
+
+
+def test_a_row_has_a_tokens_states_and_the_token_behind_it() -> None:
+    network = Scripted(2)
+    drafter = EagleDrafter(network, 64, 64)
+    drafter.learn(1, np.array([5, 6, 7]), np.array([[50.0], [60.0], [70.0]]))
+    drafter.draft([request(8, slot=1)])
+    assert network.rows[1] == [(6, 50.0), (7, 60.0), (8, 70.0)] and network.rows[0] == []
+    drafter.learn(1, np.array([8, 9]), np.array([[80.0], [90.0]]))
+    assert drafter.known(1) == 5
+    drafter.draft([request(3, slot=1)])
+    assert network.rows[1][3:] == [(9, 80.0), (3, 90.0)]
+    assert network.cache.lengths == [0, 5]  # a draft's own rows are forgotten
+
+
+def test_a_long_prompt_is_processed_as_it_comes() -> None:
+    """By chunks, and but for the last row, whose token is not known yet."""
+    network = Scripted()
+    drafter = EagleDrafter(network, 4, 64)
+    states = np.arange(11.0)[:, None]
+    drafter.learn(0, np.arange(6), states[:6])
+    assert network.absorbed == [4, 1]
+    drafter.learn(0, np.arange(6, 9), states[6:9])
+    drafter.draft([request(9)])
+    assert network.rows[0] == [(i + 1, float(i)) for i in range(9)]
+
+
+def test_foreseen_and_forgotten_tokens() -> None:
+    network = Scripted()
+    drafter = EagleDrafter(network, 64, 64)
+    drafter.learn(0, np.array([1, 2]), np.array([[10.0], [20.0]]))
+    drafter.learn(0, np.array([3, 4]), np.array([[30.0], [40.0]]))  # foreseen
+    drafter.draft([request(5)])
+    drafter.truncate(0, 2)
+    assert drafter.known(0) == 2
+    drafter.learn(0, np.array([3]), np.array([[31.0]]))
+    drafter.draft([request(6)])
+    assert network.rows[0] == [(2, 10.0), (3, 20.0), (6, 31.0)]
+
+
+def test_another_token_behind_a_row_is_an_error() -> None:
+    drafter = EagleDrafter(Scripted(), 64, 64)
+    drafter.learn(0, np.array([1, 2]), np.array([[10.0], [20.0]]))
+    drafter.draft([request(5)])
+    with pytest.raises(EngineError, match="last row was made with token 5, and 6 follows"):
+        drafter.learn(0, np.array([6]), np.array([[30.0]]))
+
+
+def test_a_draft_needs_new_states() -> None:
+    drafter = EagleDrafter(Scripted(), 64, 64)
+    drafter.learn(0, np.array([1]), np.array([[10.0]]))
+    drafter.draft([request(5)])
+    with pytest.raises(EngineError, match="slot 0 has no new target states to draft from"):
+        drafter.draft([request(5)])
