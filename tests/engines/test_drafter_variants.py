@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import SCALINGS, TARGET_DIMS, make_target, make_variant, reading_variant
 from dflash_truth import DFlash, refuse_to_draw
+from drafts import marginals
 from engine_builds import CAUSAL, INSTALLED, build_engine, build_torch_engine
 from numerics import Measured, Truth, assert_close, path_to, random_tree
 
@@ -77,11 +78,12 @@ class Pair:
     def draft(self) -> None:
         bonus = int(self.rng.integers(50))
         (draft,) = self.engine.draft([DraftRequest(0, bonus, TOP_K, 1, refuse_to_draw)])
+        drafted = marginals(draft)
         expected = self.dflash(self.truth(self.tokens)[1], bonus)
-        assert draft.log_probs.shape == (self.dims.draft_length, TOP_K)
+        assert drafted.log_probs.shape == (self.dims.draft_length, TOP_K)
         what = f"draft behind {len(self.tokens)}"
-        assert_close(draft.log_probs, -np.sort(-expected, axis=-1)[:, :TOP_K], what)
-        assert_close(draft.log_probs, np.take_along_axis(expected, draft.token_ids, axis=-1), f"{what}, by token")
+        assert_close(drafted.log_probs, -np.sort(-expected, axis=-1)[:, :TOP_K], what)
+        assert_close(drafted.log_probs, np.take_along_axis(expected, drafted.token_ids, axis=-1), f"{what}, by token")
 
     def commit(self, nodes: int) -> None:
         """Commit a chain of that many nodes."""
