@@ -21,6 +21,10 @@ TAPS = "taps"  # float32 [N, T, M·H]: outputs of the tapped layers; the drafter
 TOP_K = "top_k"  # int64 [1]: candidates per draft position
 LOG_PROBS = "log_probs"  # float32 [N, L, K], falling
 CANDIDATES = "candidates"  # int64 [N, L, K]
+# Of a drafter with a head for pairs, in place of log_probs; C is fixed, and there is no top_k.
+UNARY = "unary"  # float32 [N, L, C], falling
+LEFT = "left"  # float32 [N, L, C, r]: of each candidate of the position before; before the first, of the bonus token
+RIGHT = "right"  # float32 [N, L, C, r]: of each candidate
 
 CHOICES = "choices"  # int32 [R]: the target's most probable token
 SLOT_IDS = "slot_ids"  # int32 [N]: the cache slot of each sequence

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from ddtree_trt.models.decoder import Part, TransformerDims, embedding, head
 from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.heads import PairHead
 
 KindName = Literal["dflash", "autoregressive"]  # as manifest.json has it
 
@@ -34,6 +35,7 @@ class DrafterKind:
     own_tables: tuple[Part, ...] = ()  # EMBEDDING and HEAD, as far as it does not use the target's; a head may be tied
     # What it offers:
     block_size: int | None = None  # tokens of its one pass; None where it drafts token by token
+    pairs: PairHead | None = None  # scores each position's candidates by the one before; None: they have marginals
     longest_draft: int = LONGEST_CHAIN  # L of a block, else the most tokens of a chain that `auto` drafts in a round
 
     @property
@@ -53,6 +55,7 @@ def _dflash(dims: DrafterDims) -> DrafterKind:
         mask_token_id=dims.mask_token_id,
         block_size=dims.block_size,
         own_tables=tuple(part for part in dflash.own_tables(dims) if part.name in (EMBEDDING, HEAD)),
+        pairs=dims.pair_head,
         longest_draft=dims.draft_length,
     )
 
