@@ -47,5 +47,12 @@ BACKEND_PRECISIONS: Mapping[str, tuple[PrecisionName, ...]] = {
     "tensorrt-rtx": ("bf16", "fp16"),
 }
 
+
+def block_drafter_precision(engine: PrecisionName) -> PrecisionName:
+    """What a new engine's block drafter is computed in: bf16 in an engine of fp16, whose range a drafter's states, made
+    of several layers of the target's, may leave without an error. Otherwise the engine's own."""
+    return "bf16" if engine == "fp16" else engine
+
+
 # The backends whose engines are plans of a TensorRT: TensorRT itself, and TensorRT for RTX.
 PLAN_BACKENDS: frozenset[str] = frozenset({"tensorrt", "tensorrt-rtx"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from numerics import Measured, Truth, assert_close, path_to, random_tree
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
+from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.params import SamplingParams
 
 CHUNK = Limits.prefill_chunk
 TOP_K = 20
@@ -130,3 +133,32 @@ def test_a_key_at_the_windows_edge_counts(tmp_path: Path) -> None:
         changed[len(states) - back] *= -1
         assert np.array_equal(pair.dflash(changed, 3)[0], plain[0]) is not seen
     pair.draft()
+
+
+@pytest.mark.parametrize("name", ["anchor first", "mixed", "few draft ids"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_device_rounds_are_the_hosts(name: str, temperature: float, tmp_path: Path) -> None:
+    """Tokens and acceptance of every round, and the tokens of `ar`."""
+    Pair(tmp_path, build_torch_engine, VARIANTS[name]).engine.close()
+    prompts = [f"t{i} t{2 * i}" for i in (3, 11)]
+    settings = {"temperature": temperature, "seed": 5, "max_tokens": 40, "ignore_eos": True}
+    found = {}
+    for mode in ("off", "on"):
+        with LLM(tmp_path / "engine", threads=1, device_rounds=mode) as llm:
+            params = SamplingParams(method="ddtree", tree_budget=16, **settings)
+            found[mode] = llm.generate(prompts, params)
+            if mode == "off":
+                plain = llm.generate(prompts, SamplingParams(method="ar", **settings))
+    for ar, host, device in zip(plain, found["off"], found["on"], strict=True):
+        assert device.metrics.on_device and not host.metrics.on_device
+        assert ar.outputs[0].token_ids == host.outputs[0].token_ids == device.outputs[0].token_ids
+        assert host.metrics.acceptance_lengths == device.metrics.acceptance_lengths
+
+
+def test_in_8_bits_too(tmp_path: Path) -> None:
+    """The head of its own is rotated as the target's is, ids are mapped, and the windows hold: to 8 bits' rounding."""
+    pair = Pair(tmp_path, partial(build_engine, precision="int8"), VARIANTS["few draft ids"])
+    pair.start(3 * WINDOW)
+    (draft,) = pair.engine.draft([DraftRequest(0, 7, TOP_K, 1, refuse_to_draw)])
+    expected = np.take_along_axis(pair.dflash(pair.truth(pair.tokens)[1], 7), draft.token_ids, axis=-1)
+    assert np.abs(draft.log_probs - expected).max() < 0.3 * expected.std()

@@ -53,7 +53,7 @@ def build_drafter_graph(
     dropped.
     """
     block, eps = dims.block_size, dims.rms_norm_eps
-    taps = g.input(names.TAPS, g.floats, ["N", "C", dims.taps_width])
+    taps = g.states(names.TAPS, ["N", "C", dims.taps_width])
     token_ids = g.input(names.TOKEN_IDS, g.integers, ["N", block])
     g.row_inputs("C+block", max(limits.prefill_chunk, block) + block, masked=False)
     net = _DrafterNetwork(g, dims, weights, limits, PREFIX, dflash.BODY)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.build.graph.ops import Graph, Make, Sink, Table
+from ddtree_trt.build.graph.ops import Graph, Make, Shape, Sink, Table
 from ddtree_trt.errors import BuildError
 from ddtree_trt.models.experts import Experts
 
@@ -27,18 +27,30 @@ class TensorRtGraph(Graph):
 
     integers = "int32"
 
-    def __init__(self, name: str, sink: Sink, floats: str) -> None:
-        """`floats` is the engine's precision: bfloat16 or float16 (float32 has no attention kernel)."""
+    def __init__(self, name: str, sink: Sink, floats: str, shared: str | None = None) -> None:
+        """`floats` is the network's precision: bfloat16 or float16 (float32 has no attention kernel); `shared` that of
+        embeddings and tapped states, by default the same."""
         super().__init__(name, sink)
         self.floats = floats
+        self.shared = shared or floats
         self._tables: set[str] = set()
         self._mask = ""
 
     def table(self, table: Table) -> str:
         if table.name not in self._tables:
             self._tables.add(table.name)
-            self.input(table.name, self.floats, table.shape)
+            self.input(table.name, self.shared, table.shape)
         return table.name
+
+    def embed(self, table: Table, token_ids: str, out: str) -> str:
+        if self.shared == self.floats:
+            return super().embed(table, token_ids, out)
+        return self.cast(super().embed(table, token_ids, f"{out}.shared"), self.floats, out)
+
+    def states(self, name: str, shape: Shape) -> str:
+        if self.shared == self.floats:
+            return super().states(name, shape)
+        return self.cast(self.input(name, self.shared, shape), self.floats, f"{name}.own")
 
     def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
         self.input(names.POSITIONS, "int32", ["N", tokens])

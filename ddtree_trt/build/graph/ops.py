@@ -93,6 +93,10 @@ class Graph(ABC):
         self._inputs.append(helper.make_tensor_value_info(name, TYPES[dtype], list(shape)))
         return name
 
+    def states(self, name: str, shape: Shape) -> str:
+        """Add an input of another network's states; returns them in `floats`."""
+        return self.input(name, self.floats, shape)
+
     def output(self, name: str, dtype: str, shape: Shape) -> None:
         self._outputs.append(helper.make_tensor_value_info(name, TYPES[dtype], list(shape)))
 

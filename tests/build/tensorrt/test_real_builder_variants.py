@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import make_target, make_variant, reading_variant
+from checkpoints import make_drafter, make_target, make_variant, reading_variant
 from real_builder import RealBuilder, rtx
 from real_graphs import DIMS, LIMITS, ONE_SLOT, TAPS, Graphs
 
@@ -15,6 +15,7 @@ from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.backends.tensorrt.profiles import drafter_sizes
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.graph.lowering_native import NativeGraph
+from ddtree_trt.build.graph.ops import Sink
 
 pytestmark = pytest.mark.rtx
 OWN = {"own_embedding": True, "own_head": True, "draft_vocab_size": 40}
@@ -28,6 +29,21 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **OWN,
     },
 }
+
+
+def test_a_drafter_in_bf16_beside_a_target_in_fp16(tmp_path: Path) -> None:
+    """Tapped states and embeddings come in the target's type, caches are of the drafter's."""
+    target = load_checkpoint(make_target(tmp_path / "t", **DIMS))
+    drafter = load_checkpoint(make_drafter(tmp_path / "d", **{**DIMS, **TAPS}))
+
+    def lowering(name: str, sink: Sink, floats: str) -> NativeGraph:
+        return NativeGraph(name, sink, "bfloat16", floats)
+
+    graph = Graphs(tmp_path, lowering, "float16").drafter(drafter, target)  # type: ignore[arg-type]
+    network = RealBuilder().build(*graph, drafter_sizes(LIMITS, drafter.kind.block_size))
+    types = {network.get_input(i).name: network.get_input(i).dtype for i in range(network.num_inputs)}
+    halves = rtx().DataType.HALF, rtx().DataType.BF16
+    assert (types[names.TAPS], types[names.EMBEDDING], types["past_key.0"]) == (halves[0], halves[0], halves[1])
 
 
 @pytest.mark.parametrize("limits", [LIMITS, ONE_SLOT], ids=["slots", "one-slot"])

@@ -14,7 +14,7 @@ from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import AttentionName, Limits
 from ddtree_trt.artifact.number_bytes import encode
-from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
+from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName, block_drafter_precision
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.safetensor_header import safetensors_header
 from ddtree_trt.build.backends.tensorrt import profiles
@@ -87,7 +87,8 @@ class EnginePlans:
             )
 
         def drafter_graph(sink: Sink) -> ModelProto:
-            return build_drafter(lowering("drafter", sink, floats), drafter, target, limits)
+            own = block_drafter_precision(self.precision) if drafter.kind.at_once else self.precision
+            return build_drafter(lowering("drafter", sink, PRECISIONS[own].dtype, floats), drafter, target, limits)
 
         def compaction(sink: Sink) -> ModelProto:
             return compaction_graph(target.dims, limits, floats, window_rows(drafter.dims))

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.number_bytes import encode
-from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.precisions import (
+    BACKEND_PRECISIONS,
+    PRECISIONS,
+    BackendName,
+    PrecisionName,
+    block_drafter_precision,
+)
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.safetensor_header import safetensors_header
 from ddtree_trt.artifact.toolchain import installed_versions
@@ -69,17 +75,15 @@ class TorchBuild:
         tied = {"target_tied": target.tie_word_embeddings, "drafter_tied": drafter.tie_word_embeddings}
         weights = stored_weights(target.dims, drafter.dims, **tied)
         checkpoints = {"target": target, "drafter": drafter}
-        stored = PRECISIONS[precision]
-        total, done = stored.value_bytes * sum(math.prod(w.shape) for w in weights), 0
+        own = block_drafter_precision(precision) if drafter.kind.at_once else precision
+        stored = {"target": PRECISIONS[precision], "drafter": PRECISIONS[own]}
+        types = {w.name: _INTEGERS if w.integers else stored[w.network].safetensors for w in weights}
+        total, done = PRECISIONS[precision].value_bytes * sum(math.prod(w.shape) for w in weights), 0
         with (directory / artifact.TORCH_WEIGHTS).open("xb") as file:
-            file.write(
-                safetensors_header(
-                    {w.name: (_INTEGERS if w.integers else stored.safetensors, w.shape) for w in weights}
-                )
-            )
+            file.write(safetensors_header({w.name: (types[w.name], w.shape) for w in weights}))
             for weight, source in ((w, source) for w in weights for source in w.sources):
                 values = checkpoints[weight.network].tensor(source)
-                data = values.astype("<i4") if weight.integers else encode(values, stored.dtype, source)
+                data = values.astype("<i4") if weight.integers else encode(values, stored[weight.network].dtype, source)
                 file.write(data.data)
                 done += data.nbytes
                 progress("write weights", done, total)

@@ -73,7 +73,7 @@ class BlockDrafter(Drafter):
             self.waiting[slot, count : count + rows] = states
             self.counts[slot] += rows
             return
-        states = torch.cat((self.waiting[slot, :count], states))
+        states = torch.cat((self.waiting[slot, :count], states.to(self.waiting.dtype)))
         self.cache.check_room(slot, len(states))
         lengths = np.array([self.cache.lengths[slot]], np.int32)
         place = Place(*self._learn_control[slot].send(np.array([slot], np.int32), lengths))
@@ -180,8 +180,9 @@ def make_drafter(
 ) -> Drafter:
     """The drafter of an engine, with a separate cache; its captured passes share the memory of `graphs`."""
     dims, slab = manifest.drafter_dims, target.cache.slab
-    attention = attention_for(slab.device, slab.dtype, dims.head_dim, scratch)
-    cache = DeviceCache(dims, target.cache.slots, target.cache.rows, slab.dtype, slab.device, kernels=attention.kernels)
+    dtype = weights[f"{DRAFTER}norm"].dtype  # a block drafter may have another precision than its target
+    attention = attention_for(slab.device, dtype, dims.head_dim, scratch)
+    cache = DeviceCache(dims, target.cache.slots, target.cache.rows, dtype, slab.device, kernels=attention.kernels)
     return _MAKERS[manifest.drafter_kind](manifest, weights, target, cache, attention, graphs)
 
 

@@ -180,8 +180,8 @@ def _logits(hidden: Tensor, head: Tensor, out: Tensor | None = None) -> Tensor:
     between large logits in which different tokens would look equal."""
     if out is None:
         out = torch.empty(len(hidden), len(head), device=hidden.device)
-    if hidden.is_cuda and hidden.dtype != torch.float32:
-        return torch.ops.aten.mm.dtype_out(hidden, head.t(), torch.float32, out=out)
+    if hidden.is_cuda and head.dtype != torch.float32:
+        return torch.ops.aten.mm.dtype_out(hidden.to(head.dtype), head.t(), torch.float32, out=out)
     return torch.mm(hidden.to(head.dtype), head.t(), out=out)
 
 
@@ -238,7 +238,7 @@ class DFlash:
         masks = bonus_tokens.new_full((batch, d.block_size - 1), d.mask_token_id)
         token_ids = torch.cat((bonus_tokens[:, None], masks), 1)
         positions = place.past[:, None] + self._block
-        x = F.embedding(token_ids, self._embedding)
+        x = F.embedding(token_ids, self._embedding).to(self._fc.dtype)
         if d.embedding_scale != 1:
             x = x * d.embedding_scale
         hidden, _ = self._decoder.run(x, positions, place, MaskMode.NONE, sights=self._sights)

@@ -68,6 +68,7 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device) -> d
     path, dtype = directory / TORCH_WEIGHTS, DTYPES[manifest.precision]
     rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
     weights: dict[str, Tensor] = {}
+    drafter_dtype: torch.dtype | None = None  # of a block drafter: float16 only in engines of earlier versions
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             names = set(file.keys())
@@ -77,6 +78,8 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device) -> d
             for weight in expected:
                 tensor = file.get_tensor(weight.name)
                 wanted = torch.int32 if weight.integers else dtype
+                if weight.network == "drafter" and manifest.drafting.at_once and wanted == torch.float16:
+                    wanted = drafter_dtype = drafter_dtype or tensor.dtype  # all of one type
                 if tuple(tensor.shape) != weight.shape or tensor.dtype != wanted:
                     raise ArtifactError(
                         f"{path}: {weight.name} should be {wanted} {list(weight.shape)}, found "
