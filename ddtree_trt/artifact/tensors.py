@@ -25,6 +25,10 @@ OUTPUTS = "outputs"  # float32 [R, H]: its outputs at the rows asked for
 TOP_K = "top_k"  # int64 [1]: candidates per draft position
 LOG_PROBS = "log_probs"  # float32 [N, L, K], falling; of an EAGLE-3 drafter [R, K]
 CANDIDATES = "candidates"  # int64 [N, L, K], or [R, K]
+# Of a drafter with a head for pairs, in place of log_probs; C is fixed, and there is no top_k.
+UNARY = "unary"  # float32 [N, L, C], falling
+LEFT = "left"  # float32 [N, L, C, r]: of each candidate of the position before; before the first, of the bonus token
+RIGHT = "right"  # float32 [N, L, C, r]: of each candidate
 
 CHOICES = "choices"  # int32 [R]: the target's most probable token
 SLOT_IDS = "slot_ids"  # int32 [N]: the cache slot of each sequence

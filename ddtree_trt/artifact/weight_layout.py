@@ -73,9 +73,15 @@ def _dflash(dims: DrafterDims, tied: bool) -> Iterator[StoredWeight]:
     for i, layer in enumerate(layers):
         for part in _other_parts(layer):
             yield _stored(f"{DRAFTER}layers.{i}.", "drafter", part)
+        for convolution in dflash.layer_convolutions(dims, i).values():
+            for part in convolution:
+                yield _stored(f"{DRAFTER}layers.{i}.", "drafter", part)
     yield _stored(DRAFTER, "drafter", final_norm(dims, dflash.BODY))
     for part in dflash.own_tables(dims):
         yield _stored(DRAFTER, "drafter", part)
+    if (head := dims.pair_head) is not None:
+        for part in head.parts:
+            yield _stored(DRAFTER, "drafter", part)
 
 
 def _eagle3(dims: Eagle3Dims, tied: bool) -> Iterator[StoredWeight]:

@@ -9,10 +9,11 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
+from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters import kinds
-from ddtree_trt.models.drafters.kinds import kind_of
+from ddtree_trt.models.drafters.kinds import DrafterKind, kind_of
 
 ALIGNMENT = 256  # bytes: what TensorRT asks of every tensor's address
 INT_BYTES = FLOAT_BYTES = 4
@@ -186,8 +187,19 @@ def _drafter_buffers(
     positions = max(slots * 2 * block, rows.chunk + block)
     buffers[DRAFTER_CONTROL] = _control_bytes(slots, slots, slots * block, positions)
     k = candidates or min(max(limits.max_tree_budget, 1), target.vocab_size)
-    drafts = slots * kind.longest_draft * k
-    return buffers, aligned(drafts * FLOAT_BYTES) + drafts * INT_BYTES
+    return buffers, draft_results(kind, slots, k).total_bytes
+
+
+def draft_results(kind: DrafterKind, slots: int, candidates: int) -> Layout:
+    """Places of the results of a block drafter's pass, by the names of its graph's outputs; `candidates` is K, which a
+    head for pairs has of its own."""
+    head = kind.pairs
+    values = slots * kind.longest_draft * (candidates if head is None else head.candidates)
+    ids = {names.CANDIDATES: values * INT_BYTES}
+    if head is None:
+        return Layout.of({names.LOG_PROBS: values * FLOAT_BYTES, **ids})
+    factors = values * head.rank * FLOAT_BYTES
+    return Layout.of({names.UNARY: values * FLOAT_BYTES, **ids, names.LEFT: factors, names.RIGHT: factors})
 
 
 def _pass_control_bytes(slots: int, rows: int, limits: Limits) -> int:

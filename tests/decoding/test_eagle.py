@@ -165,8 +165,8 @@ def test_greedy_output_is_that_of_ar_whatever_is_drafted(liar: Any, kind: str) -
     engine, drafts = liar(kind)
     texts = []
     for method in ("ar", "eagle"):
-        budget = 12 if method == "eagle" else "auto"
-        params = SamplingParams(method=method, tree_budget=budget, max_tokens=24, temperature=0.0, ignore_eos=True)
+        budget: dict[str, Any] = {"tree_budget": 12} if method == "eagle" else {}
+        params = SamplingParams(method=method, **budget, max_tokens=24, temperature=0.0, ignore_eos=True)
         asked = completion(engine, PROMPT, params)
         finish(Scheduler(engine), [asked])
         texts.append(asked.output)
@@ -178,7 +178,7 @@ def test_greedy_output_is_that_of_ar_whatever_is_drafted(liar: Any, kind: str) -
 @pytest.mark.parametrize("kind", KINDS)
 def test_draws_have_the_targets_distribution(liar: Any, kind: str) -> None:
     engine, drafts = liar(kind)
-    options = {"temperature": 1.0, "top_k": 3}
+    options: dict[str, Any] = {"temperature": 1.0, "top_k": 3}
     plain = SamplingParams(**options)
 
     def joint(output: tuple[int, ...]) -> dict[tuple[int, ...], float]:

@@ -13,6 +13,7 @@ import pytest
 from checkpoints import TARGET_DIMS, make_target
 from dflash_truth import DFlash, refuse_to_draw
 from drafter_dialects import SHAPE, VOCABULARY, make_dialect
+from drafts import marginals
 from engine_builds import build_engine
 from numerics import Truth, assert_close, path_to, random_tree
 
@@ -67,7 +68,7 @@ def test_drafts_of_each_dialect(tmp_path: Path, case: str) -> None:
     engine.prefill(0, np.array(tokens), rows="none", taps=True)
     for _ in range(5):
         bonus = int(rng.integers(50))
-        (draft,) = engine.draft([DraftRequest(0, bonus, TOP_K, 1, refuse_to_draw)])
+        draft = marginals(engine.draft([DraftRequest(0, bonus, TOP_K, 1, refuse_to_draw)])[0])
         expected = dflash(truth(tokens)[1], bonus)
         assert draft.log_probs.shape == (dims.draft_length, TOP_K)
         assert_close(draft.log_probs, -np.sort(-expected, axis=-1)[:, :TOP_K], f"{case} behind {len(tokens)}")

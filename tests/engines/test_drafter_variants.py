@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import SCALINGS, TARGET_DIMS, make_target, make_variant, reading_variant
 from dflash_truth import DFlash, refuse_to_draw
+from drafts import marginals
 from engine_builds import CAUSAL, INSTALLED, build_engine, build_torch_engine
 from numerics import Measured, Truth, assert_close, path_to, random_tree
 
@@ -80,11 +81,12 @@ class Pair:
     def draft(self) -> None:
         bonus = int(self.rng.integers(50))
         (draft,) = self.engine.draft([DraftRequest(0, bonus, TOP_K, 1, refuse_to_draw)])
+        drafted = marginals(draft)
         expected = self.dflash(self.truth(self.tokens)[1], bonus)
-        assert draft.log_probs.shape == (self.dims.draft_length, TOP_K)
+        assert drafted.log_probs.shape == (self.dims.draft_length, TOP_K)
         what = f"draft behind {len(self.tokens)}"
-        assert_close(draft.log_probs, -np.sort(-expected, axis=-1)[:, :TOP_K], what)
-        assert_close(draft.log_probs, np.take_along_axis(expected, draft.token_ids, axis=-1), f"{what}, by token")
+        assert_close(drafted.log_probs, -np.sort(-expected, axis=-1)[:, :TOP_K], what)
+        assert_close(drafted.log_probs, np.take_along_axis(expected, drafted.token_ids, axis=-1), f"{what}, by token")
 
     def commit(self, nodes: int) -> None:
         """Commit a chain of that many nodes."""
@@ -139,7 +141,7 @@ def test_device_rounds_are_the_hosts(name: str, temperature: float, tmp_path: Pa
     """Tokens and acceptance of every round, and the tokens of `ar`."""
     Pair(tmp_path, build_torch_engine, VARIANTS[name]).engine.close()
     prompts = [f"t{i} t{2 * i}" for i in (3, 11)]
-    settings = {"temperature": temperature, "seed": 5, "max_tokens": 40, "ignore_eos": True}
+    settings: dict[str, Any] = {"temperature": temperature, "seed": 5, "max_tokens": 40, "ignore_eos": True}
     found = {}
     for mode in ("off", "on"):
         with LLM(tmp_path / "engine", threads=1, device_rounds=mode) as llm:
@@ -157,6 +159,6 @@ def test_in_8_bits_too(tmp_path: Path) -> None:
     """The head of its own is rotated as the target's is, ids are mapped, and the windows hold: to 8 bits' rounding."""
     pair = Pair(tmp_path, partial(build_engine, precision="int8"), VARIANTS["few draft ids"])
     pair.start(3 * WINDOW)
-    (draft,) = pair.engine.draft([DraftRequest(0, 7, TOP_K, 1, refuse_to_draw)])
+    draft = marginals(pair.engine.draft([DraftRequest(0, 7, TOP_K, 1, refuse_to_draw)])[0])
     expected = np.take_along_axis(pair.dflash(pair.truth(pair.tokens)[1], 7), draft.token_ids, axis=-1)
     assert np.abs(draft.log_probs - expected).max() < 0.3 * expected.std()

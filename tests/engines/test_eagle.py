@@ -86,9 +86,10 @@ def paths_of(rows: LinkedRows, bonus: int) -> dict[tuple[int, ...], float]:
         np.testing.assert_array_equal(rows.token_ids[row], ids)
         np.testing.assert_array_equal(rows.log_probs[row], log_probs)
         for column, token in enumerate(ids.tolist()):
-            found[(*path, token)] = weight + float(log_probs[column])
+            child = (*path, token)
+            found[child] = weight + float(log_probs[column])
             if rows.next_rows[row, column] >= 0:
-                visit(int(rows.next_rows[row, column]), (*path, token), found[(*path, token)])
+                visit(int(rows.next_rows[row, column]), child, found[child])
 
     visit(0, (bonus,), 0.0)
     assert visited == set(range(len(rows.log_probs)))
@@ -97,7 +98,9 @@ def paths_of(rows: LinkedRows, bonus: int) -> dict[tuple[int, ...], float]:
 
 def expanded_of(bonus: int, *, width: int, length: int, policy: str) -> list[set[tuple[int, ...]]]:
     """The nodes each pass expands, by the rules themselves."""
-    weights = {(bonus, int(t)): float(p) for p, t in zip(*candidates((bonus,), K), strict=True)}
+    weights: dict[tuple[int, ...], float] = {
+        (bonus, int(t)): float(p) for p, t in zip(*candidates((bonus,), K), strict=True)
+    }
     passes: list[set[tuple[int, ...]]] = []
     last = set(weights)
     for _ in range(1, length):
@@ -108,8 +111,9 @@ def expanded_of(bonus: int, *, width: int, length: int, policy: str) -> list[set
         last = set()
         for path in chosen:
             for p, t in zip(*candidates(path, K), strict=True):
-                weights[(*path, int(t))] = weights[path] + float(p)
-                last.add((*path, int(t)))
+                child = (*path, int(t))
+                weights[child] = weights[path] + float(p)
+                last.add(child)
     return passes
 
 

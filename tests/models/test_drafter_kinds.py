@@ -33,7 +33,7 @@ from ddtree_trt.reading import Source, read_record
 _SHAPE = (512, 64, 6, 4, 2, 64, 128, 1e-6, 1e4, 2048)
 TARGET = TransformerDims(*_SHAPE)
 DFLASH = DrafterDims(*_SHAPE, block_size=8, mask_token_id=511, tap_layers=(1, 3), num_target_layers=6)
-EAGLE = Eagle3Dims(*_SHAPE[:2], 1, *_SHAPE[3:], tap_layers=(1, 2, 4), draft_vocab_size=100)
+EAGLE = replace(Eagle3Dims(*_SHAPE, tap_layers=(1, 2, 4), draft_vocab_size=100), num_layers=1)
 LIMITS = Limits(max_seq_len=256, max_batch=4, max_tree_budget=32, prefill_chunk=64)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -37,25 +39,74 @@ class DFlash:
             self.head = self.w["lm_head.weight"]
 
     def __call__(self, states: Array, bonus: int) -> Array:
-        """Log-probabilities [L, V] from the states [C, M·H] of all C committed tokens; −inf where a token has no draft
-        id."""
-        d, w = self.dims, self.w
-        context = self.norm(torch.tensor(states) @ w["fc.weight"].T, "hidden_norm")
-        x = self.embed[[bonus] + [d.mask_token_id] * (d.block_size - 1)]
-        for i in range(d.num_layers):
-            layer = f"layers.{i}"
-            x = x + self.attention(i, context, self.norm(x, f"{layer}.input_layernorm"))
-            h = self.norm(x, f"{layer}.post_attention_layernorm")
-            gate, up, down = (w[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
-            x = x + (functional.silu(h @ gate.T) * (h @ up.T)) @ down.T
-        rows = self.norm(x, "norm")
-        drafted = functional.log_softmax((rows if d.anchor_first else rows[1:]) @ self.head.T, dim=-1)
+        """Log-probabilities [L, V] from the states [C, M·H] of all C committed tokens, without what a head for pairs
+        adds; −inf where a token has no draft id."""
+        d = self.dims
+        drafted = functional.log_softmax(self.logits(self.hidden(states, bonus)), dim=-1)
         if d.draft_vocab_size is None:
             return drafted.numpy()
         whole = torch.full((len(drafted), d.vocab_size), -torch.inf)
-        for draft_id, offset in enumerate(w["d2t"].tolist()):
+        for draft_id, offset in enumerate(self.w["d2t"].tolist()):
             whole[:, draft_id + int(offset)] = drafted[:, draft_id]
         return whole.numpy()
+
+    def hidden(self, states: Array, bonus: int) -> Tensor:
+        """The normed hidden states [L, H] of the rows that draft."""
+        d, w = self.dims, self.w
+        context = self.norm(torch.tensor(states) @ w["fc.weight"].T, "hidden_norm")
+        x = d.embedding_scale * self.embed[[bonus] + [d.mask_token_id] * (d.block_size - 1)]
+        for i in range(d.num_layers):
+            layer = f"layers.{i}"
+            h = self.norm(x, f"{layer}.input_layernorm")
+            x = x + self.around(f"{layer}.attention_conv", h, functools.partial(self.attention, i, context))
+            h = self.norm(x, f"{layer}.post_attention_layernorm")
+            x = x + self.around(f"{layer}.mlp_conv", h, functools.partial(self.mlp, layer))
+        return self.norm(x, "norm")[0 if d.anchor_first else 1 :]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V'] of hidden states [..., H], times their multiplier, under a soft cap where there is one."""
+        logits = hidden @ self.head.T * self.dims.logit_scale
+        return self.dims.logit_cap * torch.tanh(logits / self.dims.logit_cap) if self.dims.logit_cap else logits
+
+    def scores(self, hidden: Tensor, position: int, before: int) -> Tensor:
+        """Scores [V'] of every token of the head at a position after the token `before`, from the block's hidden states
+        [L, H]: the logits, and what a head for pairs adds where the checkpoint has one."""
+        w, h = self.w, hidden[position]
+        logits = self.logits(h)
+        if "markov_head.markov_w1.weight" in w:
+            e = w["markov_head.markov_w1.weight"][before]
+            if "markov_head.gate_proj.weight" in w:
+                gate = w["markov_head.gate_proj.weight"] @ torch.cat([h, e]) + w["markov_head.gate_proj.bias"]
+                e = torch.sigmoid(gate) * e
+            return logits + w["markov_head.markov_w2.weight"] @ e
+        if "candidate_selector.predecessor_codebook" in w:
+            projected = w["candidate_selector.hidden_projection.weight"] @ h
+            after = w["candidate_selector.successor_codebook"]
+            return logits + after @ (w["candidate_selector.predecessor_codebook"][before] * projected)
+        return logits
+
+    def mlp(self, layer: str, h: Tensor) -> Tensor:
+        gate, up, down = (self.w[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
+        return (functional.silu(h @ gate.T) * (h @ up.T)) @ down.T
+
+    def around(self, name: str, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """The sublayer between the two sides of a convolution over the block's rows, where the checkpoint has one. Both
+        kernels come from the sublayer's input; a row before the block is zero."""
+        if f"{name}.base_kernel" not in self.w:
+            return sublayer(x)
+        base = self.w[f"{name}.base_kernel"]
+        sides, taps, width = base.shape
+        moving = (x @ self.w[f"{name}.kernel_projection.weight"].T).reshape(len(x), sides, taps, -1)
+        kernels = base + moving.repeat_interleave(width // moving.shape[-1], -1)  # [block, side, tap, H]
+
+        def convolve(side: int, rows: Tensor) -> Tensor:
+            out = torch.zeros_like(rows)
+            for i in range(len(rows)):
+                for tap in range(min(taps, i + 1)):
+                    out[i] += kernels[i, side, tap] * rows[i - tap]
+            return out
+
+        return convolve(1, sublayer(convolve(0, x)))
 
     def attention(self, index: int, context: Tensor, block: Tensor) -> Tensor:
         d, layer = self.dims, f"layers.{index}"

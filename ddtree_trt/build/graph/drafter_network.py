@@ -6,6 +6,7 @@ the candidates of the rows that predict.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +14,16 @@ from onnx import ModelProto
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.build.graph.heads import Convolutions, PairFactors
 from ddtree_trt.build.graph.networks import Network, embedding_table, head_table
 from ddtree_trt.build.graph.ops import Graph, Table
 from ddtree_trt.build.graph.rotation import Weights, rotate, rotation_matrix
 from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.heads import ATTENTION
 
 PREFIX = "drafter."  # of its weights in the graph
+_DRAFT_IDS = "draft_ids"  # ids of a vocabulary of the drafter's own
 
 
 @dataclass(frozen=True)
@@ -52,23 +56,41 @@ def build_drafter_graph(
     taps = g.states(names.TAPS, ["N", "C", dims.taps_width])
     token_ids = g.input(names.TOKEN_IDS, g.integers, ["N", block])
     g.row_inputs("C+block", max(limits.prefill_chunk, block) + block, masked=False)
-    net = Network(g, dims, weights, limits, PREFIX, dflash.BODY)
+    net = _DrafterNetwork(g, dims, weights, limits, PREFIX, dflash.BODY)
     tables = _tables(g, dims, weights, target_weights, target_tied)
 
     context = _context(net, dims, taps)
-    x = g.embed(tables.embedding, token_ids, "embedded")
+    x = g.scaled(g.embed(tables.embedding, token_ids, "embedded"), dims.embedding_scale)
     h = g.rms_norm(x, net.norm(net.layers[0].input_norm), "layers.0.input", eps)
     for i in range(dims.num_layers):
-        layer = net.name(i)
-        rows = g.concat([context, h], f"{layer}.rows", axis=1)
-        attn = g.block_attention(net.qkv(i, rows), net.cached(i), block, dims.sight(i), f"{layer}.attn")
-        h, x = net.after_attention(i, attn, x)
+
+        def attention(rows: str, i: int = i) -> str:
+            layer = net.name(i)
+            rows = g.concat([context, rows], f"{layer}.rows", axis=1)
+            seen = g.block_attention(net.qkv(i, rows), net.cached(i), block, dims.sight(i), f"{layer}.attn")
+            return net.project(i, seen)
+
+        h, x = net.after_attention(i, net.around(i, ATTENTION, h, attention), x)
     drafting = h if dims.anchor_first else g.rows_from(h, 1, "masks")
     logits = _logits(g, dims, drafting, tables.head)
-    k = _candidates(net, dims, logits, min(max(limits.max_tree_budget, 1), dims.head_size))
-    g.output(names.LOG_PROBS, "float32", ["N", dims.draft_length, k])
-    g.output(names.CANDIDATES, g.integers, ["N", dims.draft_length, k])
+    if dims.pair_head is None:
+        _marginals(net, dims, logits, min(max(limits.max_tree_budget, 1), dims.head_size))
+    else:
+        _pairs(net, dims, PairFactors(g, dims.pair_head, weights, PREFIX), drafting, token_ids, logits)
     return g.model()
+
+
+class _DrafterNetwork(Network):
+    """A block drafter's network: a convolution may stand around each sublayer."""
+
+    def __init__(
+        self, graph: Graph, dims: DrafterDims, weights: Weights, limits: Limits, prefix: str, body: str
+    ) -> None:
+        super().__init__(graph, dims, weights, limits, prefix, body)
+        self._convolutions = Convolutions(graph, dims, weights, prefix)
+
+    def around(self, index: int, place: str, h: str, sublayer: Callable[[str], str]) -> str:
+        return self._convolutions.around(index, place, h, sublayer)
 
 
 def _tables(g: Graph, dims: DrafterDims, weights: Weights, target_weights: Weights, target_tied: bool) -> Tables:
@@ -110,16 +132,41 @@ def _logits(g: Graph, dims: DrafterDims, rows: str, head: Table) -> str:
     return g.reshape(logits, [-1, dims.draft_length, dims.head_size], "logits")
 
 
-def _candidates(net: Network, dims: DrafterDims, logits: str, candidates: int) -> int | str:
-    """Compute the outputs, log-probabilities and the target's ids of the most probable, at most `candidates`; returns
-    K as `Graph.most_probable` does."""
+def _marginals(net: Network, dims: DrafterDims, logits: str, candidates: int) -> None:
+    """Add the outputs of logits [N, L, V']: log-probabilities and the target's ids of the most probable, at most
+    `candidates`."""
     g = net.g
-    if dims.draft_vocab_size is None:
-        return g.most_probable(logits, candidates, (names.LOG_PROBS, names.CANDIDATES))
-    k = g.most_probable(logits, candidates, (names.LOG_PROBS, "draft_ids"))
+    logits = g.capped(logits, dims.logit_scale, dims.logit_cap)
+    mapped = dims.draft_vocab_size is not None
+    k = g.most_probable(logits, candidates, (names.LOG_PROBS, _DRAFT_IDS if mapped else names.CANDIDATES))
+    if mapped:
+        _map_ids(net)
+    g.output(names.LOG_PROBS, "float32", ["N", dims.draft_length, k])
+    g.output(names.CANDIDATES, g.integers, ["N", dims.draft_length, k])
+
+
+def _pairs(net: Network, dims: DrafterDims, factors: PairFactors, hidden: str, token_ids: str, logits: str) -> None:
+    """Add the outputs of logits [N, L, V']: the C largest and the target's ids of them, and the factors of pairs."""
+    g, count = net.g, factors.candidates
+    wanted = g.constant(f"top.{count}", np.array([count], np.int64))
+    g.op("TopK", [logits, wanted], ["best_logits", f"{_DRAFT_IDS}.wide"], axis=-1, largest=1, sorted=1)
+    draft_ids = candidates = names.CANDIDATES
+    if dims.draft_vocab_size is not None:
+        draft_ids = _DRAFT_IDS
+    g.cast(f"{_DRAFT_IDS}.wide", g.integers, draft_ids)
+    if dims.draft_vocab_size is not None:
+        _map_ids(net)
+    g.op("Identity", [g.capped("best_logits", dims.logit_scale, dims.logit_cap)], [names.UNARY])
+    g.output(names.UNARY, "float32", ["N", dims.draft_length, count])
+    g.output(names.CANDIDATES, g.integers, ["N", dims.draft_length, count])
+    factors.add(hidden, token_ids, candidates, draft_ids, dims.draft_length)
+
+
+def _map_ids(net: Network) -> None:
+    """Compute the target's ids of the draft ids."""
+    g = net.g
     ids = g.weight(f"{net.prefix}to_target", lambda: target_ids(net.weights(dflash.TO_TARGET), g.integers), g.integers)
-    g.op("Gather", [ids, "draft_ids"], [names.CANDIDATES], axis=0)
-    return k
+    g.op("Gather", [ids, _DRAFT_IDS], [names.CANDIDATES], axis=0)
 
 
 def target_ids(offsets: np.ndarray, dtype: str) -> np.ndarray:

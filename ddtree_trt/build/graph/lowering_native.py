@@ -76,12 +76,12 @@ class NativeGraph(TensorRtGraph):
             self._by_head(x, heads, size) for x, heads in zip(qkv, (query_heads, kv_heads, kv_heads), strict=True)
         )
         cos, sin = (self._angles(table) for table in at.rotary)
-        first = self._cast(names.PAST_LEN, "int64", f"{names.PAST_LEN}.wide")
+        first = self.cast(names.PAST_LEN, "int64", f"{names.PAST_LEN}.wide")
         keys, values = (
             self.op("TensorScatter", [past, rows, first], [present], axis=2)
             for past, rows, present in zip(at.past, (self._rotated(key, cos, sin), value), at.present, strict=True)
         )
-        lengths = self._cast(self._key_lengths(), "int64", f"{KEY_LENGTHS}.wide")
+        lengths = self.cast(self._key_lengths(), "int64", f"{KEY_LENGTHS}.wide")
         inputs = [self._rotated(query, *query_angles), keys, values, visible, "", "", lengths]
         seen = self.op(ATTENTION, inputs, [f"{out}.by_head"], scale=1.0)
         rows = self.op("Transpose", [seen], [f"{out}.by_row"], perm=[0, 2, 1, 3])
@@ -105,7 +105,7 @@ class NativeGraph(TensorRtGraph):
     def _rows_of_call(self) -> str:
         """int32 [1]: T."""
         wide = self.op("Shape", [names.POSITIONS], ["rows_of_call.wide"], start=1, end=2)
-        return self._cast(wide, "int32", "rows_of_call")
+        return self.cast(wide, "int32", "rows_of_call")
 
     def _key_lengths(self) -> str:
         return self.op("Add", [names.PAST_LEN, self._rows_of_call()], [KEY_LENGTHS])
@@ -154,7 +154,7 @@ class NativeGraph(TensorRtGraph):
         zero = self.constant("zero", np.array(0, np.int32))
         largest = self.constant("last_bit", np.array(self._words * _WORD - 1, np.int32))
         bit = self.op("Min", [self.op("Max", [row, zero], ["column_row.low"]), largest], ["column_bit"])
-        index = self.op("Unsqueeze", [self._cast(bit, "int64", "column_bit.wide"), self._axis(2)], ["column_bit.index"])
+        index = self.op("Unsqueeze", [self.cast(bit, "int64", "column_bit.wide"), self._axis(2)], ["column_bit.index"])
         of_columns = self.op("GatherND", [self._bits(), index], ["tree_bits.columns"], batch_dims=1)
         by_column = self.op("Unsqueeze", [of_columns, self._axis(1)], ["tree_bits.by_column"])
         by_row = self.op("Transpose", [by_column], ["tree_bits.by_row"], perm=[0, 1, 3, 2])
@@ -170,7 +170,7 @@ class NativeGraph(TensorRtGraph):
     def _bits(self) -> str:
         """The packed mask [N, T, W] as bool [N, 32 · W, T]. The parser has no operators on bits, so words are divided
         by powers of two, in int64, where those with bit 31 are positive."""
-        words = self._cast(self._mask, "int64", "words.signed")
+        words = self.cast(self._mask, "int64", "words.signed")
         negative = self.op("Less", [words, self.constant("zero.wide", np.array(0, np.int64))], ["words.negative"])
         wrapped = self.op("Add", [words, self.constant("wrap", np.array(1 << _WORD, np.int64))], ["words.wrapped"])
         words = self.op("Where", [negative, wrapped, words], ["words"])
@@ -178,7 +178,7 @@ class NativeGraph(TensorRtGraph):
         each = self.op("Unsqueeze", [words, self._axis(3)], ["words.each"])
         shifted = self.op("Div", [each, powers], ["words.shifted"])
         odd = self.op("Mod", [shifted, self.constant("two", np.array(2, np.int64))], ["words.bits"])
-        flat = self.reshape(self._cast(odd, "bool", "words.set"), [0, 0, self._words * _WORD], "tree_bits")
+        flat = self.reshape(self.cast(odd, "bool", "words.set"), [0, 0, self._words * _WORD], "tree_bits")
         return self.op("Transpose", [flat], ["tree_bits.by_bit"], perm=[0, 2, 1])
 
     def _columns(self) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.build.graph.ops import TYPES, Graph, Make, Shape, Sink, Table
+from ddtree_trt.build.graph.ops import Graph, Make, Shape, Sink, Table
 from ddtree_trt.errors import BuildError
 from ddtree_trt.models.experts import Experts
 
@@ -45,12 +45,12 @@ class TensorRtGraph(Graph):
     def embed(self, table: Table, token_ids: str, out: str) -> str:
         if self.shared == self.floats:
             return super().embed(table, token_ids, out)
-        return self._cast(super().embed(table, token_ids, f"{out}.shared"), self.floats, out)
+        return self.cast(super().embed(table, token_ids, f"{out}.shared"), self.floats, out)
 
     def states(self, name: str, shape: Shape) -> str:
         if self.shared == self.floats:
             return super().states(name, shape)
-        return self._cast(self.input(name, self.shared, shape), self.floats, f"{name}.own")
+        return self.cast(self.input(name, self.shared, shape), self.floats, f"{name}.own")
 
     def row_inputs(self, tokens: str, max_tokens: int, *, masked: bool) -> None:
         self.input(names.POSITIONS, "int32", ["N", tokens])
@@ -69,7 +69,7 @@ class TensorRtGraph(Graph):
 
     def choices(self, logits: str) -> None:
         wide = self.op("ArgMax", [logits], [f"{names.CHOICES}.wide"], axis=1, keepdims=0)
-        self._cast(wide, "int32", names.CHOICES)
+        self.cast(wide, "int32", names.CHOICES)
         self.output(names.CHOICES, self.integers, ["R"])
 
     def most_probable(self, logits: str, candidates: int, outputs: tuple[str, str]) -> int:
@@ -80,7 +80,7 @@ class TensorRtGraph(Graph):
         count = self.constant(f"top.{k}", np.array([k], np.int64))
         best, wide = f"{log_probs}.logits", f"{token_ids}.wide"
         self.op("TopK", [logits, count], [best, wide], axis=-1, largest=1, sorted=1)
-        self._cast(wide, "int32", token_ids)
+        self.cast(wide, "int32", token_ids)
         axis = self._axis(-1)
         top = self.op("ReduceMax", [logits, axis], [f"{logits}.max"], keepdims=1)
         weights = self.op("Exp", [self.op("Sub", [logits, top], [f"{logits}.shifted"])], [f"{logits}.weights"])
@@ -103,13 +103,10 @@ class TensorRtGraph(Graph):
     def _axis(self, axis: int) -> str:
         return self.constant(f"axis.{axis}", np.array([axis], np.int64))
 
-    def _cast(self, x: str, dtype: str, out: str) -> str:
-        return self.op("Cast", [x], [out], to=TYPES[dtype])
-
     def _single(self, x: str) -> str:
         """x in float32."""
-        return self._cast(x, "float32", f"{x}.single")
+        return self.cast(x, "float32", f"{x}.single")
 
     def _rounded(self, kind: str, inputs: Sequence[str], out: str, **attrs: Any) -> str:
         """The result, in the engine's precision, of a node over float32 values."""
-        return self._cast(self.op(kind, inputs, [f"{out}.exact"], **attrs), self.floats, out)
+        return self.cast(self.op(kind, inputs, [f"{out}.exact"], **attrs), self.floats, out)

@@ -6,6 +6,7 @@ and written to the graph's sink one by one, so that building needs little more m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -17,6 +18,7 @@ from ddtree_trt.build.checkpoint.scales import QuantizedWeights, join_scales
 from ddtree_trt.build.graph.ops import Attention, Graph, Rows, Table
 from ddtree_trt.build.graph.rotation import Rotation, Weights, rotate
 from ddtree_trt.models.decoder import BODY, EMBEDDING, HEAD, Part, TransformerDims, decoder_layers, final_norm
+from ddtree_trt.models.drafters import heads
 from ddtree_trt.models.rotary import rotary_tables
 
 
@@ -125,13 +127,22 @@ class Network:
         normed = g.rms_norm(split, self.norm(part), f"{x}.normed", d.rms_norm_eps)
         return g.reshape(normed, [0, 0, heads * d.head_dim], f"{x}.flat")
 
-    def after_attention(self, index: int, attn: str, x: str) -> tuple[str, str]:
-        """The rest of layer `index`, from the result attn [N, T, Hq · D] of its attention and the residual stream x
-        [N, T, H]: the next layer's normed input and the residual stream."""
+    def project(self, index: int, attn: str) -> str:
+        """The output [N, T, H] of layer `index`'s attention, from what its heads saw, attn [N, T, Hq · D]."""
+        layer = self.name(index)
+        return self.linear(attn, f"{layer}.o", *self.layers[index].o.sources, out=f"{layer}.o.out")
+
+    def around(self, index: int, place: str, h: str, sublayer: Callable[[str], str]) -> str:
+        """The sublayer of layer `index` over rows h [N, T, H]. A drafter may have a convolution at that place."""
+        return sublayer(h)
+
+    def after_attention(self, index: int, projected: str, x: str) -> tuple[str, str]:
+        """The rest of layer `index`, from the output [N, T, H] of its attention and the residual stream x [N, T, H]:
+        the next layer's normed input and the residual stream."""
         parts, layer, eps = self.layers[index], self.name(index), self.dims.rms_norm_eps
-        projected = self.linear(attn, f"{layer}.o", *parts.o.sources, out=f"{layer}.o.out")
         h, x = self.g.add_rms_norm(projected, x, self.norm(parts.post_norm), f"{layer}.post", eps)
-        return self.g.add_rms_norm(self.mlp(index, h), x, self.next_norm(index), f"{layer}.next", eps)
+        inner = self.around(index, heads.MLP, h, partial(self.mlp, index))
+        return self.g.add_rms_norm(inner, x, self.next_norm(index), f"{layer}.next", eps)
 
     def mlp(self, index: int, h: str) -> str:
         """SwiGLU of rows h [N, T, H], or that of the experts they choose."""
@@ -193,7 +204,7 @@ def build_target_graph(
     taps = []
     for i in range(dims.num_layers):
         attn = g.attention(net.qkv(i, h), net.cached(i), f"{net.name(i)}.attn")
-        h, x = net.after_attention(i, attn, x)
+        h, x = net.after_attention(i, net.project(i, attn), x)
         if i in tap_layers:
             taps.append(x)
     if taps:

@@ -201,9 +201,34 @@ class Graph(ABC):
     def concat(self, parts: Sequence[str], out: str, *, axis: int) -> str:
         return self.op("Concat", parts, [out], axis=axis)
 
+    def scaled(self, x: str, factor: float) -> str:
+        """x in `floats` times a number."""
+        return (
+            x if factor == 1 else self.op("Mul", [x, self._scale(f"{x}.factor", np.float32(factor))], [f"{x}.scaled"])
+        )
+
+    def capped(self, logits: str, factor: float, cap: float) -> str:
+        """Float32 logits times a factor and then, unless `cap` is 0, cap · tanh(logits / cap)."""
+
+        def times(x: str, number: float, out: str) -> str:
+            return self.op("Mul", [x, self.constant(f"{out}.factor", np.array(number, np.float32))], [out])
+
+        x = logits if factor == 1 else times(logits, factor, f"{logits}.scaled")
+        if not cap:
+            return x
+        inner = self.op("Tanh", [times(x, 1 / cap, f"{logits}.relative")], [f"{logits}.tanh"])
+        return times(inner, cap, f"{logits}.capped")
+
+    def cast(self, x: str, dtype: str, out: str) -> str:
+        return self.op("Cast", [x], [out], to=TYPES[dtype])
+
     def rows_from(self, x: str, start: int, out: str) -> str:
         """x[:, start:] along the token axis; a negative start counts from the end."""
-        bounds = [("start", start), ("end", np.iinfo(np.int64).max), ("axis", 1)]
+        return self.rows_between(x, start, np.iinfo(np.int64).max, out)
+
+    def rows_between(self, x: str, start: int, end: int, out: str) -> str:
+        """x[:, start:end] along the token axis; negative bounds count from the end."""
+        bounds = [("start", start), ("end", end), ("axis", 1)]
         names = [self.constant(f"{n}.{v}", np.array([v], np.int64)) for n, v in bounds]
         return self.op("Slice", [x, *names], [out])
 

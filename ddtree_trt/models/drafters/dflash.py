@@ -21,14 +21,28 @@ from ddtree_trt.models.decoder import (
     final_norm,
     shapes_of,
 )
+from ddtree_trt.models.drafters.heads import (
+    ATTENTION,
+    MLP,
+    ConvolutionParts,
+    PairHead,
+    convolution_parts,
+    head_contradiction,
+    markov_head,
+    selector_head,
+)
+from ddtree_trt.models.drafters.heads import RANK as RANK
+from ddtree_trt.models.drafters.heads import TAPS as TAPS
+from ddtree_trt.models.drafters.heads import Convolution as Convolution
+from ddtree_trt.models.drafters.heads import Selector as Selector
 from ddtree_trt.reading import Between
 
 BLOCK = Between(2, 4096)
 LAYER = Between(0, 999)
 WINDOW = Between(0, 1 << 30)
-RANK = Between(1, 1 << 16)
+SCALE = Between(1e-6, 1e6)
+CAP = Between(0, 1e6)
 MARKOV_RANK = Between(0, 1 << 16)
-TAPS = Between(1, 64)
 ARCHITECTURE = "DFlashDraftModel"  # its class in config.json
 SECTION = "dflash_config"  # its object in config.json
 BODY = ""  # prefix of its layers and final norm
@@ -52,22 +66,6 @@ ALL = Sight()
 
 
 @dataclass(frozen=True)
-class Selector:
-    """A selector that scores each candidate by the one chosen before it."""
-
-    top: Annotated[int, RANK]  # candidates of a position that it chooses from, C
-    rank: Annotated[int, RANK]  # width r of its two codebooks [V, r]
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """Convolutions around every sublayer, over the rows of the block."""
-
-    taps: Annotated[int, TAPS]  # rows that one result is made of
-    groups: Annotated[int, RANK]  # parts of a row, each with its own dynamic kernel
-
-
-@dataclass(frozen=True)
 class DrafterDims(TransformerDims):
     """A DFlash drafter: a block of `block_size` tokens is denoised in one pass over tapped target states."""
 
@@ -83,8 +81,12 @@ class DrafterDims(TransformerDims):
     own_embedding: bool = field(default=False, kw_only=True)  # None of the target's
     own_head: bool = field(default=False, kw_only=True)
     markov_rank: Annotated[int, MARKOV_RANK] = field(default=0, kw_only=True)  # 0: no Markov head
+    markov_gated: bool = field(default=False, kw_only=True)  # the hidden state gates the Markov head
     selector: Selector | None = field(default=None, kw_only=True)
     convolution: Convolution | None = field(default=None, kw_only=True)
+    embedding_scale: Annotated[float, SCALE] = field(default=1.0, kw_only=True)  # embeddings of the block times this
+    logit_scale: Annotated[float, SCALE] = field(default=1.0, kw_only=True)  # logits times this, and then
+    logit_cap: Annotated[float, CAP] = field(default=0.0, kw_only=True)  # cap · tanh(logits / cap); 0: no cap
 
     @property
     def draft_length(self) -> int:
@@ -99,6 +101,15 @@ class DrafterDims(TransformerDims):
     def sight(self, index: int) -> Sight:
         """What the block's rows see in layer `index`."""
         return Sight(self.windows[index] if self.windows else 0, bool(self.causal) and self.causal[index])
+
+    @property
+    def pair_head(self) -> PairHead | None:
+        """The head that scores a candidate by the one before it; None where a position's candidates depend on none."""
+        if self.selector is not None:
+            return selector_head(self, self.selector, self.head_size)
+        if self.markov_rank:
+            return markov_head(self, self.markov_rank, self.head_size, gated=self.markov_gated)
+        return None
 
     def features(self) -> list[str]:
         """Names of the fields in use that the first published checkpoints do not have."""
@@ -139,10 +150,22 @@ def own_tables(dims: DrafterDims) -> list[Part]:
     return parts
 
 
+def layer_convolutions(dims: DrafterDims, index: int) -> dict[str, ConvolutionParts]:
+    """The convolutions of a layer by their places; none where the drafter has none."""
+    if dims.convolution is None:
+        return {}
+    prefix = f"{BODY}layers.{index}."
+    return {place: convolution_parts(dims, dims.convolution, place, prefix) for place in (ATTENTION, MLP)}
+
+
 def dflash_shapes(dims: DrafterDims) -> Shapes:
     """Every tensor of a DFlash drafter."""
-    layers = (part for layer in drafter_layers(dims) for part in layer)
-    return shapes_of((fc(dims), context_norm(dims), *layers, final_norm(dims, BODY), *own_tables(dims)))
+    layers = [part for layer in drafter_layers(dims) for part in layer]
+    for index in range(dims.num_layers):
+        layers += (part for parts in layer_convolutions(dims, index).values() for part in parts)
+    head = dims.pair_head
+    pairs = () if head is None else head.parts
+    return shapes_of((fc(dims), context_norm(dims), *layers, final_norm(dims, BODY), *own_tables(dims), *pairs))
 
 
 def dflash_contradiction(dims: DrafterDims) -> str | None:
@@ -154,7 +177,9 @@ def dflash_contradiction(dims: DrafterDims) -> str | None:
         return f"draft_vocab_size {dims.draft_vocab_size} is more than vocab_size {dims.vocab_size}"
     if dims.draft_vocab_size is not None and not dims.own_head:
         return f"draft_vocab_size {dims.draft_vocab_size} needs a head of its own"
-    return None
+    return head_contradiction(
+        dims, (dims.markov_rank, dims.markov_gated), dims.selector, dims.convolution, dims.head_size
+    )
 
 
 def default_tap_layers(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:

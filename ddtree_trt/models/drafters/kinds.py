@@ -14,6 +14,7 @@ from ddtree_trt.models.decoder import Part, TransformerDims, embedding, head
 from ddtree_trt.models.drafters import dflash, eagle3
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.drafters.eagle3 import Eagle3Dims
+from ddtree_trt.models.drafters.heads import PairHead
 
 KindName = Literal["dflash", "autoregressive", "eagle3"]  # as manifest.json has it
 
@@ -35,6 +36,7 @@ class DrafterKind:
     own_tables: tuple[Part, ...] = ()  # EMBEDDING and HEAD, as far as it does not use the target's; a head may be tied
     # What it offers:
     block_size: int | None = None  # tokens of its one pass; None where it drafts token by token
+    pairs: PairHead | None = None  # scores each position's candidates by the one before; None: they have marginals
     longest_draft: int = LONGEST_CHAIN  # L of a block, else the most tokens of a chain that `auto` drafts in a round
     by_levels: bool = False  # each of its passes drafts a level of a tree; otherwise one token or the whole block
     rows_read_next: bool = False  # a row of its cache is made of a token's states and of the token behind it
@@ -56,6 +58,7 @@ def _dflash(dims: DrafterDims) -> DrafterKind:
         mask_token_id=dims.mask_token_id,
         block_size=dims.block_size,
         own_tables=tuple(part for part in dflash.own_tables(dims) if part.name in (EMBEDDING, HEAD)),
+        pairs=dims.pair_head,
         longest_draft=dims.draft_length,
     )
 

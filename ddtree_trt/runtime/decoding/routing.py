@@ -65,6 +65,8 @@ def engine_host_reason(manifest: Manifest) -> str | None:
         return f"the {manifest.backend} backend builds trees on the host"
     if not manifest.drafting.at_once:
         return f"an {manifest.drafting.title} drafts {'level by level' if manifest.drafting.by_levels else 'no trees'}"
+    if manifest.drafting.pairs is not None:
+        return "the children that its drafter scores depend on their parent, and trees on the device take marginals"
     return None
 
 

@@ -117,7 +117,7 @@ def test_unused_tensors_are_passed_over(tmp_path: Path) -> None:
 
 def test_a_layer_of_qwen3s_family(tmp_path: Path) -> None:
     """Heads are normed, and there is no draft vocabulary: DeepSpec's layout."""
-    shape = {"family": QWEN3, "draft_vocab_size": None, "tap_layers": (0, 1, 2), "own_embedding": True}
+    shape: dict[str, Any] = {"family": QWEN3, "draft_vocab_size": None, "tap_layers": (0, 1, 2), "own_embedding": True}
     path = make_eagle(tmp_path / "drafter", names={"layers.0.": "layers.0."}, **shape)
     edit_json(path / "config.json", architectures=["Qwen3Eagle3Model"], target_layer_ids=[0, 1, 2], num_target_layers=3)
     config = json.loads((path / "config.json").read_text())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from checkpoints import BY_SWITCHES, make_drafter, make_target
+from checkpoints import BY_SWITCHES, make_drafter, make_target, make_variant, reading_variant
 from real_builder import RealBuilder, rtx
 from real_graphs import DIMS, LIMITS, ONE_SLOT, TAPS, Graphs
 
@@ -18,6 +19,7 @@ from ddtree_trt.build.graph.lowering_native import KEY_LENGTHS, NativeGraph
 from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.errors import BuildError
+from ddtree_trt.models.drafters.dflash import Convolution, Selector
 
 pytestmark = pytest.mark.rtx
 BOTH = pytest.mark.parametrize("lowering", [PluginGraph, NativeGraph])
@@ -58,6 +60,28 @@ def test_dflash_drafter(
     drafter = load_checkpoint(make_drafter(tmp_path / "d", **{**DIMS, **TAPS}))
     graph = Graphs(tmp_path, lowering, floats, limits).drafter(drafter, target_of(tmp_path, tied=tied))
     builder.build(*graph, drafter_sizes(limits, drafter.kind.block_size))
+
+
+@pytest.mark.parametrize(("lowering", "floats"), [(PluginGraph, "bfloat16"), (NativeGraph, "float16")])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"markov_rank": 16},
+        {"markov_rank": 16, "markov_gated": True},
+        {"selector": Selector(16, 8), "convolution": Convolution(2, 4), "logit_cap": 9.0, "embedding_scale": 0.5},
+    ],
+    ids=["markov", "gated", "dflash2"],
+)
+def test_dflash_drafter_with_a_head_for_pairs(
+    lowering: type[TensorRtGraph], floats: str, fields: dict[str, Any], builder: RealBuilder, tmp_path: Path
+) -> None:
+    dims = make_variant(tmp_path / "d", **{**DIMS, **TAPS, **fields})
+    with reading_variant(tmp_path / "d", dims):
+        drafter = load_checkpoint(tmp_path / "d")
+    graph = Graphs(tmp_path, lowering, floats).drafter(drafter, target_of(tmp_path))
+    network = builder.build(*graph, drafter_sizes(LIMITS, drafter.kind.block_size))
+    outputs = {network.get_output(i).name for i in range(network.num_outputs)}
+    assert {names.UNARY, names.CANDIDATES, names.LEFT, names.RIGHT} <= outputs
 
 
 @BOTH

@@ -310,6 +310,11 @@ class LoweredPair:
 
     def draft(self, slots: Sequence[int], bonus: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """(log_probs, candidates) [N, L, K] of slots with equally many new states."""
+        said = self.drafted(slots, bonus)
+        return said[names.LOG_PROBS], said[names.CANDIDATES]
+
+    def drafted(self, slots: Sequence[int], bonus: int) -> dict[str, NDArray[Any]]:
+        """The outputs of a draft of slots with equally many new states, by name."""
         states = np.stack([np.concatenate(self.states[slot]) for slot in slots])
         length = self.kind.block_size
         assert length is not None, "an autoregressive drafter is a language model like the target"
@@ -322,4 +327,4 @@ class LoweredPair:
         for slot in slots:
             self.drafter.lengths[slot] += size
             self.states[slot].clear()
-        return said[names.LOG_PROBS], said[names.CANDIDATES]
+        return said

@@ -18,13 +18,14 @@ from ddtree_trt.device.buffers import FLOAT_BYTES
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
 from ddtree_trt.models.drafters.dflash import FC, OWN_EMBEDDING
+from ddtree_trt.models.drafters.heads import HEAD_FEATURES, is_of_head
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
     from ddtree_trt.build.checkpoint.reader import Checkpoint
 
-_DRAFTER_FEATURES = frozenset(
+_DRAFTER_FEATURES = HEAD_FEATURES | frozenset(
     ("windows", "causal", "anchor_first", "draft_vocab_size", "own_embedding", "own_head")
 )  # fields of `DrafterDims` that its drafter computes
 
@@ -94,7 +95,7 @@ def weight_bytes(shapes: Mapping[str, tuple[int, ...]], precision: PrecisionName
     if PRECISIONS[precision].quantized:
         heads = {HEAD: shapes[EMBEDDING]} if EMBEDDING in shapes else {}
         for name, shape in {**heads, **shapes}.items():
-            if len(shape) == 2 and name not in (EMBEDDING, OWN_EMBEDDING, FC):
+            if len(shape) == 2 and name not in (EMBEDDING, OWN_EMBEDDING, FC) and not is_of_head(name):
                 sizes[name] = math.prod(shape) + FLOAT_BYTES * shape[0]
         if EMBEDDING in shapes:
             sizes["rotation"] = 2 * FLOAT_BYTES * shapes[EMBEDDING][1] ** 2

@@ -13,6 +13,7 @@ from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.errors import BuildError, EngineError, MissingDependency, UsageError, install_with
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters.eagle3 import Eagle3Dims
+from ddtree_trt.models.drafters.heads import HEAD_FEATURES
 from ddtree_trt.plugins import LOWEST_SM, library
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
 
 LOWEST, BELOW = (11, 1), (12, 0)  # releases of TensorRT whose API is the one used here; as in pyproject.toml
-_DRAFTER_FEATURES = frozenset(
+_DRAFTER_FEATURES = HEAD_FEATURES | frozenset(
     ("windows", "causal", "anchor_first", "draft_vocab_size", "own_embedding", "own_head")
 )  # fields of `DrafterDims` that its drafter computes
 LOWEST_FP8_SM = 89  # the first GPUs that multiply FP8

@@ -16,7 +16,7 @@ from ddtree_trt.artifact.toolchain import always_causal
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.drafters.kinds import KindName
-from ddtree_trt.runtime.candidates import Marginals
+from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter
 from ddtree_trt.runtime.engines.eagle import EagleDrafter
@@ -83,24 +83,39 @@ class BlockDrafter(Drafter):
         if not self._pending[slot].rows:
             raise EngineError(f"slot {slot} has no new target states to draft from")
         states, take = self._pending[slot].take(), self._network.buffers.take
-        length, k = dims.draft_length, min(request.top_k, dims.head_size)
         block = take(names.TOKEN_IDS, (1, dims.block_size), np.int64)
         block[0, 0], block[0, 1:] = request.bonus_token, dims.mask_token_id
-        top_k = take(names.TOP_K, (1,), np.int64)
-        top_k[0] = k
-        log_probs = take(names.LOG_PROBS, (1, length, k), np.float32)
-        token_ids = take(names.CANDIDATES, (1, length, k), np.int64)
-        outputs: dict[str, NDArray[Any]] = {names.LOG_PROBS: log_probs, names.CANDIDATES: token_ids}
+        inputs: dict[str, NDArray[Any]] = {names.TOKEN_IDS: block}
+        head = dims.pair_head
+        k = min(request.top_k, dims.head_size) if head is None else head.candidates
+        if head is None:
+            inputs[names.TOP_K] = top_k = take(names.TOP_K, (1,), np.int64)
+            top_k[0] = k
+        outputs = self._results(k)
         for start in range(0, len(states), self._chunk):
             # All pieces but the last only extend the drafter's context; the next one overwrites their block.
             piece = states[start : start + self._chunk]
             past, rows = cache.lengths[slot], len(piece) + dims.block_size
             positions = take(names.POSITIONS, (1, rows), np.int64)
             positions[0] = np.arange(past, past + rows)
-            inputs = {names.TAPS: piece[None], names.TOKEN_IDS: block, names.POSITIONS: positions, names.TOP_K: top_k}
+            inputs |= {names.TAPS: piece[None], names.POSITIONS: positions}
             self._network.run(slot, rows, inputs, outputs, scratch=self._scratch)
             cache.append(slot, len(piece))
-        return Draft(Marginals(log_probs[0].copy(), token_ids[0].astype(np.int32)))
+        token_ids = outputs[names.CANDIDATES][0].astype(np.int32)
+        if head is None:
+            return Draft(Marginals(outputs[names.LOG_PROBS][0].copy(), token_ids))
+        unary, left, right = (outputs[name][0].copy() for name in (names.UNARY, names.LEFT, names.RIGHT))
+        return Draft(Bilinear(unary, token_ids, left, right))
+
+    def _results(self, k: int) -> dict[str, NDArray[Any]]:
+        """Memory for the graph's outputs, by their names: K or C candidates of each position."""
+        take, head = self._network.buffers.take, self._dims.pair_head
+        shape = (1, self._dims.draft_length, k)
+        results: dict[str, NDArray[Any]] = {names.CANDIDATES: take(names.CANDIDATES, shape, np.int64)}
+        if head is None:
+            return {**results, names.LOG_PROBS: take(names.LOG_PROBS, shape, np.float32)}
+        factors = {name: take(name, (*shape, head.rank), np.float32) for name in (names.LEFT, names.RIGHT)}
+        return {**results, names.UNARY: take(names.UNARY, shape, np.float32), **factors}
 
 
 def make_drafter(directory: Path, manifest: Manifest, threads: int) -> Drafter:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,12 +14,12 @@ from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.device import buffers
 from ddtree_trt.device.buckets import context_steps
-from ddtree_trt.device.buffers import INT_BYTES, Rows, aligned
+from ddtree_trt.device.buffers import Layout, Rows, draft_results
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.models.drafters.dflash import DrafterDims
-from ddtree_trt.models.drafters.kinds import KindName
-from ddtree_trt.runtime.candidates import Marginals
+from ddtree_trt.models.drafters.kinds import KindName, kind_of
+from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter
 from ddtree_trt.runtime.engines.kv import SlotLengths
@@ -44,7 +45,7 @@ class Buffers:
 
     states: int  # [slots, ring rows, M·H]
     context: int  # [N, C, M·H], the drafter's input
-    results: int  # log_probs [N, L, K] float32, then candidates [N, L, K] int32
+    results: int  # the graph's outputs, as `draft_results` places them
     host_results: NDArray[np.uint8]
 
 
@@ -65,6 +66,7 @@ class BlockDrafter(Drafter):
         self.network = network
         self._device = device
         self._dims = dims
+        self._kind = kind_of(dims)
         self._buffers = buffers
         self._upload = upload
         self._candidates = candidates
@@ -164,7 +166,8 @@ class BlockDrafter(Drafter):
             control[names.SLOT_IDS] = np.array(passed, np.int32)
         addresses = self._upload.send(control)
         addresses[names.TAPS] = self._buffers.context
-        addresses[names.LOG_PROBS], addresses[names.CANDIDATES] = self._results(len(passed))
+        results = self._results(len(passed)).offsets
+        addresses |= {name: self._buffers.results + offset for name, offset in results.items()}
         shapes: dict[str, tuple[int, ...]] = {name: array.shape for name, array in control.items()}
         shapes[names.TAPS] = (len(passed), rows, len(dims.tap_layers) * dims.hidden_size)
         profile = ROUND if rows <= block else CHUNK
@@ -176,25 +179,33 @@ class BlockDrafter(Drafter):
         """The slots of the pass that drafts for these."""
         return neighbouring(slots) if self.network.neighbours else slots
 
-    def _results(self, count: int) -> tuple[int, int]:
-        """Addresses of log_probs and candidates of `count` slots."""
-        values = count * (self._dims.draft_length) * self._candidates
-        return self._buffers.results, self._buffers.results + aligned(values * INT_BYTES)
+    def _results(self, count: int) -> Layout:
+        """Places of the outputs for `count` slots."""
+        return draft_results(self._kind, count, self._candidates)
 
     def _fetch(self, group: Sequence[DraftRequest]) -> dict[int, Draft]:
         """Wait for a pass and read its drafts by slot."""
         passed = self._pass_slots([r.slot for r in group])
-        shape = (len(passed), self._dims.draft_length, self._candidates)
-        size, second = int(np.prod(shape)) * INT_BYTES, self._results(len(passed))[1] - self._buffers.results
-        host = self._buffers.host_results[: second + size]
+        layout = self._results(len(passed))
+        host = self._buffers.host_results[: layout.total_bytes]
         self._device.download(host, self._buffers.results)
         self._device.synchronize()
-        log_probs = host[:size].view(np.float32).reshape(shape)
-        token_ids = host[second:].view(np.int32).reshape(shape)
+
+        def read(name: str, dtype: type[Any], *more: int) -> NDArray[Any]:
+            """An output [N, L, C, …]."""
+            start, size = layout.offsets[name], layout.sizes[name]
+            return host[start : start + size].view(dtype).reshape(len(passed), self._dims.draft_length, -1, *more)
+
+        token_ids, head = read(names.CANDIDATES, np.int32), self._kind.pairs
         rows = [(r, passed.index(r.slot)) for r in group]
+        if head is not None:
+            factors = (read(name, np.float32, head.rank) for name in (names.LEFT, names.RIGHT))
+            arrays = (read(names.UNARY, np.float32), token_ids, *factors)
+            return {r.slot: Draft(Bilinear(*(array[n].copy() for array in arrays))) for r, n in rows}
+        log_probs = read(names.LOG_PROBS, np.float32)
+        tops = [(r, n, slice(r.top_k)) for r, n in rows]
         return {
-            r.slot: Draft(Marginals(log_probs[n, :, : r.top_k].copy(), token_ids[n, :, : r.top_k].copy()))
-            for r, n in rows
+            r.slot: Draft(Marginals(log_probs[n, :, top].copy(), token_ids[n, :, top].copy())) for r, n, top in tops
         }
 
 

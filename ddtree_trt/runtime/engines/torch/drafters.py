@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
@@ -17,7 +18,7 @@ from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.drafters.eagle3 import Eagle3Dims
 from ddtree_trt.models.drafters.kinds import KindName
 from ddtree_trt.plugins import MaskMode
-from ddtree_trt.runtime.candidates import Marginals
+from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter, Pass
 from ddtree_trt.runtime.engines.eagle import EagleDrafter, Level, Nodes
@@ -66,8 +67,8 @@ class BlockDrafter(Drafter):
         self.counts = [0] * slots  # waiting states of each slot
         self._control = Upload(Upload.size(*[(slots,)] * 4), device)
         self._learn_control = [Upload(Upload.size((1,), (1,)), device) for _ in range(slots)]
-        largest = min(TOP_KS[-1], dims.head_size)
-        self._result = Download(2 * slots * dims.draft_length * largest, device)
+        self._head = dims.pair_head
+        self._result = Download(sum(map(math.prod, self._shapes(slots, TOP_KS[-1]))), device)
 
     @property
     def waits(self) -> int:
@@ -101,34 +102,48 @@ class BlockDrafter(Drafter):
         slots = [r.slot for r in requests]
         for slot in slots:
             self.cache.check_room(slot, self.counts[slot] + self.dims.block_size)
-        wanted = max(r.top_k for r in requests)
-        top_k = min(next((k for k in TOP_KS if k >= wanted), TOP_KS[-1]), self.dims.head_size)
+        top_k = self._candidates(max(r.top_k for r in requests))
         columns = (slots, [self.cache.lengths[s] for s in slots], [self.counts[s] for s in slots])
         arrays = [np.array(c, np.int32) for c in (*columns, [r.bonus_token for r in requests])]
         slot_ids, past, counts, bonus_tokens = self._control.send(*arrays)
-        shape = (2, len(requests), self.dims.draft_length, top_k)
-        size = int(np.prod(shape))
-        out = self._result.on_device[:size].view(shape)
+        shapes = self._shapes(len(slots), top_k)
+        sizes = [math.prod(shape) for shape in shapes]
+        places = self._result.on_device[: sum(sizes)].split(sizes)
 
         def work() -> None:
-            log_probs, ids = self.run(slot_ids, past, counts, bonus_tokens, top_k)
-            out[0].copy_(log_probs.view(torch.int32))
-            out[1].copy_(ids)
+            for place, values in zip(places, self.run(slot_ids, past, counts, bonus_tokens, top_k), strict=True):
+                place.copy_(values.reshape(-1).view(torch.int32))
 
         self.graphs.run((len(requests), top_k), work)
-        found = self._result.fetch(size).reshape(shape)
+        parts = np.split(self._result.fetch(sum(sizes)), np.cumsum(sizes[:-1]))
         for slot in slots:
             self.cache.append(slot, self.counts[slot])
             self.counts[slot] = 0
-        log_probs = found[0].view(np.float32)
-        tops = [(n, slice(r.top_k)) for n, r in enumerate(requests)]
-        return [Draft(Marginals(log_probs[n, :, top], found[1, n, :, top])) for n, top in tops]
+        first, ids, *factors = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
+        floats = [part.view(np.float32) for part in (first, *factors)]
+        if self._head is not None:
+            unary, left, right = floats
+            return [Draft(Bilinear(unary[n], ids[n], left[n], right[n])) for n in range(len(requests))]
+        return [Draft(Marginals(floats[0][n, :, : r.top_k], ids[n, :, : r.top_k])) for n, r in enumerate(requests)]
+
+    def _candidates(self, wanted: int) -> int:
+        """The candidates per position of a draft that `wanted` are asked of: K of a captured graph, or C."""
+        if self._head is not None:
+            return self._head.candidates
+        return min(next((k for k in TOP_KS if k >= wanted), TOP_KS[-1]), self.dims.head_size)
+
+    def _shapes(self, slots: int, top_k: int) -> list[tuple[int, ...]]:
+        """The shapes of what `run` returns."""
+        top_k = self._candidates(top_k)
+        each = (slots, self.dims.draft_length, top_k)
+        factors = [] if self._head is None else 2 * [(*each, self._head.rank)]
+        return [each, each, *factors]
 
     def warm_up(self, slot: int, budget: int) -> None:
         def never(*_: object) -> DrawnFrom:
             raise AssertionError("a block drafter draws nothing")
 
-        wanted = min(budget, self.dims.head_size, TOP_KS[-1])
+        wanted = 1 if self._head else min(budget, self.dims.head_size, TOP_KS[-1])
         for top_k in TOP_KS[: 1 + next(i for i, k in enumerate(TOP_KS) if k >= wanted)]:
             self.draft([DraftRequest(slot, 0, min(top_k, wanted), self.dims.draft_length, never)])
 
@@ -143,9 +158,7 @@ class BlockDrafter(Drafter):
         self.cache.append(slot, self.counts[slot] + committed - waiting)
         self.counts[slot] = waiting
 
-    def run(
-        self, slots: Tensor, past: Tensor, counts: Tensor, bonus_tokens: Tensor, top_k: int
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, slots: Tensor, past: Tensor, counts: Tensor, bonus_tokens: Tensor, top_k: int) -> tuple[Tensor, ...]:
         """Process the waiting states and draft behind them; arguments int32 [N], result as of `DFlash.block`."""
         self.model.absorb(self.waiting.index_select(0, slots), Place(slots, past))
         return self.model.block(bonus_tokens, Place(slots, past + counts), top_k)

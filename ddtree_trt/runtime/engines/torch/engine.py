@@ -58,9 +58,9 @@ class TorchEngine:
         attention = attention_for(device, dtype, dims.head_dim, scratch)
         self.target = TargetPass(manifest, weights, manifest.drafting.tap_layers, attention, device)
         self.drafter = make_drafter(manifest, weights, self.target.network, scratch, self.target.graphs)
-        # Rounds on the device need a whole draft in one pass, which is a block drafter's.
+        # Rounds on the device need a whole draft in one pass, which is a block drafter's, and marginals.
         block = self.drafter if isinstance(self.drafter, BlockDrafter) else None
-        self.rounds = None if block is None else TorchRounds(self.target, block)
+        self.rounds = None if block is None or manifest.drafting.pairs else TorchRounds(self.target, block)
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest, *, threads: int = 0) -> TorchEngine:

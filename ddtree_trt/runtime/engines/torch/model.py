@@ -8,8 +8,9 @@ their keys and values behind those of the real rows, and their outputs are not r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,10 +19,12 @@ from torch.nn import functional as F
 from ddtree_trt.artifact.weight_layout import DRAFTER
 from ddtree_trt.models.decoder import Part, TransformerDims, decoder_layers
 from ddtree_trt.models.drafters.dflash import DrafterDims, Sight
+from ddtree_trt.models.drafters.heads import ATTENTION, MLP
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.torch.attention import Attention, Place
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
-from ddtree_trt.runtime.engines.torch.experts import mixture
+from ddtree_trt.runtime.engines.torch.parts.experts import mixture
+from ddtree_trt.runtime.engines.torch.parts.heads import Convolutions, PairScores
 from ddtree_trt.runtime.engines.torch.pointwise import math_for, rotary_tables, rotate
 
 Weights = Mapping[str, Tensor]
@@ -53,10 +56,12 @@ class Decoder:
         prefix: str,
         cache: DeviceCache,
         attention: Attention,
+        convolutions: Convolutions | None = None,
     ) -> None:
         self.dims = dims
         self.cache = cache
         self.attention = attention
+        self._convolutions = convolutions
         self.math = math_for(attention.kernels, dims)
         self.layers = [_layer(weights, prefix, i, parts) for i, parts in enumerate(decoder_layers(dims))]
         self.norm = weights[f"{prefix}norm"]
@@ -85,6 +90,12 @@ class Decoder:
             return mixture(h, *weights, self.dims.experts, self.math.swiglu)
         return F.linear(self.math.swiglu(F.linear(h, layer.gate_up)), layer.down)
 
+    def _around(self, index: int, where: str, h: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """A sublayer over rows h [N, T, H], with the convolution there where the network has one."""
+        if self._convolutions is None:
+            return sublayer(h)
+        return self._convolutions.around(index, where, h, sublayer)
+
     def run(
         self,
         x: Tensor,
@@ -103,8 +114,9 @@ class Decoder:
             if i - 1 in taps:
                 tapped.append(x)
             seen, window = _mask(sights[i]) if sights else (mode, 0)
-            x, h = self.math.add_norm(x, self.attend(i, h, positions, place, seen, window), layer.post_norm, eps)
-            update = self.mlp(layer, h)
+            attend = partial(self.attend, i, positions=positions, place=place, mode=seen, window=window)
+            x, h = self.math.add_norm(x, self._around(i, ATTENTION, h, attend), layer.post_norm, eps)
+            update = self._around(i, MLP, h, partial(self.mlp, layer))
         x, h = self.math.add_norm(x, update, self.norm, eps)
         if len(self.layers) - 1 in taps:
             tapped.append(x)
@@ -187,7 +199,9 @@ class DFlash:
         offsets = weights.get(f"{DRAFTER}to_target")  # int32 [V']
         self._target_ids = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
         self._sights = tuple(dims.sight(i) for i in range(dims.num_layers)) if dims.windows or dims.causal else ()
-        self._decoder = Decoder(dims, weights, DRAFTER, cache, attention)
+        convolutions = Convolutions(dims, weights, DRAFTER) if dims.convolution else None
+        self._decoder = Decoder(dims, weights, DRAFTER, cache, attention, convolutions)
+        self._pairs = None if dims.pair_head is None else PairScores(dims.pair_head, weights, DRAFTER)
         self._fc = weights[f"{DRAFTER}fc"]
         self._context_norm = weights[f"{DRAFTER}context_norm"]
         first, *_ = dims.qkv_widths
@@ -216,19 +230,33 @@ class DFlash:
         keys = rotate(keys, decoder.tables, positions).to(states.dtype)
         self.cache.write(torch.stack((keys, both[:, :, :, 1]), 1), place, positions)
 
-    def block(self, bonus_tokens: Tensor, place: Place, top_k: int) -> tuple[Tensor, Tensor]:
-        """Draft [bonus, MASK, …] behind `place.past`: log-probabilities float32 [N, L, K], falling, and the
-        candidates int32 [N, L, K], for bonus_tokens int32 [N]."""
+    def block(self, bonus_tokens: Tensor, place: Place, top_k: int) -> tuple[Tensor, ...]:
+        """Draft [bonus, MASK, …] behind `place.past`, for bonus_tokens int32 [N]: log-probabilities float32 [N, L, K],
+        falling, and the candidates int32 [N, L, K]. With a head for pairs C stands for K, and unary scores for the
+        log-probabilities, and left and right factors float32 [N, L, C, r] follow."""
         d, batch = self.dims, len(bonus_tokens)
         masks = bonus_tokens.new_full((batch, d.block_size - 1), d.mask_token_id)
         token_ids = torch.cat((bonus_tokens[:, None], masks), 1)
         positions = place.past[:, None] + self._block
         x = F.embedding(token_ids, self._embedding).to(self._fc.dtype)
+        if d.embedding_scale != 1:
+            x = x * d.embedding_scale
         hidden, _ = self._decoder.run(x, positions, place, MaskMode.NONE, sights=self._sights)
-        logits = head_logits(hidden[:, d.block_size - d.draft_length :].flatten(0, 1), self._head)
-        best, ids = logits.topk(top_k, -1)
-        log_probs = best - logits.logsumexp(-1, keepdim=True)
-        if self._target_ids is not None:
-            ids = self._target_ids[ids]
+        hidden = hidden[:, d.block_size - d.draft_length :]
+        logits = head_logits(hidden.flatten(0, 1), self._head)
+        if self._pairs is None:
+            logits = self._capped(logits)
+        best, draft_ids = logits.topk(top_k, -1)
         shape = (batch, d.draft_length, top_k)
-        return log_probs.view(shape), ids.to(torch.int32).view(shape)
+        draft_ids = draft_ids.view(shape)
+        ids = (draft_ids if self._target_ids is None else self._target_ids[draft_ids]).to(torch.int32)
+        if self._pairs is not None:
+            return self._capped(best).view(shape), ids, *self._pairs(hidden, bonus_tokens, ids, draft_ids)
+        return (best - logits.logsumexp(-1, keepdim=True)).view(shape), ids
+
+    def _capped(self, logits: Tensor) -> Tensor:
+        """The logits under the drafter's scale and cap, which keep their order."""
+        scale, cap = self.dims.logit_scale, self.dims.logit_cap
+        if scale != 1:
+            logits = logits * scale
+        return torch.tanh(logits / cap) * cap if cap else logits

@@ -1,0 +1,1 @@
+"""Parts that some networks have: mixtures of experts, heads for pairs, convolutions."""
