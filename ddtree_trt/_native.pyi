@@ -8,13 +8,53 @@ import numpy as np
 from numpy.typing import NDArray
 
 def build_tree(
-    log_probs: NDArray[np.float32], token_ids: NDArray[np.int32], budget: int
+    log_probs: NDArray[np.float32],
+    token_ids: NDArray[np.int32],
+    budget: int,
+    max_depth: int | None = None,
+    width: int | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
     """The `budget` most probable prefixes of log_probs [L, K] (rows falling), best first: Algorithm 1 of the paper.
 
     Returns token_ids [n], depths [n] (1-based), parents [n+1] and log_weights [n]. Prefixes of weight -inf are left
-    out. Ties are ordered by rank tuple: the nodes are the first n of all prefixes sorted by (-weight, ranks).
+    out, those of more than `max_depth` tokens, and those with a token that is not one of the `width` first of its row.
+    Ties are ordered by rank tuple: the nodes are the first n of all
+    prefixes sorted by (-weight, ranks).
     """
+
+def build_linked_tree(
+    log_probs: NDArray[np.float32],
+    token_ids: NDArray[np.int32],
+    next_rows: NDArray[np.int32],
+    budget: int,
+    max_depth: int | None = None,
+    width: int | None = None,
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
+    """build_tree of rows [R, K], row 0 the root's: the children of a candidate are the row that next_rows names, which
+    comes after its own; -1 is none."""
+
+def build_bilinear_tree(
+    unary: NDArray[np.float32],
+    token_ids: NDArray[np.int32],
+    left: NDArray[np.float32],
+    right: NDArray[np.float32],
+    budget: int,
+    max_depth: int | None = None,
+    width: int | None = None,
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.float64]]:
+    """build_tree of the conditionals log_softmax over b of unary[t, b] + <left[t, a], right[t, b]>, b the candidate of
+    position t and a that of t - 1; at t = 0 a is 0. unary and token_ids [L, C], rows of unary falling; left and right
+    [L, C, r]. The ranks that ties are ordered by are those of the conditionals, of equal ones the lower b first."""
+
+def bilinear_rows(
+    unary: NDArray[np.float32],
+    token_ids: NDArray[np.int32],
+    left: NDArray[np.float32],
+    right: NDArray[np.float32],
+    rows: NDArray[np.int32],
+) -> tuple[NDArray[np.float32], NDArray[np.int32], NDArray[np.int32]]:
+    """Conditional rows [F] as build_bilinear_tree has them: log_probs, token_ids, and the row of each candidate's
+    children or -1, all [F, C]. Row 0 is the root's, row 1 + t C + a has the children of candidate a of position t."""
 
 def attention_bias(parents: NDArray[np.int32], past: int, out: NDArray[np.float32]) -> None:
     """Fill out [T, W], W >= past + T: 0 on the past and on each node and its ancestors, the lowest float elsewhere."""

@@ -27,6 +27,7 @@ from ddtree_trt.artifact.manifest import CheckpointIdentity, Limits, Manifest
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime import scheduler as scheduling
+from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.core import EngineCore
 from ddtree_trt.runtime.decoding.budget import AutoBudgets
 from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile
@@ -63,7 +64,7 @@ class IdleEngine:
         # Probabilities fall along the block, so that the tree is deep and has branches.
         log_probs = -0.1 - 0.05 * np.arange(LENGTH)[:, None] - 0.7 * np.arange(NODES)
         ids = np.stack([rng.permutation(np.arange(100, VOCAB))[:NODES] for _ in range(LENGTH)])
-        self._draft = Draft(log_probs.astype(np.float32), ids.astype(np.int32))
+        self._marginals = Marginals(log_probs.astype(np.float32), ids.astype(np.int32))
         self._logits = rng.normal(0, 1, (1 + NODES, VOCAB)).astype(np.float32)
         self._verdict: Verdict | None = None  # a budget's tree is the same every round
 
@@ -81,7 +82,7 @@ class IdleEngine:
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         start = time.perf_counter()
-        drafts = [self._draft] * len(requests)
+        drafts = [Draft(self._marginals)] * len(requests)
         self.spent_s += time.perf_counter() - start
         return drafts
 
@@ -98,7 +99,7 @@ class IdleEngine:
         tree = request.tree
         choices = np.full(len(tree), 99)
         shallow = tree.depths < ACCEPTED
-        choices[shallow] = self._draft.token_ids[tree.depths[shallow], 0]
+        choices[shallow] = self._marginals.token_ids[tree.depths[shallow], 0]
         logits = self._logits[: len(tree)]
         logits[np.arange(len(tree)), choices] = 30
         return Verdict(choices, logits)

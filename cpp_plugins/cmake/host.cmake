@@ -1,6 +1,6 @@
 # The host part, bound with nanobind as ddtree_trt._native.
 # Framework-free host code. No -march flag: wheels must run on every CPU of their platform.
-add_library(ddtree_host STATIC host/budget.cpp host/sampling.cpp host/draw.cpp host/tree.cpp host/kv.cpp)
+add_library(ddtree_host STATIC host/budget.cpp host/sampling.cpp host/draw.cpp host/candidates.cpp host/tree.cpp host/kv.cpp)
 target_include_directories(ddtree_host PUBLIC include)
 if(NOT MSVC)
   target_compile_options(ddtree_host PRIVATE -Wall -Wextra)
@@ -17,7 +17,7 @@ endif()
 find_package(nanobind CONFIG REQUIRED)
 
 # -O3 also for the binding: NOMINSIZE stops nanobind from choosing -Os.
-nanobind_add_module(_native NB_STATIC NOMINSIZE host/module.cpp)
+nanobind_add_module(_native NB_STATIC NOMINSIZE host/module.cpp host/tree_module.cpp)
 target_link_libraries(_native PRIVATE ddtree_host)
 install(TARGETS _native LIBRARY DESTINATION ddtree_trt)
 

@@ -1,4 +1,5 @@
-// Python binding of the host part: checks NumPy's arrays, allocates the results, and nothing else.
+// Python binding of the host part: checks NumPy's arrays, allocates the results, and nothing else. Trees are bound in
+// tree_module.cpp.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -12,194 +13,22 @@
 #include <optional>
 #include <string>
 
+#include "arrays.h"
 #include "ddtree/attention_plan.h"
 #include "ddtree/budget.h"
 #include "ddtree/kv.h"
 #include "ddtree/noise.h"
 #include "ddtree/sampling.h"
-#include "ddtree/tree.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
+using namespace ddtree::binding;
+
+namespace ddtree::binding {
+void bind_trees(nb::module_& m);
+}
 
 namespace {
-
-// No dtype and no order constraint: with one, nanobind would silently convert by copying.
-using Input = nb::ndarray<nb::ro, nb::device::cpu>;
-using Output = nb::ndarray<nb::device::cpu>;
-
-template <typename T>
-struct DtypeName;
-template <>
-struct DtypeName<float> {
-    static constexpr const char* value = "float32";
-};
-template <>
-struct DtypeName<double> {
-    static constexpr const char* value = "float64";
-};
-template <>
-struct DtypeName<int32_t> {
-    static constexpr const char* value = "int32";
-};
-template <>
-struct DtypeName<int64_t> {
-    static constexpr const char* value = "int64";
-};
-template <>
-struct DtypeName<uint64_t> {
-    static constexpr const char* value = "uint64";
-};
-
-[[noreturn]] void bad_value(const std::string& message) { throw nb::value_error(message.c_str()); }
-
-template <typename Array>
-std::string shape_text(const Array& array) {
-    std::string text = "[";
-    for (size_t i = 0; i < array.ndim(); ++i) {
-        text += (i ? ", " : "") + std::to_string(array.shape(i));
-    }
-    return text + "]";
-}
-
-template <typename Array>
-bool c_contiguous(const Array& array) {
-    if (array.size() == 0) {
-        return true;
-    }
-    int64_t expected = 1;
-    for (size_t i = array.ndim(); i-- > 0;) {
-        if (array.shape(i) != 1 && array.stride(i) != expected) {
-            return false;
-        }
-        expected *= static_cast<int64_t>(array.shape(i));
-    }
-    return true;
-}
-
-// `layout` names the dimensions in the error text, for instance "[L, K]".
-template <typename T, typename Array>
-auto* checked(const Array& array, const char* name, const char* layout, size_t ndim) {
-    if (array.dtype() != nb::dtype<T>()) {
-        throw nb::type_error((std::string(name) + " must have dtype " + DtypeName<T>::value).c_str());
-    }
-    if (array.ndim() != ndim) {
-        bad_value(std::string(name) + " must have shape " + layout + ", found " + shape_text(array));
-    }
-    if (!c_contiguous(array) || reinterpret_cast<uintptr_t>(array.data()) % alignof(T) != 0) {
-        bad_value(std::string(name) + " must be C-contiguous and aligned: pass numpy.ascontiguousarray(" + name + ")");
-    }
-    using Element = std::conditional_t<std::is_same_v<Array, Output>, T, const T>;
-    return static_cast<Element*>(array.data());
-}
-
-int64_t extent(const Input& array, size_t dimension) { return static_cast<int64_t>(array.shape(dimension)); }
-
-const int32_t* checked_parents(const Input& array) {
-    const int32_t* parents = checked<int32_t>(array, "parents", "[T]", 1);
-    if (array.size() == 0) {
-        bad_value("parents must have at least one node, the root");
-    }
-    const int64_t i = ddtree::first_invalid_parent(parents, extent(array, 0));
-    if (i >= 0) {
-        bad_value("parents must be topological (parents[0] == -1, then 0 <= parents[i] < i): parents[" +
-                  std::to_string(i) + "] is " + std::to_string(parents[i]));
-    }
-    return parents;
-}
-
-template <typename T>
-nb::object to_numpy(std::unique_ptr<T[]> data, std::initializer_list<size_t> shape) {
-    nb::capsule owner(data.get(), [](void* p) noexcept { delete[] static_cast<T*>(p); });
-    return nb::cast(nb::ndarray<nb::numpy, T>(data.release(), shape, owner));
-}
-
-nb::tuple build_tree(const Input& log_probs, const Input& token_ids, int64_t budget) {
-    const float* weights = checked<float>(log_probs, "log_probs", "[L, K]", 2);
-    const int32_t* tokens = checked<int32_t>(token_ids, "token_ids", "[L, K]", 2);
-    const int64_t positions = extent(log_probs, 0);
-    const int64_t candidates = extent(log_probs, 1);
-    if (extent(token_ids, 0) != positions || extent(token_ids, 1) != candidates) {
-        bad_value("token_ids must have the shape of log_probs, " + shape_text(log_probs) + ", found " +
-                  shape_text(token_ids));
-    }
-    if (budget < 0 || budget >= std::numeric_limits<int32_t>::max()) {
-        bad_value("budget must be between 0 and 2**31 - 2, found " + std::to_string(budget));
-    }
-
-    static thread_local ddtree::TreeWorkspace workspace;
-    switch (ddtree::build_tree(weights, positions, candidates, budget, workspace)) {
-        case ddtree::BuildStatus::ok:
-            break;
-        case ddtree::BuildStatus::not_a_number:
-            bad_value("log_probs must be below +inf and not NaN");
-        case ddtree::BuildStatus::not_sorted:
-            bad_value("log_probs must fall along every row: sort the candidates of a position by probability");
-    }
-
-    const size_t n = workspace.nodes.size();
-    std::unique_ptr<int32_t[]> node_tokens(new int32_t[n]);
-    std::unique_ptr<int32_t[]> depths(new int32_t[n]);
-    std::unique_ptr<int32_t[]> parents(new int32_t[n + 1]);
-    std::unique_ptr<double[]> log_weights(new double[n]);
-    parents[0] = -1;
-    for (size_t i = 0; i < n; ++i) {
-        const ddtree::Candidate& node = workspace.nodes[i];
-        depths[i] = workspace.depths[i];
-        node_tokens[i] = tokens[(depths[i] - 1) * candidates + node.rank];
-        parents[i + 1] = node.parent;
-        log_weights[i] = node.log_weight;
-    }
-    return nb::make_tuple(to_numpy(std::move(node_tokens), {n}), to_numpy(std::move(depths), {n}),
-                          to_numpy(std::move(parents), {n + 1}), to_numpy(std::move(log_weights), {n}));
-}
-
-void attention_bias(const Input& parents, int64_t past, const Output& out) {
-    const int32_t* tree = checked_parents(parents);
-    float* bias = checked<float>(out, "out", "[T, W]", 2);
-    const int64_t tree_tokens = extent(parents, 0);
-    const auto rows = static_cast<int64_t>(out.shape(0));
-    const auto columns = static_cast<int64_t>(out.shape(1));
-    if (past < 0 || rows != tree_tokens || columns - tree_tokens < past) {
-        bad_value("out must have shape [T, W] with T = " + std::to_string(tree_tokens) +
-                  ", past >= 0 and W >= past + T; found " + shape_text(out) + " with past = " + std::to_string(past));
-    }
-    ddtree::attention_bias(tree, tree_tokens, past, columns, bias);
-}
-
-nb::object packed_mask(const Input& parents) {
-    const int32_t* tree = checked_parents(parents);
-    const size_t tree_tokens = parents.shape(0);
-    const size_t words = (tree_tokens + 31) / 32;
-    std::unique_ptr<int32_t[]> mask(new int32_t[tree_tokens * words]);
-    ddtree::packed_mask(tree, static_cast<int64_t>(tree_tokens), mask.get());
-    return to_numpy(std::move(mask), {tree_tokens, words});
-}
-
-nb::object walk(const Input& parents, const Input& token_ids, const Input& choices) {
-    const int32_t* tree = checked_parents(parents);
-    const int32_t* tokens = checked<int32_t>(token_ids, "token_ids", "[T - 1]", 1);
-    const int64_t tree_tokens = extent(parents, 0);
-    if (extent(token_ids, 0) != tree_tokens - 1) {
-        bad_value("token_ids must have shape [T - 1] = [" + std::to_string(tree_tokens - 1) + "], found " +
-                  shape_text(token_ids));
-    }
-    const bool wide = choices.dtype() == nb::dtype<int64_t>();
-    if (!wide && choices.dtype() != nb::dtype<int32_t>()) {
-        throw nb::type_error("choices must have dtype int64 or int32");
-    }
-    const void* chosen = wide ? static_cast<const void*>(checked<int64_t>(choices, "choices", "[T]", 1))
-                              : checked<int32_t>(choices, "choices", "[T]", 1);
-    if (extent(choices, 0) != tree_tokens) {
-        bad_value("choices must have shape [T] = [" + std::to_string(tree_tokens) + "], found " + shape_text(choices));
-    }
-
-    std::unique_ptr<int32_t[]> path(new int32_t[static_cast<size_t>(tree_tokens)]);
-    const int64_t length =
-        wide ? ddtree::walk(tree, tokens, static_cast<const int64_t*>(chosen), tree_tokens, path.get())
-             : ddtree::walk(tree, tokens, static_cast<const int32_t*>(chosen), tree_tokens, path.get());
-    return to_numpy(std::move(path), {static_cast<size_t>(length)});
-}
 
 nb::tuple best_prefix(const Input& log_weights, const Input& depths, const Input& ratios, double draft_s,
                       const Input& verify_s, const std::optional<Input>& filled, int64_t least) {
@@ -361,10 +190,7 @@ uint64_t attention_workspace_bound(int32_t sequences, int32_t tokens, int32_t q_
 NB_MODULE(_native, m) {
     m.doc() = "Host part of ddtree-trt: tree build, masks, walk, budgets, sampling and KV row compaction. See "
               "_native.pyi for shapes.";
-    m.def("build_tree", &build_tree, "log_probs"_a, "token_ids"_a, "budget"_a);
-    m.def("attention_bias", &attention_bias, "parents"_a, "past"_a, "out"_a);
-    m.def("packed_mask", &packed_mask, "parents"_a);
-    m.def("walk", &walk, "parents"_a, "token_ids"_a, "choices"_a);
+    ddtree::binding::bind_trees(m);
     m.def("best_prefix", &best_prefix, "log_weights"_a, "depths"_a, "ratios"_a, "draft_s"_a, "verify_s"_a,
           "filled"_a.none() = nb::none(), "least"_a = 0);
     m.def("tried_mass", &tried_mass, "parents"_a, "log_weights"_a, "path"_a);

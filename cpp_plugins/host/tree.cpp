@@ -8,23 +8,6 @@ namespace ddtree {
 
 namespace {
 
-BuildStatus check_rows(const float* log_probs, int64_t positions, int64_t candidates) {
-    int unordered = 0;  // counted rather than returned early: the loop then vectorises
-    for (int64_t d = 0; d < positions && candidates > 0; ++d) {
-        const float* row = log_probs + d * candidates;
-        unordered += !(row[0] < std::numeric_limits<float>::infinity());
-        for (int64_t k = 1; k < candidates; ++k) {
-            unordered += !(row[k - 1] >= row[k]);  // true for NaN too
-        }
-    }
-    if (unordered == 0) {
-        return BuildStatus::ok;
-    }
-    const bool finite = std::all_of(log_probs, log_probs + positions * candidates,
-                                    [](float x) { return x < std::numeric_limits<float>::infinity(); });
-    return finite ? BuildStatus::not_sorted : BuildStatus::not_a_number;
-}
-
 // Best first: larger weight, then the lexicographically smaller rank tuple, which is the order of the published
 // heap entries (-log_weight, ranks). Tuples are not stored: a tie is decided by climbing to where the paths part.
 class Better {
@@ -62,51 +45,125 @@ private:
     const TreeWorkspace& workspace_;
 };
 
-}  // namespace
+// What the heap asks of a source. `ready` computes a row if need be, and is false where it cannot be used.
 
-BuildStatus build_tree(const float* log_probs, int64_t positions, int64_t candidates, int64_t budget,
-                       TreeWorkspace& workspace) {
-    const BuildStatus status = check_rows(log_probs, positions, candidates);
-    if (status != BuildStatus::ok) {
-        return status;
+struct MarginalRows {
+    const Marginals& source;
+
+    bool ready(int32_t) const { return true; }
+    const float* log_probs(int32_t row) const { return source.log_probs + row * source.candidates; }
+    int32_t token(int32_t row, int32_t rank) const { return source.token_ids[row * source.candidates + rank]; }
+    int32_t below(int32_t row, int32_t) const { return row + 1 < source.rows ? row + 1 : kNoRow; }
+};
+
+struct LinkedRowsOf {
+    const LinkedRows& source;
+
+    bool ready(int32_t) const { return true; }
+    const float* log_probs(int32_t row) const { return source.log_probs + row * source.candidates; }
+    int32_t token(int32_t row, int32_t rank) const { return source.token_ids[row * source.candidates + rank]; }
+    int32_t below(int32_t row, int32_t rank) const { return source.next_rows[row * source.candidates + rank]; }
+};
+
+struct BilinearRowsOf {
+    BilinearRows& rows;
+
+    bool ready(int32_t row) const { return rows.compute(row); }
+    const float* log_probs(int32_t row) const { return rows.log_probs(row); }
+    int32_t token(int32_t row, int32_t rank) const {
+        const Bilinear& source = rows.source();
+        return source.token_ids[source.position(row) * source.candidates + rows.order(row)[rank]];
     }
-    auto& nodes = workspace.nodes;
-    auto& depths = workspace.depths;
-    auto& heap = workspace.heap;
+    int32_t below(int32_t row, int32_t rank) const {
+        const Bilinear& source = rows.source();
+        return source.row_below(source.position(row), rows.order(row)[rank]);
+    }
+};
+
+template <typename Source>
+RowStatus grow(const Source& source, bool empty, int64_t candidates, TreeLimits limits, TreeWorkspace& workspace) {
+    auto& [nodes, depths, token_ids, child_rows, heap] = workspace;
     nodes.clear();
     depths.clear();
+    token_ids.clear();
+    child_rows.assign(1, empty || limits.max_depth < 1 || limits.width < 1 ? kNoRow : 0);
     heap.clear();
+    const int64_t width = std::min(candidates, limits.width);
 
     const Better better(workspace);
     const auto worse = [&better](const Candidate& a, const Candidate& b) { return better(b, a); };
-    const auto push = [&](int32_t parent, int32_t depth, int64_t rank) {
-        const double above = parent == 0 ? 0.0 : nodes[parent - 1].log_weight;
-        const double log_weight = above + log_probs[(depth - 1) * candidates + rank];
+    const auto push = [&](int32_t parent, int32_t rank, double above) {
+        const double log_weight = above + source.log_probs(workspace.child_rows[parent])[rank];
         if (log_weight == -std::numeric_limits<double>::infinity()) {
             return;
         }
-        heap.push_back({log_weight, parent, static_cast<int32_t>(rank)});
-        std::push_heap(heap.begin(), heap.end(), worse);
+        workspace.heap.push_back({log_weight, parent, rank});
+        std::push_heap(workspace.heap.begin(), workspace.heap.end(), worse);
+    };
+    const auto push_first_child = [&](int32_t parent, double above) {
+        const int32_t row = workspace.child_rows[parent];
+        if (row == kNoRow) {
+            return true;
+        }
+        if (!source.ready(row)) {
+            return false;
+        }
+        push(parent, 0, above);
+        return true;
     };
 
-    if (positions > 0 && candidates > 0) {
-        push(0, 1, 0);
+    if (limits.budget < 1) {
+        return RowStatus::ok;
     }
-    while (static_cast<int64_t>(nodes.size()) < budget && !heap.empty()) {
+    if (!push_first_child(0, 0.0)) {
+        return RowStatus::not_a_number;
+    }
+    while (!heap.empty()) {
         std::pop_heap(heap.begin(), heap.end(), worse);
         const Candidate best = heap.back();
         heap.pop_back();
         const int32_t depth = best.parent == 0 ? 1 : depths[best.parent - 1] + 1;
+        const int32_t row = child_rows[best.parent];
         nodes.push_back(best);
         depths.push_back(depth);
-        if (best.rank + 1 < candidates) {
-            push(best.parent, depth, best.rank + 1);
+        token_ids.push_back(source.token(row, best.rank));
+        child_rows.push_back(depth < limits.max_depth ? source.below(row, best.rank) : kNoRow);
+        if (static_cast<int64_t>(nodes.size()) == limits.budget) {
+            break;
         }
-        if (depth < positions) {
-            push(static_cast<int32_t>(nodes.size()), depth + 1, 0);
+        if (best.rank + 1 < width) {
+            const double above = best.parent == 0 ? 0.0 : nodes[best.parent - 1].log_weight;
+            push(best.parent, best.rank + 1, above);
+        }
+        if (!push_first_child(static_cast<int32_t>(nodes.size()), best.log_weight)) {
+            return RowStatus::not_a_number;
         }
     }
-    return BuildStatus::ok;
+    return RowStatus::ok;
+}
+
+}  // namespace
+
+RowStatus build_tree(const Marginals& source, TreeLimits limits, TreeWorkspace& workspace) {
+    const RowStatus status = check_rows(source.log_probs, source.rows, source.candidates);
+    const bool empty = source.rows == 0 || source.candidates == 0;
+    return status == RowStatus::ok ? grow(MarginalRows{source}, empty, source.candidates, limits, workspace) : status;
+}
+
+RowStatus build_tree(const LinkedRows& source, TreeLimits limits, TreeWorkspace& workspace) {
+    const RowStatus status = check_links(source);
+    const bool empty = source.rows == 0 || source.candidates == 0;
+    return status == RowStatus::ok ? grow(LinkedRowsOf{source}, empty, source.candidates, limits, workspace) : status;
+}
+
+RowStatus build_tree(const Bilinear& source, TreeLimits limits, BilinearRows& rows, TreeWorkspace& workspace) {
+    const RowStatus status = check_rows(source.unary, source.positions, source.candidates);
+    if (status != RowStatus::ok) {
+        return status;
+    }
+    rows.reset(source);
+    const bool empty = source.positions == 0 || source.candidates == 0;
+    return grow(BilinearRowsOf{rows}, empty, source.candidates, limits, workspace);
 }
 
 int64_t first_invalid_parent(const int32_t* parents, int64_t tree_tokens) {

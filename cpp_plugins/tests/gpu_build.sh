@@ -22,7 +22,8 @@ build_kernels() {
 }
 
 build_host_tree() { # what the kernels' trees and walks are compared with
-  g++ -std=c++17 -O2 -fPIC -shared -I$src/include $src/tests/host_tree.cpp $src/host/tree.cpp -o "$work/libhost_tree.so"
+  g++ -std=c++17 -O2 -fPIC -shared -I$src/include $src/tests/host_tree.cpp $src/host/candidates.cpp $src/host/tree.cpp \
+    -o "$work/libhost_tree.so"
 }
 
 build_torch() {

@@ -1,5 +1,7 @@
 // The host's tree build and walk behind a C interface, so that a machine without nanobind can compare with them.
 
+#include <vector>
+
 #include "ddtree/tree.h"
 
 extern "C" {
@@ -9,9 +11,11 @@ int64_t host_build_trees(const float* log_probs, int64_t cases, int64_t position
                          const int32_t* budgets, int64_t tokens, int32_t* parents, int32_t* ranks, int32_t* depths,
                          double* log_weights, int32_t* counts) {
     ddtree::TreeWorkspace workspace;
+    const std::vector<int32_t> tokens_unused(positions * candidates);
     for (int64_t i = 0; i < cases; ++i) {
-        if (ddtree::build_tree(log_probs + i * positions * candidates, positions, candidates, budgets[i], workspace) !=
-            ddtree::BuildStatus::ok) {
+        const float* rows = log_probs + i * positions * candidates;
+        const ddtree::Marginals source{rows, tokens_unused.data(), positions, candidates};
+        if (ddtree::build_tree(source, {budgets[i], positions, candidates}, workspace) != ddtree::RowStatus::ok) {
             return i;
         }
         const int64_t n = static_cast<int64_t>(workspace.nodes.size());

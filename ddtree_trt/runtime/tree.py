@@ -1,8 +1,9 @@
-"""The draft tree: from per-position marginals to the tokens one target pass verifies.
+"""The draft tree: from a drafter's candidates to the tokens one target pass verifies.
 
-`build_tree` is the contract of the project: Algorithm 1 of DDTree (arXiv 2604.12989), the B most probable prefixes
-under the product of the drafter's marginals, which maximises the expected acceptance length of that surrogate
-(Propositions 1–3). The heap, the masks and the walk run in C++ (`ddtree_trt._native`).
+`best_tree` is Algorithm 1 of DDTree (arXiv 2604.12989): the B most probable prefixes under the product of the drafter's
+conditionals, which maximises the expected acceptance length of that surrogate (Propositions 1–3, whose proofs use
+nothing else of marginals than that a prefix is no more probable than the one it extends). `build_tree` is the same for
+arrays of marginals, the contract of the project. The heap, the masks and the walk run in C++ (`ddtree_trt._native`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ddtree_trt import _native
+from ddtree_trt.runtime.candidates import Candidates, Marginals
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,25 @@ class TokenTree:
         return _native.packed_mask(self.parents)
 
 
+def best_tree(
+    candidates: Candidates, budget: int, *, max_depth: int | None = None, width: int | None = None
+) -> DraftTree:
+    """The `budget` most probable prefixes as a tree; it has fewer nodes when there are fewer prefixes. The tree of a
+    smaller budget is its beginning.
+
+    Args:
+        candidates: the drafter's.
+        budget: most nodes, the root aside.
+        max_depth: most tokens of a prefix.
+        width: most children of a node; 1 makes the chain of most probable tokens.
+
+    Raises ValueError for candidates that cannot be used, a negative budget or depth, or a width of 0.
+    """
+    return DraftTree(*candidates.best_first(budget, max_depth, width))
+
+
 def build_tree(log_probs: ArrayLike, token_ids: ArrayLike, budget: int) -> DraftTree:
-    """The `budget` most probable prefixes as a tree.
+    """The `budget` most probable prefixes of marginals as a tree.
 
     Args:
         log_probs: float32 [L, K], each row sorted by falling probability.
@@ -66,9 +85,7 @@ def build_tree(log_probs: ArrayLike, token_ids: ArrayLike, budget: int) -> Draft
 
     Raises ValueError for shapes that differ, a negative budget, or NaN.
     """
-    lp = np.ascontiguousarray(log_probs, np.float32)
-    ids = np.ascontiguousarray(token_ids, np.int32)
-    return DraftTree(*_native.build_tree(lp, ids, budget))
+    return best_tree(Marginals(np.asarray(log_probs, np.float32), np.asarray(token_ids, np.int32)), budget)
 
 
 def chain(token_ids: ArrayLike, log_probs: ArrayLike | None = None) -> DraftTree:

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import make_drafter, make_target
+from drafts import marginals
 from fuzzing import linked_copy, mutate_json, mutate_weights, replace
 
 from ddtree_trt.artifact.files import DRAFTER_GRAPH, MANIFEST, TARGET_GRAPH, WEIGHTS
@@ -82,7 +83,7 @@ def says(directory: Path) -> list[list[int]]:
         choices = verdict.choices.tolist()
         draw: Draw = lambda p, ids, position: DrawnFrom(int(ids[0]), ids, p.astype(np.float64))  # noqa: E731
         ask = DraftRequest(slot, bonus_token=7, top_k=2, length=3, draw=draw)
-        return [choices, engine.draft([ask])[0].token_ids[:, 0].tolist()]
+        return [choices, marginals(engine.draft([ask])[0]).token_ids[:, 0].tolist()]
     finally:
         engine.close()
 

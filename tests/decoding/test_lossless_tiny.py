@@ -16,10 +16,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drafts import marginals
 from scripted import completion, finish
 from truth import FALSE_ALARM, chi_square
 
 import ddtree_trt
+from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Engine, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import CompletionOutput
@@ -112,14 +114,15 @@ Change = Callable[[Draft], Draft]
 
 def useless(draft: Draft) -> Draft:
     """The same two tokens everywhere, equally likely."""
-    length, width = draft.token_ids.shape
+    length, width = marginals(draft).token_ids.shape
     ids = np.tile(np.array([100, 101], np.int32)[:width], (length, 1))
-    return Draft(np.full(ids.shape, -np.log(2), np.float32), ids)
+    return Draft(Marginals(np.full(ids.shape, -np.log(2), np.float32), ids))
 
 
 def adversarial(draft: Draft) -> Draft:
     """The drafter's own candidates upside down, and very sure of it."""
-    return Draft(np.sort(4 * draft.log_probs, axis=1)[:, ::-1].copy(), draft.token_ids[:, ::-1].copy())
+    own = marginals(draft)
+    return Draft(Marginals(np.sort(4 * own.log_probs, axis=1)[:, ::-1].copy(), own.token_ids[:, ::-1].copy()))
 
 
 CHANGES: dict[str, Change] = {"good": lambda draft: draft, "useless": useless, "adversarial": adversarial}

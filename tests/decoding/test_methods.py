@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from drafts import marginals
 from scripted import ScriptedEngine, generate, make_manifest
 from scripted_models import Good, MarkovTarget
 
@@ -71,7 +72,7 @@ def test_a_method_is_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def first_two(draft: Draft, budget: int, draw: Any) -> Proposal:
         asked.append(budget)
-        return Proposal(chain(draft.token_ids[:2, 0]))
+        return Proposal(chain(marginals(draft).token_ids[:2, 0]))
 
     monkeypatch.setitem(METHODS, "pairs", dataclasses.replace(DFLASH, name="pairs", propose=first_two))
     target = MarkovTarget()

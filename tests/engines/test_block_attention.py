@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoints import make_pair, make_target
+from drafts import marginals
 from engine_builds import CAUSAL, INSTALLED, PACKAGED, build_engine
 
 from ddtree_trt.artifact.manifest import load_manifest
@@ -55,7 +56,7 @@ def test_both_ways_draft_the_same(tmp_path: Path) -> None:
             tokens = rng.integers(0, engines[0].manifest.target_dims.vocab_size, rows)
             for engine in engines:
                 engine.prefill(0, tokens, rows="none", taps=True)
-            once, twice = (draft(engine, bonus=int(tokens[0])) for engine in engines)
+            once, twice = (marginals(draft(engine, bonus=int(tokens[0]))) for engine in engines)
             np.testing.assert_allclose(twice.log_probs, once.log_probs, rtol=1e-5, atol=1e-5)
             steps = -np.diff(once.log_probs, prepend=np.inf, append=-np.inf)
             clear = np.minimum(steps[:, 1:], steps[:, :-1]) > 1e-4  # no tie with a neighbour
@@ -88,7 +89,7 @@ def test_the_cache_is_never_overrun(tmp_path: Path, version: str) -> None:
         engine.truncate(0, 0)
         engine.prefill(0, np.zeros(rows, np.int64), rows="none", taps=True)
         if fits:
-            assert np.isfinite(draft(engine, bonus=1).log_probs).all()
+            assert np.isfinite(marginals(draft(engine, bonus=1)).log_probs).all()
         else:
             with pytest.raises(EngineError, match="do not fit"):
                 draft(engine, bonus=1)

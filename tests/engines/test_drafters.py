@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from drafts import marginals
 from numpy.typing import NDArray
 
 from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter, Pass, check_up_to_date, draft_all
 from ddtree_trt.runtime.engines.kv import SlotLengths
@@ -35,8 +37,8 @@ class Recording(Drafter):
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         self.batches.append([r.slot for r in requests])
-        empty = np.empty((0, 0))
-        return [Draft(empty.astype(np.float32), empty.astype(np.int32)) for _ in requests]
+        none = Marginals(np.empty((0, 0), np.float32), np.empty((0, 0), np.int32))
+        return [Draft(none) for _ in requests]
 
     def warm_up(self, slot: int, budget: int) -> None:
         raise AssertionError("nothing is captured here")
@@ -111,7 +113,7 @@ def test_an_autoregressive_drafter_drafts_slot_by_slot() -> None:
         drafter.learn(slot, np.array(text), None)
     drafts = draft_all(drafter, lengths(4, 0, 1), [request(2, bonus=6), request(0, bonus=7)])
     assert [[d.token for d in draft.drawn or ()] for draft in drafts] == [chain([5, 6], 5), chain([1, 2, 3, 4, 7], 5)]
-    assert all(draft.log_probs.shape == draft.token_ids.shape == (5, 4) for draft in drafts)
+    assert all(marginals(draft).log_probs.shape == marginals(draft).token_ids.shape == (5, 4) for draft in drafts)
     assert model.passes == (1 + 4) + (2 + 4)  # the prompt by chunks, then a token each
 
 

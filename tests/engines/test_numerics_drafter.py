@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from checkpoints import BY_SWITCHES, SCALINGS, TARGET_DIMS, make_drafter, make_target
 from dflash_truth import DFlash, refuse_to_draw
+from drafts import marginals
 from engine_builds import CAUSAL, INSTALLED, PACKAGED, build_engine, build_torch_engine
 from numerics import Measured, Truth, assert_close, path_to, random_tree
 
@@ -55,11 +56,11 @@ class Slot:
 
     def draft(self, bonus: int = 3) -> None:
         (draft,) = self.engine.draft([DraftRequest(self.slot, bonus, TOP_K, 1, refuse_to_draw)])
-        expected = self.dflash(self.truth(self.tokens)[1], bonus)
+        found, expected = marginals(draft), self.dflash(self.truth(self.tokens)[1], bonus)
         what = f"draft behind {len(self.tokens)}"
-        assert_close(draft.log_probs, -np.sort(-expected, axis=-1)[:, :TOP_K], what)
-        assert_close(draft.log_probs, np.take_along_axis(expected, draft.token_ids, axis=-1), f"{what}, by token")
-        assert all(len(set(row)) == TOP_K for row in draft.token_ids.tolist())
+        assert_close(found.log_probs, -np.sort(-expected, axis=-1)[:, :TOP_K], what)
+        assert_close(found.log_probs, np.take_along_axis(expected, found.token_ids, axis=-1), f"{what}, by token")
+        assert all(len(set(row)) == TOP_K for row in found.token_ids.tolist())
 
 
 BUILDS: dict[str, Callable[..., Measured]] = {

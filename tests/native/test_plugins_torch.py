@@ -13,7 +13,9 @@ from plugin_libraries import BUILD, ROOT, torch_operators
 def test_the_gpu_check_passes_on_emulated_kernels(tmp_path: Path) -> None:
     operators = torch_operators()
     host = BUILD / "libhost_tree.so"
-    sources = [str(ROOT / "cpp_plugins" / name) for name in ("tests/host_tree.cpp", "host/tree.cpp")]
+    sources = [
+        str(ROOT / "cpp_plugins" / name) for name in ("tests/host_tree.cpp", "host/candidates.cpp", "host/tree.cpp")
+    ]
     include = str(ROOT / "cpp_plugins" / "include")
     compiler = ["c++", "-std=c++17", "-O2", "-fPIC", "-shared", f"-I{include}", *sources, "-o", str(host)]
     subprocess.run(compiler, check=True, capture_output=True)

@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from checkpoints import edit_json, make_target, make_tokenizer
+from drafts import marginals
 from engine_builds import build_engine
 from numerics import Truth, assert_close
 
@@ -336,5 +337,5 @@ def test_the_package_drafts_as_the_training_code(folder: Path, tmp_path: Path) -
     nothing = torch.zeros(len(ids), 1)
     record = Record(ids, len(tokens), 0.0, torch.tensor(truth(ids)[1]), nothing.int(), nothing)
     values, indices = drafts(drafter, record, embedding, head, top)
-    assert_close(draft.log_probs, values[0].numpy(), "log-probabilities")
-    assert draft.token_ids[:, :3].tolist() == indices[0, :, :3].tolist()
+    assert_close(marginals(draft).log_probs, values[0].numpy(), "log-probabilities")
+    assert marginals(draft).token_ids[:, :3].tolist() == indices[0, :, :3].tolist()

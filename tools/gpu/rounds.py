@@ -17,7 +17,7 @@ from ddtree_trt.bench.pairs.forced_torch import ForcedRounds
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.stats import ROUND_STAGES, StageClock
-from ddtree_trt.runtime.tree import EMPTY, build_tree, chain, compile_tree, walk
+from ddtree_trt.runtime.tree import EMPTY, best_tree, compile_tree, walk
 
 
 def synchronize(device: torch.device) -> None:
@@ -53,10 +53,7 @@ class HostRounds:
                 top_k = 1 if self.dflash else self.budget
                 (draft,) = engine.draft([DraftRequest(0, bonus, top_k, self.budget, _refuse)])
             with self.clock("tree_build"):
-                if self.dflash:
-                    tree = chain(draft.token_ids[: self.budget, 0], draft.log_probs[: self.budget, 0])
-                else:
-                    tree = build_tree(draft.log_probs, draft.token_ids, self.budget)
+                tree = best_tree(draft.candidates, self.budget, width=1 if self.dflash else None)
         with self.clock("tree_compile"):
             request = VerifyRequest(0, compile_tree(bonus, tree))
         with self.clock("verify"):

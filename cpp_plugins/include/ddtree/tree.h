@@ -7,9 +7,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "ddtree/candidates.h"
+
 namespace ddtree {
 
-// A candidate prefix: the path of `parent`, then the token of rank `rank` at the next draft position.
+// A candidate prefix: the path of `parent`, then the token of rank `rank` in the row of the parent's children.
 struct Candidate {
     double log_weight;
     int32_t parent;
@@ -19,20 +21,30 @@ struct Candidate {
 // Nodes 1..n in pop order: entry i describes node i + 1. Kept between calls so that a warm build allocates nothing.
 struct TreeWorkspace {
     std::vector<Candidate> nodes;
-    std::vector<int32_t> depths;  // 1-based
+    std::vector<int32_t> depths;      // 1-based
+    std::vector<int32_t> token_ids;
+    std::vector<int32_t> child_rows;  // of nodes 0..n: the row of a node's children, or kNoRow
     std::vector<Candidate> heap;
 };
 
-enum class BuildStatus { ok, not_a_number, not_sorted };
+struct TreeLimits {
+    int64_t budget;
+    int64_t max_depth;
+    int64_t width;  // most children of a node: 1 makes a chain
+};
 
-// Algorithm 1 of arXiv 2604.12989: the `budget` most probable prefixes under the factorised draft, best first.
-// log_probs [L, K], rows falling. Returns before touching `workspace` when a row is not usable.
+// Algorithm 1 of arXiv 2604.12989: the most probable prefixes under the drafter's conditionals, best first, at most
+// `budget` of at most `max_depth` tokens, each one of the `width` most probable after its parent. Marginals are conditionals that do not depend on the parent. Conditionals are
+// at most 1, so a prefix never outweighs the one it extends, and the heap needs two candidates after each pop: the next
+// sibling and the first child.
 // Weights are summed in double from the root down. Equal weights are ordered by rank tuple, lexicographically and a
 // prefix before its extensions: nodes 1..n are exactly the first n of all prefixes sorted by (-weight, ranks), so the
 // tree of a smaller budget is the beginning of the tree of a larger one.
 // A prefix of weight -inf is impossible and is never added, so fewer than `budget` nodes may be returned.
-BuildStatus build_tree(const float* log_probs, int64_t positions, int64_t candidates, int64_t budget,
-                       TreeWorkspace& workspace);
+// Where the status is not ok the workspace holds no tree.
+RowStatus build_tree(const Marginals& source, TreeLimits limits, TreeWorkspace& workspace);
+RowStatus build_tree(const LinkedRows& source, TreeLimits limits, TreeWorkspace& workspace);
+RowStatus build_tree(const Bilinear& source, TreeLimits limits, BilinearRows& rows, TreeWorkspace& workspace);
 
 // The index of the first node whose parent breaks the order above, or -1 when there is none. parents [T], T >= 1.
 int64_t first_invalid_parent(const int32_t* parents, int64_t tree_tokens);

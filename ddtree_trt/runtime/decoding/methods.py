@@ -6,7 +6,8 @@ differs between them is a field here. The command line reads the names: loading 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -16,6 +17,7 @@ from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.models.drafters.kinds import DrafterKind
 
 if TYPE_CHECKING:
+    from ddtree_trt.runtime.candidates import Candidates
     from ddtree_trt.runtime.engines.base import Draft, Draw, DrawnFrom
     from ddtree_trt.runtime.tree import DraftTree
 
@@ -47,24 +49,44 @@ def _nothing(draft: Draft, budget: int, draw: Draw) -> Proposal:
     return Proposal(_trees().EMPTY)
 
 
-def _tree(draft: Draft, budget: int, draw: Draw) -> Proposal:
-    """The most probable prefixes. Raises EngineError where the drafter's output is invalid."""
+@contextmanager
+def _usable_output() -> Iterator[None]:
+    """Raises EngineError where the drafter's output cannot be used."""
     try:
-        return Proposal(_trees().build_tree(draft.log_probs, draft.token_ids, budget))
+        yield
     except ValueError as error:
         raise EngineError(f"the drafter's output cannot be used: {error}") from error
 
 
+def _tree(draft: Draft, budget: int, draw: Draw) -> Proposal:
+    """The most probable prefixes."""
+    with _usable_output():
+        return Proposal(_trees().best_tree(draft.candidates, budget))
+
+
 def _most_probable_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
-    return Proposal(_trees().chain(draft.token_ids[:budget, 0], draft.log_probs[:budget, 0]))
+    with _usable_output():
+        return Proposal(_trees().best_tree(draft.candidates, budget, width=1))
 
 
 def _drawn_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
+    """A chain of which each token is drawn from its candidates' probabilities given the ones drawn before it."""
     drawn = draft.drawn
     if drawn is None:
-        rows = zip(draft.log_probs[:budget], draft.token_ids[:budget], strict=True)
-        drawn = tuple(draw(*row, depth) for depth, row in enumerate(rows))
+        with _usable_output():
+            drawn = tuple(_draws(draft.candidates, budget, draw))
     return Proposal(_trees().chain([d.token for d in drawn]), drawn)
+
+
+def _draws(candidates: Candidates, budget: int, draw: Draw) -> Iterator[DrawnFrom]:
+    row = -1 if candidates.empty else 0
+    for depth in range(budget):
+        if row < 0:
+            return
+        log_probs, token_ids, rows = (values[0] for values in candidates.child_log_probs([row]))
+        drawn = draw(log_probs, token_ids, depth)
+        yield drawn
+        row = int(rows[token_ids == drawn.token][0])
 
 
 # K, the candidates per position that a method asks the drafter for: functions of the budget and of whether the request

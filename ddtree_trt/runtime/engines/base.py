@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.runtime.candidates import Candidates
 from ddtree_trt.runtime.tree import TokenTree
 
 LogitRows = Literal["none", "last", "all"]
@@ -45,10 +46,9 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class Draft:
-    """The drafter's marginals for the L positions after the bonus token, each row sorted by falling probability."""
+    """The drafter's candidates for the positions after the bonus token."""
 
-    log_probs: NDArray[np.float32]  # [L, K]
-    token_ids: NDArray[np.int32]  # [L, K]
+    candidates: Candidates
     drawn: tuple[DrawnFrom, ...] | None = None  # [L]: the tokens an autoregressive drafter drew and continued from
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Rows
 from ddtree_trt.runtime.engines.kv import SlotLengths
 from ddtree_trt.runtime.tree import TokenTree, token_chain
@@ -146,7 +147,7 @@ class AutoregressiveDrafter(Drafter):
             tokens = [drawn[-1].token]
             log_probs.append(best)
             token_ids.append(ids)
-        return Draft(np.stack(log_probs), np.stack(token_ids), tuple(drawn))
+        return Draft(Marginals(np.stack(log_probs), np.stack(token_ids)), tuple(drawn))
 
     def _append(self, slot: int, context: _Context, tokens: list[int]) -> NDArray[np.float32]:
         """Append tokens to the cache; returns the logits [V] of the last one."""

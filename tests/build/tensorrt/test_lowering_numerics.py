@@ -10,6 +10,7 @@ import numpy as np
 import onnxruntime as ort
 import pytest
 from checkpoints import BY_SWITCHES, SCALINGS, make_drafter, make_target
+from drafts import marginals
 from engine_builds import PACKAGED, build_engine
 from lowered import LoweredPair, attention_body, needs_opset_24
 from numerics import TOLERANCE, Array, path_to, random_tree
@@ -80,10 +81,10 @@ class Beside:
         assert log_probs.shape[-1] == k and candidates.dtype == np.int32
         everything = [DraftRequest(slot, 5, self.vocab, 1, refuse_to_draw) for slot in slots]
         for n, draft in enumerate(self.engine.draft(everything)):
-            truth = np.empty_like(draft.log_probs)
-            np.put_along_axis(truth, draft.token_ids, draft.log_probs, axis=-1)
+            truth = np.empty_like(marginals(draft).log_probs)
+            np.put_along_axis(truth, marginals(draft).token_ids, marginals(draft).log_probs, axis=-1)
             what = f"draft {n} of {len(slots)}"
-            self.close(log_probs[n], draft.log_probs[:, :k], what)
+            self.close(log_probs[n], marginals(draft).log_probs[:, :k], what)
             self.close(log_probs[n], np.take_along_axis(truth, candidates[n], axis=-1), f"{what}, by token")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import TARGET_DIMS, make_pair
+from drafts import marginals
 from engine_builds import PACKAGED, build_torch_engine
 from numerics import Follower, Truth, path_to, random_tree
 from plugin_libraries import torch_operators
@@ -92,7 +93,9 @@ def test_slots_of_one_pass_are_what_they_are_alone(engine: TorchEngine) -> None:
     for (drafts, verdicts), (drafts_alone, verdicts_alone) in zip(together, alone, strict=True):
         for slot in slots:
             assert_equal(verdicts[slot], verdicts_alone[slot])
-            np.testing.assert_allclose(drafts[slot].log_probs, drafts_alone[slot].log_probs, atol=2e-4)
+            np.testing.assert_allclose(
+                marginals(drafts[slot]).log_probs, marginals(drafts_alone[slot]).log_probs, atol=2e-4
+            )
 
 
 def test_a_draft_has_the_candidates_that_were_asked_for(engine: TorchEngine) -> None:
@@ -105,10 +108,10 @@ def test_a_draft_has_the_candidates_that_were_asked_for(engine: TorchEngine) -> 
     whole, length = draft(VOCAB, 1), engine.manifest.dflash.block_size - 1
     for top_ks in ((1, 1), (7, 70), (1500, 3), (9999, 2)):
         for n, (found, k) in enumerate(zip(draft(*top_ks), top_ks, strict=True)):
-            assert found.log_probs.shape == found.token_ids.shape == (length, min(k, VOCAB))
+            assert marginals(found).log_probs.shape == marginals(found).token_ids.shape == (length, min(k, VOCAB))
             if n == 0:
-                np.testing.assert_allclose(found.log_probs, whole[0].log_probs[:, :k], atol=1e-5)
-            assert (np.diff(found.log_probs) <= 0).all()
+                np.testing.assert_allclose(marginals(found).log_probs, marginals(whole[0]).log_probs[:, :k], atol=1e-5)
+            assert (np.diff(marginals(found).log_probs) <= 0).all()
 
 
 def test_a_pass_longer_than_any(engine: TorchEngine) -> None:
@@ -236,7 +239,7 @@ def test_the_kernels_are_called_right(tmp_path: Path, monkeypatch: pytest.Monkey
     for sizes in ((10, 33), (5, 2)):
         trees = {slot: random_tree(rng, size, VOCAB) for slot, size in enumerate(sizes)}
         for draft, other in zip(*(drafted(e, (0, 1)).values() for e in (plain, kernels)), strict=True):
-            np.testing.assert_allclose(draft.log_probs[:, 0], other.log_probs[:, 0], atol=0.5)
+            np.testing.assert_allclose(marginals(draft).log_probs[:, 0], marginals(other).log_probs[:, 0], atol=0.5)
         expected, found = verified(plain, trees), verified(kernels, trees)
         for slot in trees:
             scale = np.abs(expected[slot].logits).max()

@@ -17,6 +17,7 @@ from scripted_models import Array, Drafter, Target
 from ddtree_trt.artifact.manifest import CheckpointIdentity, Limits, Manifest
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.decoding.budget import FixedBudget
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
 from ddtree_trt.runtime.decoding.routing import Route
@@ -134,14 +135,14 @@ class ScriptedEngine:
         assert state.known == len(state.tokens), "drafting needs the states of every committed token"
         context = [*state.tokens, request.bonus_token]
         if kind.at_once:
-            return Draft(*_most_probable(self.drafter.block(context, kind.longest_draft), request.top_k))
+            return Draft(Marginals(*_most_probable(self.drafter.block(context, kind.longest_draft), request.top_k)))
         rows, drawn = [], []
         for depth in range(request.length):
             rows.append(_most_probable(self.drafter.block(context, 1), request.top_k))
             drawn.append(request.draw(rows[-1][0][0], rows[-1][1][0], depth))
             context.append(drawn[-1].token)
         log_probs, token_ids = (np.concatenate(part) for part in zip(*rows, strict=True))
-        return Draft(log_probs, token_ids, tuple(drawn))
+        return Draft(Marginals(log_probs, token_ids), tuple(drawn))
 
     def commit(self, slot: int, path: Array, *, taps: bool) -> None:
         self._log("commit", [slot], len(path))

@@ -16,6 +16,7 @@ from ddtree_trt.artifact.toolchain import always_causal
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.drafters.kinds import KindName
+from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter
 from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel, OrtNetwork
@@ -97,7 +98,7 @@ class BlockDrafter(Drafter):
             inputs = {names.TAPS: piece[None], names.TOKEN_IDS: block, names.POSITIONS: positions, names.TOP_K: top_k}
             self._network.run(slot, rows, inputs, outputs, scratch=self._scratch)
             cache.append(slot, len(piece))
-        return Draft(log_probs[0].copy(), token_ids[0].astype(np.int32))
+        return Draft(Marginals(log_probs[0].copy(), token_ids[0].astype(np.int32)))
 
 
 def make_drafter(directory: Path, manifest: Manifest, threads: int) -> Drafter:

@@ -18,6 +18,7 @@ from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.drafters.kinds import KindName
+from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter
 from ddtree_trt.runtime.engines.kv import SlotLengths
@@ -191,7 +192,10 @@ class BlockDrafter(Drafter):
         log_probs = host[:size].view(np.float32).reshape(shape)
         token_ids = host[second:].view(np.int32).reshape(shape)
         rows = [(r, passed.index(r.slot)) for r in group]
-        return {r.slot: Draft(log_probs[n, :, : r.top_k].copy(), token_ids[n, :, : r.top_k].copy()) for r, n in rows}
+        return {
+            r.slot: Draft(Marginals(log_probs[n, :, : r.top_k].copy(), token_ids[n, :, : r.top_k].copy()))
+            for r, n in rows
+        }
 
 
 def make_drafter(

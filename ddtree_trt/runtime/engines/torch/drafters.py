@@ -15,6 +15,7 @@ from ddtree_trt.artifact.weight_layout import DRAFTER
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.drafters.kinds import KindName
 from ddtree_trt.plugins import MaskMode
+from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom
 from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter, Pass
 from ddtree_trt.runtime.engines.torch.attention import Attention, Place, Scratch, attention_for
@@ -109,7 +110,8 @@ class BlockDrafter(Drafter):
             self.cache.append(slot, self.counts[slot])
             self.counts[slot] = 0
         log_probs = found[0].view(np.float32)
-        return [Draft(log_probs[n, :, : r.top_k], found[1, n, :, : r.top_k]) for n, r in enumerate(requests)]
+        tops = [(n, slice(r.top_k)) for n, r in enumerate(requests)]
+        return [Draft(Marginals(log_probs[n, :, top], found[1, n, :, top])) for n, top in tops]
 
     def warm_up(self, slot: int, budget: int) -> None:
         def never(*_: object) -> DrawnFrom:
