@@ -137,7 +137,7 @@ def _matches(engine: Engine, method: Method, token_ids: Sequence[int], length: i
     values that are not numbers."""
     top_k = method.candidates(length, False)
     draft = engine.draft([DraftRequest(0, token_ids[0], top_k, length, _most_probable)])[0]
-    if np.isnan(draft.log_probs).any():
+    if any(np.isnan(values).any() for values in vars(draft.candidates).values()):
         return None
     try:
         tree = method.propose(draft, length, _most_probable).tree
