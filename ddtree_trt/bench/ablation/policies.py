@@ -53,8 +53,8 @@ def _layers(candidates: Candidates, nodes: int, depth: int, width: int, keep: in
         children = candidates.child_log_probs(rows[able])
         log_probs, token_ids = children.log_probs[:, :width], children.token_ids[:, :width]
         total = (weights[able, None] + log_probs.astype(np.float64)).ravel()
-        best = np.argsort(-total, kind="stable")
-        made = np.sort(best[:keep])
+        best = _falling(total, keep)
+        made = np.sort(best)
         parents.append(np.repeat(frontier[able], log_probs.shape[1])[made])
         tokens.append(token_ids.ravel()[made])
         totals.append(total[made])
@@ -66,6 +66,14 @@ def _layers(candidates: Candidates, nodes: int, depth: int, width: int, keep: in
     order = np.lexsort((np.concatenate(depths), -np.concatenate(totals)))  # the root first: its weight is 0
     joined = np.concatenate(parents), np.concatenate(tokens), np.concatenate(depths), np.concatenate(totals)
     return _kept(*joined, order[: nodes + 1])
+
+
+def _falling(weights: NDArray[np.float64], count: int | None) -> NDArray[np.int64]:
+    """The places of the `count` largest weights, or of all, the largest first."""
+    if count is None or count >= len(weights):
+        return np.argsort(-weights, kind="stable")
+    places = np.sort(np.argpartition(-weights, count - 1)[:count])
+    return places[np.argsort(-weights[places], kind="stable")]
 
 
 def _kept(
