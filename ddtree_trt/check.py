@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +22,15 @@ from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
 from ddtree_trt.bench.uniformity import place_in_distribution, uniformity
+from ddtree_trt.diagnosis.agreement import Agreement, Text, measure_agreement
+from ddtree_trt.diagnosis.drafting import LOW_TAU, DraftingFinding, Trial, answers, format_trials, wiring, wiring_trials
+from ddtree_trt.diagnosis.variants import variants
 from ddtree_trt.errors import UsageError
 from ddtree_trt.findings import TEMPERATURES, CheckReport, Difference, DistributionFinding, GreedyFinding, TauFinding
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, METHODS
 from ddtree_trt.runtime.decoding.routing import engine_host_reason
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.text.codec import TextCodec
 
 GREEDY_BUDGETS: tuple[Budget, ...] = ("auto", 3, 16, 64)
 SAMPLED_BUDGETS: tuple[Budget, ...] = ("auto", 16)
@@ -40,19 +41,42 @@ HINT_PROMPTS = 4
 
 def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> CheckReport:
     """Run every check. Raises UsageError for prompts that do not fit, ArtifactError for an engine that cannot load."""
-    with closing(Session(Path(settings.engine), threads=settings.threads, exact=settings.exact)) as session:
-        prompts = _encode(session, load_prompts(settings.prompts, settings.limit), settings)
-        greedy = _check_greedy(session, prompts, settings, progress)
+    directory = Path(settings.engine)
+    with closing(Session(directory, threads=settings.threads, exact=settings.exact)) as session:
+        opened = load_prompts(settings.prompts, settings.limit)
+        prompts = _encode(session, opened, settings)
+        texts = dict(zip(prompts, answers(session, list(prompts.values()), settings.max_tokens), strict=True))
+        agreement = measure_agreement(session.engine, list(texts.values()))
+        cases = engine_cases(session.manifest, _with_golden(GREEDY_BUDGETS, session.manifest))
+        if agreement.broken:  # what drafts cannot be decoded with
+            cases = [case for case in cases if not METHODS[case.method].drafts]
+        greedy = _check_greedy(session, texts, cases, settings, progress)
         distribution = _check_distribution(session, prompts, settings, progress) if settings.seeds else ()
-        tau = _check_tau(session, Path(settings.engine), greedy, settings)
-        return CheckReport(
-            engine=session.manifest.name,
-            precision=session.manifest.precision,
-            prompts=len(prompts),
-            greedy=greedy,
-            distribution=distribution,
-            tau=tau,
-        )
+        tau = () if agreement.broken else _check_tau(session, greedy, settings)
+        low = _is_low(agreement, tau)
+        diagnose = low if settings.diagnose is None else settings.diagnose
+        trials: tuple[Trial, ...] = ()
+        if diagnose and not agreement.broken:
+            trials = format_trials(session, opened[:HINT_PROMPTS], settings.max_tokens, progress)
+        manifest, others = session.manifest, variants(session.manifest, session.codec)
+    if diagnose and not agreement.broken:
+        opening = (manifest, settings.threads, settings.exact)
+        trials += wiring_trials(directory, others, list(texts.values()), agreement, opening, progress)
+    return CheckReport(
+        engine=manifest.name,
+        precision=manifest.precision,
+        prompts=len(prompts),
+        greedy=greedy,
+        distribution=distribution,
+        tau=tau,
+        drafting=DraftingFinding(agreement, wiring(manifest), low, trials),
+    )
+
+
+def _is_low(agreement: Agreement, tau: Sequence[TauFinding]) -> bool:
+    """Whether τ is below the pair's range; where there is none for these prompts, below LOW_TAU."""
+    judged = [finding for finding in tau if finding.judged]
+    return not all(f.passed for f in judged) if judged else agreement.tau < LOW_TAU
 
 
 def _encode(session: Session, prompts: Sequence[BenchPrompt], settings: CheckSettings) -> dict[str, list[int]]:
@@ -97,26 +121,24 @@ def _params(case: Case, max_tokens: int, temperature: float, seed: int) -> Sampl
 
 
 def _check_greedy(
-    session: Session, prompts: dict[str, list[int]], settings: CheckSettings, progress: Progress
+    session: Session, texts: dict[str, Text], cases: Sequence[Case], settings: CheckSettings, progress: Progress
 ) -> tuple[GreedyFinding, ...]:
-    cases = engine_cases(session.manifest, _with_golden(GREEDY_BUDGETS, session.manifest))
-    expected: dict[str, list[int]] = {}
+    """A finding per case; `texts` are the prompts, continued by `ar`."""
     findings = []
     for done, case in enumerate(cases):
         progress("greedy equality", done, len(cases))
         differences, taus, lengths = [], [], []
-        for name, ids in prompts.items():
+        for name, text in texts.items():
+            ids, expected = list(text.token_ids[: text.start]), list(text.token_ids[text.start :])
             output = _generate(session, ids, case, _params(case, settings.max_tokens, 0.0, 0))
             tokens = output.outputs[0].token_ids
             taus.append(output.metrics.mean_acceptance_length)
             lengths += output.metrics.acceptance_lengths
-            if case.method == AUTOREGRESSIVE.name:
-                expected[name] = tokens
-            elif tokens != expected[name]:
-                differences.append(_explain(session, name, ids, expected[name], tokens))
+            if tokens != expected:
+                differences.append(_explain(session, name, ids, expected, tokens))
         deepest = max(lengths, default=1)
         depths = tuple(sum(n > d for n in lengths) / len(lengths) for d in range(1, deepest))
-        findings.append(GreedyFinding(case.label, len(prompts), tuple(differences), float(np.mean(taus)), depths))
+        findings.append(GreedyFinding(case.label, len(texts), tuple(differences), float(np.mean(taus)), depths))
     progress("greedy equality", len(cases), len(cases))
     return tuple(findings)
 
@@ -183,39 +205,12 @@ def _check_distribution(
     return tuple(findings)
 
 
-def _check_tau(
-    session: Session, directory: Path, greedy: Sequence[GreedyFinding], settings: CheckSettings
-) -> tuple[TauFinding, ...]:
+def _check_tau(session: Session, greedy: Sequence[GreedyFinding], settings: CheckSettings) -> tuple[TauFinding, ...]:
     known = {TINY, *PAPER_SETS}
     judged = all(spec.partition("=")[0] in known for spec in settings.prompts)
     findings = []
     for method, (low, high) in session.manifest.golden_tau.items():
         case = Case(method, _golden_budget(session.manifest) if METHODS[method].branches else None)
         tau = next(f.tau for f in greedy if f.case == case.label)
-        others = _alternatives(session, directory, case, settings) if judged and tau < low else {}
-        findings.append(TauFinding(case.label, tau, low, high, judged, others))
+        findings.append(TauFinding(case.label, tau, low, high, judged))
     return tuple(findings)
-
-
-def _alternatives(session: Session, directory: Path, case: Case, settings: CheckSettings) -> dict[str, float]:
-    """τ of a few prompts by prompt format: with thinking switched on, switched off, and without the chat template."""
-    prompts = load_prompts(settings.prompts, HINT_PROMPTS)
-    formats: dict[str, Any] = {
-        "thinking off": {"enable_thinking": False},
-        "thinking on": {"enable_thinking": True},
-        "no chat template": None,
-    }
-    found = {}
-    for name, arguments in formats.items():
-        codec = session.codec
-        if arguments is not None:
-            codec = TextCodec(directory, {**session.manifest.chat_template_args, **arguments})
-        taus = []
-        for prompt in prompts:
-            last = prompt.opening[-1]
-            plain = arguments is None and isinstance(last, dict)
-            ids = codec.encode(last["content"] if plain else prompt.opening)  # type: ignore[index]
-            output = _generate(session, ids, case, _params(case, settings.max_tokens, 0.0, 0))
-            taus.append(output.metrics.mean_acceptance_length)
-        found[name] = float(np.mean(taus))
-    return found

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from ddtree_trt import __version__, interrupts
 from ddtree_trt.commands import bench
+from ddtree_trt.commands.ablate import ablate
 from ddtree_trt.commands.build import build
 from ddtree_trt.commands.check import check
 from ddtree_trt.commands.doctor import doctor
@@ -102,7 +103,7 @@ def options(
         raise typer.Exit(2)
 
 
-for command in (build, run, serve, check, export_triton, inspect, profile, doctor):
+for command in (build, run, serve, check, ablate, export_triton, inspect, profile, doctor):
     app.command()(command)
 app.add_typer(bench.app, name="bench")
 

@@ -7,14 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree_trt.bench.uniformity import FALSE_ALARM, UniformityTest
+from ddtree_trt.diagnosis.drafting import DraftingFinding
 
 TEMPERATURES = (1.0, 2.0)  # of the distribution test: at 1 a good model leaves little to chance
-CAUSES = (
-    "wrong chat template: the drafter must see prompts as it was trained on them",
-    "thinking mode: published Qwen3 drafters are for non-thinking chat (--chat-template-arg enable_thinking=false)",
-    "wrong block slot: slot 0 of the draft block must hold the last committed token; otherwise τ is near 1.5",
-    "another drafter or other tapped layers than the pair was trained with",
-)
 
 
 @dataclass(frozen=True)
@@ -69,7 +64,6 @@ class TauFinding:
     low: float
     high: float
     judged: bool  # whether the range is for these prompts
-    alternatives: dict[str, float]  # τ under other prompt formats, measured when τ is too low
 
     @property
     def passed(self) -> bool:
@@ -87,15 +81,12 @@ class CheckReport:
     greedy: tuple[GreedyFinding, ...]
     distribution: tuple[DistributionFinding, ...]
     tau: tuple[TauFinding, ...]
+    drafting: DraftingFinding
 
     @property
     def passed(self) -> bool:
-        findings: tuple[GreedyFinding | DistributionFinding | TauFinding, ...] = (
-            *self.greedy,
-            *self.distribution,
-            *self.tau,
-        )
-        return all(f.passed for f in findings)
+        verdicts = [f.passed for group in (self.greedy, self.distribution, self.tau) for f in group]
+        return all(verdicts) and self.drafting.passed
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON data with every verdict."""
@@ -106,6 +97,11 @@ class CheckReport:
         for row, finding in zip(body["greedy"], self.greedy, strict=True):
             for item, difference in zip(row["differences"], finding.differences, strict=True):
                 item["explained"] = difference.explained
+        body["drafting"] |= {
+            **{name: getattr(self.drafting, name) for name in ("passed", "faults", "hints")},
+            "by_position": self.drafting.agreement.by_position,
+            "by_context": [dataclasses.asdict(each) for each in self.drafting.agreement.by_context],
+        }
         return {"passed": self.passed, "false_alarm": FALSE_ALARM, **body}
 
 
@@ -133,11 +129,21 @@ def describe(report: CheckReport) -> list[str]:
     for f in report.tau:
         verdict = "" if f.judged else "; not judged, the range is for the shipped prompts"
         lines.append(f"  {_mark(f.passed)}  {f.case:<16} {f.tau:.2f}, expected {f.low:g} to {f.high:g}{verdict}")
-        if not f.passed:
-            lines += [f"        usual cause: {cause}" for cause in CAUSES]
-            others = ", ".join(f"{name} {tau:.2f}" for name, tau in f.alternatives.items())
-            lines.append(f"        τ with other prompt formats: {others}")
-    return [*lines, "", "passed" if report.passed else "FAILED"]
+    return [*lines, *_drafting(report.drafting), "", "passed" if report.passed else "FAILED"]
+
+
+def _drafting(found: DraftingFinding) -> list[str]:
+    a = found.agreement
+    lines = ["", f"drafter: its chains behind {len(a.accepted)} places of the greedy texts"]
+    shares = " ".join(f"{share:.0%}" for share in a.by_position)
+    lines.append(f"  {_mark(found.passed)}  chain            τ {a.tau:.2f}; accepted up to position 1, 2, …: {shares}")
+    lines += [f"        contexts up to {b.longest} tokens: τ {1 + b.accepted:.2f}" for b in a.by_context]
+    lines.append("        wired: " + "; ".join(f"{name} {value}" for name, value in found.wiring.items()))
+    for trial in found.trials:
+        tau = "could not be tried here" if trial.tau is None else f"τ {trial.tau:.2f}"
+        lines.append(f"        tried: {trial.setting}: {tau}")
+    lines += [f"  FAIL  {fault}" for fault in found.faults]
+    return lines + [f"  note  {hint}" for hint in found.hints]
 
 
 def _mark(passed: bool) -> str:

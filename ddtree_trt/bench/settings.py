@@ -193,6 +193,7 @@ class CheckSettings:
     sampled_tokens: int = 12
     threads: int = 0
     exact: bool | None = None  # as for LLM
+    diagnose: bool | None = None  # try what may be wired wrongly; None: where few drafted tokens are accepted
 
     def __post_init__(self) -> None:
         for name in ("limit", "max_tokens", "sampled_prompts", "sampled_tokens"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +10,8 @@ from typer.core import TyperGroup
 
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.bench.settings import DEVICE_ROUNDS_MEASURED, RANDOM_BACKENDS, BenchSettings, Shard
-from ddtree_trt.commands.options import Exact
+from ddtree_trt.commands.options import Exact, listing, numbers, words
+from ddtree_trt.commands.outputs import STDOUT, folders_of, prepare_folders, write_text
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import BASELINES, METHODS
 from ddtree_trt.terminal import printing as terminal
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ddtree_trt.bench.result import BenchResult
 
 _DEFAULT = BenchSettings  # class attributes are the fields' defaults
-STDOUT = Path("-")
 
 Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result; - is stdout.")]
 Markdown = Annotated[
@@ -42,10 +41,6 @@ class _MeasureByDefault(TyperGroup):
 app = typer.Typer(cls=_MeasureByDefault, help="Measure an engine, its methods and its peers.")
 
 
-def _listing(values: tuple[Any, ...]) -> str:
-    return ",".join(map(str, values))
-
-
 @app.command("run")
 def run(
     engine_dir: Annotated[
@@ -60,10 +55,10 @@ def run(
         ),
     ] = None,
     budgets: Annotated[
-        str | None, typer.Option(metavar="LIST", help=f"Trees of ddtree. Default {_listing(_DEFAULT.budgets)}.")
+        str | None, typer.Option(metavar="LIST", help=f"Trees of ddtree. Default {listing(_DEFAULT.budgets)}.")
     ] = None,
     temperatures: Annotated[
-        str | None, typer.Option(metavar="LIST", help=f"Default {_listing(_DEFAULT.temperatures)}.")
+        str | None, typer.Option(metavar="LIST", help=f"Default {listing(_DEFAULT.temperatures)}.")
     ] = None,
     prompts: Annotated[
         list[str] | None,
@@ -71,7 +66,7 @@ def run(
             metavar="SET",
             help="A JSONL file, tiny, one of the paper's datasets (gsm8k, math500, aime24, "
             "aime25, humaneval, mbpp, livecodebench, swe-bench, mt-bench, alpaca), or NAME=FILE for a local "
-            f"copy; repeatable. Default {_listing(_DEFAULT.prompts)}.",
+            f"copy; repeatable. Default {listing(_DEFAULT.prompts)}.",
         ),
     ] = None,
     limit: Annotated[
@@ -146,9 +141,9 @@ def run(
     Results are shown here, and kept with --json. See also: ddtree-trt bench merge, ddtree-trt bench report.
     """
     given = {
-        "methods": _words(methods),
+        "methods": words(methods),
         "budgets": _budgets(budgets),
-        "temperatures": _numbers(temperatures),
+        "temperatures": numbers("--temperatures", temperatures, float),
         "prompts": tuple(prompts) if prompts else None,
         "limit": limit,
         "max_tokens": max_tokens,
@@ -241,14 +236,8 @@ class _Outputs:
             from ddtree_trt.bench.reporting.plots import require_matplotlib
 
             require_matplotlib()
-        folders = [f.parent for f in (self._json, self._markdown, self._latex) if f not in (None, STDOUT)]
-        for folder in [*folders, *([self._plot] if self._plot else [])]:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UsageError(f"cannot write into {folder}: {error.strerror}") from error
-            if not os.access(folder, os.W_OK | os.X_OK):
-                raise UsageError(f"cannot write into {folder}: it is not writable")
+        prepare_folders(folders_of((self._json, self._markdown, self._latex)))
+        prepare_folders([self._plot] if self._plot else [])
 
     def write(self, results: list[BenchResult]) -> None:
         from ddtree_trt.bench.reporting import latex
@@ -257,11 +246,11 @@ class _Outputs:
         from ddtree_trt.bench.result import to_json
 
         if self._json is not None:
-            _write(self._json, to_json(results[0]))
+            write_text(self._json, to_json(results[0]))
         if self._markdown is not None:
-            _write(self._markdown, "\n".join(report.markdown(result) for result in results))
+            write_text(self._markdown, "\n".join(report.markdown(result) for result in results))
         if self._latex is not None:
-            _write(self._latex, latex.latex(results))
+            write_text(self._latex, latex.latex(results))
         if self._plot is not None:
             from ddtree_trt.bench.reporting.plots import plot_all
 
@@ -272,32 +261,11 @@ class _Outputs:
                 print_result(result)
 
 
-def _write(path: Path, text: str) -> None:
-    if path == STDOUT:
-        print(text, end="" if text.endswith("\n") else "\n")
-    else:
-        path.write_text(text, encoding="utf-8")
-
-
-def _words(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(word.strip() for word in text.split(",") if word.strip())
-
-
 def _budgets(text: str | None) -> tuple[int | str, ...] | None:
-    words = _words(text)
-    if words is None:
+    given = words(text)
+    if given is None:
         return None
     try:
-        return tuple(word if word == "auto" else int(word) for word in words)
+        return tuple(word if word == "auto" else int(word) for word in given)
     except ValueError:
         raise UsageError(f"--budgets must be numbers and auto, separated by commas, not {text!r}") from None
-
-
-def _numbers(text: str | None) -> tuple[float, ...] | None:
-    words = _words(text)
-    if words is None:
-        return None
-    try:
-        return tuple(float(word) for word in words)
-    except ValueError:
-        raise UsageError(f"--temperatures must be numbers separated by commas, not {text!r}") from None

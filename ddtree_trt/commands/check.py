@@ -24,6 +24,10 @@ def check(
     seeds: Annotated[
         int, typer.Option(metavar="N", help="Sampled requests per prompt, method and temperature; 0 skips them.")
     ] = CheckSettings.seeds,
+    diagnose: Annotated[
+        bool | None,
+        typer.Option(help="Try other tapped layers, mask tokens and prompt formats. Default: where acceptance is low."),
+    ] = CheckSettings.diagnose,
     threads: Threads = CheckSettings.threads,
     exact: Exact = CheckSettings.exact,
     json: AsJson = False,
@@ -40,6 +44,7 @@ def check(
         seeds=seeds,
         threads=threads,
         exact=exact,
+        diagnose=diagnose,
     )
     from ddtree_trt.check import check_engine
     from ddtree_trt.findings import describe

@@ -253,7 +253,7 @@ def test_external_data_stays_in_the_engine(engine: Path, tmp_path: Path, graph: 
 
 def test_no_file_is_opened_before_all_are_verified(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = []
-    monkeypatch.setattr("ddtree_trt.runtime.engines.load._load_backend", lambda *args: opened.append(args))
+    monkeypatch.setattr("ddtree_trt.runtime.engines.load.load_backend", lambda *args: opened.append(args))
     for name in load_manifest(engine).files:
         whole = (engine / name).read_bytes()
         (engine / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))

@@ -11,9 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 from ddtree_trt.cli import app
-from ddtree_trt.commands import bench, build, check, doctor, export_triton, inspect, profile, run, serve
+from ddtree_trt.commands import ablate, bench, build, check, doctor, export_triton, inspect, profile, run, serve
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "ablate": ablate.ablate,
     "bench": bench.run,
     "build": build.build,
     "check": check.check,
@@ -26,6 +27,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
 }
 # What stands beside the option: a call that is right without it. ENGINE is the tiny engine, FOLDER an empty directory.
 ARGUMENTS = {
+    "ablate": "ENGINE --limit 1 --max-tokens 4 --budgets 4 --timed-prompts 0",
     "bench": "ENGINE --limit 1 --max-tokens 4 --budgets 4",
     "build": "--target tiny --output FOLDER/engine --no-profile",
     "check": "ENGINE --limit 1 --seeds 0 --max-tokens 4",
@@ -41,6 +43,11 @@ NO_REAL = ("-1", HUGE, "nan", "inf", "-inf")
 
 # Option of a command → the values it refuses. Every option that takes a number is here.
 REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
+    ("ablate", "--limit"): NO_SIZE,
+    ("ablate", "--max-tokens"): ("1", "5000", *NO_SIZE),
+    ("ablate", "--timed-prompts"): NO_COUNT,
+    ("ablate", "--seed"): (*NO_COUNT, str(2**64)),
+    ("ablate", "--threads"): NO_COUNT,
     ("bench", "--limit"): NO_SIZE,
     ("bench", "--max-tokens"): ("1", *NO_SIZE),
     ("bench", "--repeats"): NO_SIZE,
@@ -78,6 +85,9 @@ REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
 }
 # Numbers that are given as text.
 IN_TEXT: dict[tuple[str, str], tuple[str, ...]] = {
+    ("ablate", "--budgets"): (*NO_SIZE, "x", "4,0", "1.5", "auto", "4097"),
+    ("ablate", "--depths"): (*NO_SIZE, "x"),
+    ("ablate", "--temperatures"): (*NO_REAL, "x", "0,nan"),
     ("bench", "--budgets"): (*NO_SIZE, "x", "4,0", "1.5"),
     ("bench", "--temperatures"): (*NO_REAL, "x", "0,nan"),
     ("bench", "--shard"): (*NO_SIZE, "0/1", "2/1", "1/0", "x"),

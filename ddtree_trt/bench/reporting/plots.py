@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ddtree_trt.bench.environment import EngineInfo, Environment
 from ddtree_trt.bench.paper_datasets import title
 from ddtree_trt.bench.reporting.summary import AUTO, CHAIN, Row, best_fixed, summarize
 from ddtree_trt.bench.result import BenchResult
@@ -15,12 +16,12 @@ from ddtree_trt.runtime.decoding.methods import BASELINES, DDTREE
 from ddtree_trt.runtime.stats import ROUND_STAGES
 
 # Okabe and Ito's colours, which stay apart for colour-blind readers.
-_BLUE, _ORANGE, _GREEN, _RED, _PURPLE, _SKY, _YELLOW = (
+BLUE, ORANGE, GREEN, RED, PURPLE, SKY, YELLOW = (
     *("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442"),
 )
-_GREY, _INK = "#8C8C8C", "#333333"
-_STAGE_COLOURS = dict(zip((*ROUND_STAGES, "other"), (_ORANGE, _GREEN, _SKY, _BLUE, _PURPLE, _GREY), strict=True))
-_WIDTH_IN, _DPI = 8.3, 200
+GREY, INK = "#8C8C8C", "#333333"
+_STAGE_COLOURS = dict(zip((*ROUND_STAGES, "other"), (ORANGE, GREEN, SKY, BLUE, PURPLE, GREY), strict=True))
+WIDTH_IN, DPI = 8.3, 200
 
 
 def plot_all(result: BenchResult, directory: Path) -> list[Path]:
@@ -36,12 +37,12 @@ def plot_all(result: BenchResult, directory: Path) -> list[Path]:
         ("acceptance.png", acceptance),
     )
     written = []
-    with matplotlib.rc_context(_style()):
+    with matplotlib.rc_context(style()):
         for name, draw in pictures:
             figure = draw(result)
             if figure is not None:
                 # No version and date inside: the same result gives the same file.
-                figure.savefig(directory / name, dpi=_DPI, metadata={"Software": None})
+                figure.savefig(directory / name, dpi=DPI, metadata={"Software": None})
                 written.append(directory / name)
     return written
 
@@ -52,7 +53,8 @@ def require_matplotlib() -> None:
         raise MissingDependency(f"pictures need matplotlib, which is not installed; {install_with('bench')}")
 
 
-def _style() -> Any:
+def style() -> Any:
+    """Settings of matplotlib that all pictures share."""
     return {
         "font.size": 10,
         "axes.titlesize": 11,
@@ -60,7 +62,7 @@ def _style() -> Any:
         "axes.titlelocation": "left",
         "axes.spines.top": False,
         "axes.spines.right": False,
-        "axes.edgecolor": _INK,
+        "axes.edgecolor": INK,
         "axes.axisbelow": True,
         "axes.grid": True,
         "grid.color": "#E3E3E3",
@@ -75,15 +77,24 @@ def _figure(height_in: float, columns: int, result: BenchResult) -> tuple[Any, l
     """(figure, its panels, in one row); engine and machine of the run are written below."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(_WIDTH_IN, height_in), layout="constrained")
+    figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
     axes = figure.subplots(1, columns, squeeze=False)[0].tolist()
-    engine, part = result.engine, result.parts[0]
-    where = ", ".join([part.environment.machine, *part.environment.gpus])
+    note = origin(result.engine, result.parts[0].environment)
     forced = result.settings.forced_acceptance
-    note = f"{engine.name}, {engine.backend} {engine.precision} · {where}"
     note += f" · forced acceptance {forced}" if forced is not None else ""
-    figure.supxlabel(note, fontsize=7.5, color=_GREY, x=0.99, ha="right")
+    sign(figure, note)
     return figure, axes
+
+
+def origin(engine: EngineInfo, environment: Environment) -> str:
+    """The engine and the machine that a picture is of."""
+    where = ", ".join([environment.machine, *environment.gpus])
+    return f"{engine.name}, {engine.backend} {engine.precision} · {where}"
+
+
+def sign(figure: Any, note: str) -> None:
+    """Write a note below a figure."""
+    figure.supxlabel(note, fontsize=7.5, color=GREY, x=0.99, ha="right")
 
 
 def speedup(result: BenchResult) -> Any | None:
@@ -104,7 +115,7 @@ def speedup(result: BenchResult) -> Any | None:
             y = place + (labels.index(label) - (len(labels) - 1) / 2) * thick
             s = row.speedup
             error = [[max(s.value - s.low, 0)], [max(s.high - s.value, 0)]]
-            axis.barh(y, s.value, 0.88 * thick, color=colours[label], xerr=error, error_kw={"lw": 1, "ecolor": _INK})
+            axis.barh(y, s.value, 0.88 * thick, color=colours[label], xerr=error, error_kw={"lw": 1, "ecolor": INK})
             text = f"{s.value:.2f}×" + _best_case(label, row)
             axis.annotate(
                 text,
@@ -116,7 +127,7 @@ def speedup(result: BenchResult) -> Any | None:
             )
     for label in labels:
         axis.barh(0, 0, color=colours[label], label=label)
-    axis.axvline(1, color=_INK, lw=1, ls="--")
+    axis.axvline(1, color=INK, lw=1, ls="--")
     axis.set_yticks(range(len(groups)), list(groups))
     axis.invert_yaxis()
     axis.grid(axis="y", visible=False)
@@ -149,8 +160,8 @@ def _methods(rows: Sequence[Row]) -> list[tuple[str, Row]]:
 
 
 def _colours(labels: Sequence[str]) -> dict[str, str]:
-    fixed = {"DFlash": _ORANGE, "DDTree, best budget": _SKY, "DDTree, auto": _BLUE}
-    spare = iter((_GREEN, _PURPLE, _RED, _YELLOW, _GREY, _INK) * (1 + len(labels) // 6))
+    fixed = {"DFlash": ORANGE, "DDTree, best budget": SKY, "DDTree, auto": BLUE}
+    spare = iter((GREEN, PURPLE, RED, YELLOW, GREY, INK) * (1 + len(labels) // 6))
     return {label: fixed.get(label) or next(spare) for label in labels}
 
 
@@ -164,7 +175,7 @@ def budget(result: BenchResult) -> Any | None:
     figure, (left, right) = _figure(3.4, 2, result)
     figure.get_layout_engine().set(wspace=0.06)
     ticks = sorted({int(r.case.budget or 0) for points in fixed.values() for r in points})
-    for colour, temperature in zip((_BLUE, _RED, _GREEN, _PURPLE), temperatures, strict=False):
+    for colour, temperature in zip((BLUE, RED, GREEN, PURPLE), temperatures, strict=False):
         points = fixed[temperature]
         own = {r.case.label: r for r in rows if not r.case.peer and r.temperature == temperature}
         for axis, value in ((left, _tau), (right, lambda r: r.speedup.value)):
@@ -184,7 +195,7 @@ def budget(result: BenchResult) -> Any | None:
         axis.set_xlabel("tree budget (draft nodes per round)")
         axis.set_ylabel(label)
         axis.set_ylim(bottom=0)
-    right.axhline(1, color=_INK, lw=1, ls="--")
+    right.axhline(1, color=INK, lw=1, ls="--")
     left.legend(loc="lower right", fontsize=8.5)
     return figure
 
@@ -252,8 +263,8 @@ def acceptance(result: BenchResult) -> Any | None:
             shade = 0.3 + 0.7 * (fixed.index(label) + 1) / len(fixed)
             style: dict[str, Any] = {"color": colormaps["Blues"](shade)}
         else:
-            special = {CHAIN: (_ORANGE, "--"), AUTO: (_RED, "-")}
-            style = dict(zip(("color", "ls"), special.get(label, (_PURPLE, "-.")), strict=True))
+            special = {CHAIN: (ORANGE, "--"), AUTO: (RED, "-")}
+            style = dict(zip(("color", "ls"), special.get(label, (PURPLE, "-.")), strict=True))
         depths = range(1, 1 + len(row.acceptance_by_depth))
         axis.plot(
             depths, [100 * a for a in row.acceptance_by_depth], "o", ls=style.pop("ls", "-"), label=label, **style

@@ -33,6 +33,14 @@ def print_replay(old: BenchResult, new: BenchResult) -> None:
     _print_lines(console, changes or ["the engine, the machine and every package are the same"])
 
 
+def print_tables(tables: Sequence[tuple[str, report.Table]], lines: Sequence[str]) -> None:
+    """Print tables under their headings, then lines of text."""
+    console = _console()
+    for heading, table in tables:
+        _print_table(console, heading, table)
+    _print_lines(console, lines)
+
+
 def _console() -> Console:
     from rich.console import Console
 
@@ -46,7 +54,8 @@ def _print_table(console: Console, heading: str, table: report.Table) -> None:
     header, rows = table
     if not rows:
         return
-    view = Table(title=heading, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    console.print(heading, style="bold", markup=False)  # a title of the table would be as narrow as the table
+    view = Table(box=None, pad_edge=False)
     for i, name in enumerate(header):
         numeric = i > 0 and not rows[0][i].isalpha()
         view.add_column(name, justify="right" if numeric else "left", no_wrap=True)

@@ -6,9 +6,10 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
-from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.manifest import Limits, Manifest, load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.toolchain import always_causal, installed_versions
@@ -34,13 +35,15 @@ def open_engine(
     threads: int = 0,
     warm: bool = False,
     exact: bool | None = None,
+    limits: Limits | None = None,
     progress: Progress = no_progress,
 ) -> Engine:
     """Load the engine in `directory`, after checking schema and digests. Only its backend is imported.
 
     `threads`: CPU threads; 0 chooses automatically. `warm`: call `Engine.warm_up`, which reports to `progress`.
     `exact`: whether every method emits the tokens of autoregressive decoding, bit for bit; None is the engine's
-    default. Raises UsageError for an invalid number of threads or where `exact` cannot be chosen, and ArtifactError,
+    default. `limits`: other ones than it was built for, whose caches have as many rows; no plans depend on them.
+    Raises UsageError for an invalid number of threads or where `exact` cannot be chosen, and ArtifactError,
     which names the difference and the command that rebuilds the engine, for an engine that cannot be loaded.
     """
     check_range("threads", threads, 0, MAX_THREADS)
@@ -56,9 +59,11 @@ def open_engine(
             "leave exact out"
         )
     verify_files(directory, manifest)
+    if limits is not None:
+        manifest = replace(manifest, limits=limits)
     try:
         with _as_memory_errors():
-            engine = _load_backend(directory, manifest, threads, exact)
+            engine = load_backend(directory, manifest, threads, exact)
             if warm:
                 with closed_on_failure(engine):
                     engine.warm_up(progress)
@@ -95,7 +100,8 @@ def closed_on_failure(engine: Engine) -> Iterator[None]:
         raise
 
 
-def _load_backend(directory: Path, manifest: Manifest, threads: int, exact: bool | None) -> Engine:
+def load_backend(directory: Path, manifest: Manifest, threads: int, exact: bool | None) -> Engine:
+    """The engine of a directory whose digests were checked, as a manifest describes it."""
     if manifest.backend == "onnxruntime":
         _check_onnxruntime(directory, manifest)
         from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine

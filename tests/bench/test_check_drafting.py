@@ -1,0 +1,223 @@
+"""Each cause of low acceptance, built into a pair, is what `ddtree-trt check` names; what it prints is in the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+from contextlib import closing
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from majority_pair import build_majority
+
+from ddtree_trt.bench.prompts import load_prompts
+from ddtree_trt.bench.session import Session
+from ddtree_trt.bench.settings import Case, CheckSettings
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.check import check_engine
+from ddtree_trt.diagnosis.agreement import Agreement, ContextBin, Text, measure_agreement
+from ddtree_trt.diagnosis.drafting import CAUSES, DraftingFinding, answers
+from ddtree_trt.diagnosis.variants import variants
+from ddtree_trt.findings import CheckReport, describe
+from ddtree_trt.runtime.params import SamplingParams
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "ddtree_trt" / "assets" / "tiny"
+
+
+@pytest.fixture(autouse=True)
+def drafter_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether methods are lossless is the matter of other tests."""
+    monkeypatch.setattr(
+        "ddtree_trt.check.engine_cases", lambda manifest, budgets: [Case("ar"), Case("dflash"), Case("ddtree", 64)]
+    )
+
+
+def checked(engine: Path, **changes: Any) -> CheckReport:
+    values = {"engine": str(engine), "limit": 3, "max_tokens": 32, "seeds": 0}
+    return check_engine(CheckSettings(**{**values, **changes}))
+
+
+@cache
+def page() -> str:
+    """The part of the page on drafters that says why acceptance is low."""
+    text = (ROOT / "docs" / "drafters.md").read_text(encoding="utf-8")
+    return text.split("## Acceptance is low")[1].split("\n## ")[0]
+
+
+def said_by_the_page(line: str) -> bool:
+    """Whether the page has the line, its numbers aside."""
+    return re.sub(r"[\d.]+", "N", line.strip()) in re.sub(r"[\d.]+", "N", page())
+
+
+def faults_of(report: CheckReport) -> list[str]:
+    """What is found to be wrong; each is printed as the page says."""
+    for line in (*report.drafting.faults, *report.drafting.hints):
+        assert any(line in printed for printed in describe(report))
+        assert said_by_the_page(line), line
+    assert report.passed is (not report.drafting.faults)
+    return report.drafting.faults
+
+
+def rewired(directory: Path, template: str = "", **entries: object) -> Path:
+    """An engine of the packaged pair with other entries of the drafter's configuration, and a text in front of the
+    chat template."""
+    drafter = shutil.copytree(TINY / "drafter", directory / "drafter") / "config.json"
+    config = json.loads(drafter.read_text())
+    config["dflash_config"] |= entries
+    drafter.write_text(json.dumps(config))
+    target = shutil.copytree(TINY / "target", directory / "target")
+    shutil.copytree(TINY / "tokenizer", target, dirs_exist_ok=True)
+    chat = target / "chat_template.jinja"
+    chat.write_text(template + chat.read_text())
+    engine = directory / "engine"
+    compile_engine(BuildRequest(target="mine", checkpoint=target, drafter=drafter.parent, output=engine))
+    return engine
+
+
+# The causes
+
+
+@pytest.mark.parametrize("taps", [[2, 4, 5], [0, 2, 3]])
+def test_taps_that_are_off_by_one(tmp_path: Path, taps: list[int]) -> None:
+    report = checked(rewired(tmp_path, target_layer_ids=taps))
+    assert report.drafting.low
+    (fault,) = faults_of(report)
+    assert fault.startswith("wrong taps: τ is ") and "tapped layers 1, 3, 4;" in fault
+
+
+def test_a_wrong_mask_token(tmp_path: Path) -> None:
+    report = checked(rewired(tmp_path, mask_token_id=2))
+    (fault,) = faults_of(report)
+    assert fault.startswith("wrong mask token: τ is ") and "mask token 4;" in fault
+
+
+def test_a_missing_chat_template_argument(tmp_path: Path) -> None:
+    """The template's own mode puts a text before the answer that the drafter has never seen."""
+    rubbish = "numbers: return shells plates 12 + " * 8
+    engine = rewired(tmp_path, "{% if enable_thinking | default(true) %}" + rubbish + "{% endif %}")
+    report = checked(engine, diagnose=True)
+    assert faults_of(report) == []
+    assert any("--chat-template-arg enable_thinking=false" in hint for hint in report.drafting.hints)
+
+
+@pytest.fixture
+def long_prompts(tmp_path: Path) -> str:
+    """Prompts of one topic, and longer ones whose topic changed some hundred tokens before their end."""
+    ids = [[8 + i] * 60 for i in range(4)] + [[8 + i] * 400 + [20 + i] * 150 for i in range(4)]
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps({"token_ids": each}) + "\n" for each in ids))
+    return str(path)
+
+
+def test_a_window_that_is_ignored(tmp_path: Path, long_prompts: str) -> None:
+    report = checked(build_majority(tmp_path), prompts=(long_prompts,), limit=8)
+    short, *longer = report.drafting.agreement.by_context
+    assert (short.longest, short.accepted) == (128, 7.0)
+    assert [bin.accepted for bin in longer] == [0.0] * len(longer)
+    assert faults_of(report) == []
+    assert report.drafting.hints == [
+        "drafts fail past 128 tokens of context: a window that is ignored, or contexts longer than the drafter was "
+        "trained with"
+    ]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_an_overflow_of_half_precision(
+    tmp_path: Path, long_prompts: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same pair: in float32 the norm takes the factor out again. PyTorch computes in halves on a CPU, too."""
+    monkeypatch.setattr("ddtree_trt.runtime.engines.torch.engine.check_device", lambda *_: None)
+    engine = build_majority(tmp_path, fc=3e4, backend="torch", precision=precision)
+    report = checked(engine, prompts=(long_prompts,), limit=2)
+    if precision == "fp32":
+        assert faults_of(report) == [] and report.drafting.agreement.by_context[0].accepted == 7
+    else:
+        (fault,) = faults_of(report)
+        assert fault.startswith("overflow: the drafter's probabilities are not numbers at 24 of 24 places")
+        assert {finding.case for finding in report.greedy} == {"ar"}  # nothing can be decoded with such drafts
+
+
+# What they are found by
+
+
+def test_the_chain_is_the_first_round_of_dflash(tiny_engine: Path) -> None:
+    with closing(Session(tiny_engine)) as session:
+        prompts = [session.codec.encode(p.opening) for p in load_prompts(("tiny",), 4)]
+        texts = answers(session, prompts, 40)
+        rounds = [session.generate(ids, SamplingParams(max_tokens=40, method="dflash"))[0] for ids in prompts]
+        found = measure_agreement(session.engine, texts)
+        assert session.engine.length(0) == 0
+    firsts = [found.accepted[found.contexts.index(text.start)] for text in texts[:1]]
+    assert firsts == [output.metrics.acceptance_lengths[0] - 1 for output in rounds[:1]]
+    assert max(found.accepted) <= found.length == 15
+
+
+def test_places_leave_room_for_a_whole_chain() -> None:
+    assert Text((0,) * 50, 10).places(15) == sorted({int(10 + i * 24 / 11) for i in range(12)})
+    assert Text((0,) * 12, 10).places(15) == [10]  # too short: the one place there is
+
+
+@pytest.mark.parametrize(("accepted", "past"), [((5, 5, 1), 256), ((5, 1, 1), 128), ((5, 1, 4), None), ((5,), None)])
+def test_drafts_fail_past_a_context_where_no_longer_one_works(accepted: tuple[int, ...], past: int | None) -> None:
+    lengths = [100 << i for i in range(len(accepted)) for _ in range(12)]
+    found = Agreement(tuple(lengths), tuple(a for a in accepted for _ in range(12)), 8)
+    assert found.by_context == tuple(ContextBin(128 << i, 12, float(a)) for i, a in enumerate(accepted))
+    assert found.fails_past == past
+
+
+def test_a_difference_within_chance_is_none() -> None:
+    rng = np.random.default_rng(0)
+    draws = rng.geometric(0.4, (2, 144))
+    plain, same = (Agreement((0,) * 144, tuple(row.tolist()), 15) for row in draws)
+    more = Agreement((0,) * 144, tuple((2 * draws[0]).tolist()), 15)
+    assert more.better(plain) and not plain.better(more)
+    assert not same.better(plain) and not plain.better(same)
+
+
+def test_what_cannot_be_tried_is_said(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that cannot be written, or a file system without links."""
+
+    def refuse(*_: object) -> None:
+        raise OSError("no links")
+
+    monkeypatch.setattr("os.link", refuse)
+    report = checked(tiny_engine, diagnose=True, limit=1)
+    untried = [trial.setting for trial in report.drafting.trials if trial.tau is None]
+    assert untried == ["tapped layers 0, 2, 3", "tapped layers 2, 4, 5"]
+    assert "        tried: tapped layers 0, 2, 3: could not be tried here" in describe(report)
+    assert report.passed
+
+
+def test_a_plan_has_its_taps(tiny_engine: Path) -> None:
+    with closing(Session(tiny_engine)) as session:
+        manifest = session.manifest
+        planned = dataclasses.replace(manifest, backend="tensorrt")
+        assert {v.cause for v in variants(manifest, session.codec)} == {"wrong taps", "wrong mask token"}
+        assert {v.cause for v in variants(planned, session.codec)} == {"wrong mask token"}
+
+
+def test_nothing_is_left_beside_the_engine(tiny_engine: Path, tmp_path: Path) -> None:
+    engine = shutil.copytree(tiny_engine, tmp_path / "engine")
+    checked(engine, diagnose=True, limit=1)
+    assert [p.name for p in tmp_path.iterdir()] == ["engine"]
+
+
+def test_without_a_fault_the_usual_causes_are_named() -> None:
+    found = DraftingFinding(Agreement((8,) * 12, (1,) * 12, 15), {}, low=True)
+    assert found.hints == [f"usual cause: {cause}" for cause in CAUSES]
+    assert found.passed
+    assert dataclasses.replace(found, low=False).hints == []
+    strange = dataclasses.replace(found, agreement=Agreement((8,) * 12, (0,) * 12, 15))
+    assert [said_by_the_page(hint) for hint in strange.hints] == [True]
+
+
+def test_a_target_that_overflows() -> None:
+    found = DraftingFinding(Agreement((8,) * 24, (0,) * 24, 15, broken_rows=24), {}, low=True)
+    assert [said_by_the_page(fault) for fault in found.faults] == [True]
+    assert not found.passed
