@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import TARGET_DIMS, make_target
+from drafts import marginals
 from scripted import completion, finish
 from simulated import CHAINS, costs
 from truth import FALSE_ALARM, chi_square, distribution
@@ -99,7 +100,7 @@ def test_what_is_drafted_depends_on_the_committed_tokens_only(smaller: LLM) -> N
 
     def draft(slot: int) -> list[int]:
         request = DraftRequest(slot, 11, 1, 5, sampler.draft)
-        return engine.draft([request])[0].token_ids[:, 0].tolist()
+        return marginals(engine.draft([request])[0]).token_ids[:, 0].tolist()
 
     def fill(slot: int, tokens: list[int]) -> None:
         engine.prefill(slot, np.array(tokens), rows="none", taps=True)

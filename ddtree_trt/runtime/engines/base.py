@@ -39,7 +39,7 @@ Draw = Callable[[NDArray[np.float32], NDArray[np.int32], int], DrawnFrom]
 class DraftRequest:
     slot: int
     bonus_token: int
-    top_k: int  # K
+    top_k: int  # K; a drafter whose candidates depend on the token before may state more
     length: int  # most positions to draft; a block drafter drafts all L in one pass regardless
     draw: Draw  # how an autoregressive drafter picks each next token; a block drafter ignores it
 
