@@ -13,6 +13,7 @@ from typing import Any, Literal, cast, get_args
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
+from ddtree_trt.runtime.decoding.policies import POLICIES
 from ddtree_trt.runtime.values import Biases, Choice, Flag, Integer, Kind, NodeCount, Number, Texts, TokenIds
 
 DEFAULT_MAX_TOKENS = 256
@@ -212,6 +213,37 @@ class SamplingParams:
         tensors=("num_draft_tokens",),
         metavar="N|auto",
     ).field()
+    tree: str = Parameter(
+        AUTO,
+        Choice(AUTO, list(POLICIES)),
+        "Policy that chooses the nodes of a method's trees.",
+        "`auto` is "
+        + " and ".join(f"`{m.own_policy.name}` for `{m.name}`" for m in METHODS.values() if m.branches)
+        + ". "
+        + "; ".join(f"`{policy.name}`: {policy.makes}" for policy in POLICIES.values())
+        + ". Each works with any `tree_budget`.",
+        metavar="",
+    ).field()
+    tree_width: int | None = Parameter(
+        None,
+        Integer(1),
+        "Width of a tree, as its policy means it.",
+        "Unless given: "
+        + ", ".join(f"{each.width or 'no limit'} for `{each.name}`" for each in POLICIES.values() if each.takes_width)
+        + ".",
+        metavar="N",
+    ).field()
+    max_tree_depth: int | None = Parameter(
+        None, Integer(1), "Most tokens of a path in a tree.", "For methods that make trees.", metavar="N"
+    ).field()
+    draft_length: int | None = Parameter(
+        None,
+        Integer(1),
+        "Most positions drafted per round.",
+        "At most what the drafter drafts in a round; unless given, as much as that. A token by token drafter makes no "
+        "more passes.",
+        metavar="N",
+    ).field()
 
     def __post_init__(self) -> None:
         for name, row in PARAMETERS.items():
@@ -227,6 +259,33 @@ class SamplingParams:
         if self.method != AUTO and not METHODS[self.method].drafts and self.tree_budget not in ("auto", 0):
             budget = shown(self.tree_budget)
             raise UsageError(f"method {self.method!r} drafts nothing: tree_budget {budget} cannot be honoured")
+        self._check_tree()
+
+    def _check_tree(self) -> None:
+        named = POLICIES.get(self.tree)  # None for AUTO
+        if self.tree_width is not None and named is not None and not named.takes_width:
+            raise UsageError(f"tree {self.tree!r} has one node at each depth: tree_width cannot be honoured")
+        if self.method == AUTO:
+            return
+        method = METHODS[self.method]
+        if self.draft_length is not None and not method.drafts:
+            raise UsageError(f"method {self.method!r} drafts nothing: draft_length cannot be honoured")
+        given = [name for name in ("max_tree_depth", "tree_width") if getattr(self, name) is not None]
+        given += ["tree"] * (named is not None)
+        if given and not method.branches:
+            able = " or ".join(each.name for each in METHODS.values() if each.branches)
+            raise UsageError(
+                f"{given[0]} {shown(getattr(self, given[0]))} needs a method that makes trees, {able}; "
+                f"{self.method!r} makes {'chains' if method.drafts else 'none'}"
+                + ", whose length is draft_length or tree_budget"
+                * method.drafts
+            )
+
+    @property
+    def deepest(self) -> int | None:
+        """Most tokens of a path in a round's tree; None for as many as the drafter has."""
+        limits = [limit for limit in (self.max_tree_depth, self.draft_length) if limit is not None]
+        return min(limits, default=None)
 
     @property
     def wanted_tokens(self) -> int:

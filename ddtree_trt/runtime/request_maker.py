@@ -146,6 +146,12 @@ class RequestMaker:
                 f"tree_budget {shown(params.tree_budget)} is above this engine's {limits.max_tree_budget}; "
                 "lower it or rebuild with a larger --max-tree-budget"
             )
+        longest = self._manifest.drafting.longest_draft
+        if params.draft_length is not None and params.draft_length > longest:
+            raise UsageError(
+                f"draft_length {shown(params.draft_length)} is above the {longest} positions that this engine's "
+                "drafter drafts in a round; lower it"
+            )
 
     def _sequence(self, index: int, ids: list[int], params: SamplingParams, echo: str, route: Route) -> Sequence:
         stream = TextStream(
@@ -177,7 +183,7 @@ class RequestMaker:
     def _budget(self, params: SamplingParams) -> Budget:
         method = METHODS[params.method]
         if params.tree_budget != "auto":
-            levels = min(LEVELS, params.tree_budget) if self._manifest.drafting.by_levels else None
+            levels = min(params.deepest or LEVELS, params.tree_budget) if self._manifest.drafting.by_levels else None
             return FixedBudget(params.tree_budget, levels or None)
         fixed = method.default_budget(self._manifest.drafting)
         if fixed is not None:

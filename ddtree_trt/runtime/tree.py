@@ -20,9 +20,10 @@ from ddtree_trt.runtime.candidates import Candidates, Marginals
 
 @dataclass(frozen=True)
 class DraftTree:
-    """Draft nodes 1…n below the root (node 0, the bonus token), in the order the heap pops them.
+    """Draft nodes 1…n below the root (node 0, the bonus token), in the order their policy ranks them: that of its pops
+    for the heap.
 
-    A prefix of that order is the best tree of that size, so cutting a tree to a smaller budget is slicing it.
+    A prefix of that order is the policy's tree of that size, so cutting a tree to a smaller budget is slicing it.
     """
 
     token_ids: NDArray[np.int32]  # [n]
@@ -34,7 +35,7 @@ class DraftTree:
         return len(self.token_ids)
 
     def cut(self, budget: int) -> DraftTree:
-        """The best tree of at most `budget` nodes."""
+        """The policy's tree of at most `budget` nodes."""
         if budget >= len(self):
             return self
         n = max(budget, 0)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scripted import ScriptedEngine, completion, finish, generate
-from scripted_models import Adversarial, Drafter, Good, MarkovTarget, Useless
+from scripted_models import Adversarial, Conditional, Drafter, Good, MarkovTarget, Useless
 from truth import FALSE_ALARM, chi_square, distribution, drift, joint
 
 from ddtree_trt import _native
@@ -30,6 +30,10 @@ METHODS: dict[str, dict[str, Any]] = {
     "ddtree-1": {"method": "ddtree", "tree_budget": 1},
     "ddtree-4": {"method": "ddtree", "tree_budget": 4},
     "ddtree-32": {"method": "ddtree", "tree_budget": 32},
+    "ddtree-heap-limited": {"tree_budget": 8, "max_tree_depth": 2, "tree_width": 2},
+    "ddtree-eagle2": {"tree": "eagle2", "tree_budget": 5, "tree_width": 2},
+    "ddtree-beam": {"tree": "beam", "tree_budget": 5, "tree_width": 2, "draft_length": 2},
+    "ddtree-chain": {"tree": "chain"},
     "dflash-sample": {"method": "dflash-sample"},
     "dflash-sample-2": {"method": "dflash-sample", "tree_budget": 2},
     "draft-model": {"method": "draft-model"},
@@ -52,10 +56,17 @@ BIASES: dict[str, dict[str, Any]] = {
         "logit_bias": {0: 1.5, 3: -1.0},
     },
 }
-DRAFTERS = ("good", "useless", "adversarial")
+DRAFTERS = ("good", "useless", "adversarial", "linked good", "bilinear useless", "bilinear adversarial")
 
 
 def drafter(name: str, target: MarkovTarget) -> Drafter:
+    form, _, quality = name.rpartition(" ")
+    if form:
+        worst = 1 / (target.pairs + 1e-3) ** 2
+        worst[np.arange(target.vocab_size), target.pairs.argmax(1)] = 0
+        tables = {"good": target.pairs, "useless": np.ones_like(worst), "adversarial": worst}
+        pairs = tables[quality] / tables[quality].sum(1, keepdims=True)
+        return Conditional(pairs, "linked" if form == "linked" else "bilinear")
     if name == "useless":
         return Useless(target.vocab_size)
     return Good(target) if name == "good" else Adversarial(target)
@@ -226,6 +237,12 @@ def draws(
         ("ddtree-4", "adversarial"),
         ("dflash-sample", "adversarial"),
         ("draft-model", "useless"),
+        ("ddtree-eagle2", "bilinear adversarial"),
+        ("ddtree-beam", "linked good"),
+        ("ddtree-chain", "useless"),
+        ("ddtree-heap-limited", "bilinear useless"),
+        ("dflash-sample", "bilinear adversarial"),
+        ("dflash-sample", "linked good"),
     ],
 )
 def test_first_tokens_are_distributed_as_the_targets(method: str, name: str) -> None:
@@ -260,6 +277,8 @@ def test_first_tokens_are_distributed_as_the_targets_in_the_full_table(
         ("dflash-sample", "good", "penalties"),
         ("dflash-sample", "useless", "plain"),
         ("dflash-sample", "adversarial", "plain"),
+        ("dflash-sample", "bilinear adversarial", "plain"),
+        ("dflash-sample", "linked good", "penalties"),
         ("draft-model", "good", "plain"),
         ("draft-model", "useless", "penalties"),
         ("draft-model", "adversarial", "plain"),

@@ -19,7 +19,8 @@ from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.check import engine_cases
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import BASELINES, DFLASH, METHODS, Proposal, resolve_method
-from ddtree_trt.runtime.decoding.routing import choose_route
+from ddtree_trt.runtime.decoding.policies import TreePlan
+from ddtree_trt.runtime.decoding.routing import TREE_SHAPE, choose_route
 from ddtree_trt.runtime.engines.base import Draft
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import chain
@@ -70,8 +71,8 @@ def test_a_method_is_one_object(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameters take it, rounds decode by it, `check` and `bench` measure it."""
     asked: list[int] = []
 
-    def first_two(draft: Draft, budget: int, draw: Any) -> Proposal:
-        asked.append(budget)
+    def first_two(draft: Draft, plan: TreePlan, draw: Any) -> Proposal:
+        asked.append(plan.budget)
         return Proposal(chain(marginals(draft).token_ids[:2, 0]))
 
     monkeypatch.setitem(METHODS, "pairs", dataclasses.replace(DFLASH, name="pairs", propose=first_two))
@@ -133,6 +134,10 @@ FIELDS: dict[str, tuple[Any, str]] = {
     "skip_special_tokens": (False, "always"),
     "method": ("ddtree", "always"),
     "tree_budget": (16, "always"),
+    "tree": ("beam", "never"),
+    "tree_width": (2, "never"),
+    "max_tree_depth": (2, "never"),
+    "draft_length": (2, "never"),
 }
 
 
@@ -161,8 +166,11 @@ def test_every_field_is_honoured_or_refused_by_name(engine: ScriptedEngine, name
     if honoured == "always" or (honoured == "greedy" and not params.stochastic):
         assert why is None
         return
-    assert why == f"{name} works on logits, which stay on the device"
-    with pytest.raises(UsageError, match=f"device_rounds is on, but {name} works on logits"):
+    expected = f"{name} works on logits, which stay on the device"
+    if name in TREE_SHAPE:
+        expected = f"the device builds trees by the heap alone and without limits: {name} cannot be honoured"
+    assert why == expected
+    with pytest.raises(UsageError, match=f"device_rounds is on, but {expected}; use auto or off"):
         choose_route("on", engine, params)
 
 

@@ -25,7 +25,7 @@ def never(*_: object) -> DrawnFrom:
 
 
 def request(bonus: int, *, width: int = 3, length: int = 4, policy: str = "eagle2", slot: int = 0) -> DraftRequest:
-    return DraftRequest(slot, bonus, K, length, never, width=width, policy=policy)
+    return DraftRequest(slot, bonus, K, length, never, width, anywhere=policy == "heap")
 
 
 class Scripted:

@@ -44,7 +44,7 @@ class Slot:
         self.tokens += tokens
 
     def draft(self, bonus: int, policy: str) -> None:
-        request = DraftRequest(self.slot, bonus, K, LEVELS, never, width=WIDTH, policy=policy)
+        request = DraftRequest(self.slot, bonus, K, LEVELS, never, WIDTH, anywhere=policy == "heap")
         (draft,) = self.engine.draft([request])
         rows, taps = draft.candidates, self.target(self.tokens)[1]
         assert isinstance(rows, LinkedRows)

@@ -77,6 +77,16 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tree_budget": True}, 'tree_budget must be "auto" or an integer at least 0'),
     ({"tree_budget": None}, 'tree_budget must be "auto" or an integer at least 0'),
     ({"method": "ar", "tree_budget": 4}, "method 'ar' drafts nothing: tree_budget 4 cannot be honoured"),
+    ({"method": "ar", "tree": "beam"}, "tree 'beam' needs a method that makes trees, ddtree; 'ar' makes none"),
+    ({"method": "dflash", "tree": "eagle2"}, "'dflash' makes chains, whose length is draft_length or tree_budget"),
+    ({"method": "dflash", "tree_width": 2}, "tree_width 2 needs a method that makes trees"),
+    ({"method": "draft-model", "max_tree_depth": 2}, "max_tree_depth 2 needs a method that makes trees"),
+    ({"method": "ar", "draft_length": 2}, "'ar' drafts nothing: draft_length cannot be honoured"),
+    ({"tree": "chain", "tree_width": 2}, "tree 'chain' has one node at each depth: tree_width cannot be"),
+    ({"tree": "best"}, "tree must be heap or one of eagle2, beam, chain, not 'best'"),
+    ({"tree_width": 0}, "tree_width must be at least 1"),
+    ({"max_tree_depth": 0}, "max_tree_depth must be at least 1"),
+    ({"draft_length": 0}, "draft_length must be at least 1"),
 ]
 
 ACCEPTED: list[dict[str, Any]] = [

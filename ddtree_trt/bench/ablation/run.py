@@ -18,7 +18,7 @@ from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.artifact.precisions import PLAN_BACKENDS
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.bench.ablation.policies import BEAM, EAGLE2, HEAP, POLICIES, Policy, without_conditions
+from ddtree_trt.bench.ablation.policies import BEAM, EAGLE2, HEAP, POLICIES, TriedPolicy, without_conditions
 from ddtree_trt.bench.ablation.recording import RecordedText, Rounds, record, replay_rounds
 from ddtree_trt.bench.ablation.result import AblationResult, BuildRow, TimeRow, TreeRow
 from ddtree_trt.bench.ablation.settings import AblationSettings
@@ -172,7 +172,7 @@ class Trees:
     def _rows(
         self,
         stage: str,
-        cases: Sequence[tuple[Policy, int, int]],
+        cases: Sequence[tuple[TriedPolicy, int, int]],
         other: tuple[Sequence[RecordedText], str] | None = None,
     ) -> tuple[TreeRow, ...]:
         texts, kind = other or (self._texts, kind_of(self._texts))
@@ -189,7 +189,7 @@ def kind_of(texts: Sequence[RecordedText]) -> str:
     return "marginals" if all(isinstance(d, Marginals) for text in texts for d in text.drafts) else "conditionals"
 
 
-def _row(texts: Sequence[RecordedText], kind: str, policy: Policy, nodes: int, depth: int) -> TreeRow:
+def _row(texts: Sequence[RecordedText], kind: str, policy: TriedPolicy, nodes: int, depth: int) -> TreeRow:
     tried: list[tuple[int, Rounds]] = []
     for width in policy.widths(nodes):
         tried.append((width, replay_rounds(texts, partial(_make, policy, nodes, depth, width))))
@@ -198,7 +198,7 @@ def _row(texts: Sequence[RecordedText], kind: str, policy: Policy, nodes: int, d
     return TreeRow(policy.name, kind, nodes, depth, shown, best.tau, best.nodes, best.expected, best.histogram)
 
 
-def _make(policy: Policy, nodes: int, depth: int, width: int, candidates: Candidates) -> DraftTree:
+def _make(policy: TriedPolicy, nodes: int, depth: int, width: int, candidates: Candidates) -> DraftTree:
     return policy.make(candidates, nodes, depth, width)
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt.models.drafters.eagle3 import EXPANDED
 from ddtree_trt.runtime.decoding.budget import Decision
 from ddtree_trt.runtime.decoding.methods import Proposal
+from ddtree_trt.runtime.decoding.policies import TreePlan
 from ddtree_trt.runtime.decoding.sampling import Row
 from ddtree_trt.runtime.engines.base import (
     Draft,
@@ -68,6 +70,8 @@ class _SlotRound:
         self.foreseen = sequence.foreseen
         self.in_place = engine.foresee is not None  # whether only nodes right behind their ancestors emit tokens
         left = sequence.tokens_left - len(self.foreseen)
+        if (deepest := sequence.params.deepest) is not None:
+            left = min(left, deepest + 1)
         self.ceiling = sequence.budget.ceiling(self._draft_past, left) if sequence.drafts else 0
         self.proposal = NOTHING
         self.result: Walk | None = None  # None before the walk, and if it failed
@@ -82,11 +86,23 @@ class _SlotRound:
         """The tree to verify."""
         return behind(self.foreseen, self.proposal.tree)
 
+    @property
+    def plan(self) -> TreePlan:
+        """The tree to draft."""
+        params = self.sequence.params
+        return TreePlan(self.ceiling, self.sequence.method.policy(params.tree), params.deepest, params.tree_width)
+
     def draft_request(self) -> DraftRequest:
         s = self.sequence
         k = s.method.candidates(self.ceiling, s.params.stochastic)
         last_token = self.foreseen[-1] if self.foreseen else self.root_token
-        return DraftRequest(self.slot, last_token, k, s.budget.levels or self.ceiling, s.sampler.draft)
+        policy, width = self.plan.policy, self.plan.width or self.plan.policy.width
+        if width is not None:
+            k = max(k, min(width, self.ceiling))
+        length = min(self.plan.longest_path, s.budget.levels or self.ceiling)
+        return DraftRequest(
+            self.slot, last_token, k, length, s.sampler.draft, width or EXPANDED, anywhere=policy.anywhere
+        )
 
     def round_request(self) -> RoundRequest:
         params, sampler = self.sequence.params, self.sequence.sampler
@@ -103,7 +119,7 @@ class _SlotRound:
     def build(self, draft: Draft) -> None:
         s = self.sequence
         with self:
-            proposal = s.method.propose(draft, self.ceiling, s.sampler.draft)
+            proposal = s.method.propose(draft, self.plan, s.sampler.draft)
             nodes = s.budget.choose(proposal.tree, self._draft_past)
             tree = proposal.tree.cut(nodes)
             self.proposal = Proposal(spine_first(tree) if self.in_place else tree, proposal.drawn[:nodes])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.models.drafters.eagle3 import EXPANDED
 from ddtree_trt.models.drafters.kinds import DrafterKind
+from ddtree_trt.runtime.decoding.policies import CHAIN, EAGLE2, HEAP, POLICIES, Policy, TreePlan
 
 if TYPE_CHECKING:
     from ddtree_trt.runtime.candidates import Candidates
@@ -35,7 +36,7 @@ class Proposal:
     drawn: tuple[DrawnFrom, ...] = ()
 
 
-# Proposals: functions of the drafter's output, the budget (most nodes), and the request's function that draws a token.
+# Proposals: functions of the drafter's output, the plan of the tree, and the request's function that draws a token.
 
 
 @cache
@@ -46,7 +47,7 @@ def _trees() -> ModuleType:
     return tree
 
 
-def _nothing(draft: Draft, budget: int, draw: Draw) -> Proposal:
+def _nothing(draft: Draft, plan: TreePlan, draw: Draw) -> Proposal:
     return Proposal(_trees().EMPTY)
 
 
@@ -59,23 +60,22 @@ def _usable_output() -> Iterator[None]:
         raise EngineError(f"the drafter's output cannot be used: {error}") from error
 
 
-def _tree(draft: Draft, budget: int, draw: Draw) -> Proposal:
-    """The most probable prefixes."""
+def _tree(draft: Draft, plan: TreePlan, draw: Draw) -> Proposal:
+    """The tree of the request's policy."""
     with _usable_output():
-        return Proposal(_trees().best_tree(draft.candidates, budget))
+        return Proposal(plan.grow(draft.candidates))
 
 
-def _most_probable_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
-    with _usable_output():
-        return Proposal(_trees().best_tree(draft.candidates, budget, width=1))
+def _most_probable_chain(draft: Draft, plan: TreePlan, draw: Draw) -> Proposal:
+    return _tree(draft, replace(plan, policy=CHAIN), draw)
 
 
-def _drawn_chain(draft: Draft, budget: int, draw: Draw) -> Proposal:
+def _drawn_chain(draft: Draft, plan: TreePlan, draw: Draw) -> Proposal:
     """A chain of which each token is drawn from its candidates' probabilities given the ones drawn before it."""
     drawn = draft.drawn
     if drawn is None:
         with _usable_output():
-            drawn = tuple(_draws(draft.candidates, budget, draw))
+            drawn = tuple(_draws(draft.candidates, plan.longest_path, draw))
     return Proposal(_trees().chain([d.token for d in drawn]), drawn)
 
 
@@ -118,12 +118,17 @@ class Method:
     name: str
     makes: str  # description of the tree, for help and documents
     drafters: tuple[str, ...]  # kinds of drafter it can use; (): it drafts nothing, and works with every drafter
-    propose: Callable[[Draft, int, Draw], Proposal]
+    propose: Callable[[Draft, TreePlan, Draw], Proposal]
     candidates: Callable[[int, bool], int] = _one
     weighs_costs: bool = False  # the budget `auto` is chosen by the costs of rounds; else it is the whole draft
-    branches: bool = False  # makes branching trees, which are measured at several budgets; else chains
+    branches: bool = False  # makes trees by a policy, which are measured at several budgets; else chains
+    own_policy: Policy = HEAP  # of its trees, where a request names none
     draws: bool = False  # drafted tokens are drawn at random: with a seed, output depends on the drafts
     host_reason: str | None = "builds no tree"  # why its rounds cannot stay on the device; None: they can
+
+    def policy(self, name: str) -> Policy:
+        """The policy of that name, or for AUTO its own."""
+        return self.own_policy if name == AUTO else POLICIES[name]
 
     @property
     def drafts(self) -> bool:
@@ -190,6 +195,7 @@ EAGLE = Method(
     candidates=_children,
     weighs_costs=True,
     branches=True,
+    own_policy=EAGLE2,
     host_reason="grows its tree level by level",
 )
 

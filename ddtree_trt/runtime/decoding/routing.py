@@ -12,6 +12,8 @@ from ddtree_trt.plugins import MAX_DEVICE_BUDGET
 from ddtree_trt.runtime.decoding.methods import METHODS
 from ddtree_trt.runtime.params import PARAMETERS, DeviceRoundsMode, SamplingParams
 
+TREE_SHAPE = ("tree", "tree_width", "max_tree_depth", "draft_length")  # parameters that shape a tree
+
 if TYPE_CHECKING:
     from ddtree_trt.runtime.engines.base import Engine
 
@@ -80,7 +82,10 @@ def _request_host_reason(params: SamplingParams, *, watched: bool) -> str | None
         return f"the device builds trees of 1 to {MAX_DEVICE_BUDGET} nodes, not of {budget}"
     if watched:
         return "its trees are watched, and a tree on the device is not seen"
-    if names := _not_honoured(params):
+    names = _not_honoured(params)
+    if limits := [name for name in TREE_SHAPE if name in names]:
+        return f"the device builds trees by the heap alone and without limits: {', '.join(limits)} cannot be honoured"
+    if names:
         return f"{', '.join(names)} work{'' if len(names) > 1 else 's'} on logits, which stay on the device"
     return None
 

@@ -40,11 +40,11 @@ Draw = Callable[[NDArray[np.float32], NDArray[np.int32], int], DrawnFrom]
 class DraftRequest:
     slot: int
     bonus_token: int
-    top_k: int  # K
+    top_k: int  # K; a drafter whose candidates depend on the token before may state more
     length: int  # most positions to draft; a block drafter drafts all L in one pass regardless
     draw: Draw  # how an autoregressive drafter picks each next token; a block drafter ignores it
     width: int = EXPANDED  # most nodes that a drafter by levels expands per pass
-    policy: str = "eagle2"  # which nodes it expands: the most probable of the last level, or with "heap" of all
+    anywhere: bool = False  # whether it expands the most probable of all nodes, not those of the last level only
 
 
 @dataclass(frozen=True)

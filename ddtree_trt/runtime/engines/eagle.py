@@ -130,7 +130,7 @@ class EagleDrafter(Drafter):
         growth = _Growth(self._absorb(slot, context, following, request.top_k))
         for _ in range(1, request.length):
             room = min(request.width, self._most_nodes - len(growth.token_ids))
-            nodes = growth.expand(room, anywhere=request.policy == "heap")
+            nodes = growth.expand(room, anywhere=request.anywhere)
             if nodes is None:
                 break
             growth.add(self._network.expand(slot, nodes, request.top_k))

@@ -20,8 +20,8 @@ from ddtree_trt.models.pairs import checkpoint_shapes
 
 WIDTH = 64  # of the vocabulary and of the states
 MASK = WIDTH - 1  # its row of the embedding is zero
-SHAPE = {"vocab_size": WIDTH, "hidden_size": WIDTH, "num_kv_heads": 4, "max_positions": 1024}
-DRAFTER = {"num_layers": 1, "tap_layers": (0,), "block_size": 8, "mask_token_id": MASK}
+SHAPE: dict[str, Any] = {"vocab_size": WIDTH, "hidden_size": WIDTH, "num_kv_heads": 4, "max_positions": 1024}
+DRAFTER: dict[str, Any] = {"num_layers": 1, "tap_layers": (0,), "block_size": 8, "mask_token_id": MASK}
 
 
 def build_majority(path: Path, *, fc: float = 1.0, config: dict[str, Any] | None = None, **build: Any) -> Path:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
+from ddtree_trt.runtime.candidates import Bilinear, Candidates, LinkedRows
 from ddtree_trt.runtime.tree import TokenTree
 
 Array = np.ndarray
@@ -32,6 +33,7 @@ class MarkovTarget:
         shape = (vocab_size, vocab_size, vocab_size)
         self.table = np.random.default_rng(seed).normal(0, spread, shape).astype(np.float32)
         self._probs = _softmax(self.table.astype(np.float64))
+        self.pairs = self._probs.mean(0)  # [V, V]: what follows a token, the one before it unknown
 
     def logits(self, committed: Sequence[int], tree: TokenTree) -> Array:
         before = tree.token_ids[tree.parents]
@@ -111,6 +113,41 @@ class Adversarial:
         worst = 1 / (probs + 1e-3) ** 2
         worst[np.arange(length), probs.argmax(1)] = 0
         return worst / worst.sum(1, keepdims=True)
+
+
+@dataclass
+class Conditional:
+    """Drafts tokens that depend on the one before: pairs float64 [V, V], row a the distribution of what follows a."""
+
+    pairs: Array
+    form: Literal["linked", "bilinear"]
+
+    def block(self, context: Sequence[int], length: int) -> Array:
+        rows = [self.pairs[context[-1]]]
+        for _ in range(length - 1):
+            rows.append(rows[-1] @ self.pairs)
+        return np.array(rows)
+
+    def candidates(self, context: Sequence[int], length: int, k: int) -> Candidates:
+        """Of linked rows the `k` first; a bilinear form has all V."""
+        if self.form == "bilinear":
+            return self._bilinear(context[-1], length)
+        vocab = len(self.pairs)
+        ids = np.argsort(-self.pairs, axis=1, kind="stable")[:, :k]
+        with np.errstate(divide="ignore"):
+            log_probs = np.log(np.take_along_axis(self.pairs, ids, 1))
+        before = [context[-1], *np.tile(np.arange(vocab), length - 1)]  # the token before each row
+        places = np.array([0, *np.repeat(np.arange(1, length), vocab)])
+        links = np.where(places[:, None] + 1 < length, 1 + places[:, None] * vocab + ids[before], -1)
+        return LinkedRows(log_probs[before].astype(np.float32), ids[before].astype(np.int32), links.astype(np.int32))
+
+    def _bilinear(self, last: int, length: int) -> Bilinear:
+        vocab = len(self.pairs)
+        left = np.tile(np.eye(vocab, dtype=np.float32), (length, 1, 1))
+        left[0, 0] = np.eye(vocab)[last]
+        right = np.tile(np.log(self.pairs.T + 1e-9).astype(np.float32), (length, 1, 1))
+        ids = np.tile(np.arange(vocab, dtype=np.int32), (length, 1))
+        return Bilinear(np.zeros((length, vocab), np.float32), ids, left, right)
 
 
 @dataclass

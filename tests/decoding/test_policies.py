@@ -1,0 +1,212 @@
+"""Tree policies against plain statements of them, and the parameters that choose and limit trees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from profiles import make_profile
+from scripted import ScriptedEngine, generate, verbs
+from scripted_models import Conditional, Good, MarkovTarget
+
+from ddtree_trt import _native
+from ddtree_trt.runtime.candidates import NO_ROW, Bilinear, Candidates, LinkedRows, Marginals
+from ddtree_trt.runtime.decoding.budget import AutoBudgets
+from ddtree_trt.runtime.decoding.policies import EAGLE2, HEAP, POLICIES, Policy, TreePlan
+from ddtree_trt.runtime.params import SamplingParams
+
+Prefix = tuple[float, tuple[int, ...]]  # weight, tokens
+
+
+def candidates(form: str, seed: int, length: int = 4, count: int = 4) -> Candidates:
+    """Candidates of each record. Tokens differ within a row; those of marginals are rounded, so that there are ties."""
+    rng = np.random.default_rng(seed)
+    logits = -np.sort(-rng.normal(0, 1.5, (length, count)), axis=1)
+    ids = np.stack([rng.permutation(20)[:count] for _ in range(length)]).astype(np.int32)
+    if form == "marginals":
+        return Marginals((np.round(logits - logits.max()) / 2).astype(np.float32), ids)
+    left, right = rng.normal(0, 1, (2, length, count, 3)).astype(np.float32)
+    form_of = Bilinear(logits.astype(np.float32), ids, left, right)
+    if form == "bilinear":
+        return form_of
+    rows = form_of.child_log_probs(np.arange(1 + (length - 1) * count))
+    pruned = np.where(rng.random(rows.rows.shape) < 0.3, NO_ROW, rows.rows)
+    return LinkedRows(rows.log_probs, rows.token_ids, pruned.astype(np.int32))
+
+
+def children(of: Candidates, row: int) -> list[tuple[float, int, int]]:
+    """(log-probability, token, row) of each candidate of a row."""
+    if row == NO_ROW or of.empty:
+        return []
+    return list(zip(*(part[0].tolist() for part in of.child_log_probs([row])), strict=True))
+
+
+def plain_levels(of: Candidates, width: int, max_depth: int, keep_all: bool) -> list[list[Prefix]]:
+    """Depth by depth the children of the `width` best nodes of the depth above: all `width` of each, or the best."""
+    level: list[tuple[float, tuple[int, ...], int]] = [(0.0, (), 0)]
+    levels: list[list[Prefix]] = []
+    while level and len(levels) < max_depth:
+        grown = [
+            (weight + log_prob, (*tokens, token), below)
+            for weight, tokens, row in level[:width]
+            for log_prob, token, below in children(of, row)[:width]
+        ]
+        grown.sort(key=lambda node: -node[0])
+        level = grown if keep_all else grown[:width]
+        levels.append([(weight, tokens) for weight, tokens, _ in level])
+    return levels
+
+
+def plain_beam(of: Candidates, budget: int, width: int, max_depth: int) -> list[Prefix]:
+    return [node for level in plain_levels(of, width, max_depth, keep_all=False) for node in level][:budget]
+
+
+def plain_eagle2(of: Candidates, budget: int, width: int, max_depth: int) -> list[Prefix]:
+    pool = [node for level in plain_levels(of, width, max_depth, keep_all=True) for node in level]
+    return sorted(pool, key=lambda node: (-node[0], len(node[1])))[:budget]
+
+
+def plain_chain(of: Candidates, budget: int, width: int, max_depth: int) -> list[Prefix]:
+    nodes: list[Prefix] = []
+    weight, tokens, row = 0.0, tuple[int, ...](), 0
+    while len(nodes) < min(budget, max_depth) and (found := children(of, row)):
+        log_prob, token, row = found[0]
+        weight, tokens = weight + log_prob, (*tokens, token)
+        nodes.append((weight, tokens))
+    return nodes
+
+
+PLAIN: dict[str, Callable[[Candidates, int, int, int], list[Prefix]]] = {
+    "beam": plain_beam,
+    "eagle2": plain_eagle2,
+    "chain": plain_chain,
+}
+FORMS = ("marginals", "bilinear", "linked")
+
+
+def grown(plan: TreePlan, of: Candidates) -> list[Prefix]:
+    tree = plan.grow(of)
+    paths: list[tuple[int, ...]] = [()]
+    for node, parent in enumerate(tree.parents[1:].tolist()):
+        assert parent <= node, "a parent comes before its children"
+        paths.append((*paths[parent], int(tree.token_ids[node])))
+        assert tree.depths[node] == len(paths[-1])
+    return list(zip(tree.log_weights.tolist(), paths[1:], strict=True))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", PLAIN)
+@given(
+    seed=st.integers(0, 99), budget=st.integers(0, 40), width=st.integers(1, 5), max_depth=st.sampled_from([1, 2, 3, 9])
+)
+def test_a_policy_is_its_plain_statement(
+    name: str, form: str, seed: int, budget: int, width: int, max_depth: int
+) -> None:
+    of = candidates(form, seed)
+    found = grown(TreePlan(budget, POLICIES[name], max_depth, width), of)
+    expected = PLAIN[name](of, budget, width, max_depth)
+    assert [tokens for _, tokens in found] == [tokens for _, tokens in expected]
+    np.testing.assert_allclose([w for w, _ in found], [w for w, _ in expected], rtol=1e-12)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@settings(max_examples=25)
+@given(seed=st.integers(0, 99), width=st.sampled_from([None, 1, 2, 3]), max_depth=st.sampled_from([None, 1, 3]))
+def test_trees_nest(policy: Policy, form: str, seed: int, width: int | None, max_depth: int | None) -> None:
+    """So automatic budgets may cut them."""
+    of = candidates(form, seed)
+    largest = TreePlan(400, policy, max_depth, width).grow(of)
+    for budget in (0, 1, 2, 5, 11, len(largest), len(largest) + 1):
+        tree, cut = TreePlan(budget, policy, max_depth, width).grow(of), largest.cut(budget)
+        for name in ("token_ids", "depths", "parents", "log_weights"):
+            np.testing.assert_array_equal(getattr(tree, name), getattr(cut, name))
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_no_policy_has_more_mass_than_the_heap(policy: Policy) -> None:
+    for seed in range(20):
+        of = candidates("bilinear", seed)
+        for budget in (1, 4, 12):
+            mass = np.exp(TreePlan(budget, policy).grow(of).log_weights).sum()
+            assert mass <= np.exp(TreePlan(budget, HEAP).grow(of).log_weights).sum() + 1e-12
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+def test_boundaries(policy: Policy) -> None:
+    none = Marginals(np.zeros((0, 0), np.float32), np.zeros((0, 0), np.int32))
+    impossible = Marginals(np.array([[0, -np.inf], [-np.inf] * 2], np.float32), np.array([[1, 2], [3, 4]], np.int32))
+    assert len(TreePlan(5, policy).grow(none)) == 0
+    assert TreePlan(5, policy).grow(impossible).token_ids.tolist() == [1]
+    assert len(TreePlan(5, policy, max_depth=1).grow(candidates("bilinear", 0, length=1, count=1))) == 1
+    for wrong in (np.nan, np.inf):
+        rows = np.array([[-1, wrong]], np.float32)
+        with pytest.raises(ValueError, match=r"below \+inf and not NaN"):
+            TreePlan(5, policy).grow(Marginals(rows, np.array([[1, 2]], np.int32)))
+
+
+def test_equal_nodes_are_kept_shallow_first_with_their_ancestors() -> None:
+    """Certain tokens have children of their own weight."""
+    certain = Marginals(np.array([[-1, -1]] + [[0, -1]] * 2, np.float32), np.array([[1, 2]] * 3, np.int32))
+    just_above = Marginals(certain.log_probs + np.float32(1e-7), certain.token_ids)
+    assert TreePlan(6, EAGLE2, width=2).grow(just_above).depths.tolist() == [1, 1, 2, 2, 3, 3]
+    for budget, depths in ((1, [1]), (2, [1, 1]), (3, [1, 1, 2]), (6, [1, 1, 2, 2, 3, 3])):
+        assert TreePlan(budget, EAGLE2, width=2).grow(certain).depths.tolist() == depths
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"tree_budget": 9}, 9),
+        ({"tree_budget": 9, "max_tree_depth": 1}, 4),
+        ({"tree_budget": 9, "draft_length": 1}, 4),
+        ({"tree_budget": 9, "tree": "beam", "tree_width": 2, "max_tree_depth": 2}, 4),
+        ({"tree_budget": 9, "tree": "eagle2", "tree_width": 2, "draft_length": 3, "max_tree_depth": 2}, 6),
+        ({"tree_budget": 9, "tree": "chain"}, 3),
+        ({"method": "dflash", "draft_length": 2}, 2),
+        ({"method": "dflash-sample", "temperature": 1.0, "draft_length": 2}, 2),
+    ],
+)
+@pytest.mark.parametrize("conditional", [False, True])
+def test_a_request_shapes_its_trees(options: dict[str, Any], sizes: int, conditional: bool) -> None:
+    """The second round: of those behind the first token, no end is near."""
+    target = MarkovTarget(vocab_size=4)
+    drafter = Conditional(target.pairs, "linked") if conditional else Good(target)
+    engine = ScriptedEngine(target, drafter)
+    generate(engine, [1, 2], SamplingParams(max_tokens=30, **{"method": "ddtree", **options}))
+    assert next(call.tokens for call in engine.calls if call.verb == "verify") == 1 + sizes
+
+
+def test_a_token_by_token_drafter_makes_no_pass_beyond_the_draft_length() -> None:
+    target = MarkovTarget(vocab_size=4)
+    engine = ScriptedEngine(target, Good(target), kind="autoregressive")
+    params = SamplingParams(max_tokens=30, method="draft-model", tree_budget=4, draft_length=2)
+    generate(engine, [1, 2], params)
+    assert {call.tokens for call in engine.calls if call.verb == "draft"} == {2}
+    assert verbs(engine)["draft"] > 3
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("form", FORMS)
+def test_automatic_budgets_weigh_conditionals(form: str, policy: Policy) -> None:
+    """The mass tried below a node is that of its children's conditionals; the choice is the best beginning."""
+    of = candidates(form, 3)
+    budget = AutoBudgets(make_profile(draft_s=0.2), 32, 4).for_sequence()
+    ceiling = budget.ceiling(0, 99)
+    tree = TreePlan(ceiling, policy).grow(of)
+    nodes = budget.choose(tree, 0)
+    assert budget.last is not None and 0 < nodes <= len(tree)
+    probabilities = np.exp(tree.log_weights[:nodes])
+    assert budget.last.expected_tokens == pytest.approx(1 + probabilities.sum(), rel=1e-9)
+    cut = tree.cut(nodes)
+    path = np.array([0, 1], np.int32)
+    tried = _native.tried_mass(cut.parents, cut.log_weights, path)
+    for mass, node, row in zip(tried, path.tolist(), (0, children(of, 0)[0][2]), strict=True):
+        tokens = set(cut.token_ids[cut.parents[1:] == node].tolist())
+        assert mass == pytest.approx(sum(np.exp(p) for p, token, _ in children(of, row) if token in tokens))
+    budget.observe(cut, path, 7)
+    assert budget.choose(TreePlan(ceiling, policy).grow(of), 0) <= len(tree)
