@@ -6,13 +6,13 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from .pipeline import STAGES, Run, run_stages
+from .pipeline import STAGES, Run, copy_packaged, run_stages
 from .settings import Settings
 
 
 def main() -> None:
     defaults = Settings()
-    parser = argparse.ArgumentParser(prog="tools.train_tiny", description="Make a tiny target and its DFlash drafter.")
+    parser = argparse.ArgumentParser(prog="tools.train_tiny", description="Make a tiny target and its drafters.")
     parser.add_argument("stage", choices=["all", *STAGES])
     parser.add_argument("--work", type=Path, required=True, help="folder of intermediate files")
     parser.add_argument(
@@ -25,6 +25,11 @@ def main() -> None:
     parser.add_argument("--target-rate", type=float, default=1.0, help="multiplies the target's peak learning rates")
     parser.add_argument("--data-seconds", type=float, default=defaults.draft_data.seconds)
     parser.add_argument("--drafter-seconds", type=float, default=defaults.drafter.seconds)
+    parser.add_argument("--dspark-seconds", type=float, default=defaults.dspark.seconds)
+    parser.add_argument("--markov-rank", type=int, default=defaults.dspark.markov_rank)
+    parser.add_argument("--freeze-body", action="store_true", help="dspark: train the Markov head alone")
+    parser.add_argument("--eagle3-seconds", type=float, default=defaults.eagle3.seconds)
+    parser.add_argument("--packaged", action="store_true", help="take target, drafter and tokenizer from the package")
     parser.add_argument("--block", type=int, default=defaults.drafter.block)
     parser.add_argument("--workers", type=int, default=defaults.workers, help="one-thread training processes")
     args = parser.parse_args()
@@ -39,8 +44,14 @@ def main() -> None:
         ),
         draft_data=replace(defaults.draft_data, seconds=args.data_seconds),
         drafter=replace(defaults.drafter, seconds=args.drafter_seconds, block=args.block),
+        dspark=replace(
+            defaults.dspark, seconds=args.dspark_seconds, markov_rank=args.markov_rank, body_frozen=args.freeze_body
+        ),
+        eagle3=replace(defaults.eagle3, seconds=args.eagle3_seconds),
         workers=args.workers,
     )
+    if args.packaged:
+        copy_packaged(args.out)
     run = Run(settings, args.work, args.out, args.init, args.init_drafter)
     run_stages(run, list(STAGES) if args.stage == "all" else [args.stage])
 

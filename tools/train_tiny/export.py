@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,8 +14,9 @@ from ddtree_trt.models.decoder import BODY, TransformerDims
 from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.families import QWEN3
 
+from .eagle import ARCHITECTURE as EAGLE3
 from .model import MAX_POSITIONS, ROPE_THETA, Config
-from .settings import EOS, MASK, PAD, DrafterSettings, TargetSettings
+from .settings import EOS, MASK, PAD, DrafterSettings, Eagle3Settings, TargetSettings
 
 
 def _dims(shape: TargetSettings, layers: int) -> TransformerDims:
@@ -69,7 +71,23 @@ def drafter_config(shape: TargetSettings, drafter: DrafterSettings) -> Config:
         tap_layers=drafter.target_layer_ids,
         num_target_layers=shape.layers,
     )
-    return {"architectures": [dflash.ARCHITECTURE], **_tiny_config(dims), **dflash.config_entries(dims)}
+    config = {"architectures": [dflash.ARCHITECTURE], **_tiny_config(dims), **dflash.config_entries(dims)}
+    if drafter.markov_rank:
+        config[dflash.SECTION] |= {"markov_head_type": "vanilla", "markov_rank": drafter.markov_rank}
+    return config
+
+
+def eagle3_config(shape: TargetSettings, drafter: Eagle3Settings) -> Config:
+    """An EAGLE-3 drafter's config.json. No `draft_vocab_size`: embedding and head are the target's."""
+    dims = replace(_dims(shape, drafter.layers), intermediate_size=drafter.inner, qk_norm=False)
+    section = {"eagle_aux_hidden_state_layer_ids": list(drafter.target_layer_ids), "use_aux_hidden_state": True}
+    return {
+        **_tiny_config(dims),
+        "architectures": [EAGLE3],
+        "eagle_config": section,
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+    }
 
 
 def save(model: nn.Module, config: Config, folder: Path, prefix: str = "", dtype: torch.dtype = torch.float16) -> None:
