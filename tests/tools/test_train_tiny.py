@@ -96,7 +96,7 @@ def test_a_tree_that_grows_sees_what_the_unrolled_steps_see(target: Target) -> N
     for number, path in paths.items():
         before = torch.tensor([[[bonus, *path]]])
         states = model.unroll(target, features, past, torch.tensor([[length - 1]]), before)
-        truth = torch.log_softmax(model.logits(target, states[0, 0, -1]), -1)
+        truth = torch.log_softmax(model.logits(states[0, 0, -1]), -1)
         values, tokens = found[number]
         torch.testing.assert_close(torch.tensor(values), truth[tokens], rtol=1e-4, atol=1e-5)
 

@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--drafter-seconds", type=float, default=defaults.drafter.seconds)
     parser.add_argument("--dspark-seconds", type=float, default=defaults.dspark.seconds)
     parser.add_argument("--markov-rank", type=int, default=defaults.dspark.markov_rank)
-    parser.add_argument("--freeze-body", action="store_true", help="dspark: train the Markov head alone")
+    parser.add_argument("--tune-body", action="store_true", help="dspark: train the whole drafter, not its head alone")
     parser.add_argument("--eagle3-seconds", type=float, default=defaults.eagle3.seconds)
     parser.add_argument("--packaged", action="store_true", help="take target, drafter and tokenizer from the package")
     parser.add_argument("--block", type=int, default=defaults.drafter.block)
@@ -45,7 +45,7 @@ def main() -> None:
         draft_data=replace(defaults.draft_data, seconds=args.data_seconds),
         drafter=replace(defaults.drafter, seconds=args.drafter_seconds, block=args.block),
         dspark=replace(
-            defaults.dspark, seconds=args.dspark_seconds, markov_rank=args.markov_rank, body_frozen=args.freeze_body
+            defaults.dspark, seconds=args.dspark_seconds, markov_rank=args.markov_rank, body_frozen=not args.tune_body
         ),
         eagle3=replace(defaults.eagle3, seconds=args.eagle3_seconds),
         workers=args.workers,

@@ -18,6 +18,8 @@ from .eagle import ARCHITECTURE as EAGLE3
 from .model import MAX_POSITIONS, ROPE_THETA, Config
 from .settings import EOS, MASK, PAD, DrafterSettings, Eagle3Settings, TargetSettings
 
+DSPARK = "DSparkDraftModel"
+
 
 def _dims(shape: TargetSettings, layers: int) -> TransformerDims:
     return TransformerDims(
@@ -72,18 +74,27 @@ def drafter_config(shape: TargetSettings, drafter: DrafterSettings) -> Config:
         num_target_layers=shape.layers,
     )
     config = {"architectures": [dflash.ARCHITECTURE], **_tiny_config(dims), **dflash.config_entries(dims)}
-    if drafter.markov_rank:
-        config[dflash.SECTION] |= {"markov_head_type": "vanilla", "markov_rank": drafter.markov_rank}
-    return config
+    if not drafter.markov_rank:
+        return config
+    config["architectures"] = [DSPARK]
+    # The first position of SpecForge's DSpark predicts too, unless the file says that it does not; DFlash's does not.
+    config[dflash.SECTION] |= {
+        "markov_head_type": "vanilla",
+        "markov_rank": drafter.markov_rank,
+        "projector_type": "dspark",
+        "sample_from_anchor": False,
+    }
+    return {**config, "tie_word_embeddings": False}
 
 
 def eagle3_config(shape: TargetSettings, drafter: Eagle3Settings) -> Config:
-    """An EAGLE-3 drafter's config.json. No `draft_vocab_size`: embedding and head are the target's."""
+    """An EAGLE-3 drafter's config.json, as SpecForge writes it; the outputs of the layers it names are tapped."""
     dims = replace(_dims(shape, drafter.layers), intermediate_size=drafter.inner, qk_norm=False)
     section = {"eagle_aux_hidden_state_layer_ids": list(drafter.target_layer_ids), "use_aux_hidden_state": True}
     return {
         **_tiny_config(dims),
         "architectures": [EAGLE3],
+        "draft_vocab_size": shape.vocabulary,
         "eagle_config": section,
         "model_type": "llama",
         "tie_word_embeddings": False,

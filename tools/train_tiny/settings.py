@@ -83,11 +83,11 @@ class DrafterSettings:
 class Eagle3Settings(DrafterSettings):
     """EAGLE-3; a block is its steps in training and the token that they start from."""
 
-    inner: int = 128  # small, so that this drafter and DSpark's have less than 3 MB together
+    inner: int = 128  # the fewer weights, the sooner it is trained
     block: int = 6
     measured_block: int = 16
     layers: int = 1
-    seconds: float = 1500.0
+    seconds: float = 2150.0
     anchors: int = 48
     position_decay: float = 4.5  # 0.8 a step, as in the EAGLE-3 paper's code
 
@@ -116,7 +116,9 @@ class Settings:
     target: TargetSettings = field(default_factory=TargetSettings)
     draft_data: DraftDataSettings = field(default_factory=DraftDataSettings)
     drafter: DrafterSettings = field(default_factory=DrafterSettings)
-    dspark: DrafterSettings = DrafterSettings(markov_rank=16, seconds=900.0, adam_rate=4e-3, muon_rate=0.0005)
+    dspark: DrafterSettings = DrafterSettings(
+        markov_rank=16, body_frozen=True, seconds=660.0, adam_rate=4e-3, muon_rate=0.0005
+    )
     eagle3: Eagle3Settings = field(default_factory=Eagle3Settings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
     comparison: ComparisonSettings = field(default_factory=ComparisonSettings)
