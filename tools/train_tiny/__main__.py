@@ -29,6 +29,7 @@ def main() -> None:
     parser.add_argument("--markov-rank", type=int, default=defaults.dspark.markov_rank)
     parser.add_argument("--tune-body", action="store_true", help="dspark: train the whole drafter, not its head alone")
     parser.add_argument("--eagle3-seconds", type=float, default=defaults.eagle3.seconds)
+    parser.add_argument("--own-head", action="store_true", help="eagle3: train a head too, from the target's on")
     parser.add_argument("--packaged", action="store_true", help="take target, drafter and tokenizer from the package")
     parser.add_argument("--block", type=int, default=defaults.drafter.block)
     parser.add_argument("--workers", type=int, default=defaults.workers, help="one-thread training processes")
@@ -47,7 +48,7 @@ def main() -> None:
         dspark=replace(
             defaults.dspark, seconds=args.dspark_seconds, markov_rank=args.markov_rank, body_frozen=not args.tune_body
         ),
-        eagle3=replace(defaults.eagle3, seconds=args.eagle3_seconds),
+        eagle3=replace(defaults.eagle3, seconds=args.eagle3_seconds, own_head=args.own_head),
         workers=args.workers,
     )
     if args.packaged:

@@ -97,27 +97,29 @@ class MidLayer(nn.Module):
 
 
 class Eagle3(Rotary):
-    """The drafter. It uses the target's embedding; its head, which published ones have, is a copy of the target's."""
+    """The drafter. Its embedding is the target's, and so is its head unless `draft_vocab_size` says that it has one."""
 
     norm: nn.RMSNorm
     fc: nn.Linear
-    lm_head: nn.Linear
+    lm_head: nn.Linear | None
 
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
-        hidden, vocabulary = cfg["hidden_size"], cfg["draft_vocab_size"]
+        hidden = cfg["hidden_size"]
         self.taps: tuple[int, ...] = tuple(cfg["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
         self.midlayer = MidLayer(cfg)
-        shapes: Shapes = {
-            "fc.weight": (hidden, len(self.taps) * hidden),
-            "norm.weight": (hidden,),
-            "lm_head.weight": (vocabulary, hidden),
-        }
+        self.register_module("lm_head", None)
+        shapes: Shapes = {"fc.weight": (hidden, len(self.taps) * hidden), "norm.weight": (hidden,)}
+        if "draft_vocab_size" in cfg:
+            shapes["lm_head.weight"] = (cfg["draft_vocab_size"], hidden)
         add_weights(self, shapes, cfg["rms_norm_eps"])
 
-    def logits(self, features: Tensor) -> Tensor:
+    def logits(self, target: Target, features: Tensor) -> Tensor:
         """[..., V] of the layer's outputs [..., H]."""
-        return self.lm_head(self.norm(features)).float()
+        states = self.norm(features)
+        if self.lm_head is not None:
+            return self.lm_head(states).float()
+        return target.head(states.to(target.norm.weight.dtype)).float()
 
     def context(self, target: Target, taps: Tensor, ids: Tensor) -> tuple[Tensor, KeyValue]:
         """Features [N, T, H] of positions that the target has seen, and their keys and values.
@@ -183,7 +185,7 @@ class Growth:
             seen[0, row, [self.length - 1 + number for number in chain]] = True
         x = model.midlayer.finish(x, attention(attention.queries(joined, rope), self.past, seen, [])[0])
         self.above = torch.cat([self.above, x])
-        values, ids = torch.log_softmax(model.logits(x), -1).topk(self.children, -1)
+        values, ids = torch.log_softmax(model.logits(self.target, x), -1).topk(self.children, -1)
         return list(zip(values.tolist(), ids.tolist(), strict=True))
 
 
@@ -213,9 +215,9 @@ def fresh(target: Target, cfg: Config, seed: int) -> Eagle3:
         model.midlayer.hidden_norm.load_state_dict(source.input_layernorm.state_dict())
         model.midlayer.post_attention_layernorm.load_state_dict(source.post_attention_layernorm.state_dict())
         model.norm.load_state_dict(target.norm.state_dict())
-        model.lm_head.weight.copy_(target.embed_tokens.weight)
-    model.requires_grad_(True).lm_head.requires_grad_(False)
-    return model
+        if model.lm_head is not None:
+            model.lm_head.weight.copy_(target.embed_tokens.weight)
+    return model.requires_grad_(True)
 
 
 def load_eagle3(folder: Path) -> Eagle3:

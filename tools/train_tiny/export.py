@@ -88,13 +88,16 @@ def drafter_config(shape: TargetSettings, drafter: DrafterSettings) -> Config:
 
 
 def eagle3_config(shape: TargetSettings, drafter: Eagle3Settings) -> Config:
-    """An EAGLE-3 drafter's config.json, as SpecForge writes it; the outputs of the layers it names are tapped."""
+    """An EAGLE-3 drafter's config.json, as SpecForge writes it; the outputs of the layers it names are tapped.
+
+    Without `draft_vocab_size` the head is the target's, as SGLang reads it.
+    """
     dims = replace(_dims(shape, drafter.layers), intermediate_size=drafter.inner, qk_norm=False)
     section = {"eagle_aux_hidden_state_layer_ids": list(drafter.target_layer_ids), "use_aux_hidden_state": True}
     return {
         **_tiny_config(dims),
         "architectures": [EAGLE3],
-        "draft_vocab_size": shape.vocabulary,
+        **({"draft_vocab_size": shape.vocabulary} if drafter.own_head else {}),
         "eagle_config": section,
         "model_type": "llama",
         "tie_word_embeddings": False,

@@ -66,6 +66,7 @@ class DrafterSettings:
     layers: int = 2
     target_layer_ids: tuple[int, ...] = (1, 3, 4)
     seconds: float = 1500.0
+    steps: int = 0  # the length where seconds is 0
     adam_rate: float = 2e-3
     muon_rate: float = 0.01
     weight_decay: float = 0.05
@@ -83,7 +84,8 @@ class DrafterSettings:
 class Eagle3Settings(DrafterSettings):
     """EAGLE-3; a block is its steps in training and the token that they start from."""
 
-    inner: int = 128  # the fewer weights, the sooner it is trained
+    inner: int = 128  # small, so that this drafter and DSpark's have less than 3 MB together
+    own_head: bool = False  # one trained from the target's on; else the target's is used
     block: int = 6
     measured_block: int = 16
     layers: int = 1

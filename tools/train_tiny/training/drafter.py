@@ -113,7 +113,7 @@ def draft_logits(model: Model, target: Target, blocks: Blocks) -> Tensor:
     dtype = model.fc.weight.dtype
     if isinstance(model, Eagle3):
         features, past = model.context(target, blocks.taps.to(dtype), blocks.tokens.roll(-1, 1))
-        return model.logits(model.unroll(target, features, past, blocks.anchor - 1, blocks.before))
+        return model.logits(target, model.unroll(target, features, past, blocks.anchor - 1, blocks.before))
     context = model.context(blocks.taps.to(dtype), torch.arange(blocks.taps.shape[1]))
     hidden = model(target.embed_tokens(blocks.ids).to(dtype), blocks.positions, context, blocks.anchor)
     masked = hidden.view(*blocks.anchor.shape, -1, hidden.shape[-1])[:, :, 1:]
@@ -185,7 +185,7 @@ def _work(rank: int, shared: Shared, model: Model, settings: DrafterSettings, fi
 
     rates = Rates(
         settings.adam_rate, settings.muon_rate, settings.weight_decay,
-        settings.warmup_steps, settings.plateau, settings.seconds,
+        settings.warmup_steps, settings.plateau, settings.seconds, settings.steps,
     )  # fmt: skip
     worker = Worker(
         shared, rank, model, rates, state["elapsed_s"] if state else 0.0, state["worker"] if state else None
