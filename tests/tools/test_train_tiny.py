@@ -21,6 +21,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools.train_tiny import eagle
+from tools.train_tiny.comparison import Answered, accepted, rounds
 from tools.train_tiny.export import drafter_config, eagle3_config, save, save_target, target_config
 from tools.train_tiny.model import Target, load_drafter
 from tools.train_tiny.settings import DrafterSettings, Eagle3Settings, TargetSettings
@@ -272,3 +273,18 @@ def test_the_markov_head_adds_what_it_says_of_the_token_before(target: Target, t
         if blocks.valid[n, a, k]:
             before = int(blocks.tokens[n, blocks.anchor[n, a] + k])
             torch.testing.assert_close(added[n, a, k], second @ first[before], rtol=1e-4, atol=1e-4)
+
+
+def test_replayed_rounds_accept_the_path_of_the_answer() -> None:
+    tree = Tree(tokens=[5, 6, 7, 8], parents=[0, 0, 2, 3], depths=[1, 1, 2, 3])
+    assert [accepted(tree, budget, [6, 7, 8, 9]) for budget in range(5)] == [0, 0, 1, 2, 3]
+    answered = Answered("math", ids=[1, 1, 4, 6, 7, 8, 5, 2], prompt=2, taps=torch.zeros(0))
+    asked: list[int] = []
+
+    def tree_at(anchor: int) -> Tree:
+        asked.append(anchor)
+        return tree
+
+    assert rounds(answered, tree_at, 4) == [4, 1]  # three drafts and the bonus token, then the end alone
+    assert asked == [2, 6]
+    assert sum(rounds(answered, tree_at, 1)) == 5

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .eagle import Eagle3, Growth, load_eagle3
 from .generation import continue_batch
-from .model import Drafter, KeyValue, Target, load_drafter, load_target
+from .model import Drafter, KeyValue, MarkovHead, Target, load_drafter, load_target
 from .settings import MASK, ComparisonSettings
 from .tokenizer import load, prompt_ids
 from .trees import Ranked, Tree, best_first, best_prefixes, chain, grow
@@ -60,9 +60,9 @@ def answers(folder: Path, taps: tuple[int, ...], max_new: int) -> list[Answered]
 class BlockTrees:
     """Trees over a DFlash or DSpark drafter's logits, which one pass gives for every position of an answer."""
 
-    def __init__(self, model: Drafter, target: Target, budget: int, answered: Answered) -> None:
+    def __init__(self, model: Drafter, target: Target, settings: ComparisonSettings, answered: Answered) -> None:
         self.head = model.markov_head
-        self.budget = budget
+        self.settings = settings
         self.first = answered.prompt
         self.ids = answered.ids
         block, places = int(model.cfg["block_size"]), torch.arange(len(answered.ids))
@@ -84,23 +84,26 @@ class BlockTrees:
             return chain(logits)
         tokens = [self.ids[anchor]]
         for row in logits:
-            tokens.append(int((row + self.head(torch.tensor(tokens[-1]))).argmax()))
+            tokens.append(self._after(self.head, row, tokens[-1])[1][0])
         return Tree(tokens[1:], list(range(len(logits))), list(range(1, len(logits) + 1)))
+
+    def _after(self, head: MarkovHead, logits: Tensor, token: int) -> Ranked:
+        """The candidates of a position [V], ranked by what the head says of them after `token`."""
+        base, ids = logits.topk(self.settings.candidates)
+        biases = head.markov_w2.weight[ids] @ head.markov_w1.weight[token]
+        values, order = torch.log_softmax(base + biases, -1).sort(descending=True)
+        return values.tolist(), ids[order].tolist()
 
     def heap(self, anchor: int) -> Tree:
         """The most probable prefixes, by what each token's parent says of it where there is a Markov head."""
         logits = self.logits[anchor - self.first]
-        head, budget = self.head, self.budget
+        head, budget = self.head, self.settings.budgets[-1]
         if head is None:
             return best_first(torch.log_softmax(logits, -1), budget)
 
         @functools.cache
         def children(depth: int, token: int) -> Ranked:
-            if depth == len(logits):
-                return [], []
-            row = logits[depth] + head(torch.tensor(token))
-            values, ids = torch.log_softmax(row, -1).topk(min(budget, len(row)))
-            return values.tolist(), ids.tolist()
+            return self._after(head, logits[depth], token) if depth < len(logits) else ([], [])
 
         bonus = self.ids[anchor]
         return best_prefixes(lambda _, token, depth: children(depth, token if depth else bonus), budget)
@@ -159,7 +162,7 @@ def methods(folder: Path, target: Target, settings: ComparisonSettings) -> dict[
     found: dict[tuple[str, str], Method] = {}
     for name in ("drafter", "dspark"):
         if (folder / name).exists():
-            block = functools.partial(BlockTrees, load_drafter(folder / name), target, settings.budgets[-1])
+            block = functools.partial(BlockTrees, load_drafter(folder / name), target, settings)
             found |= {(name, "chain"): _method(block, "chain"), (name, "heap"): _method(block, "heap")}
     if (folder / "eagle3").exists():
         grown = functools.partial(Eagle3Trees, load_eagle3(folder / "eagle3"), target, settings)

@@ -24,6 +24,7 @@ class Run:
     out: Path
     init: Path | None = None
     init_drafter: Path | None = None
+    document: bool = False  # write the comparison into docs/benchmarks.md
 
     @property
     def corpus_path(self) -> Path:
@@ -123,10 +124,14 @@ def make_evaluation(run: Run) -> None:
 
 
 def make_comparison(run: Run) -> None:
-    """Every drafter in OUT at equal budgets; writes comparison.json and comparison.md."""
+    """Every drafter in OUT at equal budgets; writes comparison.json and comparison.md, and the document's section."""
     report = comparison.compare(run.out, run.settings.comparison)
     (run.out / "comparison.json").write_text(json.dumps(report, indent=1) + "\n")
     (run.out / "comparison.md").write_text(comparison.markdown(report))
+    if run.document:
+        from tools import update_benchmarks  # it imports all of the engine, which training does not need
+
+        update_benchmarks.write_section(update_benchmarks.COMPARISON, comparison.markdown(report))
 
 
 def copy_packaged(out: Path) -> None:

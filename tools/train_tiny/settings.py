@@ -104,11 +104,13 @@ class EvaluationSettings:
 
 @dataclass(frozen=True)
 class ComparisonSettings:
-    """Drafters side by side. EAGLE-3 expands `width` nodes in a pass."""
+    """Drafters side by side. EAGLE-3 expands `width` nodes in a pass; a Markov head chooses among the `candidates` that
+    are the most probable without it, as engines do."""
 
     budgets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
     max_depth: int = 15
     width: int = 8
+    candidates: int = 64
     max_new_tokens: int = 320
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -76,7 +76,7 @@ def grow(expand: Expand, budget: int, width: int, max_depth: int, *, by_depth: b
     """
     nodes = [_Node(token=-1, parent=0, depth=0, score=0.0)]
     rows: dict[int, int] = {}  # node → its number in the expansions
-    waiting = [0]
+    waiting, kept = [0], list[int]()
     while waiting:
         found = expand([(rows.get(nodes[node].parent, -1), nodes[node].token) for node in waiting])
         rows |= {node: len(rows) + place for place, node in enumerate(waiting)}
@@ -87,10 +87,10 @@ def grow(expand: Expand, budget: int, width: int, max_depth: int, *, by_depth: b
                 _Node(token, parent, above.depth + 1, above.score + value)
                 for value, token in zip(values, ids, strict=True)
             ]
-        newest = range(first, len(nodes)) if by_depth else _best(nodes, budget)
-        ready = (node for node in newest if node not in rows and nodes[node].depth < max_depth)
-        waiting = sorted(ready, key=lambda node: _rank(nodes, node))[:width]
-    kept = _best(nodes, budget)
+        newest = range(first, len(nodes))
+        kept = _best(nodes, [*kept, *newest], budget)  # what is not among the best now never will be
+        ready = [node for node in (newest if by_depth else kept) if node not in rows and nodes[node].depth < max_depth]
+        waiting = _best(nodes, ready, width)
     place = {0: 0} | {node: number for number, node in enumerate(kept, 1)}
     return Tree(
         [nodes[node].token for node in kept],
@@ -107,10 +107,6 @@ class _Node:
     score: float  # logarithm of the product of the probabilities on its path
 
 
-def _rank(nodes: list[_Node], node: int) -> tuple[float, int, int]:
-    return -nodes[node].score, nodes[node].depth, node
-
-
-def _best(nodes: list[_Node], count: int) -> list[int]:
-    """The most probable nodes but the root."""
-    return heapq.nsmallest(count, range(1, len(nodes)), key=lambda node: _rank(nodes, node))
+def _best(nodes: list[_Node], among: Iterable[int], count: int) -> list[int]:
+    """The most probable of some nodes, in order; ties to the shallower, then to the earlier."""
+    return heapq.nsmallest(count, among, key=lambda node: (-nodes[node].score, nodes[node].depth, node))
