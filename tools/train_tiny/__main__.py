@@ -31,7 +31,9 @@ def main() -> None:
     parser.add_argument("--eagle3-seconds", type=float, default=defaults.eagle3.seconds)
     parser.add_argument("--own-head", action="store_true", help="eagle3: train a head too, from the target's on")
     parser.add_argument("--document", action="store_true", help="compare: write the section of docs/benchmarks.md")
-    parser.add_argument("--packaged", action="store_true", help="take target, drafter and tokenizer from the package")
+    parser.add_argument(
+        "--packaged", action="store_true", help="take target, drafter and tokenizer from the package; compare: all"
+    )
     parser.add_argument("--block", type=int, default=defaults.drafter.block)
     parser.add_argument("--workers", type=int, default=defaults.workers, help="one-thread training processes")
     args = parser.parse_args()
@@ -53,7 +55,8 @@ def main() -> None:
         workers=args.workers,
     )
     if args.packaged:
-        copy_packaged(args.out)
+        others = ("dspark", "eagle3") if args.stage == "compare" else ()
+        copy_packaged(args.out, ("target", "drafter", "tokenizer", *others))
     run = Run(settings, args.work, args.out, args.init, args.init_drafter, args.document)
     run_stages(run, list(STAGES) if args.stage == "all" else [args.stage])
 

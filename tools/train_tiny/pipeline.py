@@ -134,10 +134,10 @@ def make_comparison(run: Run) -> None:
         update_benchmarks.write_section(update_benchmarks.COMPARISON, comparison.markdown(report))
 
 
-def copy_packaged(out: Path) -> None:
-    """Begin OUT as the pair in the package: target, drafter and tokenizer are then not made."""
+def copy_packaged(out: Path, names: tuple[str, ...]) -> None:
+    """Begin OUT with these folders of the package, which are then not made."""
     packaged = Path(str(resources.files("ddtree_trt") / "assets" / "tiny"))
-    for name in ("target", "drafter", "tokenizer"):
+    for name in names:
         if not (out / name).exists():
             shutil.copytree(packaged / name, out / name)
 
