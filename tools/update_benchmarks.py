@@ -121,6 +121,7 @@ SECTIONS = {
     "round-times": _round_times("fp32"),
     "round-times-int8": _round_times("int8"),
 }
+COMPARISON = "drafters"  # the section that `python -m tools.train_tiny compare --document` writes
 CHECKS = {"check": "tiny", "check-int8": "tiny-int8"}  # section → the engine whose losslessness report it shows
 
 

@@ -34,8 +34,8 @@ from tools.train_drafter.settings import DataSettings, DrafterSettings, Settings
 from tools.train_drafter.target import Target, load_target, mask_token_id, spread_taps
 from tools.train_drafter.training import Tables, train
 from tools.train_drafter.validation import drafts, rounds
-from tools.train_tiny.decoding import chain
 from tools.train_tiny.model import Drafter, load_drafter
+from tools.train_tiny.trees import chain
 
 LAYERS, VOCABULARY, MASK = 6, 96, 95
 TEMPLATE = "t2 {% for m in messages %}{{ m['content'] }} t3 {% endfor %}"

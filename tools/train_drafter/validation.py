@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tools.train_tiny.decoding import Tree, best_first, chain
 from tools.train_tiny.model import Drafter
+from tools.train_tiny.trees import Tree, best_first, chain
 
 from .blocks import draft_states, make_blocks
 from .generation import Record

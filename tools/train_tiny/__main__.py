@@ -6,13 +6,13 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from .pipeline import STAGES, Run, run_stages
+from .pipeline import STAGES, Run, copy_packaged, run_stages
 from .settings import Settings
 
 
 def main() -> None:
     defaults = Settings()
-    parser = argparse.ArgumentParser(prog="tools.train_tiny", description="Make a tiny target and its DFlash drafter.")
+    parser = argparse.ArgumentParser(prog="tools.train_tiny", description="Make a tiny target and its drafters.")
     parser.add_argument("stage", choices=["all", *STAGES])
     parser.add_argument("--work", type=Path, required=True, help="folder of intermediate files")
     parser.add_argument(
@@ -25,6 +25,15 @@ def main() -> None:
     parser.add_argument("--target-rate", type=float, default=1.0, help="multiplies the target's peak learning rates")
     parser.add_argument("--data-seconds", type=float, default=defaults.draft_data.seconds)
     parser.add_argument("--drafter-seconds", type=float, default=defaults.drafter.seconds)
+    parser.add_argument("--dspark-seconds", type=float, default=defaults.dspark.seconds)
+    parser.add_argument("--markov-rank", type=int, default=defaults.dspark.markov_rank)
+    parser.add_argument("--tune-body", action="store_true", help="dspark: train the whole drafter, not its head alone")
+    parser.add_argument("--eagle3-seconds", type=float, default=defaults.eagle3.seconds)
+    parser.add_argument("--own-head", action="store_true", help="eagle3: train a head too, from the target's on")
+    parser.add_argument("--document", action="store_true", help="compare: write the section of docs/benchmarks.md")
+    parser.add_argument(
+        "--packaged", action="store_true", help="take target, drafter and tokenizer from the package; compare: all"
+    )
     parser.add_argument("--block", type=int, default=defaults.drafter.block)
     parser.add_argument("--workers", type=int, default=defaults.workers, help="one-thread training processes")
     args = parser.parse_args()
@@ -39,9 +48,16 @@ def main() -> None:
         ),
         draft_data=replace(defaults.draft_data, seconds=args.data_seconds),
         drafter=replace(defaults.drafter, seconds=args.drafter_seconds, block=args.block),
+        dspark=replace(
+            defaults.dspark, seconds=args.dspark_seconds, markov_rank=args.markov_rank, body_frozen=not args.tune_body
+        ),
+        eagle3=replace(defaults.eagle3, seconds=args.eagle3_seconds, own_head=args.own_head),
         workers=args.workers,
     )
-    run = Run(settings, args.work, args.out, args.init, args.init_drafter)
+    if args.packaged:
+        others = ("dspark", "eagle3") if args.stage == "compare" else ()
+        copy_packaged(args.out, ("target", "drafter", "tokenizer", *others))
+    run = Run(settings, args.work, args.out, args.init, args.init_drafter, args.document)
     run_stages(run, list(STAGES) if args.stage == "all" else [args.stage])
 
 

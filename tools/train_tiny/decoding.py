@@ -6,60 +6,20 @@ the target's own choice at every node visited says where to go on. The empty tre
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .model import Drafter, KeyValue, Target
 from .settings import EOS, MASK
+from .trees import EMPTY, Tree
 
 STOPS = frozenset({0, EOS})
 
 
-@dataclass(frozen=True)
-class Tree:
-    """Drafts in an order in which parents come first; node 0 is the bonus token, draft i is node i + 1."""
-
-    tokens: list[int]
-    parents: list[int]
-    depths: list[int]
-
-
-EMPTY = Tree([], [], [])
 MakeTree = Callable[[Tensor], Tree]
 """From log-probabilities [L, V] of the draft positions to a tree."""
-
-
-def chain(log_probabilities: Tensor) -> Tree:
-    tokens = log_probabilities.argmax(-1).tolist()
-    return Tree(tokens, list(range(len(tokens))), list(range(1, len(tokens) + 1)))
-
-
-def best_first(log_probabilities: Tensor, budget: int) -> Tree:
-    """The `budget` most probable prefixes when draft positions are independent.
-
-    A popped node offers its next-ranked sibling and its best child; both are less probable than itself, so nodes leave
-    the heap in order of probability.
-    """
-    values, indices = log_probabilities.topk(min(budget, log_probabilities.shape[1]), -1)
-    scores, ranked = values.tolist(), indices.tolist()
-    tokens: list[int] = []
-    parents: list[int] = []
-    depths: list[int] = []
-    heap = [(-scores[0][0], 0, 0, 0)]  # minus log-probability, parent, depth from 0, rank
-    while heap and len(tokens) < budget:
-        cost, parent, depth, rank = heapq.heappop(heap)
-        tokens.append(ranked[depth][rank])
-        parents.append(parent)
-        depths.append(depth + 1)
-        if rank + 1 < len(ranked[depth]):
-            heapq.heappush(heap, (cost + scores[depth][rank] - scores[depth][rank + 1], parent, depth, rank + 1))
-        if depth + 1 < len(ranked):
-            heapq.heappush(heap, (cost - scores[depth + 1][0], len(tokens), depth + 1, 0))
-    return Tree(tokens, parents, depths)
 
 
 class Decoder:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from .checks import is_ended, is_right
-from .decoding import Decoder, MakeTree, best_first, chain
+from .decoding import Decoder, MakeTree
 from .model import load_drafter, load_target
 from .settings import EvaluationSettings
 from .tokenizer import answer_text, load, prompt_ids
+from .trees import best_first, chain
 
 
 @dataclass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -13,8 +14,11 @@ from ddtree_trt.models.decoder import BODY, TransformerDims
 from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.families import QWEN3
 
+from .eagle import ARCHITECTURE as EAGLE3
 from .model import MAX_POSITIONS, ROPE_THETA, Config
-from .settings import EOS, MASK, PAD, DrafterSettings, TargetSettings
+from .settings import EOS, MASK, PAD, DrafterSettings, Eagle3Settings, TargetSettings
+
+DSPARK = "DSparkDraftModel"
 
 
 def _dims(shape: TargetSettings, layers: int) -> TransformerDims:
@@ -69,7 +73,35 @@ def drafter_config(shape: TargetSettings, drafter: DrafterSettings) -> Config:
         tap_layers=drafter.target_layer_ids,
         num_target_layers=shape.layers,
     )
-    return {"architectures": [dflash.ARCHITECTURE], **_tiny_config(dims), **dflash.config_entries(dims)}
+    config = {"architectures": [dflash.ARCHITECTURE], **_tiny_config(dims), **dflash.config_entries(dims)}
+    if not drafter.markov_rank:
+        return config
+    config["architectures"] = [DSPARK]
+    # The first position of SpecForge's DSpark predicts too, unless the file says that it does not; DFlash's does not.
+    config[dflash.SECTION] |= {
+        "markov_head_type": "vanilla",
+        "markov_rank": drafter.markov_rank,
+        "projector_type": "dspark",
+        "sample_from_anchor": False,
+    }
+    return {**config, "tie_word_embeddings": False}
+
+
+def eagle3_config(shape: TargetSettings, drafter: Eagle3Settings) -> Config:
+    """An EAGLE-3 drafter's config.json, as SpecForge writes it; the outputs of the layers it names are tapped.
+
+    Without `draft_vocab_size` the head is the target's, as SGLang reads it.
+    """
+    dims = replace(_dims(shape, drafter.layers), intermediate_size=drafter.inner, qk_norm=False)
+    section = {"eagle_aux_hidden_state_layer_ids": list(drafter.target_layer_ids), "use_aux_hidden_state": True}
+    return {
+        **_tiny_config(dims),
+        "architectures": [EAGLE3],
+        **({"draft_vocab_size": shape.vocabulary} if drafter.own_head else {}),
+        "eagle_config": section,
+        "model_type": "llama",
+        "tie_word_embeddings": False,
+    }
 
 
 def save(model: nn.Module, config: Config, folder: Path, prefix: str = "", dtype: torch.dtype = torch.float16) -> None:

@@ -227,8 +227,24 @@ class Target(Rotary):
         return self.norm(x), torch.cat(tapped, -1) if tapped else x[..., :0]
 
 
+class MarkovHead(nn.Module):
+    """DSpark's addition to the logits of a position: W2·W1[the token before it]."""
+
+    def __init__(self, vocabulary: int, rank: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocabulary, rank)
+        self.markov_w2 = nn.Linear(rank, vocabulary, bias=False)
+
+    def forward(self, before: Tensor) -> Tensor:
+        """before [...], the ids of the tokens before -> [..., V]."""
+        return self.markov_w2(self.markov_w1(before))
+
+
 class Drafter(Rotary):
-    """DFlash: a block of masks reads keys and values projected from the target's tapped states."""
+    """DFlash: a block of masks reads keys and values projected from the target's tapped states.
+
+    With `markov_rank` in its configuration it is DSpark: `markov_head` adds to the logits.
+    """
 
     norm: nn.RMSNorm
     hidden_norm: nn.RMSNorm
@@ -248,6 +264,8 @@ class Drafter(Rotary):
         self.layers = Layers(Layer(dims, index) for index in range(dims.num_layers))
         parts = (final_norm(dims, dflash.BODY), dflash.context_norm(dims), dflash.fc(dims))
         add_weights(self, shapes_of(parts), dims.rms_norm_eps)
+        rank = section.get("markov_rank", 0)
+        self.markov_head = MarkovHead(dims.vocab_size, rank) if rank else None
 
     def context(self, taps: Tensor, positions: Tensor) -> list[KeyValue]:
         """Keys and values [N, Hkv, S, D] per layer of context positions; taps [N, S, K*H]."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib import resources
 from pathlib import Path
 
-from . import corpus, evaluate, tokenizer
-from .settings import Settings
+from . import comparison, corpus, evaluate, tokenizer
+from .settings import DrafterSettings, Settings
 from .training import draft_data, drafter, target
 
 
@@ -22,6 +24,7 @@ class Run:
     out: Path
     init: Path | None = None
     init_drafter: Path | None = None
+    document: bool = False  # write the comparison into docs/benchmarks.md
 
     @property
     def corpus_path(self) -> Path:
@@ -42,10 +45,6 @@ class Run:
     @property
     def target(self) -> Path:
         return self.out / "target"
-
-    @property
-    def drafter(self) -> Path:
-        return self.out / "drafter"
 
 
 def make_corpus(run: Run) -> None:
@@ -82,17 +81,30 @@ def make_draft_data(run: Run) -> None:
     draft_data.build(files, run.settings.workers, run.settings.draft_data, run.settings.drafter.target_layer_ids)
 
 
-def make_drafter(run: Run) -> None:
-    if (run.drafter / "model.safetensors").exists():
+def _train(run: Run, name: str, settings: DrafterSettings, init: Path | None) -> None:
+    """Train a drafter on the stored states, unless OUT has it."""
+    if (run.out / name / "model.safetensors").exists():
         return
     files = {
         "target": run.target,
         "data": run.work,
-        "log": run.work / "drafter_log.jsonl",
-        "partial": run.work / "drafter.partial",
-        "out": run.drafter,
+        "log": run.work / f"{name}_log.jsonl",
+        "partial": run.work / f"{name}.pt",
+        "out": run.out / name,
     }
-    drafter.train(run.settings.drafter, run.settings.target, run.settings.workers, files, run.init_drafter)
+    drafter.train(settings, run.settings.target, run.settings.workers, files, init)
+
+
+def make_drafter(run: Run) -> None:
+    _train(run, "drafter", run.settings.drafter, run.init_drafter)
+
+
+def make_dspark(run: Run) -> None:
+    _train(run, "dspark", run.settings.dspark, run.out / "drafter")
+
+
+def make_eagle3(run: Run) -> None:
+    _train(run, "eagle3", run.settings.eagle3, None)
 
 
 def make_evaluation(run: Run) -> None:
@@ -111,18 +123,52 @@ def make_evaluation(run: Run) -> None:
     (run.out / "evaluation.md").write_text("\n".join(map(evaluate.markdown, reports)))
 
 
-STAGES: dict[str, Callable[[Run], None]] = {
-    "corpus": make_corpus,
-    "tokenizer": make_tokenizer,
-    "target": make_target,
-    "draft-data": make_draft_data,
-    "drafter": make_drafter,
-    "evaluate": make_evaluation,
+def make_comparison(run: Run) -> None:
+    """Every drafter in OUT at equal budgets; writes comparison.json and comparison.md, and the document's section."""
+    report = comparison.compare(run.out, run.settings.comparison)
+    (run.out / "comparison.json").write_text(json.dumps(report, indent=1) + "\n")
+    (run.out / "comparison.md").write_text(comparison.markdown(report))
+    if run.document:
+        from tools import update_benchmarks  # it imports all of the engine, which training does not need
+
+        update_benchmarks.write_section(update_benchmarks.COMPARISON, comparison.markdown(report))
+
+
+def copy_packaged(out: Path, names: tuple[str, ...]) -> None:
+    """Begin OUT with these folders of the package, which are then not made."""
+    packaged = Path(str(resources.files("ddtree_trt") / "assets" / "tiny"))
+    for name in names:
+        if not (out / name).exists():
+            shutil.copytree(packaged / name, out / name)
+
+
+@dataclass(frozen=True)
+class Stage:
+    make: Callable[[Run], None]
+    needs: tuple[str, ...] = ()
+
+
+STAGES = {
+    "corpus": Stage(make_corpus),
+    "tokenizer": Stage(make_tokenizer, ("corpus",)),
+    "target": Stage(make_target, ("tokenizer",)),
+    "draft-data": Stage(make_draft_data, ("target",)),
+    "drafter": Stage(make_drafter, ("draft-data",)),
+    "dspark": Stage(make_dspark, ("drafter",)),
+    "eagle3": Stage(make_eagle3, ("draft-data",)),
+    "evaluate": Stage(make_evaluation, ("drafter",)),
+    "compare": Stage(make_comparison, ("dspark", "eagle3")),
 }
 
 
+def needed(name: str) -> list[str]:
+    """The stage and all that it builds on, in an order in which each comes after what it needs."""
+    before = [found for need in STAGES[name].needs for found in needed(need)]
+    return list(dict.fromkeys([*before, name]))
+
+
 def run_stages(run: Run, names: list[str]) -> None:
-    for name in names:
+    for name in dict.fromkeys(stage for given in names for stage in needed(given)):
         began = time.time()
-        STAGES[name](run)
+        STAGES[name].make(run)
         print(f"{name}: {time.time() - began:.0f} s", flush=True)

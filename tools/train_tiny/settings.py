@@ -57,10 +57,16 @@ class DraftDataSettings:
 
 @dataclass(frozen=True)
 class DrafterSettings:
+    """DFlash, and with a rank of the Markov head DSpark, which starts from the DFlash drafter."""
+
+    markov_rank: int = 0
+    body_frozen: bool = False
     block: int = 16
+    measured_block: int = 0  # where not 0, the block with which tokens a round are measured
     layers: int = 2
     target_layer_ids: tuple[int, ...] = (1, 3, 4)
     seconds: float = 1500.0
+    steps: int = 0  # the length where seconds is 0
     adam_rate: float = 2e-3
     muon_rate: float = 0.01
     weight_decay: float = 0.05
@@ -75,6 +81,20 @@ class DrafterSettings:
 
 
 @dataclass(frozen=True)
+class Eagle3Settings(DrafterSettings):
+    """EAGLE-3; a block is its steps in training and the token that they start from."""
+
+    inner: int = 128  # small, so that this drafter and DSpark's have less than 3 MB together
+    own_head: bool = False  # one trained from the target's on; else the target's is used
+    block: int = 6
+    measured_block: int = 16
+    layers: int = 1
+    seconds: float = 2150.0
+    anchors: int = 48
+    position_decay: float = 4.5  # 0.8 a step, as in the EAGLE-3 paper's code
+
+
+@dataclass(frozen=True)
 class EvaluationSettings:
     budgets: tuple[int, ...] = (8, 16, 32, 64)
     max_new_tokens: int = 320
@@ -83,10 +103,27 @@ class EvaluationSettings:
 
 
 @dataclass(frozen=True)
+class ComparisonSettings:
+    """Drafters side by side. EAGLE-3 expands `width` nodes in a pass; a Markov head chooses among the `candidates` that
+    are the most probable without it, as engines do."""
+
+    budgets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    max_depth: int = 15
+    width: int = 8
+    candidates: int = 64
+    max_new_tokens: int = 320
+
+
+@dataclass(frozen=True)
 class Settings:
     corpus: CorpusSettings = field(default_factory=CorpusSettings)
     target: TargetSettings = field(default_factory=TargetSettings)
     draft_data: DraftDataSettings = field(default_factory=DraftDataSettings)
     drafter: DrafterSettings = field(default_factory=DrafterSettings)
+    dspark: DrafterSettings = DrafterSettings(
+        markov_rank=16, body_frozen=True, seconds=660.0, adam_rate=4e-3, muon_rate=0.0005
+    )
+    eagle3: Eagle3Settings = field(default_factory=Eagle3Settings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
+    comparison: ComparisonSettings = field(default_factory=ComparisonSettings)
     workers: int = 2

@@ -145,8 +145,8 @@ def encode(tokenizer: Tokenizer, conversations: list[tuple[str, list[list[str]]]
 
 
 def build(corpus: Path, vocabulary: int, folder: Path, domains: list[str], arrays: dict[str, Path]) -> dict[str, Any]:
-    """Tokenizer and token arrays of both parts ("train", "hold"); returns sizes to report."""
-    tokenizer = train(corpus, vocabulary, folder)
+    """Tokenizer, unless `folder` has one, and token arrays of both parts ("train", "hold"); returns sizes to report."""
+    tokenizer = load(folder) if (folder / "tokenizer.json").exists() else train(corpus, vocabulary, folder)
     report: dict[str, Any] = {"vocabulary": tokenizer.get_vocab_size()}
     for part, path in arrays.items():
         chosen = [(domain, turns) for in_part, domain, turns in read_corpus(corpus) if in_part == part]

@@ -97,7 +97,7 @@ class Worker:
         for p in self.parameters:
             self.places[id(p)] = slice(offset, offset + p.numel())
             offset += p.numel()
-        matrices = [p for name, p in named if p.dim() == 2 and ("layers." in name or name == "fc.weight")]
+        matrices = [p for name, p in named if p.dim() == 2 and ("layer" in name or name == "fc.weight")]
         chosen = {id(p) for p in matrices}
         self.rest = [p for p in self.parameters if id(p) not in chosen]
         by_shape: dict[tuple[int, ...], list[nn.Parameter]] = {}
