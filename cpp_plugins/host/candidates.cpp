@@ -84,9 +84,8 @@ bool BilinearRows::compute(int64_t row) {
     int32_t* order = order_.data() + row * count;
     std::iota(order, order + count, 0);
     const float* scores = scores_.data();
-    std::sort(order, order + count, [scores](int32_t a, int32_t b) {
-        return scores[a] != scores[b] ? scores[a] > scores[b] : a < b;
-    });
+    std::sort(order, order + count,
+              [scores](int32_t a, int32_t b) { return scores[a] != scores[b] ? scores[a] > scores[b] : a < b; });
     const double top = scores[order[0]];
     double sum = 0.0;
     for (int64_t k = 0; k < count; ++k) sum += std::exp(scores[order[k]] - top);

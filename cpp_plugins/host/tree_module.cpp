@@ -77,8 +77,8 @@ TreeWorkspace& shared_workspace() {
     return workspace;
 }
 
-nb::tuple build_marginal_tree(const Input& log_probs, const Input& token_ids, int64_t budget,
-                              const Limit& max_depth, const Limit& width) {
+nb::tuple build_marginal_tree(const Input& log_probs, const Input& token_ids, int64_t budget, const Limit& max_depth,
+                              const Limit& width) {
     const float* weights = checked<float>(log_probs, "log_probs", "[L, K]", 2);
     const int32_t* tokens = checked<int32_t>(token_ids, "token_ids", "[L, K]", 2);
     check_shape(token_ids, "token_ids", log_probs, "log_probs");
@@ -220,11 +220,9 @@ void bind_trees(nb::module_& m) {
     m.def("build_tree", &build_marginal_tree, "log_probs"_a, "token_ids"_a, "budget"_a, "max_depth"_a = nb::none(),
           "width"_a = nb::none());
     m.def("build_linked_tree", &build_linked_tree, "log_probs"_a, "token_ids"_a, "next_rows"_a, "budget"_a,
-          "max_depth"_a = nb::none(),
-          "width"_a = nb::none());
+          "max_depth"_a = nb::none(), "width"_a = nb::none());
     m.def("build_bilinear_tree", &build_bilinear_tree, "unary"_a, "token_ids"_a, "left"_a, "right"_a, "budget"_a,
-          "max_depth"_a = nb::none(),
-          "width"_a = nb::none());
+          "max_depth"_a = nb::none(), "width"_a = nb::none());
     m.def("bilinear_rows", &bilinear_rows, "unary"_a, "token_ids"_a, "left"_a, "right"_a, "rows"_a);
     m.def("attention_bias", &attention_bias, "parents"_a, "past"_a, "out"_a);
     m.def("packed_mask", &packed_mask, "parents"_a);

@@ -21,7 +21,7 @@ struct Candidate {
 // Nodes 1..n in pop order: entry i describes node i + 1. Kept between calls so that a warm build allocates nothing.
 struct TreeWorkspace {
     std::vector<Candidate> nodes;
-    std::vector<int32_t> depths;      // 1-based
+    std::vector<int32_t> depths;  // 1-based
     std::vector<int32_t> token_ids;
     std::vector<int32_t> child_rows;  // of nodes 0..n: the row of a node's children, or kNoRow
     std::vector<Candidate> heap;
@@ -34,14 +34,13 @@ struct TreeLimits {
 };
 
 // Algorithm 1 of arXiv 2604.12989: the most probable prefixes under the drafter's conditionals, best first, at most
-// `budget` of at most `max_depth` tokens, each one of the `width` most probable after its parent. Marginals are conditionals that do not depend on the parent. Conditionals are
-// at most 1, so a prefix never outweighs the one it extends, and the heap needs two candidates after each pop: the next
-// sibling and the first child.
-// Weights are summed in double from the root down. Equal weights are ordered by rank tuple, lexicographically and a
-// prefix before its extensions: nodes 1..n are exactly the first n of all prefixes sorted by (-weight, ranks), so the
-// tree of a smaller budget is the beginning of the tree of a larger one.
-// A prefix of weight -inf is impossible and is never added, so fewer than `budget` nodes may be returned.
-// Where the status is not ok the workspace holds no tree.
+// `budget` of at most `max_depth` tokens, each one of the `width` most probable after its parent. Marginals are
+// conditionals that do not depend on the parent. Conditionals are at most 1, so a prefix never outweighs the one it
+// extends, and the heap needs two candidates after each pop: the next sibling and the first child. Weights are summed
+// in double from the root down. Equal weights are ordered by rank tuple, lexicographically and a prefix before its
+// extensions: nodes 1..n are exactly the first n of all prefixes sorted by (-weight, ranks), so the tree of a smaller
+// budget is the beginning of the tree of a larger one. A prefix of weight -inf is impossible and is never added, so
+// fewer than `budget` nodes may be returned. Where the status is not ok the workspace holds no tree.
 RowStatus build_tree(const Marginals& source, TreeLimits limits, TreeWorkspace& workspace);
 RowStatus build_tree(const LinkedRows& source, TreeLimits limits, TreeWorkspace& workspace);
 RowStatus build_tree(const Bilinear& source, TreeLimits limits, BilinearRows& rows, TreeWorkspace& workspace);

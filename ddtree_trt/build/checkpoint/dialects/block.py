@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from ddtree_trt.build.checkpoint.dialects.dialect import Known, required, stated, words
 from ddtree_trt.build.checkpoint.layer_types import LONGEST_WINDOW, sliding_layers
@@ -26,17 +26,15 @@ NEUTRAL = {
     "attention_sink_bias": (False,),
     "attention_value_scale": (1,),
     "add_swa_attention_sink_bias": (False,),
-    "final_logit_softcapping": (),
-    "input_embedding_scale": (1,),
     "is_neox_style": (True,),
     "rope_is_neox_style": (True,),
-    "output_multiplier": (1,),
     "use_aux_hidden_state": (True,),
 }
 SECTION = words(
     """target_layer_ids mask_token_id block_size num_target_layers sample_from_anchor is_causal causal causal_head
     use_swa swa_window_size"""
 )
+SCALES = words("input_embedding_scale output_multiplier final_logit_softcapping")
 FLAT = words("target_layer_ids mask_token_id block_size num_target_layers sample_from_anchor is_causal")
 
 
@@ -79,6 +77,26 @@ def flat_entries(fields: Fields, section: Fields, default_taps: Sequence[int] | 
         "tap_layers": taps(section, "target_layer_ids", layers),
         "num_target_layers": required("num_target_layers", Annotated[int, LAYERS], fields, section),
     }
+
+
+def scales(fields: Fields, section: Fields) -> dict[str, Any]:
+    """What the block's embeddings and the logits are multiplied by, and what the logits are capped at; 0 for no cap."""
+    entries = {
+        "embedding_scale": ("input_embedding_scale", dflash.SCALE, 1.0),
+        "logit_scale": ("output_multiplier", dflash.SCALE, 1.0),
+        "logit_cap": ("final_logit_softcapping", dflash.CAP, 0.0),
+    }
+    found = {
+        name: stated(entry, Annotated[float, within], section, fields) for name, (entry, within, _) in entries.items()
+    }
+    return {name: entries[name][2] if value is None else value for name, value in found.items()}
+
+
+def markov(*places: Fields) -> dict[str, Any]:
+    """The Markov head: its rank, 0 for none, and whether the hidden state gates it."""
+    kind = stated("markov_head_type", Literal["vanilla", "gated"], *places)
+    rank = stated("markov_rank", Annotated[int, dflash.MARKOV_RANK], *places) or 0
+    return {"markov_rank": rank, "markov_gated": bool(rank) and kind == "gated"}
 
 
 def windows_of(fields: Fields, section: Fields, sliding: Sequence[bool]) -> list[int]:

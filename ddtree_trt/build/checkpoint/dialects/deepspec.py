@@ -6,8 +6,6 @@ DeepSpec writes all fields beside those of the decoder and brings an embedding a
 
 from __future__ import annotations
 
-from typing import Annotated
-
 from ddtree_trt.build.checkpoint.dialects.block import (
     CONFIDENCE,
     FLAT,
@@ -16,17 +14,18 @@ from ddtree_trt.build.checkpoint.dialects.block import (
     block_drafter,
     flat_entries,
     known,
+    markov,
     tables_as_stored,
 )
-from ddtree_trt.build.checkpoint.dialects.dialect import Dialect, ReadDims, required, stated, words
+from ddtree_trt.build.checkpoint.dialects.dialect import Dialect, ReadDims, stated, words
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.families import Family
 from ddtree_trt.reading import Fields
 
-_MARKOV = words("markov_rank")
-_NEUTRAL = {"markov_head_type": ("vanilla",), "projector_type": ("dspark",), "tie_word_embeddings": (False,)}
+MARKOV = words("markov_rank markov_head_type")
+_NEUTRAL = {"projector_type": ("dspark",), "tie_word_embeddings": (False,)}
 CONFIDENCE_HEAD = "confidence_head."  # decides how much of a draft is proposed; here the budget does
 
 
@@ -40,7 +39,7 @@ def _reader(*, own_tables: bool) -> ReadDims:
             **attention(fields, section, family, dims.num_layers),
             **flat_entries(fields, section),
             anchor_first=True if anchor is None else anchor,
-            markov_rank=required("markov_rank", Annotated[int, dflash.MARKOV_RANK], fields, section),
+            **markov(fields, section),
             own_embedding=own_tables,
             own_head=own_tables,
         )
@@ -52,8 +51,8 @@ def _dialect(title: str, architecture: str, *, own_tables: bool) -> Dialect:
     return Dialect(
         title=title,
         architectures=(architecture,),
-        fields=known(FLAT, _MARKOV, CONFIDENCE, (dflash.SECTION,), neutral=_NEUTRAL),
-        sections={dflash.SECTION: known(SECTION, _MARKOV, CONFIDENCE, neutral=_NEUTRAL)},
+        fields=known(FLAT, MARKOV, CONFIDENCE, (dflash.SECTION,), neutral=_NEUTRAL),
+        sections={dflash.SECTION: known(SECTION, MARKOV, CONFIDENCE, neutral=_NEUTRAL)},
         read_dims=_reader(own_tables=own_tables),
         settle=tables_as_stored,
         unused=(CONFIDENCE_HEAD,),

@@ -14,11 +14,12 @@ from ddtree_trt.build.checkpoint.dialects.block import (
     MaskToken,
     block_drafter,
     known,
+    markov,
     tables_as_stored,
     taps,
     windows_of,
 )
-from ddtree_trt.build.checkpoint.dialects.deepspec import CONFIDENCE_HEAD
+from ddtree_trt.build.checkpoint.dialects.deepspec import CONFIDENCE_HEAD, MARKOV
 from ddtree_trt.build.checkpoint.dialects.dialect import Dialect, Known, stated, words
 from ddtree_trt.build.checkpoint.dialects.eagle import EAGLE_SPECULATORS, SPECULATORS
 from ddtree_trt.build.checkpoint.layer_types import sliding_layers
@@ -65,7 +66,7 @@ def _dims(fields: Fields, dims: TransformerDims, family: Family) -> DrafterDims:
         draft_vocab_size=None if vocabulary == dims.vocab_size else vocabulary,
         own_embedding=True,
         own_head=True,
-        markov_rank=fields.value("markov_rank", Annotated[int, dflash.MARKOV_RANK], 0),
+        **markov(fields),
     )
 
 
@@ -106,9 +107,7 @@ def _dialect(kind: str, *more: frozenset[str], neutral: dict[str, tuple[Any, ...
 _NEUTRAL = {"tie_word_embeddings": (False,)}
 _DIALECTS = {
     "dflash": _dialect("DFlash", neutral=_NEUTRAL),
-    "dspark": _dialect(
-        "DSpark", words("markov_rank"), CONFIDENCE, neutral={**_NEUTRAL, "markov_head_type": ("vanilla",)}
-    ),
+    "dspark": _dialect("DSpark", MARKOV, CONFIDENCE, neutral=_NEUTRAL),
     SPECULATORS: EAGLE_SPECULATORS,
 }
 

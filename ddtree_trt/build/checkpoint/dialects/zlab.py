@@ -5,7 +5,16 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from ddtree_trt.build.checkpoint.config_fields import refuse_other_values
-from ddtree_trt.build.checkpoint.dialects.block import FLAT, SECTION, attention, block_drafter, flat_entries, known
+from ddtree_trt.build.checkpoint.dialects.block import (
+    FLAT,
+    SCALES,
+    SECTION,
+    attention,
+    block_drafter,
+    flat_entries,
+    known,
+    scales,
+)
 from ddtree_trt.build.checkpoint.dialects.dialect import Dialect, required, stated, words
 from ddtree_trt.models.decoder import LAYERS, TransformerDims
 from ddtree_trt.models.drafters import dflash
@@ -55,6 +64,7 @@ def _drafter(
         dims,
         **attention(fields, section, family, dims.num_layers),
         **flat_entries(fields, section, default_taps),
+        **scales(fields, section),
         anchor_first=stated("sample_from_anchor", bool, fields, section) or False,
         **entries,
     )
@@ -65,8 +75,8 @@ _NEUTRAL = {"projector_type": ("dflash",), "markov_rank": (0,)}
 DFLASH = Dialect(
     title=f"drafters with a {dflash.SECTION}",
     architectures=(dflash.ARCHITECTURE,),
-    fields=known(FLAT, _VOCABULARIES, (dflash.SECTION,)),
-    sections={dflash.SECTION: known(SECTION, _VOCABULARIES, neutral=_NEUTRAL)},
+    fields=known(FLAT, SCALES, _VOCABULARIES, (dflash.SECTION,)),
+    sections={dflash.SECTION: known(SECTION, SCALES, _VOCABULARIES, neutral=_NEUTRAL)},
     read_dims=_dims,
     unused=(dflash.OWN_EMBEDDING, dflash.OWN_HEAD),  # copies of the target's
 )
@@ -77,6 +87,7 @@ DFLASH2 = Dialect(
     sections={
         dflash.SECTION: known(
             SECTION,
+            SCALES,
             _VOCABULARIES,
             words("selector_top_k selector_rank conv_kernel_size conv_group_size"),
             neutral=_NEUTRAL,
