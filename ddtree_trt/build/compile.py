@@ -89,6 +89,7 @@ def compile_engine(
     """
     # Imported here because NumPy and onnx have no place in `ddtree-trt --help`.
     from ddtree_trt.build.checkpoint.reader import check_pair
+    from ddtree_trt.build.checkpoint.shortlist import with_rows_of_head
 
     started = time.monotonic()
     preset = resolve_preset(request)
@@ -98,7 +99,7 @@ def compile_engine(
     backend, precision = choose_build(request, pair, notice)
     destination = prepare_destination(request.destination, force=request.force)
     target, drafter = map(_open, given, ("--checkpoint", "--drafter"))
-    drafter = replace(drafter, dims=fitted(drafter.dims, target.dims))
+    drafter = with_rows_of_head(replace(drafter, dims=fitted(drafter.dims, target.dims)), target)
     check_pair(target, drafter)
     limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend, precision)
     tokenizer = find_tokenizer(target.path, target.dims.vocab_size)
