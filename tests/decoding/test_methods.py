@@ -64,6 +64,7 @@ def test_automatic_budgets_without_costs_are_the_whole_draft() -> None:
         "ar": 0,
         "dflash-sample": 15,
         "draft-model": None,
+        "eagle": None,
     }
 
 
