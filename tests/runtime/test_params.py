@@ -70,7 +70,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {-5: 1}}, "logit_bias: -5 is not a token id"),
     ({"logit_bias": {5: 101}}, r"logit_bias[5] must be from -100 to 100"),
     ({"logit_bias": {5: INFINITE}}, rf"logit_bias[5] {NUMBER}"),
-    ({"method": "magic"}, "method must be auto or one of ddtree, dflash, ar, dflash-sample, draft-model, eagle, not 'magic'"),
+    (
+        {"method": "magic"},
+        "method must be auto or one of ddtree, dflash, ar, dflash-sample, draft-model, eagle, not 'magic'",
+    ),
     ({"method": None}, "method must be auto or one of"),
     ({"tree_budget": -1}, 'tree_budget must be "auto" or an integer at least 0'),
     ({"tree_budget": "16"}, 'tree_budget must be "auto" or an integer at least 0'),
