@@ -139,7 +139,7 @@ def test_an_overflow_of_half_precision(
         report = checked(engine, prompts=(long_prompts,), limit=2)
         assert faults_of(report) == [] and report.drafting.agreement.by_context[0].accepted == 7
     else:
-        with pytest.raises(EngineError, match="logits are not finite; .* with --precision bf16 or fp32") as error:
+        with pytest.raises(EngineError, match=r"logits are not finite; .* with --precision bf16 or fp32") as error:
             checked(engine, prompts=(long_prompts,), limit=2)
         assert said_by_the_page(str(error.value))
 

@@ -51,7 +51,8 @@ EVERY_OPTION = set[str]().union(*OPTIONS.values(), {"--version", "--debug"})
 FOREIGN = {  # options of other programs
     *("--exit-on-error", "--exit-timeout-secs"),  # tritonserver
     "--no-deps",  # pip
-    *("--target-seconds", "--data-seconds", "--drafter-seconds", "--init", "--reference", "--packaged"),  # tools/
+    *("--target-seconds", "--data-seconds", "--drafter-seconds", "--init", "--reference"),  # tools/
+    *("--packaged", "--dspark-seconds", "--eagle3-seconds", "--tune-body", "--document"),  # tools/
     *("--share", "--steps", "--hours", "--workers", "--layers", "--block", "--taps", "--size"),  # tools/train_drafter
 }
 

@@ -31,7 +31,7 @@ from tools.train_drafter.drafter import drafter_config, fresh
 from tools.train_drafter.generation import Record, answer_batch
 from tools.train_drafter.prompts import HELD_OUT, TRAINING, held_out_prompts, is_usable, training_prompts
 from tools.train_drafter.settings import DataSettings, DrafterSettings, Settings, ValidationSettings
-from tools.train_drafter.shortlist import count_tokens, most_frequent, read_shortlist, write_shortlist
+from tools.train_drafter.shortlist import read_shortlist, write_shortlist
 from tools.train_drafter.target import Target, load_target, mask_token_id, spread_taps
 from tools.train_drafter.training import Tables, train
 from tools.train_drafter.validation import drafts, rounds
@@ -349,15 +349,3 @@ def test_the_package_drafts_as_the_training_code(folder: Path, tmp_path: Path, s
     values, indices = drafts(drafter, record, embedding, rows, top, listed)
     assert_close(marginals(draft).log_probs, values[0].numpy(), "log-probabilities")
     assert marginals(draft).token_ids[:, :3].tolist() == indices[0, :, :3].tolist()
-
-
-def test_the_shortlist_has_the_most_frequent_tokens(tmp_path: Path) -> None:
-    counts = torch.tensor([0, 5, 2, 2, 9, 0, 2])
-    assert most_frequent(counts, 3).tolist() == [1, 2, 4], "of equally frequent tokens the lower"
-    assert most_frequent(counts, 3, always=[6]).tolist() == [1, 4, 6]
-    assert most_frequent(counts, 7).tolist() == list(range(7))
-    for size in (0, 8):
-        with pytest.raises(SystemExit, match="1 to 7"):
-            most_frequent(counts, size)
-    with pytest.raises(SystemExit, match="no shards"):
-        count_tokens(tmp_path, 7)
