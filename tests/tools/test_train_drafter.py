@@ -345,7 +345,6 @@ def test_the_package_drafts_as_the_training_code(folder: Path, tmp_path: Path, s
     nothing = torch.zeros(len(ids), 1)
     record = Record(ids, len(tokens), 0.0, torch.tensor(truth(ids)[1]), nothing.int(), nothing)
     listed = read_shortlist(tmp_path / "best")
-    rows = head if listed is None else head[listed]
-    values, indices = drafts(drafter, record, embedding, rows, top, listed)
+    values, indices = drafts(drafter, record, embedding, head if listed is None else head[listed], top, listed)
     assert_close(marginals(draft).log_probs, values[0].numpy(), "log-probabilities")
     assert marginals(draft).token_ids[:, :3].tolist() == indices[0, :, :3].tolist()
