@@ -51,8 +51,8 @@ EVERY_OPTION = set[str]().union(*OPTIONS.values(), {"--version", "--debug"})
 FOREIGN = {  # options of other programs
     *("--exit-on-error", "--exit-timeout-secs"),  # tritonserver
     "--no-deps",  # pip
-    *("--target-seconds", "--data-seconds", "--drafter-seconds", "--init", "--reference"),  # tools/
-    *("--share", "--steps", "--hours", "--workers", "--layers", "--block", "--taps"),  # tools/train_drafter
+    *("--target-seconds", "--data-seconds", "--drafter-seconds", "--init", "--reference", "--packaged"),  # tools/
+    *("--share", "--steps", "--hours", "--workers", "--layers", "--block", "--taps", "--size"),  # tools/train_drafter
 }
 
 

@@ -45,6 +45,7 @@ READ: dict[str, dict[str, Any]] = {
     },
     "zlab-muse-glimmer-30b-dflash2": {
         "block_size": 16,
+        "draft_length": 15,
         "tap_layers": (1, 13, 25, 37, 49),
         "windows": (2048,) * 5,
         "selector": Selector(top=16, rank=256),
