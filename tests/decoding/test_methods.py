@@ -175,6 +175,12 @@ def test_every_field_is_honoured_or_refused_by_name(engine: ScriptedEngine, name
         choose_route("on", engine, params)
 
 
+def test_the_devices_own_policy_may_be_named(engine: ScriptedEngine) -> None:
+    params = SamplingParams(method="ddtree", tree_budget=16, tree="heap")
+    assert choose_route("on", engine, params).on_device
+    assert not choose_route("auto", engine, dataclasses.replace(params, tree_width=2)).on_device
+
+
 def test_a_field_nobody_listed_is_the_hosts(engine: ScriptedEngine) -> None:
     """A parameter added to SamplingParams is refused by the device until somebody says that it honours it."""
 

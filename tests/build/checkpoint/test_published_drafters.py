@@ -168,3 +168,14 @@ def test_a_published_drafter_is_refused_by_name(tmp_path: Path, name: str) -> No
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path, fixture(name)["config"])
     assert REFUSED[name] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_kind_of_a_markov_head(tmp_path: Path) -> None:
+    """Plain or gated, and a rank of 0 is no head; a recurrent one is refused."""
+    config = fixture("deepspec-dspark-qwen3-4b")["config"]
+    cases = (("vanilla", 256, False), ("gated", 256, True), ("gated", 0, False))
+    for kind, rank, gated in cases:
+        dims = read(tmp_path, {**config, "markov_head_type": kind, "markov_rank": rank})
+        assert (dims.markov_rank, dims.markov_gated) == (rank, gated)
+    with pytest.raises(CheckpointError, match="markov_head_type"):
+        read(tmp_path, {**config, "markov_head_type": "rnn"})
