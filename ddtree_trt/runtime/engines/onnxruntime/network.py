@@ -106,6 +106,8 @@ class OrtNetwork:
             reason = " ".join(str(error).split())
             raise ArtifactError(f"ONNX Runtime {ort.__version__} cannot load {path}: {reason}; rebuild it") from error
         self.dims = dims
+        # Whether attention can be given an idle row that nothing else computes, because the rest needs none.
+        self._attends_apart = any(end.name == names.ATTENDED for end in self.session.get_inputs())
         self._check_graph(path, rows, widths)
         self.cache = SlotCache(dims, slots, rows)
         self._past = names.past_names(dims.num_layers)
@@ -193,8 +195,6 @@ class OrtLanguageModel(OrtNetwork):
         self._block = min(2 * dims.head_dim, 64)
         widths = {names.LOGITS: dims.vocab_size} | ({names.TAPS: self._tap_width} if taps else {})
         super().__init__(path, dims, slots, rows, threads, widths=widths)
-        # Whether attention can be given an idle row that nothing else computes, because the rest needs none.
-        self._attends_apart = any(end.name == names.ATTENDED for end in self.session.get_inputs())
 
     def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
         """Write a tree's T rows behind the slot's committed ones; the results have logits for `rows` [R]."""
