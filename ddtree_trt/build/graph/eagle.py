@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.build.graph.drafter_network import target_ids
-from ddtree_trt.build.graph.networks import Network, embedding_table
+from ddtree_trt.build.graph.drafter_network import own_head_table, rows_for_head, target_ids
+from ddtree_trt.build.graph.networks import Network, embedding_table, head_table
 from ddtree_trt.build.graph.ops import Graph, Table
 from ddtree_trt.build.graph.rotation import Weights, rotate
 from ddtree_trt.models.drafters import eagle3
@@ -27,6 +27,7 @@ def build_eagle_graph(
     weights: Weights,
     *,
     target_weights: Weights,
+    target_tied: bool,
     limits: Limits,
 ) -> ModelProto:
     """T tokens of N slots behind their caches, under a tree's mask → the outputs of R rows and their top-K tokens.
@@ -68,10 +69,8 @@ def build_eagle_graph(
     else:
         wanted(x, names.OUTPUTS)
     g.output(names.OUTPUTS, g.floats, ["R", dims.hidden_size])
-    head = Table(
-        names.HEAD, f"{net.prefix}{eagle3.HEAD}", lambda: weights(eagle3.HEAD), (dims.head_size, dims.hidden_size)
-    )
-    _add_candidates(g, dims, weights, g.head(normed, head, names.LOGITS), limits)
+    head = own_head_table(g, dims, weights) if dims.own_head else head_table(g, dims, target_weights, "", target_tied)
+    _add_candidates(g, dims, weights, g.head(rows_for_head(g, normed, dims.hidden_size), head, names.LOGITS), limits)
     return g.model()
 
 
