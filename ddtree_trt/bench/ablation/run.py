@@ -50,8 +50,8 @@ def run_ablation(settings: AblationSettings, progress: Progress = no_progress) -
     manifest = load_manifest(directory)
     if not DDTREE.serves(manifest.drafter_kind):
         raise UsageError(
-            f"{directory} has an {manifest.drafting.title}, which drafts anew for each tree; ablate compares trees made "
-            "of one draft, as block drafters give it"
+            f"{directory} has an {manifest.drafting.title}, which drafts anew for each tree; ablate compares trees "
+            "made of one draft, as block drafters give it"
         )
     limits = limits_for(directory, manifest, settings.budgets[-1])
     engine = open_engine(directory, threads=settings.threads, exact=settings.exact, limits=limits)
