@@ -26,15 +26,27 @@ class Preset:
 
 
 # golden_tau is the mean number of tokens per round, bonus included, at temperature 0. A value outside the range means a
-# wrongly wired drafter, not an unlucky prompt. The tiny pair's lower bounds are what it was trained to reach on its
-# held-out prompts, less a margin; the published pairs' bounds are the lowest and highest of the ten benchmarks in the
-# DDTree paper (arXiv 2604.12989), DDTree at its best budget. Pairs without a range have none measured here.
+# wrongly wired drafter, not an unlucky prompt. The lower bounds of the tiny pairs are what they reach on held-out
+# prompts, less a margin; the published pairs' bounds are the lowest and highest of the ten benchmarks in the DDTree
+# paper (arXiv 2604.12989), DDTree at its best budget. Pairs without a range have none measured here.
 _PRESETS = (
     Preset(
         name="tiny",
         target=PackagedSource("tiny/target"),
         drafter=PackagedSource("tiny/drafter"),
         golden_tau={"dflash": (5.0, 16.0), "ddtree": (5.5, 16.0)},
+    ),
+    Preset(
+        name="tiny-dspark",
+        target=PackagedSource("tiny/target"),
+        drafter=PackagedSource("tiny/dspark"),
+        golden_tau={"dflash": (5.5, 16.0), "ddtree": (7.5, 16.0)},
+    ),
+    Preset(
+        name="tiny-eagle3",
+        target=PackagedSource("tiny/target"),
+        drafter=PackagedSource("tiny/eagle3"),
+        golden_tau={"eagle": (6.0, 17.0)},
     ),
     Preset(
         name="smollm2-135m",

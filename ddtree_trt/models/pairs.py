@@ -40,9 +40,11 @@ def misfit(target: TransformerDims, drafter: TransformerDims) -> str | None:
         return f"it names no target layers to tap, and a target of {target.num_layers} layers has no usual ones"
     if outside := [i for i in kind.tap_layers if not 0 <= i < target.num_layers]:
         return f"target_layer_ids {outside} are not layers of the target, which has {target.num_layers}"
-    if isinstance(drafter, Eagle3Dims) and not drafter.own_embedding and drafter.hidden_size != target.hidden_size:
+    if isinstance(drafter, Eagle3Dims) and drafter.hidden_size != target.hidden_size:
         found, expected = drafter.hidden_size, target.hidden_size
-        return f"hidden_size is {found}, that of the target's embedding, which it uses, {expected}"
+        for table, own in (("embedding", drafter.own_embedding), ("head", drafter.own_head)):
+            if not own:
+                return f"hidden_size is {found}, that of the target's {table}, which it uses, {expected}"
     if kind.mask_token_id is not None and kind.mask_token_id >= target.vocab_size:
         return f"mask_token_id {kind.mask_token_id} is not below vocab_size {target.vocab_size}"
     return None

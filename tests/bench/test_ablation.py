@@ -27,6 +27,7 @@ from ddtree_trt.bench.ablation.run import Trees, build_times, limits_for, run_ab
 from ddtree_trt.bench.ablation.settings import AblationSettings
 from ddtree_trt.bench.prompts import load_prompts
 from ddtree_trt.bench.session import Session
+from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.candidates import Bilinear, Candidates, Marginals
 from ddtree_trt.runtime.params import SamplingParams
@@ -188,7 +189,7 @@ def test_plans_are_for_their_trees() -> None:
 def test_an_engine_without_trees_is_refused(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = make_manifest(6, "autoregressive", 4, Limits())
     monkeypatch.setattr("ddtree_trt.bench.ablation.run.load_manifest", lambda _: manifest)
-    with pytest.raises(UsageError, match="autoregressive drafter, of whose drafts no trees are made"):
+    with pytest.raises(UsageError, match="autoregressive drafter, which drafts anew for each tree"):
         run_ablation(AblationSettings(str(tiny_engine)))
 
 
@@ -289,3 +290,18 @@ def test_the_picture_has_one_size_and_is_repeatable(tmp_path: Path) -> None:
     pictures = [(tmp_path / f"{name}.png").read_bytes() for name in "abc"]
     assert pictures[0] == pictures[1]
     assert all(struct.unpack(">II", each[16:24]) == (1660, 1560) for each in pictures)
+
+
+def test_a_pair_head_is_compared_with_its_marginals(
+    tmp_path: Path, no_measuring: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The packaged head has more tokens a round than its marginals."""
+    compile_engine(BuildRequest(target="tiny-dspark", output=tmp_path / "engine"))
+    run = in_this_process(capsys)
+    args = ("--budgets", "8,32", "--limit", 4, "--max-tokens", 48, "--timed-prompts", 0, "--json", tmp_path / "found")
+    code, _, err = run("ablate", tmp_path / "engine", *args)
+    assert code == 0, err
+    rows = json.loads((tmp_path / "found").read_text())["conditionals"]
+    tau = {(row["candidates"], row["nodes"]): row["tau"] for row in rows}
+    assert set(tau) == {(kind, nodes) for kind in ("marginals", "conditionals") for nodes in (8, 32)}
+    assert all(tau["conditionals", nodes] > 1.03 * tau["marginals", nodes] for nodes in (8, 32))

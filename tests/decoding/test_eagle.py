@@ -16,8 +16,11 @@ from truth import FALSE_ALARM, chi_square, distribution
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.decoding import latency
+from ddtree_trt.runtime.decoding.latency import measure
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.engines.eagle import Level, Nodes
+from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
@@ -87,6 +90,17 @@ def test_the_torch_backend_drafts_the_same_trees(tmp_path: Path, llm: LLM) -> No
             expected, found = llm.generate([prompt], params)[0], other.generate([prompt], params)[0]
             assert found.outputs[0].token_ids == expected.outputs[0].token_ids
             assert found.metrics.acceptance_lengths == expected.metrics.acceptance_lengths
+
+
+def test_its_passes_are_measured_at_several_contexts(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each longer text continues the last one, behind which rounds had put other tokens."""
+    monkeypatch.setattr(latency, "CONTEXTS", (40, 90))
+    opened: Any = open_engine(engine, warm=False)
+    try:
+        measured = measure(opened, seconds=0)
+        assert [cost.context for cost in measured.contexts] == [40, 90]
+    finally:
+        opened.close()
 
 
 def test_prefixes_of_other_requests_are_reused(llm: LLM) -> None:

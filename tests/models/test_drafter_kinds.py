@@ -107,6 +107,21 @@ def test_the_tensors_of_an_eagle3_drafter() -> None:
     assert "embed_tokens.weight" not in shapes
     whole = eagle3_shapes(replace(EAGLE, own_embedding=True, draft_vocab_size=None))
     assert whole["embed_tokens.weight"] == whole["lm_head.weight"] == (512, 64) and "d2t" not in whole
+    without = replace(EAGLE, own_head=False, draft_vocab_size=None)
+    assert "lm_head.weight" not in eagle3_shapes(without) and not kind_of(without).own_tables
+
+
+def test_an_eagle3_drafter_with_the_targets_head() -> None:
+    """Its manifest says so, one with a head of its own is written as ever; a smaller vocabulary needs its own."""
+    assert "own_head" not in EAGLE.stated()
+    without = replace(EAGLE, own_head=False, draft_vocab_size=None)
+    source = Source("manifest.json", ArtifactError, "rebuild")
+    assert read_record(Eagle3Dims, json.loads(json.dumps(without.stated())), source) == without
+    assert eagle3_contradiction(without) is None
+    smaller = "draft_vocab_size is 100, but the head is the target's"
+    assert eagle3_contradiction(replace(EAGLE, own_head=False)) == smaller
+    narrow = replace(without, hidden_size=48, own_embedding=True, target_hidden_size=64)
+    assert misfit(TARGET, narrow) == "hidden_size is 48, that of the target's head, which it uses, 64"
 
 
 def test_the_layers_an_eagle3_drafter_taps() -> None:

@@ -21,10 +21,13 @@ class Eagle3:
     target states through `fc`; that of a drafted token is the drafter's own output in the row of the token before it.
     """
 
-    def __init__(self, dims: Eagle3Dims, weights: Mapping[str, Array], target_embedding: Array) -> None:
+    def __init__(
+        self, dims: Eagle3Dims, weights: Mapping[str, Array], target_embedding: Array, target_head: Array | None = None
+    ) -> None:
         self.dims = dims
         self.w = {name: torch.tensor(np.asarray(value, np.float32)) for name, value in weights.items()}
         self.embedding = self.w["embed_tokens.weight"] if dims.own_embedding else torch.tensor(target_embedding)
+        self.head = self.w["lm_head.weight"] if dims.own_head else torch.tensor(target_head)
         self.target_ids = torch.arange(dims.head_size)
         if dims.draft_vocab_size is not None:
             self.target_ids = self.target_ids + self.w["d2t"].long()
@@ -50,7 +53,7 @@ class Eagle3:
         gate, up, down = (w[f"{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up", "down"))
         x = x + (functional.silu(h @ gate.T) * (h @ up.T)) @ down.T
         normed = self.norm(x, "norm")
-        return normed @ w["lm_head.weight"].T, normed if d.norm_output else x
+        return normed @ self.head.T, normed if d.norm_output else x
 
     def attention(self, rows: Tensor) -> Tensor:
         d, count = self.dims, len(rows)

@@ -43,14 +43,15 @@ BUILDS = 60  # drafts of which trees are built to measure the parts of a build
 def run_ablation(settings: AblationSettings, progress: Progress = no_progress) -> AblationResult:
     """Answer every question for an engine.
 
-    Raises UsageError for an engine whose drafter no trees are made of, for budgets that its plans do not take, and for
+    Raises UsageError for an engine whose drafter drafts no blocks, for budgets that its plans do not take, and for
     prompts of which none fits; ArtifactError for an engine that cannot be opened.
     """
     directory = Path(settings.engine)
     manifest = load_manifest(directory)
     if not DDTREE.serves(manifest.drafter_kind):
         raise UsageError(
-            f"{directory} has an {manifest.drafting.title}, of whose drafts no trees are made; ablate compares trees"
+            f"{directory} has an {manifest.drafting.title}, which drafts anew for each tree; ablate compares trees "
+            "made of one draft, as block drafters give it"
         )
     limits = limits_for(directory, manifest, settings.budgets[-1])
     engine = open_engine(directory, threads=settings.threads, exact=settings.exact, limits=limits)

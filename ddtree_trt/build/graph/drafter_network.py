@@ -20,6 +20,7 @@ from ddtree_trt.build.graph.ops import Graph, Table
 from ddtree_trt.build.graph.rotation import Weights, rotate, rotation_matrix
 from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.models.drafters.eagle3 import Eagle3Dims
 from ddtree_trt.models.drafters.heads import ATTENTION
 
 PREFIX = "drafter."  # of its weights in the graph
@@ -99,14 +100,25 @@ def _tables(g: Graph, dims: DrafterDims, weights: Weights, target_weights: Weigh
         key = PREFIX + dflash.OWN_EMBEDDING
         embedding = Table(names.EMBEDDING, key, lambda: weights(dflash.OWN_EMBEDDING), dims.table)
     if dims.own_head:
-
-        def own_head() -> np.ndarray:
-            weight = weights(dflash.OWN_HEAD)
-            return rotate(weight, dims.hidden_size) if g.rotates else weight
-
-        shape = (dims.head_size, dims.hidden_size)
-        head = Table(names.HEAD, PREFIX + dflash.OWN_HEAD, own_head, shape)
+        head = own_head_table(g, dims, weights)
     return Tables(embedding, head)
+
+
+def own_head_table(g: Graph, dims: DrafterDims | Eagle3Dims, weights: Weights) -> Table:
+    """A drafter's own head [V', H]; for rotated rows in a graph that rotates."""
+
+    def own_head() -> np.ndarray:
+        weight = weights(dflash.OWN_HEAD)
+        return rotate(weight, dims.hidden_size) if g.rotates else weight
+
+    return Table(names.HEAD, PREFIX + dflash.OWN_HEAD, own_head, (dims.head_size, dims.hidden_size))
+
+
+def rows_for_head(g: Graph, rows: str, size: int) -> str:
+    """Normed rows [R, H] as a drafter's head takes them: rotated in a graph that rotates."""
+    if not g.rotates:
+        return rows
+    return g.product(rows, g.weight("rotation.into", lambda: rotation_matrix(size)), "hidden.head")
 
 
 def _context(net: Network, dims: DrafterDims, taps: str) -> str:
@@ -124,10 +136,7 @@ def _context(net: Network, dims: DrafterDims, taps: str) -> str:
 
 def _logits(g: Graph, dims: DrafterDims, rows: str, head: Table) -> str:
     """Logits [N, L, V'] of normed rows [N, L, H]."""
-    flat = g.reshape(rows, [-1, dims.hidden_size], "hidden")
-    if g.rotates:
-        into = g.weight("rotation.into", lambda: rotation_matrix(dims.hidden_size))
-        flat = g.product(flat, into, "hidden.head")
+    flat = rows_for_head(g, g.reshape(rows, [-1, dims.hidden_size], "hidden"), dims.hidden_size)
     logits = g.head(flat, head, "flat_logits")
     return g.reshape(logits, [-1, dims.draft_length, dims.head_size], "logits")
 

@@ -46,7 +46,14 @@ def _autoregressive(g: Graph, drafter: Checkpoint, target: Checkpoint, limits: L
 
 def _eagle3(g: Graph, drafter: Checkpoint, target: Checkpoint, limits: Limits) -> ModelProto:
     dims = cast("Eagle3Dims", drafter.dims)
-    return build_eagle_graph(g, dims, drafter.tensor, target_weights=target.tensor, limits=limits)
+    return build_eagle_graph(
+        g,
+        dims,
+        drafter.tensor,
+        target_weights=target.tensor,
+        target_tied=target.tie_word_embeddings,
+        limits=limits,
+    )
 
 
 _BUILDERS: Mapping[KindName, Callable[[Graph, Checkpoint, Checkpoint, Limits], ModelProto]] = {

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.build.graph.drafter_network import target_ids
-from ddtree_trt.build.graph.networks import Network, embedding_table
+from ddtree_trt.build.graph.drafter_network import own_head_table, rows_for_head, target_ids
+from ddtree_trt.build.graph.networks import Network, embedding_table, head_table
 from ddtree_trt.build.graph.ops import Graph, Table
 from ddtree_trt.build.graph.rotation import Weights, rotate
 from ddtree_trt.models.drafters import eagle3
@@ -27,6 +27,7 @@ def build_eagle_graph(
     weights: Weights,
     *,
     target_weights: Weights,
+    target_tied: bool,
     limits: Limits,
 ) -> ModelProto:
     """T tokens of N slots behind their caches, under a tree's mask → the outputs of R rows and their top-K tokens.
@@ -55,8 +56,8 @@ def build_eagle_graph(
     embedded = g.embed(_embedding(dims, weights, target_weights), token_ids, "embedded")
     token = g.rms_norm(embedded, net.norm(net.layers[0].input_norm), "token", eps)
     both = g.concat([token, state], "layers.0.input", axis=-1)
-    attn = g.attention(net.qkv(0, both), net.cached(0), f"{net.name(0)}.attn")
-    h, x = net.after_attention(0, net.project(0, attn), state if dims.norm_before_residual else x)
+    seen = g.attention(net.qkv(0, both), net.cached(0), f"{net.name(0)}.attn")
+    h, x = net.after_attention(0, net.project(0, seen), state if dims.norm_before_residual else x)
 
     def wanted(values: str, out: str) -> str:
         flat = g.reshape(values, [-1, dims.hidden_size], f"{out}.flat")
@@ -68,10 +69,8 @@ def build_eagle_graph(
     else:
         wanted(x, names.OUTPUTS)
     g.output(names.OUTPUTS, g.floats, ["R", dims.hidden_size])
-    head = Table(
-        names.HEAD, f"{net.prefix}{eagle3.HEAD}", lambda: weights(eagle3.HEAD), (dims.head_size, dims.hidden_size)
-    )
-    _add_candidates(g, dims, weights, g.head(normed, head, names.LOGITS), limits)
+    head = own_head_table(g, dims, weights) if dims.own_head else head_table(g, dims, target_weights, "", target_tied)
+    _add_candidates(g, dims, weights, g.head(rows_for_head(g, normed, dims.hidden_size), head, names.LOGITS), limits)
     return g.model()
 
 

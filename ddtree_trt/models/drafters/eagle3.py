@@ -2,7 +2,8 @@
 
 One decoder layer drafts a token per step. A row is made of a token and of the state before it: the tapped target states
 of the token before, fused by `fc`, or the drafter's own output at the token before. Attention reads both, normed, side
-by side; the residual stream is the state's alone. The head may choose from a smaller vocabulary than the target's.
+by side; the residual stream is the state's alone. The head is the target's, or its own, which may choose from a smaller
+vocabulary.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BODY = ""  # prefix of its layer and final norm
 FC = "fc.weight"
 STATE_NORM = "layers.0.hidden_norm.weight"
 EMBEDDING = "embed_tokens.weight"  # where it has its own
-HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"  # likewise
 EXPANDED = 10  # nodes that a pass expands, and children of each, as EAGLE is published
 LEVELS = 8  # of a tree whose number of nodes is fixed, likewise
 TAPS = 3  # M where a checkpoint names no layers
@@ -43,6 +44,7 @@ class Eagle3Dims(TransformerDims):
     target_hidden_size: Annotated[int, WIDTH] | None = field(default=None, kw_only=True)  # None: as its own
     draft_vocab_size: Annotated[int, VOCABULARY] | None = field(default=None, kw_only=True)  # V' of a smaller head
     own_embedding: bool = field(default=False, kw_only=True)  # without one it uses the target's
+    own_head: bool = field(default=True, kw_only=True)  # likewise
     norm_before_residual: bool = field(default=False, kw_only=True)  # the residual stream starts at the normed state
     norm_output: bool = field(default=False, kw_only=True)  # the state fed back is the one after the final norm
 
@@ -82,9 +84,13 @@ def state_norm(dims: Eagle3Dims) -> Part:
 
 
 def own_tables(dims: Eagle3Dims) -> tuple[Part, ...]:
-    """The embedding where it has its own, and the head over the draft vocabulary."""
-    head = Part("head", {HEAD: (dims.head_size, dims.hidden_size)})
-    return (Part("embedding", {EMBEDDING: dims.table}), head) if dims.own_embedding else (head,)
+    """The embedding and the head over the draft vocabulary, as far as it has its own."""
+    parts = []
+    if dims.own_embedding:
+        parts.append(Part("embedding", {EMBEDDING: dims.table}))
+    if dims.own_head:
+        parts.append(Part("head", {HEAD: (dims.head_size, dims.hidden_size)}))
+    return tuple(parts)
 
 
 def to_target(dims: Eagle3Dims) -> Part:
@@ -110,6 +116,8 @@ def eagle3_contradiction(dims: Eagle3Dims) -> str | None:
         return f"tap_layers {list(dims.tap_layers)} do not rise"
     if dims.draft_vocab_size is not None and dims.draft_vocab_size > dims.vocab_size:
         return f"draft_vocab_size {dims.draft_vocab_size} is more than vocab_size {dims.vocab_size}"
+    if dims.draft_vocab_size is not None and not dims.own_head:
+        return f"draft_vocab_size is {dims.draft_vocab_size}, but the head is the target's"
     return None
 
 

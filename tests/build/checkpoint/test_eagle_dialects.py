@@ -104,6 +104,22 @@ def test_the_embedding_it_has_is_used(tmp_path: Path) -> None:
     assert isinstance(dims, Eagle3Dims) and dims.own_embedding
 
 
+def test_the_targets_head_is_used_where_it_has_none(tmp_path: Path) -> None:
+    """As SGLang does. One over fewer tokens than the target's cannot be the target's."""
+    dims = load_checkpoint(make_eagle(tmp_path / "drafter", own_head=False, draft_vocab_size=None)).dims
+    assert isinstance(dims, Eagle3Dims) and not dims.own_head
+    path = make_eagle(tmp_path / "smaller")
+    weights = {name: values for name, values in eagle_weights(eagle_dims(path), 1).items() if name != "lm_head.weight"}
+    write_weights(path, weights, dtype="fp32", shards=1)
+    assert "lm_head.weight" in refusal(path)
+
+
+def eagle_dims(path: Path) -> Eagle3Dims:
+    dims = load_checkpoint(path).dims
+    assert isinstance(dims, Eagle3Dims)
+    return dims
+
+
 def test_unused_tensors_are_passed_over(tmp_path: Path) -> None:
     path = make_eagle(tmp_path / "drafter")
     dims = load_checkpoint(path).dims

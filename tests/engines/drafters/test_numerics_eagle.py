@@ -25,6 +25,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "normed-output": {"norm_output": True, "tap_layers": (0, 7)},
     "own-width": {"own_embedding": True, "target_hidden_size": 32, "hidden_size": 48, "num_heads": 2},
     "qwen2-whole-vocabulary": {"family": QWEN2, "draft_vocab_size": None, "tap_layers": (0, 2, 3, 5, 6)},
+    "head-of-the-target": {"own_head": False, "draft_vocab_size": None},
+    "only-its-embedding": {"own_head": False, "draft_vocab_size": None, "own_embedding": True},
 }
 
 
@@ -75,16 +77,17 @@ def test_rounds(tmp_path: Path, shape: str, backend: Any) -> None:
     """Of two slots in turn: a prompt in several passes, then rounds of uneven length and one without a draft."""
     if backend == "torch":
         pytest.importorskip("torch")
-    target = make_target(tmp_path / "target", num_layers=LAYERS)
+    tied = shape != "head-of-the-target"
+    target = make_target(tmp_path / "target", num_layers=LAYERS, tied=tied)
     drafter = make_eagle(tmp_path / "drafter", **SHAPES[shape])
     request = BuildRequest("pair", target, drafter, output=tmp_path / "engine", backend=backend, precision="fp32")
     dims = compile_engine(request).eagle3
-    weights = eagle_weights(dims, 1)
-    with_embedding = eagle_weights_embedding(target)
+    assert dims.own_head == SHAPES[shape].get("own_head", True)
+    tables = target_tables(target)
     rng = np.random.default_rng(3)
     engine: Any = open_engine(tmp_path / "engine", warm=False)
     try:
-        truth = Truth(target, dims.tap_layers), Eagle3(dims, weights, with_embedding)
+        truth = Truth(target, dims.tap_layers), Eagle3(dims, eagle_weights(dims, 1), *tables)
         slots = [Slot(engine, n, *truth) for n in range(engine.manifest.limits.max_batch)][:2]
         for slot, size in zip(slots, (11, 1), strict=False):
             slot.prefill(rng.integers(0, 96, size).tolist())
@@ -102,11 +105,13 @@ def test_rounds(tmp_path: Path, shape: str, backend: Any) -> None:
         engine.close()
 
 
-def eagle_weights_embedding(target: Path) -> Any:
-    """The target's embedding."""
+def target_tables(target: Path) -> tuple[Any, Any]:
+    """The target's embedding and head, one and the same where they are tied."""
     from safetensors.numpy import load_file
 
-    return load_file(target / "model.safetensors")["model.embed_tokens.weight"]
+    tensors = load_file(target / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    return embedding, tensors.get("lm_head.weight", embedding)
 
 
 def test_a_long_prompt_takes_several_passes(tmp_path: Path) -> None:
@@ -119,7 +124,7 @@ def test_a_long_prompt_takes_several_passes(tmp_path: Path) -> None:
     rng = np.random.default_rng(4)
     engine: Any = open_engine(tmp_path / "engine", warm=False)
     try:
-        truth = Truth(target, dims.tap_layers), Eagle3(dims, eagle_weights(dims, 1), eagle_weights_embedding(target))
+        truth = Truth(target, dims.tap_layers), Eagle3(dims, eagle_weights(dims, 1), *target_tables(target))
         slot = Slot(engine, 0, *truth)
         for size in (chunk, chunk, 30):
             slot.prefill(rng.integers(0, TARGET_DIMS.vocab_size, size).tolist())

@@ -85,8 +85,10 @@ def _deepspec_dims(fields: Fields, dims: TransformerDims, family: Family) -> Eag
 
 
 def _as_stored(dims: Eagle3Dims, stored: Collection[str]) -> Eagle3Dims:
-    """The drafter with the embedding that its checkpoint holds; without one it uses the target's."""
-    return replace(dims, own_embedding=eagle3.EMBEDDING in stored)
+    """The drafter with the embedding and the head that its checkpoint holds; without one it uses the target's. A head
+    over fewer tokens than the target's cannot be left out."""
+    own_head = eagle3.HEAD in stored or dims.draft_vocab_size is not None
+    return replace(dims, own_embedding=eagle3.EMBEDDING in stored, own_head=own_head)
 
 
 def _dialect(

@@ -199,7 +199,7 @@ class TorchEagle:
         self._fc = weights[f"{DRAFTER}fc"]
         self._state_norm = weights[f"{DRAFTER}state_norm"]
         self._embedding = weights[f"{DRAFTER}embedding"] if dims.own_embedding else target.embedding
-        self._head = ready_head(weights[f"{DRAFTER}head"])
+        self._head = ready_head(weights[f"{DRAFTER}head"]) if dims.own_head else target.head
         offsets = weights.get(f"{DRAFTER}to_target")  # int32 [V']
         self._target_ids = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
 
