@@ -67,10 +67,17 @@ class Section:
     needs_reference: bool = False
 
 
-def _smollm2(**settings: Any) -> Section:
+def _peers(peers: tuple[str, ...], reference: str | None) -> tuple[str, ...]:
+    """The peers, and among several the published code where its checkout is given."""
+    return (*peers, f"ddtree-reference={reference}") if peers and reference else peers
+
+
+def _smollm2(peers: tuple[str, ...] = (), **settings: Any) -> Section:
     """A section with a real language model on everyday prompts."""
     return Section(
-        lambda engine, _: BenchSettings(str(engine), prompts=(HELD_OUT,), max_tokens=128, **settings),
+        lambda engine, reference: BenchSettings(
+            str(engine), prompts=(HELD_OUT,), peers=_peers(peers, reference), **{"max_tokens": 128, **settings}
+        ),
         ("speedup", "budget", "stages", "acceptance"),
         engine=GIVEN,
     )
@@ -117,7 +124,7 @@ SECTIONS = {
     ),
     "smollm2": _smollm2(budgets=("auto",), temperatures=(0.0, 0.7)),
     "smollm2-budgets": _smollm2(budgets=("auto", 2, 4, 8, 16, 32, 64), limit=15),
-    "smollm2-peers": _smollm2(budgets=("auto",), limit=20, peers=("hf",)),
+    "smollm2-peers": _smollm2(budgets=("auto", 8), limit=10, max_tokens=64, peers=("hf",)),
     "round-times": _round_times("fp32"),
     "round-times-int8": _round_times("int8"),
 }
