@@ -11,11 +11,10 @@ from typing import Any, get_args
 import pytest
 
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.build.backends.base import check_drafter
 from ddtree_trt.device import buffers as sizes
 from ddtree_trt.device.buffers import tensorrt_buffers
 from ddtree_trt.device.memory import plan_engine
-from ddtree_trt.errors import ArtifactError, UsageError
+from ddtree_trt.errors import ArtifactError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters import kinds
 from ddtree_trt.models.drafters.dflash import Convolution, DrafterDims, Selector, Sight, dflash_contradiction
@@ -69,13 +68,6 @@ def test_a_block_drafters_features() -> None:
 def test_features_that_contradict_each_other(fields: dict[str, Any], message: str) -> None:
     assert dflash_contradiction(replace(DFLASH, **fields)) == message
     assert dflash_contradiction(DFLASH) is None
-
-
-def test_a_backend_names_the_features_it_lacks() -> None:
-    dims = replace(DFLASH, markov_rank=8, windows=(4,) * 6)
-    with pytest.raises(UsageError, match="the drafter has markov_rank, not implemented by the torch backend"):
-        check_drafter((TARGET, dims), {"windows"}, "torch")
-    check_drafter((TARGET, dims), {"windows", "markov_rank"}, "torch")
 
 
 def test_what_an_autoregressive_drafter_needs_and_offers() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -12,7 +12,6 @@ from ddtree_trt.artifact.precisions import BackendName, PrecisionName
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.errors import MAX_COUNT, UsageError, check_range
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims
 
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
@@ -52,16 +51,6 @@ class BuilderOptions:
             check_range("--builder-optimization-level", self.optimization_level, 0, 5)
         if self.workspace_mib is not None:
             check_range("--builder-workspace-mib", self.workspace_mib, 1, MAX_COUNT)
-
-
-def check_drafter(networks: Iterable[TransformerDims], implemented: Collection[str], backend: BackendName) -> None:
-    """Raises UsageError for a block drafter with features, fields of `DrafterDims`, that are not `implemented`."""
-    for dims in networks:
-        if isinstance(dims, DrafterDims) and (missing := sorted(set(dims.features()) - set(implemented))):
-            raise UsageError(
-                f"the drafter has {', '.join(missing)}, not implemented by the {backend} backend; use another drafter "
-                "for this target"
-            )
 
 
 @dataclass(frozen=True)

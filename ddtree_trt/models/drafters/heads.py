@@ -44,10 +44,6 @@ SELECTOR_LEFT = "candidate_selector.predecessor_codebook"
 SELECTOR_RIGHT = "candidate_selector.successor_codebook"
 SELECTOR_PROJECTION = "candidate_selector.hidden_projection.weight"
 ATTENTION, MLP = "attention_conv", "mlp_conv"  # the convolutions of a layer
-# Fields of `DrafterDims` that this module and the scales around it are about.
-HEAD_FEATURES = frozenset(
-    ("markov_rank", "markov_gated", "selector", "convolution", "embedding_scale", "logit_scale", "logit_cap")
-)
 
 
 @dataclass(frozen=True)

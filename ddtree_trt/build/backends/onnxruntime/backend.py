@@ -13,21 +13,17 @@ from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import always_causal, installed_versions
-from ddtree_trt.build.backends.base import Written, check_drafter
+from ddtree_trt.build.backends.base import Written
 from ddtree_trt.device.buffers import FLOAT_BYTES
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
 from ddtree_trt.models.drafters.dflash import FC, OWN_EMBEDDING
-from ddtree_trt.models.drafters.heads import HEAD_FEATURES, is_of_head
+from ddtree_trt.models.drafters.heads import is_of_head
 
 if TYPE_CHECKING:
     from onnx import ModelProto
 
     from ddtree_trt.build.checkpoint.reader import Checkpoint
-
-_DRAFTER_FEATURES = HEAD_FEATURES | frozenset(
-    ("windows", "causal", "anchor_first", "draft_vocab_size", "own_embedding", "own_head")
-)  # fields of `DrafterDims` that its drafter computes
 
 
 class OnnxRuntimeBuild:
@@ -44,7 +40,6 @@ class OnnxRuntimeBuild:
 
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         networks = tuple(networks)
-        check_drafter(networks, _DRAFTER_FEATURES, self.name)
         if PRECISIONS[precision].quantized and any(dims.experts for dims in networks):
             raise UsageError(f"mixtures of experts are not implemented in {precision}; use --precision fp32")
 

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ddtree_trt.artifact.precisions import BackendName
-from ddtree_trt.build.backends.base import Attention, check_drafter
+from ddtree_trt.build.backends.base import Attention
 from ddtree_trt.device.cuda_calls import cuda_bindings, cuda_versions, current_gpu
 from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.errors import BuildError, EngineError, MissingDependency, UsageError, install_with
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters.eagle3 import Eagle3Dims
-from ddtree_trt.models.drafters.heads import HEAD_FEATURES
 from ddtree_trt.plugins import LOWEST_SM, library
 
 if TYPE_CHECKING:
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
 
 LOWEST, BELOW = (11, 1), (12, 0)  # releases of TensorRT whose API is the one used here; as in pyproject.toml
-_DRAFTER_FEATURES = HEAD_FEATURES | frozenset(
-    ("windows", "causal", "anchor_first", "draft_vocab_size", "own_embedding", "own_head")
-)  # fields of `DrafterDims` that its drafter computes
 LOWEST_FP8_SM = 89  # the first GPUs that multiply FP8
 
 
@@ -79,7 +75,6 @@ def check_release(title: str, version: str, lowest: tuple[int, int], below: tupl
 def check_layers(networks: Iterable[TransformerDims], backend: BackendName) -> None:
     """Raises UsageError for a network with layers that no lowering to TensorRT has."""
     networks = tuple(networks)
-    check_drafter(networks, _DRAFTER_FEATURES, backend)
     if any(isinstance(dims, Eagle3Dims) for dims in networks):
         raise UsageError("EAGLE-3 drafters are not implemented for TensorRT; use --backend torch or onnxruntime")
     if any(dims.experts for dims in networks):

@@ -25,17 +25,13 @@ from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.safetensor_header import safetensors_header
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.artifact.weight_layout import stored_weights
-from ddtree_trt.build.backends.base import Written, check_drafter
+from ddtree_trt.build.backends.base import Written
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.heads import HEAD_FEATURES
 
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
 
 _INTEGERS = "I32"
-_DRAFTER_FEATURES = HEAD_FEATURES | frozenset(
-    ("windows", "causal", "anchor_first", "draft_vocab_size", "own_embedding", "own_head")
-)  # fields of `DrafterDims` that its drafter computes
 _GPU_CONTROL = Path("/dev/nvidiactl")  # exists when an NVIDIA driver is loaded
 
 
@@ -52,7 +48,6 @@ class TorchBuild:
 
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         """Every network is computed in every precision, but not every drafter."""
-        check_drafter(networks, _DRAFTER_FEATURES, self.name)
 
     def attention(self, networks: Iterable[TransformerDims]) -> None:
         return None
