@@ -52,7 +52,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Add how many plans the tests marked `rtx` had the real builder write."""
     found = [report for each in terminalreporter.stats.values() for report in each]
     # Tests that were deselected are among them, and have no `when`.
-    reports = [r for r in found if getattr(r, "when", "teardown") != "teardown" and "rtx" in r.keywords]
+    reports = [r for r in found if getattr(r, "when", "teardown") != "teardown" and "rtx" in getattr(r, "keywords", ())]
     if reports:
         sizes = [n for r in reports if r.when == "call" for name, n in r.user_properties if name == PLAN_BYTES]
         terminalreporter.write_line(f"TensorRT for RTX built {len(sizes)} plans, {sum(sizes) / 1e6:.0f} MB")

@@ -19,7 +19,7 @@ from ddtree_trt.artifact.limits import Limits as Limits
 from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PLAN_BACKENDS, BackendName, PrecisionName
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.models.decoder import Token, TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims, dflash_contradiction
+from ddtree_trt.models.drafters.dflash import DrafterDims, borrowed_rows, dflash_contradiction
 from ddtree_trt.models.drafters.eagle3 import Eagle3Dims, eagle3_contradiction
 from ddtree_trt.models.drafters.kinds import DrafterKind, KindName, dims_record, kind_of
 from ddtree_trt.models.experts import expert_contradiction
@@ -175,6 +175,8 @@ def _contradiction(m: Manifest) -> str | None:
             return f"{name}.experts: {problem}"
     if isinstance(m.drafter_dims, DrafterDims) and (problem := dflash_contradiction(m.drafter_dims)):
         return f"drafter_dims: {problem}"
+    if borrowed_rows(m.drafter_dims):
+        return "drafter_dims.draft_vocab_size needs own_head"
     if isinstance(m.drafter_dims, Eagle3Dims) and (problem := eagle3_contradiction(m.drafter_dims)):
         return f"drafter_dims: {problem}"
     if problem := misfit(m.target_dims, m.drafter_dims):

@@ -87,9 +87,6 @@ def compile_engine(
     Raises UsageError for a wrong request, CheckpointError for a pair that cannot be used, and BuildError when the
     engine cannot be written. Whatever is raised, an engine already there is untouched and no half engine is left.
     """
-    # Imported here because NumPy and onnx have no place in `ddtree-trt --help`.
-    from ddtree_trt.build.checkpoint.reader import check_pair
-
     started = time.monotonic()
     preset = resolve_preset(request)
     check_numbers(request)
@@ -97,9 +94,7 @@ def compile_engine(
     pair = outline_pair(*given)
     backend, precision = choose_build(request, pair, notice)
     destination = prepare_destination(request.destination, force=request.force)
-    target, drafter = map(_open, given, ("--checkpoint", "--drafter"))
-    drafter = replace(drafter, dims=fitted(drafter.dims, target.dims))
-    check_pair(target, drafter)
+    target, drafter = _open_pair(*given)
     limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend, precision)
     tokenizer = find_tokenizer(target.path, target.dims.vocab_size)
     template_args = {**(preset.chat_template_args if preset else {}), **request.chat_template_args}
@@ -193,6 +188,18 @@ def sources(request: BuildRequest, preset: Preset | None) -> tuple[Source, Sourc
         choose(request.checkpoint, preset.target if preset else None),
         choose(request.drafter, preset.drafter if preset else None),
     )
+
+
+def _open_pair(target: Source, drafter: Source) -> tuple[Checkpoint, Checkpoint]:
+    """Target and drafter, with what the drafter takes from the target. Raises CheckpointError."""
+    # Imported here because NumPy and onnx have no place in `ddtree-trt --help`.
+    from ddtree_trt.build.checkpoint.reader import check_pair
+    from ddtree_trt.build.checkpoint.shortlist import with_rows_of_head
+
+    first, second = _open(target, "--checkpoint"), _open(drafter, "--drafter")
+    second = with_rows_of_head(replace(second, dims=fitted(second.dims, first.dims)), first)
+    check_pair(first, second)
+    return first, second
 
 
 def _open(source: Source, option: str) -> Checkpoint:

@@ -146,7 +146,9 @@ class RequestMaker:
                 f"tree_budget {shown(params.tree_budget)} is above this engine's {limits.max_tree_budget}; "
                 "lower it or rebuild with a larger --max-tree-budget"
             )
-        longest = self._manifest.drafting.longest_draft
+        drafting = self._manifest.drafting
+        # A chain that is drafted token by token is as long as its budget.
+        longest = drafting.longest_draft if drafting.at_once or drafting.by_levels else limits.max_tree_budget
         if params.draft_length is not None and params.draft_length > longest:
             raise UsageError(
                 f"draft_length {shown(params.draft_length)} is above the {longest} positions that this engine's "
@@ -183,8 +185,8 @@ class RequestMaker:
     def _budget(self, params: SamplingParams) -> Budget:
         method = METHODS[params.method]
         if params.tree_budget != "auto":
-            levels = min(params.deepest or LEVELS, params.tree_budget) if self._manifest.drafting.by_levels else None
-            return FixedBudget(params.tree_budget, levels or None)
+            levels = (params.draft_length or LEVELS) if self._manifest.drafting.by_levels else None
+            return FixedBudget(params.tree_budget, levels)
         fixed = method.default_budget(self._manifest.drafting)
         if fixed is not None:
             return FixedBudget(fixed)

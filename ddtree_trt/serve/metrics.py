@@ -19,7 +19,6 @@ from ddtree_trt.runtime.request_maker import Request
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _SECONDS_PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
-_LONGEST_CHAIN = 16  # largest bucket of tokens per round where the drafter has no block size
 _RETRY_MEMORY = 0.9  # weight of the past in the mean duration behind Retry-After
 
 
@@ -32,7 +31,7 @@ class Metrics:
     def __init__(self, manifest: Manifest) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        longest = manifest.drafting.block_size or _LONGEST_CHAIN
+        longest = 1 + manifest.drafting.longest_draft
         buckets: dict[figures.Unit, Sequence[float]] = {
             "seconds": _SECONDS,
             "seconds per token": _SECONDS_PER_TOKEN,

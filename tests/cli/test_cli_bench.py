@@ -104,7 +104,7 @@ def test_shards_are_merged_and_shown(tmp_path: Path) -> None:
         (("--budgets", "4,many"), "--budgets must be numbers and auto"),
         (("--temperatures", "hot"), "--temperatures must be numbers"),
         (("--shard", "3/2"), "--shard takes i/n"),
-        (("--methods", "eagle"), "method must be one of"),
+        (("--methods", "magic"), "method must be one of"),
         (("--prompts", "absent.jsonl"), "no prompts called 'absent.jsonl'"),
         (("--peer", "vllm"), "unknown peer 'vllm'"),
         (("--random-weights", "micro"), "give no ENGINE_DIR"),

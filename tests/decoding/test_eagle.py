@@ -18,6 +18,7 @@ from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding import latency
 from ddtree_trt.runtime.decoding.latency import measure
+from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.engines.eagle import Level, Nodes
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
@@ -211,6 +212,18 @@ def test_draws_have_the_targets_distribution(liar: Any, kind: str) -> None:
         counts[tuple(asked.output)] += 1
     assert drafts.passes > 0
     assert chi_square(counts, expected) > FALSE_ALARM
+
+
+@pytest.mark.parametrize(
+    ("limits", "levels"),
+    [({}, 8), ({"max_tree_depth": 12}, 8), ({"draft_length": 12}, 12), ({"draft_length": 12, "max_tree_depth": 3}, 3)],
+)
+def test_levels_of_a_fixed_budget(llm: LLM, limits: dict[str, Any], levels: int) -> None:
+    """EAGLE's own number or the request's, which a limit of the depth never raises."""
+    rounds: list[Round] = []
+    params = SamplingParams(max_tokens=30, ignore_eos=True, tree="chain", tree_budget=20, **limits)
+    list(llm.stream(PROMPT, params, on_round=rounds.append))
+    assert max(each.tree.depths.max() for each in rounds if len(each.tree) and not each.path[1:].size) == levels
 
 
 def test_it_is_the_method_of_its_engines(llm: LLM) -> None:

@@ -64,6 +64,7 @@ def test_automatic_budgets_without_costs_are_the_whole_draft() -> None:
         "ar": 0,
         "dflash-sample": 15,
         "draft-model": None,
+        "eagle": None,
     }
 
 
@@ -172,6 +173,12 @@ def test_every_field_is_honoured_or_refused_by_name(engine: ScriptedEngine, name
     assert why == expected
     with pytest.raises(UsageError, match=f"device_rounds is on, but {expected}; use auto or off"):
         choose_route("on", engine, params)
+
+
+def test_the_devices_own_policy_may_be_named(engine: ScriptedEngine) -> None:
+    params = SamplingParams(method="ddtree", tree_budget=16, tree="heap")
+    assert choose_route("on", engine, params).on_device
+    assert not choose_route("auto", engine, dataclasses.replace(params, tree_width=2)).on_device
 
 
 def test_a_field_nobody_listed_is_the_hosts(engine: ScriptedEngine) -> None:

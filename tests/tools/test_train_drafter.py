@@ -31,6 +31,7 @@ from tools.train_drafter.drafter import drafter_config, fresh
 from tools.train_drafter.generation import Record, answer_batch
 from tools.train_drafter.prompts import HELD_OUT, TRAINING, held_out_prompts, is_usable, training_prompts
 from tools.train_drafter.settings import DataSettings, DrafterSettings, Settings, ValidationSettings
+from tools.train_drafter.shortlist import read_shortlist, write_shortlist
 from tools.train_drafter.target import Target, load_target, mask_token_id, spread_taps
 from tools.train_drafter.training import Tables, train
 from tools.train_drafter.validation import drafts, rounds
@@ -300,6 +301,7 @@ def test_the_stages_from_the_command_line(
         ["prompts"],
         ["data", "--pools", "1"],
         ["train", "--mask-token", "t95", "--steps", "2"],
+        ["shortlist", "--size", "40"],
         ["evaluate"],
     ):
         monkeypatch.setattr(sys, "argv", ["train_drafter", *stage, *common])
@@ -309,18 +311,24 @@ def test_the_stages_from_the_command_line(
     assert 1 <= found["chain"] <= 4 and found["ddtree-2"] <= found["ddtree-8"]
     rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
     assert [row["kind"] for row in rows] == list(HELD_OUT)[:3]
+    ids = read_shortlist(tmp_path / "best")
+    assert ids is not None and len(ids) == 40 and (ids.diff() > 0).all()
     config = json.loads((tmp_path / "best" / "config.json").read_text())
+    assert config["draft_vocab_size"] == 40
     assert config["dflash_config"] == {"mask_token_id": 95, "target_layer_ids": [1, 3]}
     assert (config["block_size"], config["num_target_layers"], config["architectures"]) == (4, 6, ["DFlashDraftModel"])
 
 
-def test_the_package_drafts_as_the_training_code(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shortlist", [False, True])
+def test_the_package_drafts_as_the_training_code(folder: Path, tmp_path: Path, shortlist: bool) -> None:
     """An exported drafter, built with its target: the same log-probabilities."""
     target = load_target(str(folder), 2, "cpu")
     shards.write_shards(target, tmp_path / "data", range(1), SETTINGS.data, lambda **_: None)
     shards.write_greedy(target, ["a b c"], 16, tmp_path / "validation.safetensors", SETTINGS.data.kept)
     model, tables = beginning(folder)
     train(model, tables, replace(SETTINGS, drafter=replace(DRAFTER, steps=3)), tmp_path, MASK, workers=1)
+    if shortlist:
+        write_shortlist(tmp_path / "best", torch.arange(1, VOCABULARY, 2))
     engine = build_engine(folder, tmp_path / "best", tmp_path / "engine")
     dims = engine.manifest.dflash
     assert (dims.block_size, dims.mask_token_id, dims.tap_layers) == (4, MASK, target.taps)
@@ -336,6 +344,7 @@ def test_the_package_drafts_as_the_training_code(folder: Path, tmp_path: Path) -
     ids = [*tokens, bonus, 0]
     nothing = torch.zeros(len(ids), 1)
     record = Record(ids, len(tokens), 0.0, torch.tensor(truth(ids)[1]), nothing.int(), nothing)
-    values, indices = drafts(drafter, record, embedding, head, top)
+    listed = read_shortlist(tmp_path / "best")
+    values, indices = drafts(drafter, record, embedding, head if listed is None else head[listed], top, listed)
     assert_close(marginals(draft).log_probs, values[0].numpy(), "log-probabilities")
     assert marginals(draft).token_ids[:, :3].tolist() == indices[0, :, :3].tolist()

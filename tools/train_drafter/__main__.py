@@ -17,6 +17,7 @@ from .drafter import drafter_config, fresh
 from .prompts import held_out_prompts, write_held_out
 from .settings import Settings
 from .shards import Shard
+from .shortlist import count_tokens, most_frequent, read_shortlist, write_shortlist
 from .target import load_target, mask_token_id
 from .training import Tables, train
 from .validation import tokens_per_round
@@ -57,15 +58,31 @@ def train_drafter(args: argparse.Namespace, settings: Settings) -> None:
 def evaluate(args: argparse.Namespace, settings: Settings) -> None:
     """Tokens per round on the held-out prompts that no choice was made by."""
     target = load_target(args.target, settings.drafter.taps, args.device)
-    model = load_drafter(args.drafter or args.work / "best").to(args.device)
+    folder = args.drafter or args.work / "best"
+    model, shortlist = load_drafter(folder).to(args.device), read_shortlist(folder)
     for p in model.parameters():
         p.data = p.data.bfloat16()
     records = Shard(args.work / "final.safetensors").records()
     budgets = settings.validation.final_budgets
-    print(json.dumps(tokens_per_round(model, records, target.embedding, target.head, budgets)))
+    print(json.dumps(tokens_per_round(model, records, target.embedding, target.head, budgets, shortlist)))
 
 
-STAGES = {"prompts": write_prompts, "data": write_data, "train": train_drafter, "evaluate": evaluate}
+def write_draft_vocabulary(args: argparse.Namespace, settings: Settings) -> None:
+    """Have the drafter draft from the tokens that the target's answers have most."""
+    target = load_target(args.target, settings.drafter.taps, args.device)
+    counts = count_tokens(args.work / "data", len(target.head))
+    ids = most_frequent(counts, args.size, target.stops)
+    write_shortlist(args.drafter or args.work / "best", ids)
+    print(json.dumps({"tokens": len(ids), "share": round(float(counts[ids].sum() / counts.sum()), 4)}))
+
+
+STAGES = {
+    "prompts": write_prompts,
+    "data": write_data,
+    "train": train_drafter,
+    "shortlist": write_draft_vocabulary,
+    "evaluate": evaluate,
+}
 
 
 def main() -> None:
@@ -85,7 +102,8 @@ def main() -> None:
         "--steps", type=int, default=d.steps, help="train: length of the schedule, may be changed later"
     )
     parser.add_argument("--hours", type=float, default=0.0, help="train: length by the clock, in place of --steps")
-    parser.add_argument("--drafter", type=Path, help="evaluate: a drafter's folder, by default WORK/best")
+    parser.add_argument("--size", type=int, default=12288, help="shortlist: how many tokens are drafted from")
+    parser.add_argument("--drafter", type=Path, help="shortlist, evaluate: a drafter's folder, by default WORK/best")
     parser.add_argument("--block", type=int, default=d.block)
     parser.add_argument("--layers", type=int, default=d.layers)
     args = parser.parse_args()

@@ -24,8 +24,11 @@ CHUNK = 48
 
 
 @torch.no_grad()
-def drafts(model: Drafter, record: Record, embedding: Tensor, head: Tensor, top: int) -> tuple[Tensor, Tensor]:
-    """Log-probabilities and ids [anchors, B-1, top] of the drafts at every position of the answer but the last."""
+def drafts(
+    model: Drafter, record: Record, embedding: Tensor, head: Tensor, top: int, shortlist: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and ids [anchors, B-1, top] of the drafts at every position of the answer but the last. With a
+    shortlist [V'] of tokens, `head` has their rows only."""
     block, mask = int(model.cfg["block_size"]), int(model.cfg["dflash_config"]["mask_token_id"])
     values, indices = [], []
     for anchor in torch.arange(record.prompt, max(record.prompt + 1, len(record.ids) - 1)).split(CHUNK):
@@ -34,7 +37,7 @@ def drafts(model: Drafter, record: Record, embedding: Tensor, head: Tensor, top:
         logits = (states.flatten(0, 1) @ head.T).float().view(*states.shape[:2], -1)
         best, ids = logits.topk(top, -1)
         values.append((best - logits.logsumexp(-1, keepdim=True)).cpu())
-        indices.append(ids.cpu())
+        indices.append((ids if shortlist is None else shortlist[ids]).cpu())
     return torch.cat(values), torch.cat(indices)
 
 
@@ -62,9 +65,17 @@ def rounds(values: Tensor, indices: Tensor, answer: Sequence[int], make_tree: Ca
 
 
 def tokens_per_round(
-    model: Drafter, records: Sequence[Record], embedding: Tensor, head: Tensor, budgets: Sequence[int]
+    model: Drafter,
+    records: Sequence[Record],
+    embedding: Tensor,
+    head: Tensor,
+    budgets: Sequence[int],
+    shortlist: Tensor | None = None,
 ) -> dict[str, Any]:
-    """Of the chain and of trees of so many drafts, all rounds alike; `first`: how often the first draft is right."""
+    """Of the chain and of trees of so many drafts, all rounds alike; `first`: how often the first draft is right. With
+    a shortlist [V'] of tokens it drafts from these only."""
+    if shortlist is not None:
+        head = head[shortlist]
     trees = {f"ddtree-{budget}": functools.partial(best_first, budget=budget) for budget in budgets}
     makers: dict[str, Callable[[Tensor], Tree]] = {"chain": chain, **trees}
     counts: dict[str, list[int]] = {name: [] for name in makers}
@@ -73,7 +84,7 @@ def tokens_per_round(
         answer = record.ids[record.prompt :]
         if len(answer) < 2:
             continue
-        values, indices = drafts(model, record, embedding, head, max(budgets))
+        values, indices = drafts(model, record, embedding, head, max(budgets), shortlist)
         for name, maker in makers.items():
             counts[name] += rounds(values, indices, answer, maker)
         hits += int((indices[:, 0, 0] == torch.tensor(answer[1:])).sum())

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ddtree_trt.models.decoder import BODY, HEAD, Shapes, TransformerDims, decoder_layer, final_norm, shapes_of
 from ddtree_trt.models.drafters import dflash
+from ddtree_trt.models.drafters.dflash import TO_TARGET
 from ddtree_trt.models.families import CONFIG_NAMES
 from ddtree_trt.models.rotary import rotary_tables
 
@@ -303,5 +304,7 @@ def load_target(folder: Path) -> Target:
 def load_drafter(folder: Path) -> Drafter:
     """A frozen fp32 drafter from its folder."""
     model = Drafter(json.loads((folder / "config.json").read_text()))
-    model.load_state_dict({name: value.float() for name, value in load_file(folder / "model.safetensors").items()})
+    weights = load_file(folder / "model.safetensors")
+    weights.pop(TO_TARGET, None)  # the tokens it drafts from, which no layer depends on
+    model.load_state_dict({name: value.float() for name, value in weights.items()})
     return model.requires_grad_(False).eval()

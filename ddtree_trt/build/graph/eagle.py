@@ -56,8 +56,8 @@ def build_eagle_graph(
     embedded = g.embed(_embedding(dims, weights, target_weights), token_ids, "embedded")
     token = g.rms_norm(embedded, net.norm(net.layers[0].input_norm), "token", eps)
     both = g.concat([token, state], "layers.0.input", axis=-1)
-    seen = g.attention(net.qkv(0, both), net.cached(0), f"{net.name(0)}.attn")
-    h, x = net.after_attention(0, net.project(0, seen), state if dims.norm_before_residual else x)
+    attn = g.attention(net.qkv(0, both), net.cached(0), f"{net.name(0)}.attn")
+    h, x = net.after_attention(0, net.project(0, attn), state if dims.norm_before_residual else x)
 
     def wanted(values: str, out: str) -> str:
         flat = g.reshape(values, [-1, dims.hidden_size], f"{out}.flat")

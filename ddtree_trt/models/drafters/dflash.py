@@ -168,6 +168,14 @@ def dflash_shapes(dims: DrafterDims) -> Shapes:
     return shapes_of((fc(dims), context_norm(dims), *layers, final_norm(dims, BODY), *own_tables(dims), *pairs))
 
 
+def borrowed_rows(dims: TransformerDims) -> Shapes:
+    """The head that a checkpoint with a smaller draft vocabulary leaves out, because it is rows of the target's; {}
+    where there is none."""
+    if not isinstance(dims, DrafterDims) or dims.draft_vocab_size is None or dims.own_head:
+        return {}
+    return {OWN_HEAD: (dims.draft_vocab_size, dims.hidden_size)}
+
+
 def dflash_contradiction(dims: DrafterDims) -> str | None:
     """What of the fields cannot be true together, each of which is within its own range; None where there is none."""
     for name, entries in (("windows", dims.windows), ("causal", dims.causal)):
@@ -175,8 +183,6 @@ def dflash_contradiction(dims: DrafterDims) -> str | None:
             return f"{name} has {len(entries)} entries for {dims.num_layers} layers"
     if dims.draft_vocab_size is not None and dims.draft_vocab_size > dims.vocab_size:
         return f"draft_vocab_size {dims.draft_vocab_size} is more than vocab_size {dims.vocab_size}"
-    if dims.draft_vocab_size is not None and not dims.own_head:
-        return f"draft_vocab_size {dims.draft_vocab_size} needs a head of its own"
     return head_contradiction(
         dims, (dims.markov_rank, dims.markov_gated), dims.selector, dims.convolution, dims.head_size
     )

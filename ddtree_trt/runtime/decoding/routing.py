@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.errors import UsageError
 from ddtree_trt.plugins import MAX_DEVICE_BUDGET
-from ddtree_trt.runtime.decoding.methods import METHODS
+from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
 from ddtree_trt.runtime.params import PARAMETERS, DeviceRoundsMode, SamplingParams
 
 TREE_SHAPE = ("tree", "tree_width", "max_tree_depth", "draft_length")  # parameters that shape a tree
@@ -82,6 +82,8 @@ def _request_host_reason(params: SamplingParams, *, watched: bool) -> str | None
         return f"the device builds trees of 1 to {MAX_DEVICE_BUDGET} nodes, not of {budget}"
     if watched:
         return "its trees are watched, and a tree on the device is not seen"
+    if method.policy(params.tree) is method.own_policy:
+        params = dataclasses.replace(params, tree=AUTO)  # named, but not another tree
     names = _not_honoured(params)
     if limits := [name for name in TREE_SHAPE if name in names]:
         return f"the device builds trees by the heap alone and without limits: {', '.join(limits)} cannot be honoured"

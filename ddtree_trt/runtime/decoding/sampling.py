@@ -22,7 +22,10 @@ from ddtree_trt.runtime.engines.base import DrawnFrom
 from ddtree_trt.runtime.params import SamplingParams
 
 Row = NDArray[np.float32]  # [V]
-_NOT_FINITE = "the target's logits are not finite; rebuild the engine from an undamaged checkpoint"
+_NOT_FINITE = (
+    "the target's logits are not finite; rebuild the engine from an undamaged checkpoint, one of fp16, in which states "
+    "above 65504 overflow, with --precision bf16 or fp32"
+)
 
 
 class Sampler:

@@ -43,6 +43,16 @@ READ: dict[str, dict[str, Any]] = {
         "selector": Selector(top=16, rank=256),
         "convolution": Convolution(taps=2, groups=320),
     },
+    "zlab-muse-glimmer-30b-dflash2": {
+        "block_size": 16,
+        "draft_length": 15,
+        "tap_layers": (1, 13, 25, 37, 49),
+        "windows": (2048,) * 5,
+        "selector": Selector(top=16, rank=256),
+        "convolution": Convolution(taps=2, groups=416),
+        "logit_scale": 0.19611613513818404,
+        "logit_cap": 20.0,
+    },
     "jetspec-qwen3.6-35b-a3b": {
         "block_size": 16,
         "num_layers": 8,
@@ -114,7 +124,6 @@ READ: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 REFUSED = {
     "zlab-gpt-oss-20b-dflash": "model_type is 'gpt_oss', only dense Qwen3",
-    "zlab-muse-glimmer-30b-dflash2": "dflash_config.final_logit_softcapping is 20.0, which is not implemented",
     "muse-glimmer-assistant": "model_type is 'muse_glimmer_assistant', only dense Qwen3",
     "mimo-v2.5-pro-dflash": "dflash_config.attention_sink_bias is true, which is not implemented",
     "deepspec-dspark-gemma4-12b": "model_type is 'gemma4_text', only dense Qwen3",
@@ -149,7 +158,7 @@ def test_a_published_drafter_is_read(tmp_path: Path, name: str) -> None:
     assert set(dims.features()) == {
         field
         for field in ("windows", "causal", "anchor_first", "draft_vocab_size", "own_embedding", "own_head",
-                      "markov_rank", "selector", "convolution")
+                      "markov_rank", "selector", "convolution", "logit_scale", "logit_cap")
         if field in expected
     }  # fmt: skip
 
@@ -159,3 +168,14 @@ def test_a_published_drafter_is_refused_by_name(tmp_path: Path, name: str) -> No
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path, fixture(name)["config"])
     assert REFUSED[name] in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_the_kind_of_a_markov_head(tmp_path: Path) -> None:
+    """Plain or gated, and a rank of 0 is no head; a recurrent one is refused."""
+    config = fixture("deepspec-dspark-qwen3-4b")["config"]
+    cases = (("vanilla", 256, False), ("gated", 256, True), ("gated", 0, False))
+    for kind, rank, gated in cases:
+        dims = read(tmp_path, {**config, "markov_head_type": kind, "markov_rank": rank})
+        assert (dims.markov_rank, dims.markov_gated) == (rank, gated)
+    with pytest.raises(CheckpointError, match="markov_head_type"):
+        read(tmp_path, {**config, "markov_head_type": "rnn"})

@@ -24,23 +24,26 @@ SHAPE: dict[str, Any] = {"vocab_size": WIDTH, "hidden_size": WIDTH, "num_kv_head
 DRAFTER: dict[str, Any] = {"num_layers": 1, "tap_layers": (0,), "block_size": 8, "mask_token_id": MASK}
 
 
-def build_majority(path: Path, *, fc: float = 1.0, config: dict[str, Any] | None = None, **build: Any) -> Path:
+def build_majority(path: Path, *, gain: float = 0.0, config: dict[str, Any] | None = None, **build: Any) -> Path:
     """The engine of the pair under `path`.
 
-    `fc` is a factor of the drafter's projection, which the norm behind it takes out again. `config` has entries of the
-    drafter's config.json, `build` fields of the BuildRequest.
+    `gain` is a factor in the target's first MLP, whose inner values become about 64 times its square and are then
+    scaled down to nothing. `config` has entries of the drafter's config.json, `build` fields of the BuildRequest.
     """
     target_dims = TransformerDims(**{**vars(TARGET_DIMS), **SHAPE})
     target = make_target(path / "target", **SHAPE)
     weights = _silent(target_dims)
     weights[EMBEDDING] = 4 * np.eye(WIDTH, dtype=np.float32)
     weights[EMBEDDING][MASK] = 0
+    for name in ("gate_proj", "up_proj"):
+        weights[f"model.layers.0.mlp.{name}.weight"][0] = gain
+    weights["model.layers.0.mlp.down_proj.weight"][:, 0] = 1e-9
     write_weights(target, weights, dtype="fp32", shards=1)
 
     shape = {**SHAPE, **DRAFTER}
     drafter = make_drafter(path / "drafter", config=config, **shape)
     weights = _silent(DrafterDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, **shape}))
-    weights[FC] = fc * np.eye(WIDTH, dtype=np.float32)
+    weights[FC] = np.eye(WIDTH, dtype=np.float32)
     for name in weights:
         if "v_proj" in name or "o_proj" in name:
             weights[name] = 0.2 * np.eye(WIDTH, dtype=np.float32)

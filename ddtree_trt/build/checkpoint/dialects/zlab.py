@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
 from typing import Annotated, Any
 
 from ddtree_trt.build.checkpoint.config_fields import refuse_other_values
@@ -16,13 +18,15 @@ from ddtree_trt.build.checkpoint.dialects.block import (
     scales,
 )
 from ddtree_trt.build.checkpoint.dialects.dialect import Dialect, required, stated, words
-from ddtree_trt.models.decoder import LAYERS, TransformerDims
+from ddtree_trt.models.decoder import LAYERS, VOCABULARY, TransformerDims
 from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.drafters.dflash import Convolution, DrafterDims, Selector, default_tap_layers
 from ddtree_trt.models.families import Family
 from ddtree_trt.reading import Fields
 
-_VOCABULARIES = ("draft_vocab_size", "target_vocab_size")  # the target's, under any of these names
+_DRAFT_VOCABULARY = "draft_vocab_size"  # smaller than the target's where there is a d2t
+_TARGET_VOCABULARY = "target_vocab_size"
+_VOCABULARIES = (_DRAFT_VOCABULARY, _TARGET_VOCABULARY)
 
 
 def _dims(fields: Fields, dims: TransformerDims, family: Family) -> DrafterDims:
@@ -58,7 +62,8 @@ def _drafter(
 ) -> DrafterDims:
     section = fields.section(dflash.SECTION)
     for place in (fields, section):
-        refuse_other_values(place, dict.fromkeys(_VOCABULARIES, (dims.vocab_size,)))
+        refuse_other_values(place, {_TARGET_VOCABULARY: (dims.vocab_size,)})
+    vocabulary = stated(_DRAFT_VOCABULARY, Annotated[int, VOCABULARY], fields, section)
     return block_drafter(
         fields,
         dims,
@@ -66,8 +71,14 @@ def _drafter(
         **flat_entries(fields, section, default_taps),
         **scales(fields, section),
         anchor_first=stated("sample_from_anchor", bool, fields, section) or False,
+        draft_vocab_size=None if vocabulary == dims.vocab_size else vocabulary,
         **entries,
     )
+
+
+def _head_as_stored(dims: DrafterDims, stored: Collection[str]) -> DrafterDims:
+    """A head over fewer tokens is the drafter's own where its checkpoint holds one, and else rows of the target's."""
+    return replace(dims, own_head=dims.draft_vocab_size is not None and dflash.OWN_HEAD in stored)
 
 
 _NEUTRAL = {"projector_type": ("dflash",), "markov_rank": (0,)}
@@ -78,6 +89,7 @@ DFLASH = Dialect(
     fields=known(FLAT, SCALES, _VOCABULARIES, (dflash.SECTION,)),
     sections={dflash.SECTION: known(SECTION, SCALES, _VOCABULARIES, neutral=_NEUTRAL)},
     read_dims=_dims,
+    settle=_head_as_stored,
     unused=(dflash.OWN_EMBEDDING, dflash.OWN_HEAD),  # copies of the target's
 )
 DFLASH2 = Dialect(
@@ -94,5 +106,6 @@ DFLASH2 = Dialect(
         )
     },
     read_dims=_dims2,
+    settle=_head_as_stored,
     unused=DFLASH.unused,
 )

@@ -75,9 +75,9 @@ class OrtEagle(OrtNetwork):
         for (name, shape), value in zip(shapes.items(), values, strict=True):
             inputs[name] = take(name, shape, np.int64)
             inputs[name][...] = value
-        if self._attends_apart:
+        if self.attends_apart:
             inputs[names.ATTENDED] = take(names.ATTENDED, (rows,), np.int64)
-            inputs[names.ATTENDED][...] = np.arange(rows)
+            inputs[names.ATTENDED][:] = np.arange(rows)
         inputs |= {name: np.ascontiguousarray(part)[None] for name, part in zip(_STATES, states, strict=True)}
         outputs = {
             names.OUTPUTS: take(names.OUTPUTS, (results, self.dims.hidden_size), np.float32),

@@ -107,7 +107,7 @@ class OrtNetwork:
             raise ArtifactError(f"ONNX Runtime {ort.__version__} cannot load {path}: {reason}; rebuild it") from error
         self.dims = dims
         # Whether attention can be given an idle row that nothing else computes, because the rest needs none.
-        self._attends_apart = any(end.name == names.ATTENDED for end in self.session.get_inputs())
+        self.attends_apart = any(end.name == names.ATTENDED for end in self.session.get_inputs())
         self._check_graph(path, rows, widths)
         self.cache = SlotCache(dims, slots, rows)
         self._past = names.past_names(dims.num_layers)
@@ -206,7 +206,7 @@ class OrtLanguageModel(OrtNetwork):
         placed, asked = tree, rows
         if self._exact and size % self._block == 1 and self.cache.lengths[slot] + size < self.cache.rows:
             placed = _with_idle_row(tree)
-        if self._exact and not self._attends_apart:
+        if self._exact and not self.attends_apart:
             tree, asked = placed, np.repeat(rows, 2) if wanted == 1 else rows
         logits, taps = self._extend(slot, tree, placed, asked)
         logits = logits[:wanted]
@@ -231,7 +231,7 @@ class OrtLanguageModel(OrtNetwork):
             names.ATTENTION_BIAS: bias,
             names.ROWS: wanted,
         }
-        if self._attends_apart:
+        if self.attends_apart:
             inputs[names.ATTENDED] = attended = take(names.ATTENDED, (tokens,), np.int64)
             attended[:] = np.arange(tokens) % len(tree)
         logits = take(names.LOGITS, (len(rows), self.dims.vocab_size), np.float32)

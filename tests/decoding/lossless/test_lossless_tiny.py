@@ -1,6 +1,6 @@
 """Losslessness on the packaged pair: the real engine, its kernels, its caches.
 
-`pytest -m slow tests/decoding/test_lossless_tiny.py` compares every method on 40 prompts and draws
+`pytest -m slow tests/decoding/lossless/test_lossless_tiny.py` compares every method on 40 prompts and draws
 every token anew: minutes.
 """
 

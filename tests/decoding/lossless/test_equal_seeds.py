@@ -3,7 +3,7 @@ beside `ar` alone with the same seed.
 
 An int8 engine is exact: no request differs. In fp32 the first difference must be a tie within rounding: two tokens
 whose logit/temperature + noise lie that near each other, or one that lies as near to the border of a filter.
-`pytest -m slow tests/decoding/test_equal_seeds.py` does many; how many differ is printed with -s.
+`pytest -m slow tests/decoding/lossless/test_equal_seeds.py` does many; how many differ is printed with -s.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 At temperature 0 the output must be the target's greedy output. Above it, its distribution must be the target's: proven
 by walking through every random decision the loop can take (no draws, no false alarm), and by draws from the real
-generator. `pytest -m slow tests/decoding/test_lossless.py` runs the full table of draws: half an hour.
+generator. `pytest -m slow tests/decoding/lossless/test_lossless.py` runs the full table of draws: half an hour.
 """
 
 from __future__ import annotations
