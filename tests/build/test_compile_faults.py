@@ -128,7 +128,7 @@ def _no_network(*args: Any, **kwargs: Any) -> str:
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ([], ["nothing to build", "tiny, smollm2-135m"]),
+        ([], ["nothing to build", "tiny, tiny-dspark, tiny-eagle3, smollm2-135m"]),
         (["--target", "gemma-2b"], ["unknown target 'gemma-2b'", "no other architecture is supported"]),
         (["--target", "x\x1b[2J"], ["'x\\x1b[2J' cannot name an engine"]),
         (["--target", "../up"], ["cannot name an engine"]),

@@ -78,7 +78,7 @@ def _drafter(
 
 def _head_as_stored(dims: DrafterDims, stored: Collection[str]) -> DrafterDims:
     """A head over fewer tokens is the drafter's own where its checkpoint holds one, and else rows of the target's."""
-    return replace(dims, own_head=dims.draft_vocab_size is not None and dflash.OWN_HEAD in stored)
+    return replace(dims, own_head=True) if dims.draft_vocab_size is not None and dflash.OWN_HEAD in stored else dims
 
 
 _NEUTRAL = {"projector_type": ("dflash",), "markov_rank": (0,)}
