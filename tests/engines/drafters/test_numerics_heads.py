@@ -63,6 +63,13 @@ def drafted(engine: Measured, bonus: int) -> Bilinear:
     return draft.candidates
 
 
+def ids_of_head(found: Bilinear, dflash: DFlash) -> list[list[int]]:
+    """The candidates [L, C] by the ids of the drafter's head."""
+    offsets = dflash.w["d2t"].numpy() if dflash.dims.draft_vocab_size else np.zeros(dflash.dims.vocab_size)
+    of_target = {int(i + offset): i for i, offset in enumerate(offsets)}
+    return [[of_target[token] for token in ids] for ids in found.token_ids.tolist()]
+
+
 def check(found: Bilinear, dflash: DFlash, states: np.ndarray, bonus: int) -> None:
     """The candidates of every position are the largest logits, and every pair's score is the plain statement's."""
     hidden = dflash.hidden(states, bonus)
@@ -70,12 +77,9 @@ def check(found: Bilinear, dflash: DFlash, states: np.ndarray, bonus: int) -> No
     logits = dflash.logits(hidden).numpy()
     count = found.unary.shape[1]
     assert_close(found.unary, -np.sort(-logits, axis=-1)[:, :count], "unary scores")
-    offsets = dflash.w["d2t"].numpy() if dflash.dims.draft_vocab_size else np.zeros(dflash.dims.vocab_size)
-    of_target = {int(i + offset): i for i, offset in enumerate(offsets)}  # target's id → draft id
-    for position, ids in enumerate(found.token_ids):
-        draft_ids = [of_target[token] for token in ids.tolist()]
+    for position, draft_ids in enumerate(ids_of_head(found, dflash)):
         assert_close(found.unary[position], logits[position, draft_ids], "unary scores by token")
-        assert len(set(ids.tolist())) == count
+        assert len(set(draft_ids)) == count
         parents = [bonus] if position == 0 else found.token_ids[position - 1].tolist()
         for i, parent in enumerate(parents):
             scores = found.unary[position] + found.right[position] @ found.left[position, i]
@@ -83,16 +87,21 @@ def check(found: Bilinear, dflash: DFlash, states: np.ndarray, bonus: int) -> No
             assert_close(scores, expected, f"position {position} after {parent}")
 
 
+def built(shape: str, build: Callable[..., Measured], path: Path) -> tuple[Measured, Truth, DFlash]:
+    """An engine, and the plain statements of its target and of its drafter."""
+    target = make_target(path / "target")
+    dims = make_variant(path / "drafter", **SHAPES[shape])
+    with reading_variant(path / "drafter", dims):
+        engine = build(target, path / "drafter", path / "engine")
+    assert engine.manifest.dflash == dims
+    truth = Truth(target, dims.tap_layers)
+    return engine, truth, DFlash(path / "drafter", dims, truth)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rounds(shape: str, build: Callable[..., Measured], tmp_path: Path) -> None:
     """Over a prompt and rounds of uneven length."""
-    target = make_target(tmp_path / "target")
-    dims = make_variant(tmp_path / "drafter", **SHAPES[shape])
-    with reading_variant(tmp_path / "drafter", dims):
-        engine = build(target, tmp_path / "drafter", tmp_path / "engine")
-    assert engine.manifest.dflash == dims
-    truth = Truth(target, dims.tap_layers)
-    dflash = DFlash(tmp_path / "drafter", dims, truth)
+    engine, truth, dflash = built(shape, build, tmp_path)
     rng = np.random.default_rng(11)
     tokens = rng.integers(0, TARGET_DIMS.vocab_size - 1, 9).tolist()
     engine.prefill(0, np.array(tokens, np.int64), rows="none", taps=True)
@@ -105,3 +114,31 @@ def test_rounds(shape: str, build: Callable[..., Measured], tmp_path: Path) -> N
             engine.verify([VerifyRequest(0, tree)])
             engine.commit(0, path, taps=True)
             tokens += tree.token_ids[path].tolist()
+
+
+@pytest.mark.parametrize("shape", ["markov-gated", "dspark", "draft-ids", "dflash2"])
+def test_in_8_bits_too(shape: str, tmp_path: Path) -> None:
+    """To 8 bits' rounding: the candidates' unary scores, and what pairs of them add, whose weights are not rounded but
+    whose hidden states are."""
+    engine, truth, dflash = built(shape, functools.partial(build_engine, precision="int8"), tmp_path)
+    tokens = np.random.default_rng(11).integers(0, TARGET_DIMS.vocab_size - 1, 30)
+    engine.prefill(0, tokens, rows="none", taps=True)
+    found = drafted(engine, 7)
+    hidden = dflash.hidden(truth(tokens.tolist())[1], 7)
+    logits, draft_ids = dflash.logits(hidden).numpy(), np.array(ids_of_head(found, dflash))
+    assert_near(found.unary, np.take_along_axis(logits, draft_ids, axis=-1), logits.std())
+    assert np.abs(found.unary - np.take_along_axis(logits, draft_ids, axis=-1)).max() > 1e-4  # it is in 8 bits
+    before = [[7] * draft_ids.shape[1], *found.token_ids[:-1].tolist()]
+    added = np.array(
+        [
+            [dflash.scores(hidden, t, parent).numpy()[ids] - logits[t, ids] for parent in before[t]]
+            for t, ids in enumerate(draft_ids)
+        ]
+    )
+    assert_near(np.einsum("lar,lbr->lab", found.left, found.right), added, added.std())
+
+
+def assert_near(found: np.ndarray, expected: np.ndarray, spread: float) -> None:
+    """The bounds of drafts in 8 bits."""
+    error = np.abs(found - expected)
+    assert error.max() < 0.6 * spread and error.mean() < 0.2 * spread

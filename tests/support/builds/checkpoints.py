@@ -129,11 +129,13 @@ def make_variant(path: Path, *, seed: int = 1, **dims: Any) -> DrafterDims:
 
 @contextmanager
 def reading_variant(path: Path, dims: DrafterDims) -> Iterator[None]:
-    """Loading the drafter of `make_variant` in `path` gives it these dimensions."""
+    """Loading the drafter of `make_variant` in `path` gives it these dimensions, whatever its dialect would settle."""
 
     def read(directory: Path) -> ModelConfig:
         config = read_config(directory)
-        return replace(config, dims=dims) if directory == path else config
+        if directory != path:
+            return config
+        return replace(config, dims=dims, dialect=replace(config.dialect, settle=lambda dims, _: dims))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader, "read_config", read)
