@@ -11,9 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.runtime.candidates import NO_ROW, Candidates
-from ddtree_trt.runtime.tree import DraftTree, best_tree
-
-__all__ = ["beam", "best_tree", "eagle2"]
+from ddtree_trt.runtime.tree import DraftTree
 
 
 @dataclass(frozen=True)

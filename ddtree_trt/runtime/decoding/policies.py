@@ -20,8 +20,16 @@ if TYPE_CHECKING:
 
 
 @cache
+def _tree() -> ModuleType:
+    """The module of the heap: imported at the first round, once."""
+    from ddtree_trt.runtime import tree
+
+    return tree
+
+
+@cache
 def _growth() -> ModuleType:
-    """The functions that grow trees: imported at the first round, once."""
+    """The module of trees that grow depth by depth, likewise."""
     from ddtree_trt.runtime.decoding import growth
 
     return growth
@@ -31,7 +39,7 @@ def _growth() -> ModuleType:
 
 
 def _heap(candidates: Candidates, budget: int, max_depth: int | None, width: int | None) -> DraftTree:
-    return _growth().best_tree(candidates, budget, max_depth=max_depth, width=width)
+    return _tree().best_tree(candidates, budget, max_depth=max_depth, width=width)
 
 
 def _eagle2(candidates: Candidates, budget: int, max_depth: int | None, width: int | None) -> DraftTree:
@@ -43,7 +51,7 @@ def _beam(candidates: Candidates, budget: int, max_depth: int | None, width: int
 
 
 def _chain(candidates: Candidates, budget: int, max_depth: int | None, width: int | None) -> DraftTree:
-    return _growth().best_tree(candidates, budget, max_depth=max_depth, width=1)
+    return _tree().best_tree(candidates, budget, max_depth=max_depth, width=1)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,10 @@ from ddtree_trt.plugins import MAX_DEVICE_BUDGET
 from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
 from ddtree_trt.runtime.params import PARAMETERS, DeviceRoundsMode, SamplingParams
 
-TREE_SHAPE = ("tree", "tree_width", "max_tree_depth", "draft_length")  # parameters that shape a tree
-
 if TYPE_CHECKING:
     from ddtree_trt.runtime.engines.base import Engine
+
+TREE_SHAPE = ("tree", "tree_width", "max_tree_depth", "draft_length")  # parameters that shape a tree
 
 
 @dataclass(frozen=True)
