@@ -48,6 +48,9 @@ def serve(
     exact: Exact = _D.exact,
     threads: Threads = _D.threads,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = _D.access_log,
+    playground: Annotated[
+        bool, typer.Option("--playground", help="Also serve /playground, a page that draws each round's tree.")
+    ] = _D.playground,
 ) -> None:
     """Serve an engine over HTTP with OpenAI's API."""
     options = ServeOptions(
@@ -65,6 +68,7 @@ def serve(
         exact=exact,
         threads=threads,
         access_log=access_log,
+        playground=playground,
     )
     directory = newest_engine() if engine_dir is None else engine_dir
     try:

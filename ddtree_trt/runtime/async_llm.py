@@ -22,6 +22,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
 from ddtree_trt.runtime.callers import OwnerProcess
 from ddtree_trt.runtime.core import open_core
+from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.request_maker import Request
@@ -158,15 +159,19 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         *,
+        on_round: Watcher | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Submission:
-        """Hand a request to the worker. Call on a running event loop. `chat_template_kwargs` are as for `LLM.generate`.
+        """Hand a request to the worker. Call on a running event loop. `chat_template_kwargs` are as for `LLM.generate`,
+        `on_round` is as for `LLM.stream`: it is called on the worker thread, and must be quick.
 
         Raises UsageError for a wrong call or a request id in use, QueueFull, or EngineError after shutdown or failure.
         """
         self._owner.check()
         params = sampling_params or SamplingParams()
-        request = self.core.maker.make(prompt, params, request_id, chat_template_kwargs=chat_template_kwargs)
+        request = self.core.maker.make(
+            prompt, params, request_id, on_round=on_round, chat_template_kwargs=chat_template_kwargs
+        )
         submission = Submission(request.request_id, lambda: self._command(lambda: self.core.cancel(request)))
         active = _Active(request, submission)
         with self._wake:

@@ -23,6 +23,7 @@ from ddtree_trt.serve.openai.completions import complete
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
 from ddtree_trt.serve.openai.responses import ChatCompletion, Completion, ModelCard, ModelList
 from ddtree_trt.serve.options import ServeOptions
+from ddtree_trt.serve.playground import routes as playground
 from ddtree_trt.serve.service import Service
 
 
@@ -75,6 +76,15 @@ def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions) -> Gate:
         page, content_type = metrics.page(request.headers.get("accept", ""))
         return Response(page, headers={"Content-Type": content_type})
 
+    if options.playground:
+        playground.install(app, service)
+
+    _describe_bodies(app)
+    return gate
+
+
+def _describe_bodies(app: FastAPI) -> None:
+    """Add the bodies, which the endpoints parse themselves, to OpenAPI's description."""
     described = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -83,7 +93,6 @@ def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions) -> Gate:
         return schema
 
     app.openapi = openapi  # type: ignore[method-assign]
-    return gate
 
 
 def _body_schema(model: type[BaseModel]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ddtree_trt.serve.errors import CLOSE, ApiError, error_event, overloaded, shutting_down, timed_out
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.options import ServeOptions
+from ddtree_trt.serve.playground.routes import PAGE
 
 OPEN = ("/health", "/metrics")  # always answered, without a key: for monitoring
 _SEND_ERROR_S = 1.0  # timeout for the error that ended a request: a client may not read
@@ -30,6 +31,7 @@ class Gate:
         self._app = app
         self._options = options
         self._metrics = metrics
+        self._open = {*OPEN, *(PAGE if options.playground else ())}
         self._key = None if options.api_key is None else f"Bearer {options.api_key}".encode()
         self._exchanges: set[_Exchange] = set()
         self._idle = asyncio.Event()
@@ -37,7 +39,7 @@ class Gate:
         self.draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN:
+        if scope["type"] != "http" or scope["path"] in self._open:
             await self._app(scope, receive, send)
             return
         refusal = self._refusal(scope)

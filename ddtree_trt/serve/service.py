@@ -15,6 +15,7 @@ from fastapi import Request
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.async_llm import AsyncLLM
+from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.stats import merge
@@ -118,11 +119,19 @@ class Service:
             raise _error_with_param(error, names, None) from error
 
     def submit(
-        self, request: Request, ids: list[int], params: SamplingParams, request_id: str, prompt_param: str
+        self,
+        request: Request,
+        ids: list[int],
+        params: SamplingParams,
+        request_id: str,
+        prompt_param: str,
+        *,
+        on_round: Watcher | None = None,
     ) -> Submission:
-        """Submit a request. It is cancelled when the exchange with the client ends, for whatever reason."""
+        """Submit a request. It is cancelled when the exchange with the client ends, for whatever reason. `on_round` is
+        that of `AsyncLLM.submit`."""
         try:
-            submission = self.llm.submit(ids, params, request_id)
+            submission = self.llm.submit(ids, params, request_id, on_round=on_round)
         except UsageError as error:
             raise _error_with_param(error, {}, prompt_param) from error
         request.state.cleanup.enter_context(submission)

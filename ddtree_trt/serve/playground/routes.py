@@ -1,0 +1,116 @@
+"""Routes of the playground: the page's three files, what it must know of the engine, and rounds as they happen."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import AsyncIterator
+from importlib.resources import files
+from typing import Any, Literal
+
+from fastapi import FastAPI, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+
+from ddtree_trt.runtime.decoding.loop import Round
+from ddtree_trt.runtime.decoding.methods import METHODS
+from ddtree_trt.runtime.submission import Submission
+from ddtree_trt.serve.errors import as_api_error, error_event
+from ddtree_trt.serve.openai.body import read
+from ddtree_trt.serve.openai.protocol import ChatRequest
+from ddtree_trt.serve.openai.responses import DONE, event
+from ddtree_trt.serve.playground.records import figures, round_record
+from ddtree_trt.serve.service import Service, finish_reason, new_id
+
+PATH = "/playground"
+PAGE = {
+    PATH: ("page.html", "text/html; charset=utf-8"),
+    f"{PATH}/page.css": ("page.css", "text/css; charset=utf-8"),
+    f"{PATH}/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+# The page takes nothing from anywhere else, and nobody may put it into a frame.
+_POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src data:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+    )
+)
+_HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff", "Cache-Control": "no-cache"}
+
+
+class PlaygroundRequest(ChatRequest):
+    """POST /playground/rounds: the body of a chat with one completion."""
+
+    n: Literal[1] | None = None
+
+
+def install(app: FastAPI, service: Service) -> None:
+    """Add the playground's routes to the server's."""
+    folder = files(__package__) / "page"
+
+    def add(path: str, name: str, media_type: str) -> None:
+        content = (folder / name).read_bytes()
+
+        @app.get(path, include_in_schema=False)
+        async def page() -> Response:
+            return Response(content, media_type=media_type, headers=_HEADERS)
+
+    for path, (name, media_type) in PAGE.items():
+        add(path, name, media_type)
+
+    @app.get(f"{PATH}/engine", include_in_schema=False)
+    async def engine() -> JSONResponse:
+        return JSONResponse(_engine(service))
+
+    @app.post(f"{PATH}/rounds", include_in_schema=False)
+    async def rounds(request: Request) -> Response:
+        return await _rounds(service, request, await read(request, PlaygroundRequest))
+
+
+def _engine(service: Service) -> dict[str, Any]:
+    """What the page shows and offers."""
+    manifest = service.llm.engine.manifest
+    return {
+        "model": service.model_name,
+        "backend": manifest.backend,
+        "chat": bool(service.llm.tokenizer.chat_template),
+        "methods": [m.name for m in METHODS.values() if m.serves(manifest.drafter_kind)],
+        "max_tree_budget": manifest.limits.max_tree_budget,
+        "max_seq_len": manifest.limits.max_seq_len,
+    }
+
+
+async def _rounds(service: Service, request: Request, body: PlaygroundRequest) -> Response:
+    """A stream of events {text, rounds, figures, finish_reason}, one for each part of the answer."""
+    messages = [{"role": m.role, "content": m.content} for m in body.messages]
+    if service.llm.tokenizer.chat_template:
+        ids = await service.encode_chat(messages, body.chat_template_kwargs)
+    else:
+        ids = await service.encode(messages[-1]["content"], "messages")
+    params = service.params(body.sampling(), service.max_seq_len - len(ids), {})
+    seen: deque[Round] = deque()  # filled on the engine's thread, emptied here
+    request_id = new_id("playground")
+    submission = service.submit(request, ids, params, request_id, "messages", on_round=seen.append)
+    headers = {"X-Request-Id": request_id, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+    return StreamingResponse(_events(service, submission, seen), media_type="text/event-stream", headers=headers)
+
+
+async def _events(service: Service, submission: Submission, seen: deque[Round]) -> AsyncIterator[str]:
+    try:
+        async for part in submission:
+            (output,) = part.outputs
+            record = {
+                "text": output.text,
+                "rounds": [round_record(service.texts, seen.popleft()) for _ in range(len(seen))],
+                "figures": figures(part.metrics),
+                "finish_reason": finish_reason(output.finish_reason),
+            }
+            yield event(json.dumps(record))
+        yield DONE
+    except Exception as error:  # the status has been sent, so the error is an event
+        yield error_event(as_api_error(error))

@@ -1,0 +1,117 @@
+"""The playground's routes: the page, what it is told, and rounds that are those of the engine."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pacing import wait_for
+from serving import ThreadServer, thread_server
+
+from ddtree_trt import LLM, SamplingParams
+from ddtree_trt.runtime.decoding.loop import Round
+from ddtree_trt.serve.playground.routes import PAGE
+
+QUESTION = "Anna has 5 apples and buys 7 more. How many apples does she have?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_engine: Path) -> Iterator[ThreadServer]:
+    with thread_server(tiny_engine, playground=True) as server:
+        yield server
+
+
+def events(server: ThreadServer, **fields: Any) -> list[dict[str, Any]]:
+    response = server.http.post("/playground/rounds", json={"messages": MESSAGES, **fields})
+    assert response.status_code == 200, response.text
+    *parts, last, rest = response.text.split("\n\n")
+    assert (last, rest) == ("data: [DONE]", "")
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+@pytest.mark.parametrize("path", PAGE)
+def test_the_page_comes_whole_and_may_use_nothing_from_elsewhere(server: ThreadServer, path: str) -> None:
+    answer = server.http.get(path)
+    name, media_type = PAGE[path]
+    assert answer.status_code == 200 and answer.headers["content-type"] == media_type
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    text = answer.text.replace("http://www.w3.org/2000/svg", "")  # a namespace, not an address
+    assert name.split(".")[1] and "http://" not in text and "https://" not in text
+
+
+def test_without_the_option_there_is_no_page(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine) as plain:
+        assert plain.http.get("/playground").status_code == 404
+        assert plain.http.post("/playground/rounds", json={"messages": MESSAGES}).status_code == 404
+
+
+def test_with_a_key_the_page_is_open_and_its_requests_are_not(tiny_engine: Path) -> None:
+    with thread_server(tiny_engine, playground=True, api_key="secret") as server:
+        for path in PAGE:
+            assert server.http.get(path, headers={"Authorization": ""}).status_code == 200
+        assert server.http.get("/playground/engine", headers={"Authorization": ""}).status_code == 401
+        refused = server.http.post("/playground/rounds", json={"messages": MESSAGES}, headers={"Authorization": ""})
+        assert refused.status_code == 401
+        assert server.http.get("/playground/engine").json()["chat"] is True
+
+
+def test_the_page_is_told_what_the_engine_can_do(server: ThreadServer) -> None:
+    told = server.http.get("/playground/engine").json()
+    limits = server.llm.engine.manifest.limits
+    assert told["methods"][0] and "ar" in told["methods"] and "draft-model" not in told["methods"]
+    assert (told["max_tree_budget"], told["max_seq_len"]) == (limits.max_tree_budget, limits.max_seq_len)
+
+
+@pytest.mark.parametrize("budget", [1, 16])
+def test_rounds_are_those_that_the_engine_decodes(server: ThreadServer, tiny_engine: Path, budget: int) -> None:
+    seen: list[Round] = []
+    params = SamplingParams(max_tokens=40, method="ddtree", tree_budget=budget)
+    with LLM(tiny_engine) as llm:
+        expected = "".join(p.outputs[0].text for p in llm.stream(MESSAGES, params, on_round=seen.append))
+        text = {token: server.llm.codec.decode([token], skip_special_tokens=False) for token in range(1, 500)}
+    parts = events(server, method="ddtree", tree_budget=budget, max_tokens=40)
+    rounds = [record for part in parts for record in part["rounds"]]
+    assert "".join(part["text"] for part in parts) == expected
+    assert len(rounds) == len(seen) and any(len(r["nodes"]) > len(r["path"]) for r in rounds)
+    for record, round_ in zip(rounds, seen, strict=True):
+        assert [node[1] for node in record["nodes"]] == round_.tree.parents[1:].tolist()
+        for (shown, _, probability), token, weight in zip(
+            record["nodes"], round_.tree.token_ids.tolist(), round_.tree.log_weights.tolist(), strict=True
+        ):
+            assert shown == text.get(token, shown) and probability == pytest.approx(math.exp(weight), abs=1e-4)
+        assert record["path"] == round_.path[1:].tolist()
+        assert len(record["emitted"]) == len(round_.path)
+    assert parts[-1]["finish_reason"] in ("stop", "length")
+    figures = parts[-1]["figures"]
+    assert figures["rounds"] == len(seen) and figures["stage_s"]["verify"] > 0
+
+
+def test_ar_drafts_nothing(server: ThreadServer) -> None:
+    rounds = [record for part in events(server, method="ar", max_tokens=12) for record in part["rounds"]]
+    assert rounds and all(not r["nodes"] and not r["path"] and len(r["emitted"]) == 1 for r in rounds)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"method": "wish"}, "method"),
+        ({"n": 2}, "n"),
+        ({"messages": []}, "messages"),
+        ({"tree_budget": -1}, "tree_budget"),
+    ],
+)
+def test_wrong_requests_are_refused_by_name(server: ThreadServer, fields: dict[str, Any], says: str) -> None:
+    answer = server.http.post("/playground/rounds", json={"messages": MESSAGES, **fields})
+    assert answer.status_code == 400 and says in answer.json()["error"]["message"]
+
+
+def test_a_reader_that_leaves_frees_the_slot(server: ThreadServer) -> None:
+    body = {"messages": MESSAGES, "method": "ar", "max_tokens": 1900, "ignore_eos": True}
+    with server.http.stream("POST", "/playground/rounds", json=body) as answer:
+        next(answer.iter_text())
+    wait_for(lambda: server.idle and server.llm.running == 0)

@@ -1,0 +1,71 @@
+"""A picture of the playground for the documents: `tools/playground_picture.py ENGINE MESSAGE PICTURE.png`.
+
+Serves the engine, sends the message on the page in Debian's Chromium, shows one of its rounds, and takes the
+picture. Needs the packages chromium, chromium-driver and selenium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from selenium import webdriver
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+WAIT_S = 300.0
+ARGUMENTS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="A picture of the playground.")
+    parser.add_argument("engine", type=Path)
+    parser.add_argument("message")
+    parser.add_argument("picture", type=Path)
+    parser.add_argument("--budget", default="16")
+    parser.add_argument("--round", type=int, default=2, help="the round that is drawn")
+    parser.add_argument("--size", default="1280,1000")
+    args = parser.parse_args()
+    command = [sys.executable, "-m", "ddtree_trt", "serve", str(args.engine), "--port", "0", "--playground"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        lines = iter(server.stdout.readline, "")
+        url = next(line.split()[-1] for line in lines if line.startswith("playground:"))
+        try:
+            take(url, args)
+        finally:
+            server.terminate()
+
+
+def take(url: str, args: argparse.Namespace) -> None:
+    options = webdriver.ChromeOptions()
+    options.binary_location = "/usr/bin/chromium"
+    for argument in (*ARGUMENTS, f"--window-size={args.size}"):
+        options.add_argument(argument)
+    browser = webdriver.Chrome(options=options, service=webdriver.ChromeService("/usr/bin/chromedriver"))
+    try:
+        browser.get(url)
+        wait(browser, lambda: browser.find_elements(By.CSS_SELECTOR, "#budget option"))
+        Select(browser.find_element(By.ID, "budget")).select_by_value(args.budget)
+        browser.find_element(By.ID, "message").send_keys(args.message, Keys.ENTER)
+        wait(browser, lambda: browser.find_elements(By.CSS_SELECTOR, ".verdict"))
+        show = (
+            f"const r = document.getElementById('round'); r.value = {args.round}; r.dispatchEvent(new Event('input'))"
+        )
+        browser.execute_script(show)
+        browser.execute_script("document.activeElement.blur(); scrollTo(0, 0)")
+        browser.save_screenshot(str(args.picture))
+    finally:
+        browser.quit()
+
+
+def wait(browser: Any, condition: Any) -> None:
+    WebDriverWait(browser, WAIT_S).until(lambda _: condition())
+
+
+if __name__ == "__main__":
+    main()
