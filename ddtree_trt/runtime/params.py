@@ -14,6 +14,7 @@ from typing import Any, Literal, cast, get_args
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
 from ddtree_trt.runtime.decoding.policies import POLICIES
+from ddtree_trt.runtime.structured.record import Structure, StructuredOutput
 from ddtree_trt.runtime.values import Biases, Choice, Flag, Integer, Kind, NodeCount, Number, Texts, TokenIds
 
 DEFAULT_MAX_TOKENS = 256
@@ -193,6 +194,12 @@ class SamplingParams:
     ).field()
     skip_special_tokens: bool = Parameter(
         True, Flag(), "Leave special tokens out of the text.", device="always"
+    ).field()
+    structured: StructuredOutput | None = Parameter(
+        None,
+        Structure(),
+        "What the output must be: JSON of a schema, an expression, a choice or a grammar.",
+        http={"chat": "structured_outputs", "completions": "structured_outputs"},
     ).field()
     method: str = Parameter(
         AUTO,
