@@ -14,15 +14,15 @@ from starlette.responses import JSONResponse, Response
 from ddtree_trt import __version__
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.serve import errors
-from ddtree_trt.serve.body import read, request_schemas
-from ddtree_trt.serve.chat import chat
-from ddtree_trt.serve.completions import complete
 from ddtree_trt.serve.errors import ApiError
 from ddtree_trt.serve.limits import Gate
 from ddtree_trt.serve.metrics import Metrics
+from ddtree_trt.serve.openai.body import read, request_schemas
+from ddtree_trt.serve.openai.chat import chat
+from ddtree_trt.serve.openai.completions import complete
+from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
+from ddtree_trt.serve.openai.responses import ChatCompletion, Completion, ModelCard, ModelList
 from ddtree_trt.serve.options import ServeOptions
-from ddtree_trt.serve.protocol import ChatRequest, CompletionRequest
-from ddtree_trt.serve.responses import ChatCompletion, Completion, ModelCard, ModelList
 from ddtree_trt.serve.service import Service
 
 

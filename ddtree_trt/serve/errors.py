@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse
 
 from ddtree_trt.errors import SHOWN_CHARACTERS, DDTreeError, UsageError, shown
 from ddtree_trt.runtime.async_llm import QueueFull
-from ddtree_trt.serve.protocol import UNKNOWN
-from ddtree_trt.serve.responses import event
+from ddtree_trt.serve.openai.protocol import UNKNOWN
+from ddtree_trt.serve.openai.responses import event
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"

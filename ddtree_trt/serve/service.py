@@ -21,9 +21,9 @@ from ddtree_trt.runtime.stats import merge
 from ddtree_trt.runtime.submission import Submission
 from ddtree_trt.serve.errors import INVALID, SERVER, ApiError, cut
 from ddtree_trt.serve.metrics import Metrics
-from ddtree_trt.serve.protocol import ChatRequest, CompletionRequest
-from ddtree_trt.serve.responses import AcceptanceMetrics, PromptTokensDetails, UsageInfo
-from ddtree_trt.serve.tokens import TokenTexts
+from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
+from ddtree_trt.serve.openai.responses import AcceptanceMetrics, PromptTokensDetails, UsageInfo
+from ddtree_trt.serve.openai.tokens import TokenTexts
 
 # A text cannot have fewer tokens than its length over the longest token's. The factor allows for normalisation, which
 # may turn several characters into one.

@@ -14,7 +14,7 @@ from ddtree_trt.commands.sampling_options import with_sampling_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.params import PARAMETERS, Parameter, SamplingParams
 from ddtree_trt.runtime.values import Biases, Choice, Flag, Integer, Kind, NodeCount, Number, Texts, TokenIds
-from ddtree_trt.serve.protocol import ChatRequest, CompletionRequest
+from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
 from ddtree_trt.triton import inputs
 from tools import parameter_table as tool
 

@@ -11,9 +11,9 @@ import pydantic
 import pytest
 from serving import ThreadServer, thread_server
 
-from ddtree_trt.serve.body import parse
 from ddtree_trt.serve.errors import ApiError
-from ddtree_trt.serve.protocol import ChatRequest, CompletionRequest
+from ddtree_trt.serve.openai.body import parse
+from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
 
 CHAT = "/v1/chat/completions"
 N = 4 << 20  # bytes, the default limit of a body

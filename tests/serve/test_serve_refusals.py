@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import ThreadServer, metrics, thread_server
 
-from ddtree_trt.serve.protocol import ChatRequest, CompletionRequest
+from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = {"messages": [{"role": "user", "content": "x"}]}

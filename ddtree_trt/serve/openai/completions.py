@@ -13,11 +13,11 @@ from ddtree_trt.errors import shown
 from ddtree_trt.runtime.decoding.sampling import TokenLogprob
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.serve.errors import ApiError
-from ddtree_trt.serve.protocol import CompletionRequest
-from ddtree_trt.serve.responses import Answer, Completion, CompletionChoice, CompletionLogprobs, json_response
+from ddtree_trt.serve.openai.protocol import CompletionRequest
+from ddtree_trt.serve.openai.responses import Answer, Completion, CompletionChoice, CompletionLogprobs, json_response
+from ddtree_trt.serve.openai.streaming import stream
+from ddtree_trt.serve.openai.tokens import TextOffsets, TokenTexts, json_logprob
 from ddtree_trt.serve.service import Service, check_stream_options, finish_reason, new_id
-from ddtree_trt.serve.streaming import stream
-from ddtree_trt.serve.tokens import TextOffsets, TokenTexts, json_logprob
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
 

@@ -9,7 +9,7 @@ from starlette.responses import StreamingResponse
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.runtime.submission import Submission, iterate_parts
 from ddtree_trt.serve.errors import as_api_error, error_event
-from ddtree_trt.serve.responses import DONE, Answer, event
+from ddtree_trt.serve.openai.responses import DONE, Answer, event
 from ddtree_trt.serve.service import Service
 
 # (index of the prompt, its part, one completion of the part) → answers to send, in order

@@ -12,8 +12,8 @@ from ddtree_trt.errors import shown
 from ddtree_trt.runtime.decoding.sampling import TokenLogprob
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.serve.errors import ApiError
-from ddtree_trt.serve.protocol import ChatRequest
-from ddtree_trt.serve.responses import (
+from ddtree_trt.serve.openai.protocol import ChatRequest
+from ddtree_trt.serve.openai.responses import (
     Answer,
     ChatChoice,
     ChatCompletion,
@@ -26,9 +26,9 @@ from ddtree_trt.serve.responses import (
     TopLogprob,
     json_response,
 )
+from ddtree_trt.serve.openai.streaming import stream
+from ddtree_trt.serve.openai.tokens import TokenTexts, json_logprob
 from ddtree_trt.serve.service import Service, check_stream_options, finish_reason, new_id
-from ddtree_trt.serve.streaming import stream
-from ddtree_trt.serve.tokens import TokenTexts, json_logprob
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:

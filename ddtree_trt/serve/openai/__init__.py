@@ -1,0 +1,1 @@
+"""The requests, answers and endpoints of the OpenAI API."""
