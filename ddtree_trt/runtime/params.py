@@ -195,7 +195,7 @@ class SamplingParams:
     skip_special_tokens: bool = Parameter(
         True, Flag(), "Leave special tokens out of the text.", device="always"
     ).field()
-    structured: StructuredOutput | None = Parameter(
+    structured: StructuredOutput | None = Parameter(  # noqa: RUF009 - it makes a field, as all others
         None,
         Structure(),
         "What the output must be: JSON of a schema, an expression, a choice or a grammar.",

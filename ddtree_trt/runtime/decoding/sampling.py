@@ -88,8 +88,8 @@ class Sampler:
         return choice
 
     def choose(self, logits: Row, *, behind: Sequence[int] = ()) -> int:
-        """Draw the next token from the target's distribution at a row of logits [V]. `behind`: tokens between the output
-        and the row, of a look ahead; penalties do not count them."""
+        """Draw the next token from the target's distribution at a row of logits [V]. `behind`: in a look ahead, the
+        tokens between the output and the row; penalties do not count them."""
         matcher = self.matcher
         if matcher is None:
             return self._draw(logits, len(behind))

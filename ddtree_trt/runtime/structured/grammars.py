@@ -8,7 +8,7 @@ from typing import Any
 
 from ddtree_trt.runtime.structured.record import StructuredOutput, Tag
 
-# White space between two JSON tokens: bounded, because a model that repeats itself would otherwise never come to an end.
+# White space between two tokens of JSON: bounded, because a model that repeats itself would never come to an end.
 WHITESPACE = r" |\n {0,20}|\n\t{0,8}"
 DEFAULTS = {"whitespace_pattern": WHITESPACE}
 
@@ -41,7 +41,7 @@ def _with_defaults(schema: Any) -> dict[str, Any] | bool:
     if isinstance(value, dict):
         own = value.get("x-guidance", {})
         value["x-guidance"] = {**DEFAULTS, **own} if isinstance(own, dict) else own
-    return value  # type: ignore[no-any-return]
+    return value
 
 
 def _tags_lark(structured: StructuredOutput, special_tokens: Mapping[str, int]) -> str:
