@@ -1,7 +1,7 @@
 """Lossless tree-based speculative decoding: build engines, run them, serve them.
 
-`LLM`, `AsyncLLM`, `SamplingParams`, `StructuredOutput` and the output records are loaded on first use, so that importing
-the package costs nothing.
+`LLM`, `AsyncLLM`, `SamplingParams`, `StructuredOutput` and the output records are loaded on first use, so that
+importing the package costs nothing.
 """
 
 from __future__ import annotations
