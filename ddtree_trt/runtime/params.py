@@ -14,6 +14,7 @@ from typing import Any, Literal, cast, get_args
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
 from ddtree_trt.runtime.decoding.policies import POLICIES
+from ddtree_trt.runtime.structured.record import Structure, StructuredOutput
 from ddtree_trt.runtime.values import Biases, Choice, Flag, Integer, Kind, NodeCount, Number, Texts, TokenIds
 
 DEFAULT_MAX_TOKENS = 256
@@ -201,6 +202,12 @@ class SamplingParams:
         "Chats set it to the tokens that mark reasoning and calls of tools.",
         device="always",
         http={},
+    ).field()
+    structured: StructuredOutput | None = Parameter(  # noqa: RUF009 - it makes a field, as all others
+        None,
+        Structure(),
+        "What the output must be: JSON of a schema, an expression, a choice or a grammar.",
+        http={"chat": "structured_outputs", "completions": "structured_outputs"},
     ).field()
     method: str = Parameter(
         AUTO,

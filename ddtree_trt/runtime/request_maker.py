@@ -19,6 +19,7 @@ from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput, Usage
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import merge
+from ddtree_trt.runtime.structured.compiler import GrammarCompiler
 from ddtree_trt.runtime.text.codec import Prompt, TextCodec, TextStream, Tools
 
 
@@ -79,6 +80,9 @@ class RequestMaker:
         self._manifest = engine.manifest
         self._budgets = budgets
         self._count = 0
+        self.grammars = GrammarCompiler(
+            codec.tokenizer, self._manifest.target_dims.vocab_size, frozenset(self._manifest.stop_token_ids)
+        )
 
     def make(
         self,
@@ -168,13 +172,15 @@ class RequestMaker:
             keep_special_tokens=frozenset(params.keep_special_tokens),
             keep_stop=params.include_stop_str_in_output,
         )
+        ending = self._ending_tokens(params)
+        matcher = None if params.structured is None else self.grammars.matcher(params.structured, ending)
         return Sequence(
             index=index,
             prompt=ids,
             params=params,
             eos_ids=self._eos_ids(params),
             capacity=self._manifest.limits.max_seq_len,
-            sampler=Sampler(params, self._manifest.target_dims.vocab_size, ids, self._ending_tokens(params), index),
+            sampler=Sampler(params, self._manifest.target_dims.vocab_size, ids, ending, index, matcher),
             stream=stream,
             budget=self._budget(params),
             route=route,

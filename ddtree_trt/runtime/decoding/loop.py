@@ -238,14 +238,16 @@ def _choose(
         nonlocal emitted
         row = verdict.logits[node]
         if in_place and node > emitted:
-            foreseen.append(sampler.choose(row, ahead=len(foreseen)))
-            return foreseen[-1]
+            if (expected := sampler.foresee(row, foreseen)) is not None:
+                foreseen.append(expected)
+            return expected
         emitted += 1
         # A chain was drawn: node d's only child is the token drawn at depth d + 1.
         token = sampler.choose_against(row, drawn[node]) if node < len(drawn) else sampler.choose(row)
         return token if sequence.append(token, row) else None
 
-    return Walk(descend(tree, choose), emitted, foreseen)
+    path = descend(tree, choose)
+    return Walk(path[: emitted + len(foreseen)], emitted, foreseen)
 
 
 def emit(sequence: Sequence, tokens: Iterable[tuple[int, Row | None]]) -> int:

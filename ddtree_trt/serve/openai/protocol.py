@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.params import PARAMETERS, Endpoint
+from ddtree_trt.runtime.structured.record import Structure
 from ddtree_trt.runtime.values import (
     Biases,
     Choice,
@@ -195,6 +196,7 @@ _TYPES: dict[type[Kind], Any] = {
     Choice: str | None,
     NodeCount: Annotated[Any, BeforeValidator(_budget)],
     Biases: Annotated[dict[int, float] | None, BeforeValidator(_token_keys)],
+    Structure: dict[str, Any] | None,
     Texts: Annotated[
         list[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS), BeforeValidator(_text)]] | None,
         Field(max_length=MAX_STOPS, fail_fast=True),
