@@ -2,42 +2,34 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
-from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.chat import constraints, parsers
 from ddtree_trt.runtime.chat.events import ChatMessage
 from ddtree_trt.runtime.chat.json_calls import END_OF_CALL, PYTHON_TAG, TOOL_CALL, BareJson, TaggedJson
+from ddtree_trt.runtime.chat.parsers import (
+    AUTO,
+    DEEPSEEK_R1,
+    HERMES,
+    LLAMA3_JSON,
+    QWEN3_CODER,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    check_parser,
+)
 from ddtree_trt.runtime.chat.reader import END_OF_THINKING, THINK, MessageReader, Thinking, ToolFormat, read_message
 from ddtree_trt.runtime.chat.tools import ToolUse, read_use
 from ddtree_trt.runtime.chat.xml_calls import XmlCalls
 from ddtree_trt.runtime.outputs import RequestOutput
+from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.runtime.text.codec import TextCodec
-
-AUTO, NONE = "auto", "none"
-# The names are vLLM's.
-HERMES, QWEN3_CODER, LLAMA3_JSON = "hermes", "qwen3_coder", "llama3_json"
-TOOL_PARSERS = (HERMES, QWEN3_CODER, LLAMA3_JSON)
-QWEN3, DEEPSEEK_R1 = "qwen3", "deepseek_r1"
-REASONING_PARSERS = (QWEN3, DEEPSEEK_R1)
 
 MARKS = (THINK, END_OF_THINKING, TOOL_CALL, END_OF_CALL, PYTHON_TAG)
 _TAIL = 32  # tokens of a prompt's end, in which a template may have opened a block of reasoning or closed it
-
-_JSON_IN_TAGS = re.compile(r"<tool_call>(?:\\n|\s)*\{+\s*\\*[\"'](?:name|arguments)")
-_PARAMETERS = re.compile(r"\\*[\"']parameters\\*[\"']\s*:")
-
-
-def tool_parser_of(template: str) -> str | None:
-    """The parser of calls as a chat template writes them; None where none is known."""
-    if "<function=" in template and "<parameter=" in template:
-        return QWEN3_CODER
-    if _JSON_IN_TAGS.search(template):
-        return HERMES
-    if PYTHON_TAG in template or ("<|start_header_id|>" in template and _PARAMETERS.search(template)):
-        return LLAMA3_JSON
-    return None
 
 
 class ChatFormat:
@@ -50,11 +42,11 @@ class ChatFormat:
 
     def __init__(self, codec: TextCodec, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
         """`auto` recognises the parser by the chat template, `none` uses none. Raises UsageError for unknown names."""
+        check_parser("tool_parser", tool_parser, TOOL_PARSERS)
+        check_parser("reasoning_parser", reasoning_parser, REASONING_PARSERS)
         self._codec = codec
-        template = codec.template_text
-        self.tool_parser = _chosen("tool parser", tool_parser, TOOL_PARSERS, tool_parser_of(template))
-        found = QWEN3 if END_OF_THINKING in template else None
-        self.reasoning_parser = _chosen("reasoning parser", reasoning_parser, REASONING_PARSERS, found)
+        self.tool_parser = parsers.tool_parser(tool_parser, codec.template_text)
+        self.reasoning_parser = parsers.reasoning_parser(reasoning_parser, codec.template_text)
 
     def check_tools(self, use: ToolUse) -> None:
         """Raises UsageError where tools are given that this engine cannot call."""
@@ -65,6 +57,11 @@ class ChatFormat:
                 "tools: the format in which this engine's model calls them is not recognised by its chat template; "
                 f"start the server with --tool-parser, one of {', '.join(TOOL_PARSERS)}"
             )
+
+    @cached_property
+    def marks(self) -> tuple[int, ...]:
+        """The special tokens that mark reasoning and calls, which must not be left out of an answer's text."""
+        return tuple(sorted(self._codec.special_tokens(MARKS)))
 
     def thinking(self, prompt_ids: Sequence[int]) -> Thinking:
         """How the answer to a prompt begins: the template may have opened a block of reasoning, or closed an empty
@@ -78,10 +75,30 @@ class ChatFormat:
 
     def tool_format(self, use: ToolUse) -> ToolFormat | None:
         """What reads the calls of an answer; None where there can be none."""
-        if not use.tools:
+        if not use.tools or self.tool_parser is None:
             return None
-        formats: Mapping[str | None, Any] = {HERMES: TaggedJson, LLAMA3_JSON: BareJson}
-        return XmlCalls(use.schemas) if self.tool_parser == QWEN3_CODER else formats[self.tool_parser]()
+        if self.tool_parser == QWEN3_CODER:
+            return XmlCalls(use.schemas)
+        return TaggedJson() if self.tool_parser == HERMES else BareJson()
+
+    def constraint(
+        self, use: ToolUse, thinking: Thinking, structured: StructuredOutput | None
+    ) -> StructuredOutput | None:
+        """What the answer is held to: that the model calls tools where it must, that calls of strict tools satisfy
+        their schemas, and the constraint of the request itself, which begins behind the reasoning.
+
+        Raises UsageError where the request asks for both.
+        """
+        makers = {HERMES: constraints.tagged_json, LLAMA3_JSON: constraints.bare_json, QWEN3_CODER: constraints.xml}
+        of_tools = makers[self.tool_parser](use, thinking) if use.tools and self.tool_parser is not None else None
+        if structured is None:
+            return of_tools
+        if of_tools is not None:
+            why = "tool_choice requires a call" if use.choice == "required" else "a strict tool constrains it already"
+            raise UsageError(f"structured output cannot be had of this answer, because {why}; leave one of them out")
+        if thinking != "never" and structured.after is None:
+            return replace(structured, after=END_OF_THINKING)
+        return structured
 
     def reader(self, thinking: Thinking, use: ToolUse) -> MessageReader | None:
         """A reader of an answer that arrives in pieces; None where all of it is content."""
@@ -99,9 +116,3 @@ class ChatFormat:
         self.check_tools(use)
         thinking, format_ = self.thinking(output.prompt_token_ids), self.tool_format(use)
         return [read_message(each.text, thinking, format_) for each in output.outputs]
-
-
-def _chosen(what: str, given: str, known: Sequence[str], found: str | None) -> str | None:
-    if given not in (AUTO, NONE, *known):
-        raise UsageError(f"the {what} must be one of {', '.join((AUTO, NONE, *known))}, not {shown(given)}")
-    return {AUTO: found, NONE: None}.get(given, given)

@@ -66,7 +66,7 @@ class XmlCalls:
     def _value(self, scanner: Scanner, call: CallWriter, function: str, parameter: str) -> Steps[str]:
         """Read a value, without the line breaks at its ends; returns the mark behind it."""
         yield from scanner.accept("\n")
-        kinds = _types(self._parameters.get(function), parameter)
+        kinds = parameter_types(self._parameters.get(function), parameter)
         pieces: list[str] = []
         text = _WithoutLastBreak(pieces.append)
         if kinds == {"string"}:
@@ -110,7 +110,7 @@ def _name(scanner: Scanner) -> Steps[str]:
     return name
 
 
-def _types(parameters: Any, name: str) -> set[str]:
+def parameter_types(parameters: Any, name: str) -> set[str]:
     """The types that the schema of a tool's arguments gives one of them; empty where it does not say."""
     properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
     return _schema_types(properties.get(name) if isinstance(properties, Mapping) else None, 0)
