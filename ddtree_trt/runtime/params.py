@@ -195,6 +195,14 @@ class SamplingParams:
     skip_special_tokens: bool = Parameter(
         True, Flag(), "Leave special tokens out of the text.", device="always"
     ).field()
+    keep_special_tokens: tuple[int, ...] = Parameter(
+        (),
+        TokenIds(),
+        "Special tokens that stay in the text where the others are left out.",
+        "Chats set it to the tokens that mark reasoning and calls of tools.",
+        device="always",
+        http={},
+    ).field()
     structured: StructuredOutput | None = Parameter(  # noqa: RUF009 - it makes a field, as all others
         None,
         Structure(),

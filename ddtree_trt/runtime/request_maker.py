@@ -8,6 +8,7 @@ from typing import Any
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.models.drafters.eagle3 import LEVELS
+from ddtree_trt.runtime.chat.formats import MARKS
 from ddtree_trt.runtime.decoding.budget import AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
@@ -19,7 +20,7 @@ from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import merge
 from ddtree_trt.runtime.structured.compiler import GrammarCompiler
-from ddtree_trt.runtime.text.codec import Prompt, TextCodec, TextStream
+from ddtree_trt.runtime.text.codec import Prompt, TextCodec, TextStream, Tools
 
 
 @dataclass
@@ -92,9 +93,10 @@ class RequestMaker:
         on_round: Watcher | None = None,
         device_rounds: DeviceRoundsMode | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Tools | None = None,
     ) -> Request:
         """The request of a prompt, with its n sequences. `device_rounds` overrides the mode of all requests;
-        `chat_template_kwargs` are for a prompt of chat messages.
+        `chat_template_kwargs` and `tools` are for a prompt of chat messages.
 
         Raises UsageError for a prompt that is empty, out of vocabulary or too long, or params the engine cannot honour.
         """
@@ -103,7 +105,10 @@ class RequestMaker:
                 f"sampling_params must be SamplingParams, not {shown(params)}; make them of names with "
                 "SamplingParams.from_mapping"
             )
-        ids = self._codec.encode(prompt, chat_template_kwargs)
+        ids = self._codec.encode(prompt, chat_template_kwargs, tools)
+        if tools:
+            kept = {*params.keep_special_tokens, *self._codec.special_tokens(MARKS)}
+            params = replace(params, keep_special_tokens=tuple(sorted(kept)))
         params = replace(params, method=resolve_method(params.method, self._manifest.drafter_kind).name)
         self._check(ids, params)
         mode = device_rounds or self.device_rounds
@@ -164,6 +169,7 @@ class RequestMaker:
             self._codec,
             params.stop,
             skip_special_tokens=params.skip_special_tokens,
+            keep_special_tokens=frozenset(params.keep_special_tokens),
             keep_stop=params.include_stop_str_in_output,
         )
         ending = self._ending_tokens(params)

@@ -15,10 +15,12 @@ from fastapi import Request
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.async_llm import AsyncLLM
+from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.stats import merge
 from ddtree_trt.runtime.submission import Submission
+from ddtree_trt.runtime.text.codec import Tools
 from ddtree_trt.serve.errors import INVALID, SERVER, ApiError, cut
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
@@ -33,8 +35,9 @@ _NORMALISATION = 4
 class Service:
     """An engine served under a model name."""
 
-    def __init__(self, llm: AsyncLLM, metrics: Metrics, model_name: str | None) -> None:
+    def __init__(self, llm: AsyncLLM, metrics: Metrics, model_name: str | None, chat_format: ChatFormat) -> None:
         self.llm = llm
+        self.chat_format = chat_format
         self.metrics = metrics
         self.model_name = model_name or llm.engine.manifest.name
         self.created = int(time.time())
@@ -70,10 +73,13 @@ class Service:
         return ids
 
     async def encode_chat(
-        self, messages: list[dict[str, str]], chat_template_kwargs: Mapping[str, Any] | None
+        self,
+        messages: list[dict[str, Any]],
+        chat_template_kwargs: Mapping[str, Any] | None,
+        tools: Tools | None = None,
     ) -> list[int]:
-        """Token ids of a chat; `chat_template_kwargs` are variables of the chat template. Raises ApiError as `encode`
-        does."""
+        """Token ids of a chat; `chat_template_kwargs` are variables of the chat template, `tools` what the model may
+        call. Raises ApiError as `encode` does."""
         param = "messages"
         characters = sum(len(m["content"]) for m in messages)
         if len(messages) > self.max_seq_len:  # each is a token at least
@@ -82,7 +88,7 @@ class Service:
             raise self.too_long(f"{characters} characters", param)
         codec, given = self.llm.codec, chat_template_kwargs
         await self._in_thread(self._renderer, codec.check_template_kwargs, given, "chat_template_kwargs")
-        render = partial(codec.render, chat_template_kwargs=given)
+        render = partial(codec.render, chat_template_kwargs=given, tools=tools)
         return await self.encode(await self._in_thread(self._renderer, render, messages, param), param)
 
     async def _in_thread(self, thread: Executor, work: Callable[[Any], Any], argument: Any, param: str) -> Any:
