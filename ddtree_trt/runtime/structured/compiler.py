@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ddtree_trt.errors import MissingDependency, UsageError, install_with, shown
-from ddtree_trt.reading import printable
+from ddtree_trt.runtime.structured.delayed import DelayedMatcher, Opening
 from ddtree_trt.runtime.structured.grammars import grammar_text
-from ddtree_trt.runtime.structured.matcher import Matcher
+from ddtree_trt.runtime.structured.matcher import GrammarMatcher, Matcher, reason_line
 from ddtree_trt.runtime.structured.record import StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_CACHED = 256  # compiled grammars
-_SHOWN = 400  # characters of the library's reason
+
+
+@dataclass(frozen=True)
+class _Compiled:
+    """A constraint for a vocabulary."""
+
+    state: LLMatcher  # at its beginning, to be copied
+    opening: Opening | None  # the text behind which it begins
 
 
 class GrammarCompiler:
@@ -30,10 +38,10 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._stop_ids = stop_ids
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[StructuredOutput, _Compiled] = OrderedDict()
 
-    def compile(self, structured: StructuredOutput) -> LLMatcher:
-        """The matcher at the beginning of the constraint, to be copied.
+    def compile(self, structured: StructuredOutput) -> _Compiled:
+        """What sequences under the constraint start from.
 
         Raises UsageError with the library's reason for a constraint that it cannot compile, MissingDependency where it
         is not installed.
@@ -42,19 +50,28 @@ class GrammarCompiler:
             if (found := self._compiled.get(structured)) is not None:
                 self._compiled.move_to_end(structured)
                 return found
-        matcher = self._compile(structured)
+        compiled = self._compile(structured)
         with self._lock:
-            self._compiled[structured] = matcher
+            self._compiled[structured] = compiled
             while len(self._compiled) > MAX_CACHED:
                 self._compiled.popitem(last=False)
-        return matcher
+        return compiled
 
     def matcher(self, structured: StructuredOutput, ending: frozenset[int]) -> Matcher:
         """A matcher for one sequence, whose output ends at any of the tokens `ending`. Raises as `compile` does."""
-        state = self.compile(structured).deep_copy()
-        return Matcher(state, self._vocab_size, ending, self._stop_ids - ending)
+        compiled = self.compile(structured)
+        matcher = GrammarMatcher(
+            compiled.state.deep_copy(),
+            self._tokenizer.tokenize_bytes,
+            self._vocab_size,
+            ending,
+            self._stop_ids - ending,
+        )
+        if compiled.opening is None:
+            return matcher
+        return DelayedMatcher(matcher, compiled.opening, self._vocab_size)
 
-    def _compile(self, structured: StructuredOutput) -> LLMatcher:
+    def _compile(self, structured: StructuredOutput) -> _Compiled:
         tokenizer = self._tokenizer
         from llguidance import LLMatcher, LLParserLimits
 
@@ -66,7 +83,12 @@ class GrammarCompiler:
         matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         if matcher.is_error():
             raise _refused(structured, matcher.get_error())
-        return matcher
+        opening = None if structured.after is None else Opening(structured.after, self._token_bytes)
+        return _Compiled(matcher, opening)
+
+    @cached_property
+    def _token_bytes(self) -> list[bytes]:
+        return [self._tokenizer.decode_bytes([token]) for token in range(self._vocab_size)]
 
     @cached_property
     def _special_tokens(self) -> dict[str, int]:
@@ -94,6 +116,5 @@ class GrammarCompiler:
 
 def _refused(structured: StructuredOutput, reason: str) -> UsageError:
     """The error for a constraint that the library refuses, with its reason in one line."""
-    line = printable(" ".join(reason.split()))
-    cut = line if len(line) <= _SHOWN else f"{line[:_SHOWN]}…"
-    return UsageError(f"structured: {structured.kind} {shown(getattr(structured, structured.kind))}: {cut}")
+    given = shown(getattr(structured, structured.kind))
+    return UsageError(f"structured: {structured.kind} {given} cannot be used: {reason_line(reason)}")
