@@ -104,9 +104,7 @@ class Dictation:
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
         starts = [self._engine.length(r.slot) + 1 - self._prompts[r.slot] for r in requests]
         verdicts = self._verify(requests)
-        return [
-            self._wanting(v, start + r.tree.depths) for r, v, start in zip(requests, verdicts, starts, strict=True)
-        ]
+        return [self._wanting(v, start + r.tree.depths) for r, v, start in zip(requests, verdicts, starts, strict=True)]
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], **options: Any) -> Verdict:
         verdict = self._prefill(slot, token_ids, **options)
