@@ -45,7 +45,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": []}, "messages", "at least 1 item"),
     ({"messages": "hello"}, "messages", "valid list, not 'hello'"),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "Missing required parameter"),
-    (message(role="wizard"), "messages.0.role", "'system', 'developer', 'user' or 'assistant'"),
+    (message(role="wizard"), "messages.0.role", "'system', 'developer', 'user', 'assistant' or 'tool'"),
     (message(content=5), "messages.0.content", "valid string, not 5"),
     (message(content=None), "messages.0.content", "valid string"),
     (message(content=[{"type": "image_url", "image_url": {}}]), "messages.0.content", "not 'image_url'"),

@@ -96,7 +96,7 @@ class Scanner:
 
     def _begun(self, marks: Sequence[str], end: int) -> int:
         """The place before `end` where a mark begins that the text's end cuts; `end` where there is none."""
-        for place in range(max(self.at, len(self.text) - max(map(len, marks)) + 1), end):
+        for place in range(max(self.at, len(self.text) - max(map(len, marks), default=1) + 1), end):
             if any(m.startswith(self.text[place:]) for m in marks):
                 return place
         return end
