@@ -13,12 +13,13 @@ from typing import Any
 
 from fastapi import Request
 
-from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.errors import MissingDependency, UsageError, shown
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.stats import merge
+from ddtree_trt.runtime.structured.names import ALIASES, STRUCTURED
 from ddtree_trt.runtime.submission import Submission
 from ddtree_trt.runtime.text.codec import Tools
 from ddtree_trt.serve.errors import INVALID, SERVER, ApiError, cut
@@ -47,11 +48,12 @@ class Service:
         # Another for chat templates, which may take seconds and must not delay prompts that need none.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="ddtree-tokenizer")
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="ddtree-template")
+        self._compiler = ThreadPoolExecutor(2, thread_name_prefix="ddtree-grammar")
         longest = max((len(token) for token in llm.tokenizer.get_vocab()), default=1)
         self._max_characters = self.max_seq_len * longest * _NORMALISATION
 
     def close(self) -> None:
-        for thread in (self._renderer, self._encoder):
+        for thread in (self._renderer, self._encoder, self._compiler):
             thread.shutdown(cancel_futures=True)
         self.llm.shutdown()
 
@@ -108,7 +110,8 @@ class Service:
     def params(self, given: Mapping[str, Any], room: int, names: Mapping[str, str]) -> SamplingParams:
         """SamplingParams of a client's values, for a completion of at most `room` tokens.
 
-        `names` maps fields of SamplingParams to the client's names, where they differ. Raises ApiError.
+        `names` maps fields of SamplingParams to the client's names, where they differ; the constraint's other names are
+        taken. Raises ApiError.
         """
         max_tokens = given.get("max_tokens", room)
         if max_tokens > room:
@@ -122,6 +125,19 @@ class Service:
             return SamplingParams.from_mapping({**given, "max_tokens": max_tokens})
         except UsageError as error:
             raise _error_with_param(error, names, None) from error
+
+    async def compile(self, params: SamplingParams, name: str) -> None:
+        """Compile the constraint that a request's output has, if any, in a thread of its own. Raises ApiError, which
+        gives the constraint `name`, with the reason why it cannot be used."""
+        if params.structured is None:
+            return
+        compile_grammar = self.llm.core.maker.grammars.compile
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._compiler, compile_grammar, params.structured)
+        except UsageError as error:
+            raise _error_with_param(error, {} if name == STRUCTURED else {STRUCTURED: name}, name) from error
+        except MissingDependency as error:
+            raise ApiError(400, str(error), param=name, code="unsupported_parameter") from error
 
     def submit(
         self, request: Request, ids: list[int], params: SamplingParams, request_id: str, prompt_param: str
@@ -164,8 +180,8 @@ def _error_with_param(error: UsageError, names: Mapping[str, str], other: str | 
     text = str(error)
     match = re.match(r"\w+", text)
     name = match.group() if match else ""
-    if name in SamplingParams.__dataclass_fields__:
-        param = names.get(name, name)
+    if name in SamplingParams.__dataclass_fields__ or name in ALIASES:
+        param = names.get(name, "structured_outputs" if name == STRUCTURED else name)
         return ApiError(400, param + text[len(name) :], kind=INVALID, param=param, code="invalid_value")
     return ApiError(400, text, kind=INVALID, param=other, code="invalid_value")
 

@@ -167,13 +167,18 @@ def _check_string(name: str, text: Any) -> None:
 
 @dataclass(frozen=True)
 class Structure:
-    """The kind of values that the sampling parameter takes: a StructuredOutput, or its values by name."""
+    """The kind of values that the sampling parameter takes: a StructuredOutput, its values by name, or JSON of them."""
 
     range = "a constraint"
 
     def check(self, name: str, value: Any) -> StructuredOutput:
         if isinstance(value, StructuredOutput):
             return value
+        if isinstance(value, str):
+            try:
+                value = json.loads(value)
+            except (ValueError, RecursionError) as error:
+                raise UsageError(f"{name} is not JSON: {error}") from error
         if not isinstance(value, Mapping):
             raise UsageError(f"{name} must be a StructuredOutput or an object of its fields, not {shown(value)}")
         return StructuredOutput.from_mapping(value)

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.chat.tools import ToolUse, read_use
+from ddtree_trt.runtime.structured.names import given_name
 from ddtree_trt.serve.errors import ApiError
 from ddtree_trt.serve.openai.chat_answers import ChatAnswers, Chunks
 from ddtree_trt.serve.openai.protocol import ChatRequest
@@ -34,6 +35,7 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     ids = await service.encode_chat(messages, body.chat_template_kwargs, use.descriptions or None)
     answers = ChatAnswers(service, use, service.chat_format.thinking(ids))
     params = answers.params(service.params(given, service.max_seq_len - len(ids), names))
+    await service.compile(params, given_name(given) or "tools")
     request_id = new_id("chatcmpl")
     submission = service.submit(request, ids, params, request_id, "messages")
     head: dict[str, Any] = {"id": request_id, "created": int(time.time()), "model": service.model_name}

@@ -14,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.params import PARAMETERS, Endpoint
+from ddtree_trt.runtime.structured.names import ALIASES
 from ddtree_trt.runtime.structured.record import Structure
 from ddtree_trt.runtime.values import (
     Biases,
@@ -86,12 +87,6 @@ def _token_keys(value: Any) -> Any:
 def _budget(value: Any) -> Any:
     if value is not None and value != "auto" and type(value) is not int:
         raise ValueError("must be an integer or 'auto'")
-    return value
-
-
-def _plain_text_only(value: Any) -> Any:
-    if value is not None and value != {"type": "text"}:
-        raise ValueError("only {'type': 'text'} is supported; this server does not constrain the output")
     return value
 
 
@@ -176,10 +171,18 @@ class _GenerationRequest(_Strict):
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
 
+    # Constraints on the output; see runtime/structured/names.py.
+    response_format: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters given, by field of `SamplingParams`."""
+        """The sampling parameters given, as `SamplingParams.from_mapping` takes them."""
         fields = {name: row.http_name(self.endpoint) for name, row in PARAMETERS.items()}
         given = {name: getattr(self, field) for name, field in fields.items() if field is not None}
+        given |= {name: getattr(self, name) for name in ALIASES if name not in fields.values()}
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -271,7 +274,6 @@ class ChatRequest(_GenerationRequest):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
-    response_format: Annotated[dict[str, Any] | None, BeforeValidator(_plain_text_only)] = None
 
 
 @_with_sampling
