@@ -1,7 +1,7 @@
 """Lossless tree-based speculative decoding: build engines, run them, serve them.
 
-`LLM`, `AsyncLLM`, `SamplingParams` and the output records are loaded on first use, so that importing the package costs
-nothing.
+`LLM`, `AsyncLLM`, `SamplingParams`, `StructuredOutput` and the output records are loaded on first use, so that
+importing the package costs nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from ddtree_trt.runtime.outputs import CompletionOutput as CompletionOutput
     from ddtree_trt.runtime.outputs import RequestOutput as RequestOutput
     from ddtree_trt.runtime.params import SamplingParams as SamplingParams
+    from ddtree_trt.runtime.structured.record import StructuredOutput as StructuredOutput
 
 __version__ = "0.1.0"
 
@@ -24,8 +25,9 @@ _MODULES = {  # name → its module in `runtime`
     "SamplingParams": "params",
     "RequestOutput": "outputs",
     "CompletionOutput": "outputs",
+    "StructuredOutput": "structured.record",
 }
-__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingParams", "StructuredOutput", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,8 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from ddtree_trt.commands.structured_options import STRUCTURED_OPTIONS, take_structured
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.params import PARAMETERS, Parameter
+from ddtree_trt.runtime.structured.names import STRUCTURED
 from ddtree_trt.runtime.values import Choice, Flag, Integer, Kind, NodeCount, Number, Texts
 
 # The options of drafting come first.
@@ -36,11 +38,12 @@ def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
     parameters: list[inspect.Parameter] = []
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
         by_name = parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)  # as Typer calls it
-        parameters += map(_option, _OPTIONS) if parameter.name == "sampling" else [by_name]
+        parameters += [*map(_option, _OPTIONS), *STRUCTURED_OPTIONS] if parameter.name == "sampling" else [by_name]
 
     @functools.wraps(command)
     def with_options(**values: Any) -> None:
         given = {row.name: _value(row, values.pop(row.name)) for row in _OPTIONS}
+        given[STRUCTURED] = take_structured(values)
         command(**values, sampling={name: value for name, value in given.items() if value is not None})
 
     with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]

@@ -9,6 +9,7 @@ import typer
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.commands.options import DeviceRounds, Exact, NewestByDefault, Threads
 from ddtree_trt.errors import MissingDependency, install_with
+from ddtree_trt.runtime.chat.parsers import REASONING_PARSERS, TOOL_PARSERS
 from ddtree_trt.runtime.params import check_device_rounds
 from ddtree_trt.serve.options import ServeOptions
 
@@ -47,6 +48,19 @@ def serve(
     device_rounds: DeviceRounds = _D.device_rounds,
     exact: Exact = _D.exact,
     threads: Threads = _D.threads,
+    tool_parser: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help=f"How the model calls tools: auto, by its template; none; {', '.join(TOOL_PARSERS)}.",
+        ),
+    ] = _D.tool_parser,
+    reasoning_parser: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help=f"How it writes its reasoning: auto; none, as content; {', '.join(REASONING_PARSERS)}."
+        ),
+    ] = _D.reasoning_parser,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = _D.access_log,
     playground: Annotated[
         bool, typer.Option("--playground", help="Also serve /playground, a page that draws each round's tree.")
@@ -67,6 +81,8 @@ def serve(
         device_rounds=check_device_rounds(device_rounds),
         exact=exact,
         threads=threads,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
         access_log=access_log,
         playground=playground,
     )

@@ -21,13 +21,14 @@ from typing import Any
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
 from ddtree_trt.runtime.callers import OwnerProcess
+from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.core import open_core
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.request_maker import Request
 from ddtree_trt.runtime.submission import Submission
-from ddtree_trt.runtime.text.codec import Prompt
+from ddtree_trt.runtime.text.codec import Prompt, Tools
 
 _log = logging.getLogger(__name__)
 
@@ -94,6 +95,11 @@ class AsyncLLM:
         return self.codec.tokenizer
 
     @property
+    def chat_format(self) -> ChatFormat:
+        """How this engine's chats write reasoning and calls of tools."""
+        return self.core.chat_format
+
+    @property
     def slots(self) -> int:
         """Sequences that can run at a time."""
         return self.core.scheduler.slots
@@ -120,9 +126,11 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Tools | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the request's output so far after every round; the last one is the finished output."""
-        with self.submit(prompt, sampling_params, request_id, chat_template_kwargs=chat_template_kwargs) as submission:
+        given: Any = {"chat_template_kwargs": chat_template_kwargs, "tools": tools}
+        with self.submit(prompt, sampling_params, request_id, **given) as submission:
             whole: RequestOutput | None = None
             async for part in submission:
                 whole = part if whole is None else whole.joined(part)
@@ -135,9 +143,11 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Tools | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield only the new output after each round; the parts' texts joined are the whole text."""
-        with self.submit(prompt, sampling_params, request_id, chat_template_kwargs=chat_template_kwargs) as submission:
+        given: Any = {"chat_template_kwargs": chat_template_kwargs, "tools": tools}
+        with self.submit(prompt, sampling_params, request_id, **given) as submission:
             async for part in submission:
                 yield part
 
@@ -148,9 +158,11 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Tools | None = None,
     ) -> RequestOutput:
         """The finished output."""
-        with self.submit(prompt, sampling_params, request_id, chat_template_kwargs=chat_template_kwargs) as submission:
+        given: Any = {"chat_template_kwargs": chat_template_kwargs, "tools": tools}
+        with self.submit(prompt, sampling_params, request_id, **given) as submission:
             return await submission.result()
 
     def submit(
@@ -161,16 +173,22 @@ class AsyncLLM:
         *,
         on_round: Watcher | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Tools | None = None,
     ) -> Submission:
-        """Hand a request to the worker. Call on a running event loop. `chat_template_kwargs` are as for `LLM.generate`,
-        `on_round` is as for `LLM.stream`: it is called on the worker thread, and must be quick.
+        """Hand a request to the worker. Call on a running event loop. `chat_template_kwargs` and `tools` are as for
+        `LLM.generate`, `on_round` is as for `LLM.stream`: it is called on the worker thread, and must be quick.
 
         Raises UsageError for a wrong call or a request id in use, QueueFull, or EngineError after shutdown or failure.
         """
         self._owner.check()
         params = sampling_params or SamplingParams()
         request = self.core.maker.make(
-            prompt, params, request_id, on_round=on_round, chat_template_kwargs=chat_template_kwargs
+            prompt,
+            params,
+            request_id,
+            on_round=on_round,
+            chat_template_kwargs=chat_template_kwargs,
+            tools=tools,
         )
         submission = Submission(request.request_id, lambda: self._command(lambda: self.core.cancel(request)))
         active = _Active(request, submission)

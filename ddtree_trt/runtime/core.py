@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.decoding.budget import AutoBudgets
 from ddtree_trt.runtime.decoding.latency import load_or_measure
 from ddtree_trt.runtime.decoding.routing import check_mode
@@ -36,6 +38,10 @@ class EngineCore:
         self._budgets = budgets
         self.maker = RequestMaker(engine, codec, budgets, device_rounds=device_rounds)
         self.scheduler = Scheduler(engine, profile=profile)
+
+    @cached_property
+    def chat_format(self) -> ChatFormat:
+        return ChatFormat(self.codec)
 
     def with_engine(self, engine: Engine) -> EngineCore:
         """A core over another engine, with this one's codec and budgets and the defaults of all other options."""

@@ -10,12 +10,13 @@ from typing import Any
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.callers import Callers
+from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.core import open_core
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.request_maker import Request
-from ddtree_trt.runtime.text.codec import Prompt, as_prompts
+from ddtree_trt.runtime.text.codec import Prompt, Tools, as_prompts
 
 
 class LLM:
@@ -68,21 +69,28 @@ class LLM:
         """The transformers tokenizer."""
         return self.codec.tokenizer
 
+    @property
+    def chat_format(self) -> ChatFormat:
+        """How this engine's chats write reasoning and calls of tools."""
+        return self.core.chat_format
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Tools | None = None,
     ) -> list[RequestOutput]:
         """Complete one prompt or many together; results come in the prompts' order.
 
         A prompt is text, a list of token ids, or a list of chat messages. `chat_template_kwargs` are variables of the
         chat template, as `{"enable_thinking": False}`, over those that the engine was built with, for prompts of chat
-        messages. Raises UsageError before anything runs when one of the calls is wrong, EngineError when the engine
-        fails.
+        messages; `tools` are what the model may call there, as OpenAI's API has them, and `chat_format.messages` reads
+        its calls from an output. Raises UsageError before anything runs when one of the calls is wrong, EngineError
+        when the engine fails.
         """
-        requests = self._callers.call(lambda: self._run(prompts, sampling_params, chat_template_kwargs))
+        requests = self._callers.call(lambda: self._run(prompts, sampling_params, chat_template_kwargs, tools))
         for request in requests:
             request.raise_error()
         return [request.output() for request in requests]
@@ -92,8 +100,9 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
+        tools: Tools | None,
     ) -> list[Request]:
-        requests = self._make(prompts, params, chat_template_kwargs)
+        requests = self._make(prompts, params, chat_template_kwargs, tools)
         self.core.run(requests)
         return requests
 
@@ -104,15 +113,16 @@ class LLM:
         *,
         on_round: Watcher | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Tools | None = None,
     ) -> Stream:
         """An iterator over the new output after each round; the parts' texts joined are the whole text.
 
         Several streams may be read alternately. Closing the iterator cancels the request. `on_round` is called with
-        every verified tree; `chat_template_kwargs` are as for `generate`. A wrong call raises here, as in `generate`,
-        not at the first part.
+        every verified tree; `chat_template_kwargs` and `tools` are as for `generate`. A wrong call raises here, as in
+        `generate`, not at the first part.
         """
         params = sampling_params or SamplingParams()
-        make = partial(self.core.maker.make, on_round=on_round, chat_template_kwargs=chat_template_kwargs)
+        make = partial(self.core.maker.make, on_round=on_round, chat_template_kwargs=chat_template_kwargs, tools=tools)
         request = self._callers.call(lambda: make(prompt, params))
         return Stream(request, self._callers, self._part, self.core.cancel)
 
@@ -137,6 +147,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
+        tools: Tools | None,
     ) -> list[Request]:
         items = as_prompts(prompts)
         if params is None or isinstance(params, SamplingParams):
@@ -145,7 +156,7 @@ class LLM:
             each = list(params) if isinstance(params, Sequence) else [params] * len(items)
             if len(each) != len(items):
                 raise UsageError(f"{len(items)} prompts but {len(each)} sampling params; give one, or one per prompt")
-        make = partial(self.core.maker.make, chat_template_kwargs=chat_template_kwargs)
+        make = partial(self.core.maker.make, chat_template_kwargs=chat_template_kwargs, tools=tools)
         return [make(prompt, p) for prompt, p in zip(items, each, strict=True)]
 
     def close(self) -> None:

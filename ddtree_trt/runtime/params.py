@@ -14,6 +14,8 @@ from typing import Any, Literal, cast, get_args
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
 from ddtree_trt.runtime.decoding.policies import POLICIES
+from ddtree_trt.runtime.structured.names import without_aliases
+from ddtree_trt.runtime.structured.record import Structure, StructuredOutput
 from ddtree_trt.runtime.values import Biases, Choice, Flag, Integer, Kind, NodeCount, Number, Texts, TokenIds
 
 DEFAULT_MAX_TOKENS = 256
@@ -194,6 +196,22 @@ class SamplingParams:
     skip_special_tokens: bool = Parameter(
         True, Flag(), "Leave special tokens out of the text.", device="always"
     ).field()
+    keep_special_tokens: tuple[int, ...] = Parameter(
+        (),
+        TokenIds(),
+        "Special tokens that stay in the text where the others are left out.",
+        "Chats set it to the tokens that mark reasoning and calls of tools.",
+        device="always",
+        http={},
+    ).field()
+    structured: StructuredOutput | None = Parameter(  # noqa: RUF009 - it makes a field, as all others
+        None,
+        Structure(),
+        "What the output must be: JSON of a schema, a text that an expression matches, a choice, or one of a grammar.",
+        "Also by OpenAI's name `response_format`, and by vLLM's `guided_json`, `guided_regex`, `guided_choice` and "
+        "`guided_grammar`.",
+        http={"chat": "structured_outputs", "completions": "structured_outputs"},
+    ).field()
     method: str = Parameter(
         AUTO,
         Choice(AUTO, METHODS),
@@ -298,7 +316,8 @@ class SamplingParams:
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> SamplingParams:
-        """Params of values by field name. Raises UsageError for an unknown name."""
+        """Params of values by field name, or by another name of `structured`. Raises UsageError for an unknown name."""
+        values = without_aliases(values)
         known = {f.name for f in dataclasses.fields(cls)}
         if unknown := sorted(str(name) for name in values if name not in known):
             names = ", ".join(shown(name)[1:-1] for name in unknown[:5]) + ", ..." * (len(unknown) > 5)

@@ -8,6 +8,7 @@ from typing import Any
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.models.drafters.eagle3 import LEVELS
+from ddtree_trt.runtime.chat.formats import MARKS
 from ddtree_trt.runtime.decoding.budget import AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
@@ -18,7 +19,8 @@ from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput, Usage
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import merge
-from ddtree_trt.runtime.text.codec import Prompt, TextCodec, TextStream
+from ddtree_trt.runtime.structured.compiler import GrammarCompiler
+from ddtree_trt.runtime.text.codec import Prompt, TextCodec, TextStream, Tools
 
 
 @dataclass
@@ -78,6 +80,9 @@ class RequestMaker:
         self._manifest = engine.manifest
         self._budgets = budgets
         self._count = 0
+        self.grammars = GrammarCompiler(
+            codec.tokenizer, self._manifest.target_dims.vocab_size, frozenset(self._manifest.stop_token_ids)
+        )
 
     def make(
         self,
@@ -88,9 +93,10 @@ class RequestMaker:
         on_round: Watcher | None = None,
         device_rounds: DeviceRoundsMode | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Tools | None = None,
     ) -> Request:
         """The request of a prompt, with its n sequences. `device_rounds` overrides the mode of all requests;
-        `chat_template_kwargs` are for a prompt of chat messages.
+        `chat_template_kwargs` and `tools` are for a prompt of chat messages.
 
         Raises UsageError for a prompt that is empty, out of vocabulary or too long, or params the engine cannot honour.
         """
@@ -99,7 +105,10 @@ class RequestMaker:
                 f"sampling_params must be SamplingParams, not {shown(params)}; make them of names with "
                 "SamplingParams.from_mapping"
             )
-        ids = self._codec.encode(prompt, chat_template_kwargs)
+        ids = self._codec.encode(prompt, chat_template_kwargs, tools)
+        if tools:
+            kept = {*params.keep_special_tokens, *self._codec.special_tokens(MARKS)}
+            params = replace(params, keep_special_tokens=tuple(sorted(kept)))
         params = replace(params, method=resolve_method(params.method, self._manifest.drafter_kind).name)
         self._check(ids, params)
         mode = device_rounds or self.device_rounds
@@ -160,15 +169,18 @@ class RequestMaker:
             self._codec,
             params.stop,
             skip_special_tokens=params.skip_special_tokens,
+            keep_special_tokens=frozenset(params.keep_special_tokens),
             keep_stop=params.include_stop_str_in_output,
         )
+        ending = self._ending_tokens(params)
+        matcher = None if params.structured is None else self.grammars.matcher(params.structured, ending)
         return Sequence(
             index=index,
             prompt=ids,
             params=params,
             eos_ids=self._eos_ids(params),
             capacity=self._manifest.limits.max_seq_len,
-            sampler=Sampler(params, self._manifest.target_dims.vocab_size, ids, self._ending_tokens(params), index),
+            sampler=Sampler(params, self._manifest.target_dims.vocab_size, ids, ending, index, matcher),
             stream=stream,
             budget=self._budget(params),
             route=route,

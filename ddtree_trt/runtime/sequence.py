@@ -89,6 +89,8 @@ class Sequence:
             self._drop_tokens()
         elif ends:
             self._finish("stop", None if token in self.eos_ids else token)
+        elif self.sampler.matcher is not None and self.sampler.matcher.ended:
+            self._finish("stop", None)
         elif len(self.output) >= self.max_tokens:
             self._finish("length", None)
         self.metrics.output_tokens = len(self.output)

@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from ddtree_trt import __version__
 from ddtree_trt.runtime.async_llm import AsyncLLM
+from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.serve import errors
 from ddtree_trt.serve.errors import ApiError
 from ddtree_trt.serve.limits import Gate
@@ -29,7 +30,8 @@ from ddtree_trt.serve.service import Service
 
 def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions) -> Gate:
     """The ASGI application over an engine, which it shuts down when it ends."""
-    service = Service(llm, metrics, options.model_name)
+    chat_format = ChatFormat(llm.codec, options.tool_parser, options.reasoning_parser)
+    service = Service(llm, metrics, options.model_name, chat_format)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddtree_trt.errors import MAX_COUNT, MAX_THREADS, UsageError, check_range
+from ddtree_trt.runtime.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, check_parser
 from ddtree_trt.runtime.params import DeviceRoundsMode
 
 
@@ -27,12 +28,16 @@ class ServeOptions:
     threads: int = 0  # CPU threads of the engine; 0 chooses
     access_log: bool = False
     playground: bool = False  # whether /playground is served: a page to chat on and to watch trees
+    tool_parser: str = "auto"  # how the model writes calls of tools; auto: recognised by its chat template
+    reasoning_parser: str = "auto"  # how it writes its reasoning; none: it stays in the content
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
             check_range(name, getattr(self, name), low, high)
         if self.api_key is not None and not (self.api_key and self.api_key.isascii() and self.api_key.isprintable()):
             raise UsageError("the API key must be printable ASCII text that is not empty")
+        check_parser("tool_parser", self.tool_parser, TOOL_PARSERS)
+        check_parser("reasoning_parser", self.reasoning_parser, REASONING_PARSERS)
         if self.model_name == "":
             raise UsageError("model_name must not be empty; leave it out for the engine's own name")
 

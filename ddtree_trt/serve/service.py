@@ -13,13 +13,16 @@ from typing import Any
 
 from fastapi import Request
 
-from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.errors import MissingDependency, UsageError, shown
 from ddtree_trt.runtime.async_llm import AsyncLLM
+from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.stats import merge
+from ddtree_trt.runtime.structured.names import ALIASES, STRUCTURED
 from ddtree_trt.runtime.submission import Submission
+from ddtree_trt.runtime.text.codec import Tools
 from ddtree_trt.serve.errors import INVALID, SERVER, ApiError, cut
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
@@ -34,8 +37,9 @@ _NORMALISATION = 4
 class Service:
     """An engine served under a model name."""
 
-    def __init__(self, llm: AsyncLLM, metrics: Metrics, model_name: str | None) -> None:
+    def __init__(self, llm: AsyncLLM, metrics: Metrics, model_name: str | None, chat_format: ChatFormat) -> None:
         self.llm = llm
+        self.chat_format = chat_format
         self.metrics = metrics
         self.model_name = model_name or llm.engine.manifest.name
         self.created = int(time.time())
@@ -45,11 +49,12 @@ class Service:
         # Another for chat templates, which may take seconds and must not delay prompts that need none.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="ddtree-tokenizer")
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="ddtree-template")
+        self._compiler = ThreadPoolExecutor(2, thread_name_prefix="ddtree-grammar")
         longest = max((len(token) for token in llm.tokenizer.get_vocab()), default=1)
         self._max_characters = self.max_seq_len * longest * _NORMALISATION
 
     def close(self) -> None:
-        for thread in (self._renderer, self._encoder):
+        for thread in (self._renderer, self._encoder, self._compiler):
             thread.shutdown(cancel_futures=True)
         self.llm.shutdown()
 
@@ -71,10 +76,13 @@ class Service:
         return ids
 
     async def encode_chat(
-        self, messages: list[dict[str, str]], chat_template_kwargs: Mapping[str, Any] | None
+        self,
+        messages: list[dict[str, Any]],
+        chat_template_kwargs: Mapping[str, Any] | None,
+        tools: Tools | None = None,
     ) -> list[int]:
-        """Token ids of a chat; `chat_template_kwargs` are variables of the chat template. Raises ApiError as `encode`
-        does."""
+        """Token ids of a chat; `chat_template_kwargs` are variables of the chat template, `tools` what the model may
+        call. Raises ApiError as `encode` does."""
         param = "messages"
         characters = sum(len(m["content"]) for m in messages)
         if len(messages) > self.max_seq_len:  # each is a token at least
@@ -83,7 +91,7 @@ class Service:
             raise self.too_long(f"{characters} characters", param)
         codec, given = self.llm.codec, chat_template_kwargs
         await self._in_thread(self._renderer, codec.check_template_kwargs, given, "chat_template_kwargs")
-        render = partial(codec.render, chat_template_kwargs=given)
+        render = partial(codec.render, chat_template_kwargs=given, tools=tools)
         return await self.encode(await self._in_thread(self._renderer, render, messages, param), param)
 
     async def _in_thread(self, thread: Executor, work: Callable[[Any], Any], argument: Any, param: str) -> Any:
@@ -103,7 +111,8 @@ class Service:
     def params(self, given: Mapping[str, Any], room: int, names: Mapping[str, str]) -> SamplingParams:
         """SamplingParams of a client's values, for a completion of at most `room` tokens.
 
-        `names` maps fields of SamplingParams to the client's names, where they differ. Raises ApiError.
+        `names` maps fields of SamplingParams to the client's names, where they differ; the constraint's other names are
+        taken. Raises ApiError.
         """
         max_tokens = given.get("max_tokens", room)
         if max_tokens > room:
@@ -117,6 +126,19 @@ class Service:
             return SamplingParams.from_mapping({**given, "max_tokens": max_tokens})
         except UsageError as error:
             raise _error_with_param(error, names, None) from error
+
+    async def compile(self, params: SamplingParams, name: str) -> None:
+        """Compile the constraint that a request's output has, if any, in a thread of its own. Raises ApiError, which
+        gives the constraint `name`, with the reason why it cannot be used."""
+        if params.structured is None:
+            return
+        compile_grammar = self.llm.core.maker.grammars.compile
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._compiler, compile_grammar, params.structured)
+        except UsageError as error:
+            raise _error_with_param(error, {} if name == STRUCTURED else {STRUCTURED: name}, name) from error
+        except MissingDependency as error:
+            raise ApiError(400, str(error), param=name, code="unsupported_parameter") from error
 
     def submit(
         self,
@@ -167,8 +189,8 @@ def _error_with_param(error: UsageError, names: Mapping[str, str], other: str | 
     text = str(error)
     match = re.match(r"\w+", text)
     name = match.group() if match else ""
-    if name in SamplingParams.__dataclass_fields__:
-        param = names.get(name, name)
+    if name in SamplingParams.__dataclass_fields__ or name in ALIASES:
+        param = names.get(name, "structured_outputs" if name == STRUCTURED else name)
         return ApiError(400, param + text[len(name) :], kind=INVALID, param=param, code="invalid_value")
     return ApiError(400, text, kind=INVALID, param=other, code="invalid_value")
 

@@ -76,7 +76,6 @@ _TYPES: dict[type[Kind], tuple[str, tuple[int, ...]]] = {
 }
 _TEXT_ONLY = "the model reads text only"
 _NO_LORA = "LoRA adapters are not supported; build an engine from the merged checkpoint"
-_NO_GUIDE = "guided decoding is not supported"
 _NO_TUNING = "prompt tuning is not supported"
 _NO_BEAMS = "beam search is not supported; a tree of drafts is verified for one sequence at a time"
 _NO_LOGITS = "logits stay in the engine; ask for log-probabilities with return_log_probs"
@@ -102,6 +101,8 @@ _TRTLLM = (
     Input("return_num_input_tokens", "BOOL", bare=True),
     Input("return_num_output_tokens", "BOOL", bare=True),
     Input("return_perf_metrics", "BOOL", bare=True),
+    Input("guided_decoding_guide_type", "STRING"),
+    Input("guided_decoding_guide", "STRING"),
     Input("sampling_parameters", "STRING"),
     Input("bad_words", "STRING", (-1,), refused=_NO_BANS, harmless=("",)),
     Input("beam_width", "INT32", refused=_NO_BEAMS, harmless=(1,)),
@@ -122,8 +123,6 @@ _TRTLLM = (
     Input("lora_task_id", "UINT64", bare=True, refused=_NO_LORA),
     Input("lora_weights", "FP16", (-1, -1), refused=_NO_LORA),
     Input("lora_config", "INT32", (-1, 3), refused=_NO_LORA),
-    Input("guided_decoding_guide_type", "STRING", refused=_NO_GUIDE, harmless=("",)),
-    Input("guided_decoding_guide", "STRING", refused=_NO_GUIDE, harmless=("",)),
 )
 _VLLM = (
     Input("text_input", "STRING", optional=False),

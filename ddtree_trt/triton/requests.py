@@ -6,7 +6,7 @@ Every input in the table of `inputs` is honoured, or refused with a reason; none
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.params import PARAMETERS, SamplingParams
+from ddtree_trt.runtime.structured.names import STRUCTURED, without_aliases
+from ddtree_trt.runtime.structured.record import Structure, StructuredOutput
 from ddtree_trt.runtime.values import Choice, Texts
 from ddtree_trt.triton.inputs import FIELDS, OTHERS, REFUSED
 from ddtree_trt.triton.settings import Layout
@@ -34,7 +36,7 @@ _NEUTRAL = {
     "spaces_between_special_tokens": True,
 }
 # Parameters whose values are not text: where they are given as text, it is parsed.
-_FROM_TEXT = {name for name, row in PARAMETERS.items() if not isinstance(row.kind, Texts | Choice)}
+_FROM_TEXT = {name for name, row in PARAMETERS.items() if not isinstance(row.kind, Texts | Choice | Structure)}
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,12 @@ def _sampling_params(inputs: Inputs, parameters: Mapping[str, Any], wants_log_pr
         if name in inputs:
             several = isinstance(PARAMETERS[field].kind, Texts)
             sources.append((field, _words(inputs, name) if several else _scalar(inputs, name, None), name))
+    if (guide := _guide(inputs)) is not None:
+        sources.append((STRUCTURED, guide, "guided_decoding_guide"))
     if "end_id" in inputs:
         sources += [("stop_token_ids", [_scalar(inputs, "end_id", None)], "end_id"), ("ignore_eos", True, "end_id")]
     for where, mapping in (("sampling_parameters", _json(inputs)), ("the request's parameters", parameters)):
-        sources += [(field, value, where) for field, value in _normalised(mapping).items()]
+        sources += [(field, value, where) for field, value in without_aliases(_normalised(mapping)).items()]
     fields: dict[str, Any] = {}
     for field, value, where in sources:
         if field in fields:
@@ -116,6 +120,28 @@ def _sampling_params(inputs: Inputs, parameters: Mapping[str, Any], wants_log_pr
     if wants_log_probs:
         fields.setdefault("logprobs", 0)
     return SamplingParams.from_mapping(fields)
+
+
+# TensorRT-LLM's types of guides → the value of a constraint.
+_GUIDES: Mapping[str, Callable[[str], StructuredOutput]] = {
+    "json": lambda guide: StructuredOutput(json_object=True),
+    "json_schema": lambda guide: StructuredOutput(json_schema=guide),
+    "regex": lambda guide: StructuredOutput(regex=guide),
+    "ebnf_grammar": lambda guide: StructuredOutput(grammar=guide),
+}
+
+
+def _guide(inputs: Inputs) -> StructuredOutput | None:
+    """The constraint that TensorRT-LLM's two inputs state; None where they are not given, or empty."""
+    kind, guide = (_scalar(inputs, f"guided_decoding_{name}", "") for name in ("guide_type", "guide"))
+    if not kind and not guide:
+        return None
+    if kind not in _GUIDES:
+        raise UsageError(f"guided_decoding_guide_type must be one of {', '.join(_GUIDES)}, not {shown(kind)}")
+    try:
+        return _GUIDES[kind](guide)
+    except UsageError as error:
+        raise UsageError("guided_decoding_guide" + str(error).removeprefix(STRUCTURED)) from error
 
 
 def _normalised(mapping: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,17 @@ import ddtree_trt
 PACKAGE = Path(ddtree_trt.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 NATIVE = "ddtree_trt._native"
-HEAVY = {"gguf", "onnx", "onnxruntime", "torch", "tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings", "transformers"}
+HEAVY = {
+    "gguf",
+    "llguidance",
+    "onnx",
+    "onnxruntime",
+    "torch",
+    "tensorrt",
+    "tensorrt_rtx",
+    "tensorrt_rtx_bindings",
+    "transformers",
+}
 
 # The rooms that may import a runtime, at any depth: whole packages and single files.
 OWNERS = {
@@ -30,6 +40,7 @@ OWNERS = {
     "tensorrt_rtx_bindings": ("device/",),
     "cuda": ("device/",),
     "gguf": ("build/checkpoint/gguf/quantised.py",),
+    "llguidance": ("runtime/structured/",),
 }
 BY_NAME = {"import_module", "import_package", "__import__"}  # functions that import what a text names
 # Where that text is not in the call: the public names, what `import_package` is given, a checkout's modules.

@@ -13,6 +13,7 @@ from ddtree_trt.cli import app
 from ddtree_trt.commands.sampling_options import with_sampling_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.params import PARAMETERS, Parameter, SamplingParams
+from ddtree_trt.runtime.structured.record import Structure, StructuredOutput
 from ddtree_trt.runtime.values import Biases, Choice, Flag, Integer, Kind, NodeCount, Number, Texts, TokenIds
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
 from ddtree_trt.triton import inputs
@@ -33,6 +34,7 @@ VALUES: dict[type[Kind], tuple[Any, Any]] = {
     Texts: (["x", "y"], ("x", "y")),
     TokenIds: ([5], (5,)),
     Biases: ({"5": 1.0}, {5: 1.0}),
+    Structure: ({"regex": "[0-9]"}, StructuredOutput(regex="[0-9]")),
 }
 
 

@@ -90,6 +90,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tree_width": 0}, "tree_width must be at least 1"),
     ({"max_tree_depth": 0}, "max_tree_depth must be at least 1"),
     ({"draft_length": 0}, "draft_length must be at least 1"),
+    ({"structured": "[]"}, "structured must be a StructuredOutput or an object of its fields, not []"),
 ]
 
 ACCEPTED: list[dict[str, Any]] = [

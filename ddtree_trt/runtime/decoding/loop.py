@@ -7,7 +7,7 @@ engine runs all five stages on its device, the results are emitted, stopped and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from ddtree_trt.runtime.engines.base import (
 )
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import DEVICE_ROUND, StageClock
+from ddtree_trt.runtime.structured.pruning import allowed_part, with_spare
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, behind, compile_tree, descend, spine_first, walk
 
 Path = NDArray[np.int32]
@@ -119,9 +120,19 @@ class _SlotRound:
     def build(self, draft: Draft) -> None:
         s = self.sequence
         with self:
-            proposal = s.method.propose(draft, self.plan, s.sampler.draft)
-            nodes = s.budget.choose(proposal.tree, self._draft_past)
-            tree = proposal.tree.cut(nodes)
+            matcher, draws = s.sampler.matcher, s.method.draws
+            plan = self.plan
+            if matcher is not None and not draws:
+                plan = replace(plan, budget=with_spare(plan.budget))
+            proposal = s.method.propose(draft, plan, s.sampler.draft)
+            # How long a drawn chain is must not depend on what was drawn: it is cut by the constraint last.
+            tree = proposal.tree
+            if matcher is not None and not draws:
+                tree = allowed_part(tree, matcher, self.foreseen).cut(self.ceiling)
+            nodes = s.budget.choose(tree, self._draft_past)
+            tree = tree.cut(nodes)
+            if matcher is not None and draws:
+                tree = allowed_part(tree, matcher, self.foreseen)
             self.proposal = Proposal(spine_first(tree) if self.in_place else tree, proposal.drawn[:nodes])
 
     def take(self, result: RoundResult, engine: Engine) -> None:
@@ -238,14 +249,16 @@ def _choose(
         nonlocal emitted
         row = verdict.logits[node]
         if in_place and node > emitted:
-            foreseen.append(sampler.choose(row, ahead=len(foreseen)))
-            return foreseen[-1]
+            if (expected := sampler.foresee(row, foreseen)) is not None:
+                foreseen.append(expected)
+            return expected
         emitted += 1
         # A chain was drawn: node d's only child is the token drawn at depth d + 1.
         token = sampler.choose_against(row, drawn[node]) if node < len(drawn) else sampler.choose(row)
         return token if sequence.append(token, row) else None
 
-    return Walk(descend(tree, choose), emitted, foreseen)
+    path = descend(tree, choose)
+    return Walk(path[: emitted + len(foreseen)], emitted, foreseen)
 
 
 def emit(sequence: Sequence, tokens: Iterable[tuple[int, Row | None]]) -> int:

@@ -10,6 +10,7 @@ is a draw from the target.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.decoding.noise import Noise
 from ddtree_trt.runtime.engines.base import DrawnFrom
 from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.structured.matcher import Mask, Matcher
 
 Row = NDArray[np.float32]  # [V]
 _NOT_FINITE = (
@@ -33,9 +35,17 @@ class Sampler:
     order."""
 
     def __init__(
-        self, params: SamplingParams, vocab_size: int, prompt: list[int], stop_ids: frozenset[int], index: int = 0
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        prompt: list[int],
+        stop_ids: frozenset[int],
+        index: int = 0,
+        matcher: Matcher | None = None,
     ) -> None:
+        """`matcher`: holds the output to `params.structured`; None where there is no constraint."""
         self.params = params
+        self.matcher = matcher
         self.noise = Noise(params.seed, index)
         self._position = len(prompt)  # of the next token in the whole sequence
         self._banned = np.array(sorted(t for t in stop_ids if t < vocab_size), np.int64)  # until min_tokens
@@ -51,7 +61,8 @@ class Sampler:
     @property
     def takes_choices(self) -> bool:
         """Whether the next token is the argmax of the target's logits, so that no row of them is needed."""
-        return not (self.params.stochastic or self._penalties or len(self._bias) or self._left > 0)
+        processed = self._penalties or len(self._bias) or self._left > 0
+        return not (self.params.stochastic or processed or self.matcher)
 
     @property
     def _filters(self) -> bool:
@@ -62,6 +73,8 @@ class Sampler:
         """Count an emitted token."""
         self._position += 1
         self._left -= 1
+        if self.matcher is not None:
+            self.matcher.advance(token)
         if self._penalties:
             self._counts[token] += 1
             self._seen[token] = None
@@ -74,9 +87,27 @@ class Sampler:
             raise EngineError(_NOT_FINITE)
         return choice
 
-    def choose(self, logits: Row, *, ahead: int = 0) -> int:
-        """Draw the next token from the target's distribution at a row of logits [V]. `ahead`: the token is that many
-        positions behind the next one; penalties do not count the tokens between."""
+    def choose(self, logits: Row, *, behind: Sequence[int] = ()) -> int:
+        """Draw the next token from the target's distribution at a row of logits [V]. `behind`: in a look ahead, the
+        tokens between the output and the row; penalties do not count them."""
+        matcher = self.matcher
+        if matcher is None:
+            return self._draw(logits, len(behind))
+        if not (self.params.stochastic and self._filters):
+            # An argmax, of logits or of logits with noise, is that of the allowed tokens too if it is one of them.
+            token = self._draw(logits, len(behind))
+            if matcher.allows(token, behind):
+                return token
+        return self._draw(_masked(logits, matcher.mask(behind)), len(behind))
+
+    def foresee(self, logits: Row, behind: Sequence[int]) -> int | None:
+        """`choose` for a look ahead; None where the constraint lets nothing follow `behind`."""
+        if self.matcher is not None and self.matcher.ends(behind):
+            return None
+        return self.choose(logits, behind=behind)
+
+    def _draw(self, logits: Row, ahead: int) -> int:
+        """The token at a row of logits [V], `ahead` positions behind the next one."""
         if not self.params.stochastic:
             return self._best(logits)
         if not self._filters:
@@ -120,6 +151,8 @@ class Sampler:
 
     def distribution(self, logits: Row) -> NDArray[np.float64]:
         """The distribution that tokens are drawn from, float64 [V]; one-hot at temperature 0."""
+        if self.matcher is not None:
+            logits = _masked(logits, self.matcher.mask())
         if self.params.stochastic:
             ids, weights = self._support(logits)
             weights /= weights.sum()
@@ -178,6 +211,11 @@ class Sampler:
         if self._left > 0:
             x[self._banned] = -np.inf
         return x
+
+
+def _masked(logits: Row, mask: Mask) -> Row:
+    """Logits [V] with −∞ for tokens that are not allowed."""
+    return np.where(mask, logits, np.float32(-np.inf))
 
 
 @dataclass(frozen=True)

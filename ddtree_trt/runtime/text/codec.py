@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence, Set
 from functools import cached_property
@@ -13,11 +14,14 @@ from ddtree_trt.artifact.template_arguments import KEYWORD, check_arguments, tem
 from ddtree_trt.artifact.tokenizer_files import load_tokenizer
 from ddtree_trt.errors import ArtifactError, UsageError, shown
 from ddtree_trt.reading import Source
+from ddtree_trt.runtime.chat.messages import template_messages
 from ddtree_trt.runtime.text import chat_template
 from ddtree_trt.runtime.values import as_integer, check_text
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Mapping[str, Any]]
+Tools = Sequence[Mapping[str, Any]]  # as OpenAI's API has them
 Prompt = str | Sequence[int] | Messages
+_NAME_OF_MESSAGE = re.compile(r"\b(message|msg|m)(\.name\b|\[['\"]name['\"]\])|['\"]name['\"] in (message|msg|m)\b")
 INCOMPLETE = "\ufffd"  # the decoded text of a cut UTF-8 sequence
 
 
@@ -44,15 +48,18 @@ class TextCodec:
         self.tokenizer = load_tokenizer(directory, self._source)
         self._template_args = dict(chat_template_args)
 
-    def encode(self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None) -> list[int]:
+    def encode(
+        self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None, tools: Tools | None = None
+    ) -> list[int]:
         """Token ids of a prompt: text as it is, chat messages through the template, ids unchanged.
 
-        `chat_template_kwargs` are as for `render`, and for chat messages only. Raises UsageError for anything else. It
-        does not check that ids are in the vocabulary.
+        `chat_template_kwargs` and `tools` are as for `render`, and for chat messages only. Raises UsageError for
+        anything else. It does not check that ids are in the vocabulary.
         """
         is_chat = isinstance(prompt, Sequence) and bool(prompt) and isinstance(prompt[0], Mapping)
-        if chat_template_kwargs and not is_chat:
-            raise UsageError(f"{KEYWORD} are for chat messages, and this prompt is text or token ids; leave them out")
+        for name, given in ((KEYWORD, chat_template_kwargs), ("tools", tools)):
+            if given and not is_chat:
+                raise UsageError(f"{name} are for chat messages, and this prompt is text or token ids; leave them out")
         if isinstance(prompt, str):
             check_text("the prompt", prompt)
             return list(self.tokenizer.encode(prompt, add_special_tokens=False))
@@ -61,7 +68,7 @@ class TextCodec:
         if set(map(type, prompt)) == {int}:  # a fast path: the general one takes a microsecond per item
             return list(cast(Sequence[int], prompt))
         if prompt and all(isinstance(item, Mapping) for item in prompt):
-            return self.encode(self.render(prompt, chat_template_kwargs))  # type: ignore[arg-type]
+            return self.encode(self.render(prompt, chat_template_kwargs, tools))  # type: ignore[arg-type]
         ids = [as_integer(item) for item in prompt]
         if (wrong := next((place for place, token in enumerate(ids) if token is None), None)) is not None:
             raise UsageError(
@@ -70,27 +77,55 @@ class TextCodec:
             )
         return cast(list[int], ids)
 
-    def render(self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None) -> str:
+    def render(
+        self, messages: Messages, chat_template_kwargs: Mapping[str, Any] | None = None, tools: Tools | None = None
+    ) -> str:
         """Chat messages rendered by the engine's template; `chat_template_kwargs` are variables of the template over
-        those that the engine was built with. Raises UsageError for anything but messages, for variables that the
-        template never reads, and where the template refuses them or takes too much time or memory."""
+        those that the engine was built with, `tools` those that the model may call. Raises UsageError for anything but
+        messages, for variables and tools that the template never reads, and where the template refuses them or takes
+        too much time or memory."""
         given = self.check_template_kwargs(chat_template_kwargs)
-        for place, message in enumerate(messages):
-            for name in ("role", "content"):
-                text = message.get(name)
-                if not isinstance(text, str):
-                    raise UsageError(
-                        f"a chat message needs a role and a content, both text: message {place} is {shown(message)}"
-                    )
-                check_text(f"the {name} of message {place}", text)
+        prepared = template_messages(messages)
         try:
-            template = self.tokenizer.get_chat_template() if self.tokenizer.chat_template else None
+            template = self._template(tools)
         except ValueError as error:  # several templates, none of which is the default
             raise UsageError(f"this engine's chat templates cannot be used: {error}") from error
         if template is None:
             raise UsageError("this engine's tokenizer has no chat template; give the prompt as text")
         variables = {**self.tokenizer.special_tokens_map, **self._template_args, **given}
-        return chat_template.render(template, messages, variables)
+        if tools:
+            if not self.takes_tools:
+                raise UsageError("tools: this engine's chat template has no place for them; leave them out")
+            variables["tools"] = [dict(tool) for tool in tools]
+        return chat_template.render(template, prepared, variables)
+
+    def _template(self, tools: Tools | None) -> str | None:
+        """The chat template; of several, the one for tools where there are any. Raises ValueError for several of which
+        none is the default."""
+        if not self.tokenizer.chat_template:
+            return None
+        return str(self.tokenizer.get_chat_template(tools=list(tools) if tools else None))
+
+    @cached_property
+    def template_text(self) -> str:
+        """The chat template for chats with tools; empty where there is none that can be used."""
+        try:
+            return self._template([{}]) or ""
+        except ValueError:
+            return ""
+
+    @cached_property
+    def takes_tools(self) -> bool:
+        """Whether there is a chat template that reads the tools of a chat."""
+        template = self.tokenizer.chat_template
+        if isinstance(template, dict) and "tool_use" in template:
+            return True
+        return "tools" in (self._template_variables or ())
+
+    @cached_property
+    def takes_names(self) -> bool:
+        """Whether the chat template reads the names of those who say the messages."""
+        return _NAME_OF_MESSAGE.search(self.template_text) is not None
 
     def check_template_kwargs(self, given: Mapping[str, Any] | None, given_as: str = KEYWORD) -> Mapping[str, Any]:
         """The variables that a request gives the chat template; empty for None. Raises UsageError, which calls them
@@ -107,8 +142,24 @@ class TextCodec:
     def _template_variables(self) -> set[str] | None:
         return template_variables(self.tokenizer, self._source)
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The tokens' text exactly, with U+FFFD for bytes that are no UTF-8."""
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        """The tokens that `skip_special_tokens` leaves out."""
+        return frozenset(i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special)
+
+    def special_tokens(self, texts: Iterable[str]) -> frozenset[int]:
+        """Those special tokens that stand for one of the texts."""
+        wanted, added = set(texts), self.tokenizer.added_tokens_decoder
+        return frozenset(i for i in self._special_ids if added[i].content in wanted)
+
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, keep: Set[int] = frozenset()
+    ) -> str:
+        """The tokens' text exactly, with U+FFFD for bytes that are no UTF-8. `keep`: special tokens that are not left
+        out with the others."""
+        if keep and skip_special_tokens:
+            token_ids = [t for t in token_ids if t in keep or t not in self._special_ids]
+            skip_special_tokens = False
         # Not `tokenizer.decode`, which may clean up spaces and takes ten times as long.
         return str(self.tokenizer.backend_tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
@@ -128,10 +179,12 @@ class TextStream:
         stop: Sequence[str] = (),
         *,
         skip_special_tokens: bool = True,
+        keep_special_tokens: Set[int] = frozenset(),
         keep_stop: bool = False,
     ) -> None:
         self._codec = codec
         self._skip_special_tokens = skip_special_tokens
+        self._keep_special_tokens = keep_special_tokens
         self._stop = tuple(stop)
         self._keep_stop = keep_stop
         self._tokens: list[int] = []
@@ -157,7 +210,11 @@ class TextStream:
         return self._cut(before) if self._stop and may_stop else None
 
     def _decode(self) -> str:
-        return self._codec.decode(self._tokens[self._window :], skip_special_tokens=self._skip_special_tokens)
+        return self._codec.decode(
+            self._tokens[self._window :],
+            skip_special_tokens=self._skip_special_tokens,
+            keep=self._keep_special_tokens,
+        )
 
     def _take(self, text: str) -> None:
         """Append the new characters of the window's text."""

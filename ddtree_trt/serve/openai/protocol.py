@@ -14,6 +14,8 @@ from pydantic_core import PydanticCustomError
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.params import PARAMETERS, Endpoint
+from ddtree_trt.runtime.structured.names import ALIASES
+from ddtree_trt.runtime.structured.record import Structure
 from ddtree_trt.runtime.values import (
     Biases,
     Choice,
@@ -38,25 +40,21 @@ MAX_PROMPTS = 2048
 UNSUPPORTED = {
     "audio": "this server answers in text",
     "best_of": "ask for n completions instead",
-    "function_call": "this server does not call functions",
-    "functions": "this server does not call functions",
+    "function_call": "give tool_choice, in chats",
+    "functions": "give tools, in chats",
     "modalities": "this server answers in text",
     "moderation": "this server does not moderate",
-    "parallel_tool_calls": "this server does not call tools",
+    "parallel_tool_calls": "tools are for chats",
     "prediction": "the drafter predicts by itself",
     "prompt_cache_options": "prompts that begin alike share their cache without being told",
     "prompt_cache_retention": "prompts that begin alike share their cache without being told",
     "reasoning_effort": "give chat_template_kwargs, where the model's chat template has such a variable",
     "service_tier": "all requests are served alike",
     "suffix": "this server does not fill in the middle",
-    "tool_choice": "this server does not call tools",
-    "tools": "this server does not call tools",
+    "tool_choice": "tools are for chats",
+    "tools": "tools are for chats",
     "verbosity": "ask for it in the prompt",
     "web_search_options": "this server does not search",
-}
-UNSUPPORTED_IN_MESSAGES = {
-    "name": "chat templates have no place for it",
-    "tool_calls": "this server does not call tools",
 }
 # pydantic error types of fields that a model does not have; the field's name is in the error's context.
 UNKNOWN = ("unknown_parameter", "unsupported_parameter")
@@ -89,12 +87,6 @@ def _token_keys(value: Any) -> Any:
 def _budget(value: Any) -> Any:
     if value is not None and value != "auto" and type(value) is not int:
         raise ValueError("must be an integer or 'auto'")
-    return value
-
-
-def _plain_text_only(value: Any) -> Any:
-    if value is not None and value != {"type": "text"}:
-        raise ValueError("only {'type': 'text'} is supported; this server does not constrain the output")
     return value
 
 
@@ -179,10 +171,18 @@ class _GenerationRequest(_Strict):
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
 
+    # Constraints on the output; see runtime/structured/names.py.
+    response_format: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | bool | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
     def sampling(self) -> dict[str, Any]:
-        """The sampling parameters given, by field of `SamplingParams`."""
+        """The sampling parameters given, as `SamplingParams.from_mapping` takes them."""
         fields = {name: row.http_name(self.endpoint) for name, row in PARAMETERS.items()}
         given = {name: getattr(self, field) for name, field in fields.items() if field is not None}
+        given |= {name: getattr(self, name) for name in ALIASES if name not in fields.values()}
         return {name: value for name, value in given.items() if value is not None}
 
 
@@ -195,6 +195,7 @@ _TYPES: dict[type[Kind], Any] = {
     Choice: str | None,
     NodeCount: Annotated[Any, BeforeValidator(_budget)],
     Biases: Annotated[dict[int, float] | None, BeforeValidator(_token_keys)],
+    Structure: dict[str, Any] | None,
     Texts: Annotated[
         list[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS), BeforeValidator(_text)]] | None,
         Field(max_length=MAX_STOPS, fail_fast=True),
@@ -214,14 +215,51 @@ def _with_sampling(body: type[_Body]) -> type[_Body]:
     return create_model(body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields)
 
 
+class FunctionCall(_Strict):
+    name: str
+    arguments: Annotated[str, BeforeValidator(_text)]  # of a JSON object
+
+
+class ToolCall(_Strict):
+    """A call of a tool in a message of the assistant's."""
+
+    index: Annotated[int | None, Field(exclude=True)] = None  # of a part of a stream, sent back
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class Message(_Strict):
     """A message of a chat. Clients may send our answers back, with the nulls that their libraries add."""
 
-    unsupported = UNSUPPORTED_IN_MESSAGES
-    ignored_nulls = frozenset({"refusal", "annotations", "audio", "function_call"})
+    ignored_nulls = frozenset({"refusal", "annotations", "audio", "function_call", "reasoning"})
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, BeforeValidator(_content)]
+    name: str | None = None
+    reasoning_content: Annotated[str | None, BeforeValidator(_text)] = None
+    tool_calls: Annotated[list[ToolCall] | None, Field(fail_fast=True)] = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _calls_need_no_content(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("tool_calls") and data.get("content") is None:
+            return {**data, "content": ""}
+        return data
+
+    @model_validator(mode="after")
+    def _check_role(self) -> Message:
+        for name, role in (("tool_calls", "assistant"), ("reasoning_content", "assistant"), ("tool_call_id", "tool")):
+            if getattr(self, name) is not None and self.role != role:
+                raise ValueError(f"{name} is for messages of role '{role}', not of '{self.role}'")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        """The message by the names that chat templates use."""
+        given = self.model_dump(exclude_none=True)
+        # "developer" is OpenAI's newer name of the role that chat templates call "system".
+        return {**given, "role": "system" if self.role == "developer" else self.role}
 
 
 @_with_sampling
@@ -233,7 +271,9 @@ class ChatRequest(_GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # variables of the template, as vLLM has them
-    response_format: Annotated[dict[str, Any] | None, BeforeValidator(_plain_text_only)] = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+    parallel_tool_calls: bool | None = None
 
 
 @_with_sampling

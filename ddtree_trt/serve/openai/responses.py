@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, model_serializer
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 from starlette.responses import Response
 
 from ddtree_trt.runtime.stats import RequestMetrics
@@ -65,17 +65,52 @@ class CompletionLogprobs(BaseModel):
     text_offset: list[int]
 
 
+class _OnlyWhatWasSet(BaseModel):
+    """Only fields that were set are sent."""
+
+    @model_serializer(mode="wrap")
+    def _set_fields(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in dump(self).items() if name in self.model_fields_set}
+
+
+class Function(_OnlyWhatWasSet):
+    name: str = ""
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class CallDelta(_OnlyWhatWasSet):
+    """The new part of a call: its id, type and name, or the next part of its arguments."""
+
+    index: int
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: Function
+
+
 class ChatMessage(BaseModel):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None  # sent where there is some, and so are calls
+    tool_calls: list[ToolCall] | None = None
+
+    @model_serializer(mode="wrap")
+    def _without_empty_parts(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        parts = ("reasoning_content", "tool_calls")
+        return {name: value for name, value in dump(self).items() if value is not None or name not in parts}
 
 
 class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class CompletionChoice(BaseModel):
@@ -85,22 +120,20 @@ class CompletionChoice(BaseModel):
     finish_reason: Literal["stop", "length"] | None  # None in a stream's earlier parts
 
 
-class Delta(BaseModel):
-    """The new part of a message. Only fields that were set are sent."""
+class Delta(_OnlyWhatWasSet):
+    """The new part of a message."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""
-
-    @model_serializer
-    def _only_what_was_set(self) -> dict[str, str]:
-        return {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
+    reasoning_content: str = ""
+    tool_calls: list[CallDelta] = []
 
 
 class ChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
 
 
 class Answer(BaseModel):

@@ -1,0 +1,116 @@
+"""Constraints that hold an answer to well-formed calls of a request's tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ddtree_trt.runtime.chat.json_calls import END_OF_CALL, TOOL_CALL
+from ddtree_trt.runtime.chat.reader import END_OF_THINKING, Thinking
+from ddtree_trt.runtime.chat.tools import Tool, ToolUse
+from ddtree_trt.runtime.chat.xml_calls import parameter_types
+from ddtree_trt.runtime.structured.record import StructuredOutput, Tag
+
+_ANY_OBJECT = {"type": "object"}
+_BARE_BEGIN = '{"name":'
+
+
+def tagged_json(use: ToolUse, thinking: Thinking) -> StructuredOutput | None:
+    """The constraint for calls that `TaggedJson` reads; None where the answer is free."""
+    if (begin := _beginning(use, thinking, TOOL_CALL)) is None:
+        return None
+    after, opening = begin
+    tags = [
+        Tag(f'{opening}\n{{"name": {json.dumps(tool.name)}, "arguments": ', schema, f"}}\n{END_OF_CALL}")
+        for tool, schema in _schemas(use)
+    ]
+    separator = "\n" + TOOL_CALL[: len(TOOL_CALL) - len(opening)]
+    return _of_tags(tags, use, after, separator)
+
+
+def bare_json(use: ToolUse, thinking: Thinking) -> StructuredOutput | None:
+    """The constraint for calls that `BareJson` reads; None where the answer is free."""
+    if (begin := _beginning(use, thinking, _BARE_BEGIN)) is None:
+        return None
+    after, opening = begin
+    tags = [Tag(f'{opening} {json.dumps(tool.name)}, "parameters": ', schema, "}") for tool, schema in _schemas(use)]
+    separator = "; " + _BARE_BEGIN[: len(_BARE_BEGIN) - len(opening)]
+    return _of_tags(tags, use, after, separator)
+
+
+def xml(use: ToolUse, thinking: Thinking) -> StructuredOutput | None:
+    """The constraint for calls that `XmlCalls` reads; None where the answer is free."""
+    if (begin := _beginning(use, thinking, TOOL_CALL)) is None:
+        return None
+    after, opening = begin
+    rules = ["NAME: /[^<>\\n]+/"]
+    for i, (tool, schema) in enumerate(_schemas(use)):
+        body = _xml_parameters(f"p{i}", schema, rules)
+        rules.append(
+            f"call{i}: {_text(f'{opening}{chr(10)}<function={tool.name}>{chr(10)}')} {body} "
+            f"{_text(f'</function>{chr(10)}{END_OF_CALL}')}"
+        )
+    call = "(" + " | ".join(f"call{i}" for i in range(len(use.tools))) + ")"
+    more = f" ({_text(chr(10) + TOOL_CALL[: len(TOOL_CALL) - len(opening)])} {call})*" if use.parallel else ""
+    return StructuredOutput(grammar="\n".join([f"start: {call}{more}", *rules]), after=after)
+
+
+def _beginning(use: ToolUse, thinking: Thinking, opening: str) -> tuple[str | None, str] | None:
+    """Behind which text the constraint begins, and what is then still to be written of a first call's opening; None
+    where nothing is constrained.
+
+    An answer that need not call is free up to the opening of its first call, where one of the tools is strict.
+    """
+    if use.choice == "auto":
+        return (opening, "") if any(tool.strict for tool in use.tools) else None
+    return (None if thinking == "never" else END_OF_THINKING), opening
+
+
+def _schemas(use: ToolUse) -> list[tuple[Tool, Mapping[str, Any]]]:
+    """The tools with the schemas that their arguments are held to."""
+    return [
+        (tool, tool.parameters if tool.parameters and (tool.strict or use.choice == "required") else _ANY_OBJECT)
+        for tool in use.tools
+    ]
+
+
+def _of_tags(tags: list[Tag], use: ToolUse, after: str | None, separator: str) -> StructuredOutput:
+    most = None if use.parallel else 1
+    return StructuredOutput(tags=tuple(tags), at_least=1, at_most=most, separator=separator, after=after)
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _xml_parameters(prefix: str, schema: Mapping[str, Any], rules: list[str]) -> str:
+    """The expression of a call's parameters, for which rules are added. They come in the schema's order; where it
+    lists none, they may have any name."""
+    value = f"{prefix}[suffix={_text(chr(10) + '</parameter>' + chr(10))}]: /(?s:.*)/"
+    properties = schema.get("properties")
+    if not isinstance(properties, Mapping):
+        rules.append(value)
+        return f'("<parameter=" NAME ">\\n" {prefix})*'
+    required = schema.get("required")
+    parts = []
+    for j, (name, of_value) in enumerate(properties.items()):
+        rule = f"{prefix}_{j}"
+        kinds = parameter_types(schema, name)
+        if kinds and "string" not in kinds and isinstance(of_value, Mapping):
+            definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            rules.append(f'{rule}: %json {json.dumps({**definitions, **of_value})} "\\n</parameter>\\n"')
+        elif kinds == {"string"} and _texts(of_value):
+            words = " | ".join(map(_text, _texts(of_value)))
+            rules.append(f'{rule}: ({words}) "\\n</parameter>\\n"')
+        else:
+            rules.append(value.replace(prefix, rule, 1))
+        part = f"{_text(f'<parameter={name}>{chr(10)}')} {rule}"
+        parts.append(part if isinstance(required, list) and name in required else f"({part})?")
+    return " ".join(parts)
+
+
+def _texts(schema: Any) -> list[str]:
+    """The texts that a value may be, where a schema lists them."""
+    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
+    return [value for value in values if isinstance(value, str)]

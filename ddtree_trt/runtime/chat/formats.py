@@ -1,0 +1,118 @@
+"""How an engine's model writes reasoning and calls of tools, recognised by its chat template or named by the user."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.chat import constraints, parsers
+from ddtree_trt.runtime.chat.events import ChatMessage
+from ddtree_trt.runtime.chat.json_calls import END_OF_CALL, PYTHON_TAG, TOOL_CALL, BareJson, TaggedJson
+from ddtree_trt.runtime.chat.parsers import (
+    AUTO,
+    DEEPSEEK_R1,
+    HERMES,
+    LLAMA3_JSON,
+    QWEN3_CODER,
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    check_parser,
+)
+from ddtree_trt.runtime.chat.reader import END_OF_THINKING, THINK, MessageReader, Thinking, ToolFormat, read_message
+from ddtree_trt.runtime.chat.tools import ToolUse, read_use
+from ddtree_trt.runtime.chat.xml_calls import XmlCalls
+from ddtree_trt.runtime.outputs import RequestOutput
+from ddtree_trt.runtime.structured.record import StructuredOutput
+from ddtree_trt.runtime.text.codec import TextCodec
+
+MARKS = (THINK, END_OF_THINKING, TOOL_CALL, END_OF_CALL, PYTHON_TAG)
+_TAIL = 32  # tokens of a prompt's end, in which a template may have opened a block of reasoning or closed it
+
+
+class ChatFormat:
+    """What an engine's chats are made of.
+
+    Attributes:
+        tool_parser: one of TOOL_PARSERS; None where calls are not recognised.
+        reasoning_parser: one of REASONING_PARSERS; None where answers have no reasoning, or it stays in the content.
+    """
+
+    def __init__(self, codec: TextCodec, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
+        """`auto` recognises the parser by the chat template, `none` uses none. Raises UsageError for unknown names."""
+        check_parser("tool_parser", tool_parser, TOOL_PARSERS)
+        check_parser("reasoning_parser", reasoning_parser, REASONING_PARSERS)
+        self._codec = codec
+        self.tool_parser = parsers.tool_parser(tool_parser, codec.template_text)
+        self.reasoning_parser = parsers.reasoning_parser(reasoning_parser, codec.template_text)
+
+    def check_tools(self, use: ToolUse) -> None:
+        """Raises UsageError where tools are given that this engine cannot call."""
+        if use.tools and not self._codec.takes_tools:
+            raise UsageError("tools: this engine's chat template has no place for them; leave them out")
+        if use.tools and self.tool_parser is None:
+            raise UsageError(
+                "tools: the format in which this engine's model calls them is not recognised by its chat template; "
+                f"start the server with --tool-parser, one of {', '.join(TOOL_PARSERS)}"
+            )
+
+    @cached_property
+    def marks(self) -> tuple[int, ...]:
+        """The special tokens that mark reasoning and calls, which must not be left out of an answer's text."""
+        return tuple(sorted(self._codec.special_tokens(MARKS)))
+
+    def thinking(self, prompt_ids: Sequence[int]) -> Thinking:
+        """How the answer to a prompt begins: the template may have opened a block of reasoning, or closed an empty
+        one, and otherwise the model opens it."""
+        if self.reasoning_parser is None:
+            return "never"
+        end = self._codec.decode(prompt_ids[-_TAIL:], skip_special_tokens=False).rstrip()
+        if end.endswith(END_OF_THINKING):
+            return "never"
+        return "open" if end.endswith(THINK) or self.reasoning_parser == DEEPSEEK_R1 else "possible"
+
+    def tool_format(self, use: ToolUse) -> ToolFormat | None:
+        """What reads the calls of an answer; None where there can be none."""
+        if not use.tools or self.tool_parser is None:
+            return None
+        if self.tool_parser == QWEN3_CODER:
+            return XmlCalls(use.schemas)
+        return TaggedJson() if self.tool_parser == HERMES else BareJson()
+
+    def constraint(
+        self, use: ToolUse, thinking: Thinking, structured: StructuredOutput | None
+    ) -> StructuredOutput | None:
+        """What the answer is held to: that the model calls tools where it must, that calls of strict tools satisfy
+        their schemas, and the constraint of the request itself, which begins behind the reasoning.
+
+        Raises UsageError where the request asks for both.
+        """
+        makers = {HERMES: constraints.tagged_json, LLAMA3_JSON: constraints.bare_json, QWEN3_CODER: constraints.xml}
+        of_tools = makers[self.tool_parser](use, thinking) if use.tools and self.tool_parser is not None else None
+        if structured is None:
+            return of_tools
+        if of_tools is not None:
+            why = "tool_choice requires a call" if use.choice == "required" else "a strict tool constrains it already"
+            raise UsageError(f"structured output cannot be had of this answer, because {why}; leave one of them out")
+        if thinking != "never" and structured.after is None:
+            return replace(structured, after=END_OF_THINKING)
+        return structured
+
+    def reader(self, thinking: Thinking, use: ToolUse) -> MessageReader | None:
+        """A reader of an answer that arrives in pieces; None where all of it is content."""
+        tools = self.tool_format(use)
+        return (
+            MessageReader(thinking, tools, live=True, parallel=use.parallel) if tools or thinking != "never" else None
+        )
+
+    def messages(self, output: RequestOutput, tools: Sequence[Mapping[str, Any]] | None = None) -> list[ChatMessage]:
+        """The completions of a chat as messages: content, reasoning and calls of the `tools` that it was given.
+
+        Raises UsageError for tools that this engine cannot call.
+        """
+        use = read_use(tools, None, None)
+        self.check_tools(use)
+        thinking, format_ = self.thinking(output.prompt_token_ids), self.tool_format(use)
+        return [read_message(each.text, thinking, format_) for each in output.outputs]

@@ -1,0 +1,135 @@
+"""Matchers, one for each constrained sequence: which tokens may come next, advanced by every emitted token."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.errors import UsageError
+from ddtree_trt.reading import printable
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+Mask = NDArray[np.bool_]  # [V]
+MAX_REASON = 400  # characters of the library's reason in a message
+
+
+class Matcher(ABC):
+    """Holds a sequence to its constraint. Only `advance` changes it.
+
+    `behind` in what follows: tokens between the output and the place asked about, for a look ahead.
+    """
+
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether nothing can follow the output."""
+
+    @abstractmethod
+    def allowed_length(self, path: Sequence[int]) -> int:
+        """How many tokens of the path may follow the output, one after the other."""
+
+    @abstractmethod
+    def ends(self, behind: Sequence[int]) -> bool:
+        """Whether nothing can follow these tokens."""
+
+    @abstractmethod
+    def mask(self, behind: Sequence[int] = ()) -> Mask:
+        """The tokens that may be next, bool [V]. Raises UsageError where there are none, or finding them is too much
+        work."""
+
+    @abstractmethod
+    def advance(self, token: int) -> None:
+        """Take an emitted token. Raises UsageError for one that is not allowed."""
+
+    def allows(self, token: int, behind: Sequence[int] = ()) -> bool:
+        """Whether the token may be next. False at a place that cannot be reached."""
+        path = [*behind, token]
+        return self.allowed_length(path) == len(path)
+
+
+class GrammarMatcher(Matcher):
+    """A matcher of the grammar library."""
+
+    def __init__(
+        self,
+        state: LLMatcher,
+        tokenize: Callable[[bytes], list[int]],
+        vocab_size: int,
+        ending: frozenset[int],
+        banned: frozenset[int] = frozenset(),
+    ) -> None:
+        """`state` is changed by `advance`. `tokenize`: some tokens of a text. `ending`: tokens that end the output,
+        allowed where the text is complete; `banned`: tokens that are never allowed."""
+        self._state = state
+        self._tokenize = tokenize
+        self._vocab_size = vocab_size
+        self._ending = ending
+        self._banned = banned
+        self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        return self._ended
+
+    def allowed_length(self, path: Sequence[int]) -> int:
+        end = next((i for i, token in enumerate(path) if token in self._ending or token in self._banned), None)
+        allowed = self._state.validate_tokens(list(path[:end]))
+        if end is None or allowed < end or path[end] not in self._ending:
+            return allowed
+        return allowed + self._at(path[:end]).is_accepting()
+
+    def ends(self, behind: Sequence[int]) -> bool:
+        return bool(behind) and (behind[-1] in self._ending or self._at(behind).is_stopped())
+
+    def mask(self, behind: Sequence[int] = ()) -> Mask:
+        state = self._at(behind)
+        bits = np.frombuffer(state.compute_bitmask(), np.uint8)
+        _check(state)
+        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
+        mask[[t for t in self._banned if t < len(mask)]] = False
+        mask[[t for t in self._ending if t < len(mask)]] = state.is_accepting()
+        if not mask.any():
+            raise UsageError("structured: no token of the model's vocabulary continues the output")
+        return mask
+
+    def advance(self, token: int) -> None:
+        if token in self._ending:
+            self._ended = True
+            return
+        self._state.consume_token(token)
+        _check(self._state)
+        self._ended = self._state.is_stopped()
+
+    def behind_text(self, text: bytes) -> GrammarMatcher | None:
+        """A matcher behind a text that follows the output; None where the text is not allowed."""
+        state, tokens = self._state.deep_copy(), self._tokenize(text)
+        if state.try_consume_tokens(tokens) < len(tokens):
+            return None
+        matcher = GrammarMatcher(state, self._tokenize, self._vocab_size, self._ending, self._banned)
+        matcher._ended = state.is_stopped()
+        return matcher
+
+    def _at(self, behind: Sequence[int]) -> LLMatcher:
+        if not behind:
+            return self._state
+        state = self._state.deep_copy()
+        state.consume_tokens(list(behind))
+        _check(state)
+        return state
+
+
+def _check(state: LLMatcher) -> None:
+    if state.is_error():
+        raise UsageError(f"structured: the output could not be matched: {reason_line(state.get_error())}")
+
+
+def reason_line(text: str) -> str:
+    """The library's reason in one line."""
+    line = printable(" ".join(text.split()))
+    return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}…"

@@ -1,0 +1,84 @@
+"""StructuredOutput: what its construction refuses, and the forms in which values are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.structured.record import MAX_CHARACTERS, StructuredOutput, Tag
+
+TAG = {"begin": "<a>", "schema": True, "end": "</a>"}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "exactly one of json_schema, json_object, regex, choice, grammar, tags is needed, and none was given"),
+    ({"json_object": False}, "and none was given"),
+    ({"regex": "a", "choice": ["b"]}, "not regex and choice"),
+    ({"regex": "a", "json_schema": False}, "not json_schema and regex"),
+    ({"json_schema": "{"}, "json_schema is not JSON: "),
+    ({"json_schema": 5}, "json_schema must be a JSON object or a boolean, not 5"),
+    ({"json_schema": "[]"}, r"json_schema must be a JSON object or a boolean, not \[\]"),
+    ({"json_schema": {"enum": [float("nan")]}}, "json_schema cannot be written as JSON"),
+    ({"json_schema": {"enum": [b"x"]}}, "json_schema cannot be written as JSON"),
+    ({"json_schema": "[" * 100_000}, "json_schema is nested too deeply"),
+    ({"json_schema": {"title": "\ud800"}}, "half of a surrogate pair"),
+    ({"json_object": 1}, "json_object must be true or false, not 1"),
+    ({"regex": 5}, "regex must be a text, not 5"),
+    ({"regex": ""}, "regex is empty"),
+    ({"grammar": ""}, "grammar is empty"),
+    ({"regex": "a" * (MAX_CHARACTERS + 1)}, f"at most {MAX_CHARACTERS} are taken"),
+    ({"choice": [""]}, "choice must hold strings that are not empty"),
+    ({"choice": [1]}, "choice must hold strings that are not empty"),
+    ({"choice": map(str, range(10_001))}, "choice has 10001 texts, at most 10000 are taken"),
+    ({"tags": "x"}, "tags must be records of Tag, not 'x'"),
+    ({"tags": [{"begin": "<a>"}]}, "a tag has begin, schema and end"),
+    ({"tags": [{**TAG, "begin": ""}]}, "begin of a tag is empty"),
+    ({"tags": [{**TAG, "schema": 3}]}, "schema of a tag must be a JSON object or a boolean, not 3"),
+    ({"tags": [TAG], "at_least": -1}, "at_least must be at least 0|at_least must be from 0"),
+    ({"tags": [TAG], "at_least": 3, "at_most": 2}, "at_most 2 is below 3"),
+    ({"tags": [TAG], "separator": None, "after": 3}, "after must be a text, not 3"),
+    ({"regex": "a", "after": ""}, "after is empty"),
+    ({"pattern": "a"}, "unknown name 'pattern'; known are json, after, "),
+    ({"json": {}, "json_schema": {}}, "json and json_schema are the same"),
+]
+
+
+@pytest.mark.parametrize(("values", "reason"), WRONG, ids=[reason[:40] for _, reason in WRONG])
+def test_what_is_refused(values: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason) as caught:
+        SamplingParams.from_mapping({"structured": values})
+    assert str(caught.value).startswith("structured")
+
+
+def test_what_is_no_record_is_refused() -> None:
+    with pytest.raises(UsageError, match="structured must be a StructuredOutput or an object of its fields, not 5"):
+        SamplingParams(structured=5)  # type: ignore[arg-type]
+
+
+def test_a_schema_is_kept_as_text_in_its_own_order() -> None:
+    schema = {"properties": {"b": {}, "a": {}}, "type": "object"}
+    record = StructuredOutput(json_schema=schema)
+    schema["type"] = "array"
+    assert record.json_schema == '{"properties": {"b": {}, "a": {}}, "type": "object"}'
+    assert (
+        record
+        == StructuredOutput(json_schema=record.json_schema)
+        == StructuredOutput.from_mapping({"json": schema | {"type": "object"}})
+    )
+    assert hash(record) == hash(StructuredOutput(json_schema=record.json_schema))
+    assert StructuredOutput(json_schema=False).json_schema == "false"
+
+
+def test_each_kind_is_named() -> None:
+    tag = Tag("<a>", {}, "</a>")
+    kinds: dict[str, Any] = {
+        "json_schema": True,
+        "json_object": True,
+        "regex": "a",
+        "choice": ("a", "b"),
+        "grammar": 'start: "a"',
+        "tags": (tag,),
+    }
+    assert {StructuredOutput(**{kind: value}).kind for kind, value in kinds.items()} == set(kinds)
+    assert StructuredOutput.from_mapping({"tags": [TAG], "at_most": None}).tags == (Tag("<a>", True, "</a>"),)

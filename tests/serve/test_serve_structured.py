@@ -1,0 +1,154 @@
+"""Constraints on the output over HTTP: OpenAI's and vLLM's names, with the real client, whole and streamed."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel, Field
+from serving import ThreadServer, thread_server
+
+PROMPT = "There are 6 drawers, each with 32 cards. How many cards are there?"
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {"cards": {"type": "integer", "minimum": 0, "maximum": 999}, "unit": {"enum": ["card", "drawer"]}},
+    "required": ["cards", "unit"],
+    "additionalProperties": False,
+}
+FORMAT: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": SCHEMA}}
+
+
+class Answer(BaseModel):
+    unit: Literal["card", "drawer"]
+    cards: int = Field(ge=0, le=999)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_engine: Path) -> Iterator[ThreadServer]:
+    with thread_server(tiny_engine) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: ThreadServer) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0)
+
+
+def messages() -> list[Any]:
+    return [{"role": "user", "content": PROMPT}]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_schema_whole_and_streamed(client: openai.OpenAI, temperature: float) -> None:
+    common: dict[str, Any] = {
+        **{"model": "tiny", "messages": messages(), "response_format": FORMAT},
+        **{"temperature": temperature, "seed": 7, "max_tokens": 300, "n": 2},
+    }
+    whole = client.chat.completions.create(**common)
+    texts = [choice.message.content or "" for choice in whole.choices]
+    for text, choice in zip(texts, whole.choices, strict=True):
+        jsonschema.validate(json.loads(text), SCHEMA)
+        assert choice.finish_reason == "stop"
+    parts = ["", ""]
+    for chunk in client.chat.completions.create(**common, stream=True):
+        for piece in chunk.choices:
+            parts[piece.index] += piece.delta.content or ""
+    assert parts == texts
+
+
+def test_the_clients_own_parser_of_a_pydantic_model(client: openai.OpenAI) -> None:
+    completion = client.chat.completions.parse(
+        model="tiny", messages=messages(), response_format=Answer, temperature=0.8, seed=3, max_tokens=300
+    )
+    answer = completion.choices[0].message.parsed
+    assert isinstance(answer, Answer)
+    with client.chat.completions.stream(
+        model="tiny", messages=messages(), response_format=Answer, temperature=0.8, seed=3, max_tokens=300
+    ) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == answer
+
+
+def _json(text: str) -> None:
+    jsonschema.validate(json.loads(text), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    ("fields", "check"),
+    [
+        ({"guided_json": SCHEMA}, _json),
+        ({"guided_json": json.dumps(SCHEMA)}, _json),
+        ({"structured_outputs": {"json": SCHEMA}}, _json),
+        ({"guided_regex": "[0-9]{3} cards"}, lambda text: re.fullmatch("[0-9]{3} cards", text)),
+        ({"guided_choice": ["many", "few"]}, lambda text: text in ("many", "few")),
+        ({"guided_grammar": 'root ::= "<" [a-f] [a-f] ">"'}, lambda text: re.fullmatch("<[a-f]{2}>", text)),
+        ({"structured_outputs": {"grammar": 'start: "<" /[a-f]{2}/ ">"'}}, lambda t: re.fullmatch("<[a-f]{2}>", t)),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_vllms_names_on_both_endpoints(client: openai.OpenAI, fields: dict[str, Any], check: Any) -> None:
+    common: dict[str, Any] = {"model": "tiny", "temperature": 1.0, "seed": 5, "max_tokens": 300, "extra_body": fields}
+    chat = client.chat.completions.create(messages=messages(), **common).choices[0]
+    plain = client.completions.create(prompt=PROMPT, **common).choices[0]
+    for text in (chat.message.content or "", plain.text):
+        assert (check(text) is not False and check(text) is not None) or check is _json
+    assert chat.finish_reason == plain.finish_reason == "stop"
+
+
+def test_any_object_and_plain_text(client: openai.OpenAI) -> None:
+    common: dict[str, Any] = {"model": "tiny", "messages": messages(), "temperature": 0, "max_tokens": 40}
+    text = client.chat.completions.create(**common, response_format={"type": "text"}).choices[0].message.content
+    assert text == client.chat.completions.create(**common).choices[0].message.content
+    found = client.chat.completions.create(**common, response_format={"type": "json_object"}).choices[0].message.content
+    assert found is not None and found.startswith("{")
+
+
+REFUSED: list[tuple[dict[str, Any], str, str]] = [
+    ({"response_format": {"type": "json"}}, "response_format", "type must be one of text, json_object, json_schema"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "must be an object with a schema"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": 5}}}, "response_format", "JSON object or"),
+    ({"guided_json": "{"}, "guided_json", "is not JSON"),
+    ({"guided_json": {"type": "nope"}}, "guided_json", "Invalid type: nope"),
+    ({"guided_json": {"not": {}}}, "guided_json", 'Unimplemented keys: ["not"]'),
+    ({"guided_json": {"$ref": "#/nowhere"}}, "guided_json", "Pointer '/nowhere' does not exist"),
+    ({"guided_json": False}, "guided_json", "schema is false"),
+    ({"guided_regex": "(a"}, "guided_regex", "unclosed group"),
+    ({"guided_regex": "(?=a)b"}, "guided_regex", "look-around"),
+    ({"guided_grammar": "start: ("}, "guided_grammar", "Expected token ')'"),
+    ({"guided_choice": []}, "guided_choice", "exactly one of"),
+    ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "not json_schema and regex"),
+    ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "unknown name 'xml'"),
+    ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "is a second constraint"),
+    ({"guided_regex": 5}, "guided_regex", "valid string"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "reason"), REFUSED, ids=lambda value: str(value)[:40])
+def test_bad_constraints_are_refused_with_the_reason(
+    client: openai.OpenAI, fields: dict[str, Any], param: str, reason: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="tiny", messages=messages(), extra_body=fields)
+    assert caught.value.param == param
+    assert reason in str(caught.value) and param in str(caught.value)
+
+
+def test_without_the_library_the_answer_says_what_to_install(
+    server: ThreadServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ddtree_trt.runtime.structured.compiler import GrammarCompiler
+
+    core = server.llm.core
+    fresh = GrammarCompiler(core.codec.tokenizer, core.engine.manifest.target_dims.vocab_size, frozenset())
+    monkeypatch.setattr(core.maker, "grammars", fresh)
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    answer = server.chat(guided_regex="a")
+    assert answer.status_code == 400
+    assert "pip install '.[structured]'" in answer.json()["error"]["message"]
+    assert server.chat(max_tokens=2).status_code == 200
