@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.decoding.methods import METHODS
+from ddtree_trt.runtime.structured.names import STRUCTURED, given_name
 from ddtree_trt.runtime.submission import Submission
 from ddtree_trt.serve.errors import as_api_error, error_event
 from ddtree_trt.serve.openai.body import read
@@ -44,9 +45,11 @@ _HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosni
 
 
 class PlaygroundRequest(ChatRequest):
-    """POST /playground/rounds: the body of a chat with one completion."""
+    """POST /playground/rounds: the body of a chat with one completion, without tools, which the page could not call."""
 
     n: Literal[1] | None = None
+    tools: None = None
+    tool_choice: None = None
 
 
 def install(app: FastAPI, service: Service) -> None:
@@ -87,12 +90,14 @@ def _engine(service: Service) -> dict[str, Any]:
 
 async def _rounds(service: Service, request: Request, body: PlaygroundRequest) -> Response:
     """A stream of events {text, rounds, figures, finish_reason}, one for each part of the answer."""
-    messages = [{"role": m.role, "content": m.content} for m in body.messages]
+    messages = [message.for_template() for message in body.messages]
     if service.llm.tokenizer.chat_template:
         ids = await service.encode_chat(messages, body.chat_template_kwargs)
     else:
         ids = await service.encode(messages[-1]["content"], "messages")
-    params = service.params(body.sampling(), service.max_seq_len - len(ids), {})
+    given = body.sampling()
+    params = service.params(given, service.max_seq_len - len(ids), {})
+    await service.compile(params, given_name(given) or STRUCTURED)
     seen: deque[Round] = deque()  # filled on the engine's thread, emptied here
     request_id = new_id("playground")
     submission = service.submit(request, ids, params, request_id, "messages", on_round=seen.append)
