@@ -48,6 +48,9 @@ def serve(
     exact: Exact = _D.exact,
     threads: Threads = _D.threads,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = _D.access_log,
+    vllm_metrics: Annotated[
+        bool, typer.Option("--vllm-metrics", help="Publish /metrics under vLLM's names too.")
+    ] = _D.vllm_metrics,
 ) -> None:
     """Serve an engine over HTTP with OpenAI's API."""
     options = ServeOptions(
@@ -65,6 +68,7 @@ def serve(
         exact=exact,
         threads=threads,
         access_log=access_log,
+        vllm_metrics=vllm_metrics,
     )
     directory = newest_engine() if engine_dir is None else engine_dir
     try:

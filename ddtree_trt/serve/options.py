@@ -26,6 +26,7 @@ class ServeOptions:
     exact: bool | None = None  # every method gives the tokens of `ar`, bit for bit; None: the engine's default
     threads: int = 0  # CPU threads of the engine; 0 chooses
     access_log: bool = False
+    vllm_metrics: bool = False  # whether /metrics has the figures under vLLM's names too
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:

@@ -46,7 +46,8 @@ def make_server(
     engine_dir: Path, options: ServeOptions, listener: socket.socket, progress: Progress = no_progress
 ) -> Server:
     """Load the engine and put a server in front of it. `progress` and errors are those of AsyncLLM."""
-    metrics = Metrics(load_manifest(engine_dir))
+    manifest = load_manifest(engine_dir)
+    metrics = Metrics(manifest, (options.model_name or manifest.name) if options.vllm_metrics else None)
     chat_template.start_for(engine_dir)  # at the same time as the engine is loaded
     llm = AsyncLLM(
         engine_dir,

@@ -136,7 +136,7 @@ def holds_everywhere(names: set[str], suffixes: tuple[str, ...] = ("py",)) -> se
 def test_metrics_and_environment_names(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     metrics = set(re.findall(r"\bddtree_[a-z_]+[a-z](?=[{}`,\[ )])", text)) - {"ddtree_trt"}
-    shortened = {re.sub(r"^ddtree_|_total$|_sum$|_count$", "", name) for name in metrics}
+    shortened = {re.sub(r"^ddtree_|_total$|_sum$|_count$|_bucket$", "", name) for name in metrics}
     assert holds_everywhere({name for name in shortened if name}) == set()
     environment = set(re.findall(r"\bDDTREE_[A-Z_]+\b", text))
     assert holds_everywhere(environment, ("py", "sh", "txt", "cmake", "h")) == set()
