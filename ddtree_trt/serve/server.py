@@ -20,6 +20,7 @@ from ddtree_trt.serve.app import create_app
 from ddtree_trt.serve.limits import Gate
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.options import ServeOptions
+from ddtree_trt.serve.ready import ready_line
 from ddtree_trt.terminal.printing import progress_bars
 
 _BACKLOG = 2048
@@ -72,7 +73,7 @@ def make_server(
     )
     host, port = listener.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    ready = f"serving {options.model_name or llm.engine.manifest.name} ({llm.slots} slots) on {address}"
+    ready = ready_line(llm, options, address)
     return Server(config, llm, gate, options.drain_timeout_s, ready)
 
 
