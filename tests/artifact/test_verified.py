@@ -14,6 +14,7 @@ from ddtree_trt.artifact import verified
 from ddtree_trt.artifact.files import VERIFIED, WEIGHTS
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.verified import verify_for_opening
+from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.errors import ArtifactError, UsageError
 from ddtree_trt.runtime.engines.load import open_engine
 
@@ -35,7 +36,7 @@ def engine(tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The directories whose files were read through."""
     read: list[Path] = []
-    original = verified.verify_files
+    original = verify_files
 
     def counting(directory: Path, *others: object) -> None:
         read.append(directory)
