@@ -33,10 +33,9 @@ def main() -> None:
     command = [sys.executable, "-m", "ddtree_trt", "serve", str(args.engine), "--port", "0", "--playground"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
-        lines = iter(server.stdout.readline, "")
-        url = next(line.split()[-1] for line in lines if line.startswith("playground:"))
+        address = server.stdout.readline().split()[-1]  # the line printed when the server is ready ends with it
         try:
-            take(url, args)
+            take(f"{address}/playground", args)
         finally:
             server.terminate()
 

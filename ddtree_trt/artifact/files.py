@@ -20,7 +20,12 @@ SHARED_WEIGHTS = "shared.safetensors"  # the tables both plans read
 TORCH_WEIGHTS = "weights.safetensors"
 KERNEL_CACHE = "kernels.cache"  # compiled by TensorRT for RTX
 PROFILE = "profile.json"  # measured latencies
-OF_THIS_MACHINE = (KERNEL_CACHE, PROFILE)  # added when an engine is opened; not in `files`: another machine has its own
+VERIFIED = "verified.json"  # that the files were checked, and what they were then
+OF_THIS_MACHINE = (
+    KERNEL_CACHE,
+    PROFILE,
+    VERIFIED,
+)  # added when an engine is opened; not in `files`: another machine has its own
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 OPTIONAL_TOKENIZER_FILES = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 ENGINES = Path("engines")  # where engines go, and are looked for, when no directory is named

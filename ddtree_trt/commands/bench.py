@@ -1,4 +1,4 @@
-"""`ddtree-trt bench`: measure an engine and its peers; merge, show and replay results."""
+"""`ddtree-trt bench`: measure an engine, its peers, and servers under load; merge, show and replay results."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.bench.settings import DEVICE_ROUNDS_MEASURED, RANDOM_BACKENDS, BenchSettings, Shard
+from ddtree_trt.commands.bench_load import LOAD_OPTIONS, load
 from ddtree_trt.commands.options import Exact, listing, numbers, words
 from ddtree_trt.commands.outputs import STDOUT, folders_of, prepare_folders, write_text
 from ddtree_trt.errors import UsageError
@@ -31,14 +32,18 @@ Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Results wr
 
 
 class _MeasureByDefault(TyperGroup):
-    """`bench ENGINE_DIR …` measures; `bench merge …` and `bench report …` work on results."""
+    """`bench ENGINE_DIR …` measures, a server under load where --concurrency or --rate is given; `bench merge …` and
+    `bench report …` work on results."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = args and args[0] in self.commands
-        return super().parse_args(ctx, args if known else ["run", *args])
+        if args and args[0] in self.commands:
+            return super().parse_args(ctx, args)
+        load = any(arg.partition("=")[0] in LOAD_OPTIONS for arg in args)
+        return super().parse_args(ctx, ["load" if load else "run", *args])
 
 
-app = typer.Typer(cls=_MeasureByDefault, help="Measure an engine, its methods and its peers.")
+app = typer.Typer(cls=_MeasureByDefault, help="Measure an engine, its methods, its peers, and servers under load.")
+app.command("load")(load)
 
 
 @app.command("run")
@@ -138,7 +143,7 @@ def run(
 ) -> None:
     """Measure methods, budgets and peers on the same prompts, interleaved.
 
-    Results are shown here, and kept with --json. See also: ddtree-trt bench merge, ddtree-trt bench report.
+    Results are shown here, and kept with --json. See also: ddtree-trt bench load, merge, report.
     """
     given = {
         "methods": words(methods),

@@ -65,6 +65,9 @@ def serve(
     playground: Annotated[
         bool, typer.Option("--playground", help="Also serve /playground, a page that draws each round's tree.")
     ] = _D.playground,
+    vllm_metrics: Annotated[
+        bool, typer.Option("--vllm-metrics", help="Publish /metrics under vLLM's names too.")
+    ] = _D.vllm_metrics,
 ) -> None:
     """Serve an engine over HTTP with OpenAI's API."""
     options = ServeOptions(
@@ -85,6 +88,7 @@ def serve(
         reasoning_parser=reasoning_parser,
         access_log=access_log,
         playground=playground,
+        vllm_metrics=vllm_metrics,
     )
     directory = newest_engine() if engine_dir is None else engine_dir
     try:

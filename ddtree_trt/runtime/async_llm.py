@@ -115,6 +115,11 @@ class AsyncLLM:
         return max(0, self._admitted - self.running)
 
     @property
+    def cache_usage(self) -> float:
+        """Share of the caches' rows that running sequences take, from 0 to 1."""
+        return self.core.scheduler.cache_usage
+
+    @property
     def failure(self) -> EngineError | None:
         """The error that stopped the engine for good, or None while it works."""
         return self._failure

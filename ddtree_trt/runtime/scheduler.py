@@ -8,6 +8,7 @@ before the next step. A free slot keeps its cache: a prompt that begins with a f
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -53,6 +54,13 @@ class Scheduler:
     @property
     def free_slots(self) -> int:
         return sum(s.user is None for s in self._slots)
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the caches' rows that sequences with a slot take, from 0 to 1. Any thread may read it."""
+        users = [slot.user for slot in self._slots if slot.user is not None]
+        tokens = sum(len(user.prompt) + len(user.output) for user in users)
+        return tokens / (self.slots * self.engine.manifest.limits.max_seq_len)
 
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
@@ -116,6 +124,7 @@ class Scheduler:
             self._slots[index] = _Slot(user=sequence, last_used=self._steps)
             sequence.slot = index
             sequence.metrics.cached_tokens = cached
+            sequence.metrics.scheduled_s = time.perf_counter()
             if sequence.params.prompt_logprobs is not None:
                 sequence.prompt_logprobs.append(None)
             self.prefilling.append(sequence)

@@ -50,6 +50,7 @@ class RequestMetrics:
     shared by several slots counts in full for each."""
 
     arrival_s: float = field(default_factory=time.perf_counter)
+    scheduled_s: float | None = None  # when it got a slot
     first_token_s: float | None = None
     last_token_s: float | None = None
     prompt_tokens: int = 0
@@ -57,18 +58,30 @@ class RequestMetrics:
     output_tokens: int = 0
     acceptance_lengths: list[int] = field(default_factory=list)  # tokens committed per round, bonus included
     budgets: list[int] = field(default_factory=list)  # draft nodes verified per round
+    round_intervals_s: list[float] = field(default_factory=list)  # between the tokens of successive rounds
+    round_end_s: float | None = None  # when the latest round's tokens were emitted
     stage_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     on_device: bool = False  # whether rounds stay on the device
     why_host: str | None = None  # the reason where rounds run on the host
+    sequences: int = 1  # that the figures are of
 
     def add_round(self, tokens: int, nodes: int) -> None:
         """Count a round that committed `tokens` and verified `nodes` draft nodes."""
         self.acceptance_lengths.append(tokens)
         self.budgets.append(nodes)
+        if self.first_token_s is not None and self.last_token_s is not None:
+            before = self.first_token_s if self.round_end_s is None else self.round_end_s
+            self.round_intervals_s.append(self.last_token_s - before)
+            self.round_end_s = self.last_token_s
 
     @property
     def rounds(self) -> int:
         return len(self.acceptance_lengths)
+
+    @property
+    def drafting_rounds(self) -> int:
+        """Rounds that verified draft nodes."""
+        return sum(nodes > 0 for nodes in self.budgets)
 
     @property
     def drafted_tokens(self) -> int:
@@ -94,8 +107,7 @@ class RequestMetrics:
     @property
     def acceptance_by_depth(self) -> list[float]:
         """Share of rounds that accepted a draft token at depth 1, 2, …"""
-        deepest = max(self.acceptance_lengths, default=1)
-        return [sum(a > d for a in self.acceptance_lengths) / self.rounds for d in range(1, deepest)]
+        return [rounds / self.rounds for rounds in self.accepted_by_position]
 
     @property
     def acceptance_histogram(self) -> dict[int, int]:
@@ -103,13 +115,49 @@ class RequestMetrics:
         return {n: self.acceptance_lengths.count(n) for n in sorted(set(self.acceptance_lengths))}
 
     @property
+    def accepted_by_position(self) -> list[int]:
+        """How many rounds accepted a draft token at depth 1, 2, …, as far as one did."""
+        deepest = max(self.acceptance_lengths, default=1)
+        return [sum(a > d for a in self.acceptance_lengths) for d in range(1, deepest)]
+
+    def accepted_histogram(self, longest: int) -> list[int]:
+        """Rounds that verified draft nodes, by the number of them accepted, the bonus token not counted: item j counts
+        the rounds that accepted j. It has 1 + `longest` items, or more where a round accepted more."""
+        accepted = [a - 1 for a, nodes in zip(self.acceptance_lengths, self.budgets, strict=True) if nodes]
+        counts = [0] * (1 + max(longest, *accepted, 0))
+        for count in accepted:
+            counts[count] += 1
+        return counts
+
+    @property
+    def queue_time_s(self) -> float | None:
+        """From the request's arrival until it got a slot."""
+        return _between(self.arrival_s, self.scheduled_s)
+
+    @property
+    def prefill_time_s(self) -> float | None:
+        """From getting a slot to the first token."""
+        return _between(self.scheduled_s, self.first_token_s)
+
+    @property
+    def decode_time_s(self) -> float | None:
+        """From the first token to the last."""
+        return _between(self.first_token_s, self.last_token_s)
+
+    @property
+    def inference_time_s(self) -> float | None:
+        """From getting a slot to the last token."""
+        return _between(self.scheduled_s, self.last_token_s)
+
+    @property
     def time_to_first_token_s(self) -> float | None:
-        return None if self.first_token_s is None else self.first_token_s - self.arrival_s
+        """From the request's arrival to its first token."""
+        return _between(self.arrival_s, self.first_token_s)
 
     @property
     def latency_s(self) -> float | None:
         """From the request's arrival to its last token."""
-        return None if self.last_token_s is None else self.last_token_s - self.arrival_s
+        return _between(self.arrival_s, self.last_token_s)
 
     @property
     def time_per_output_token_s(self) -> float | None:
@@ -129,6 +177,7 @@ class RequestMetrics:
             self,
             acceptance_lengths=list(self.acceptance_lengths),
             budgets=list(self.budgets),
+            round_intervals_s=list(self.round_intervals_s),
             stage_s=dict(self.stage_s),
         )
 
@@ -148,6 +197,7 @@ class RequestMetrics:
             "acceptance_histogram": {str(k): v for k, v in self.acceptance_histogram.items()},
             "mean_budget": self.mean_budget,
             "budgets": self.budgets,
+            "queue_time_s": self.queue_time_s,
             "time_to_first_token_s": self.time_to_first_token_s,
             "time_per_output_token_s": self.time_per_output_token_s,
             "decode_tokens_per_s": self.decode_tokens_per_s,
@@ -157,16 +207,22 @@ class RequestMetrics:
         }
 
 
+def _between(start_s: float | None, end_s: float | None) -> float | None:
+    return None if start_s is None or end_s is None else end_s - start_s
+
+
 def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:
     """The metrics of a request from those of its sequences: counts are summed, times span all of them. The result is a
     copy that later rounds do not change."""
     parts = list(parts)
     if len(parts) == 1:
         return parts[0].snapshot()
+    scheduled = [p.scheduled_s for p in parts if p.scheduled_s is not None]
     firsts = [p.first_token_s for p in parts if p.first_token_s is not None]
     lasts = [p.last_token_s for p in parts if p.last_token_s is not None]
     return RequestMetrics(
         arrival_s=min(p.arrival_s for p in parts),
+        scheduled_s=min(scheduled, default=None),
         first_token_s=min(firsts, default=None),
         last_token_s=max(lasts, default=None),
         prompt_tokens=parts[0].prompt_tokens,
@@ -174,7 +230,9 @@ def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:
         output_tokens=sum(p.output_tokens for p in parts),
         acceptance_lengths=[a for p in parts for a in p.acceptance_lengths],
         budgets=[b for p in parts for b in p.budgets],
+        round_intervals_s=[i for p in parts for i in p.round_intervals_s],
         stage_s={s: sum(p.stage_s[s] for p in parts) for s in STAGES},
         on_device=parts[0].on_device,  # one route for all completions of a request
         why_host=parts[0].why_host,
+        sequences=sum(p.sequences for p in parts),
     )

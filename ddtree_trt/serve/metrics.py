@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import partial
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.exposition import choose_encoder
@@ -16,45 +17,61 @@ from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.runtime import figures
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.request_maker import Request
+from ddtree_trt.serve.vllm_names import REQUEST_SUCCESS, VllmNames
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_SECONDS_PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 _RETRY_MEMORY = 0.9  # weight of the past in the mean duration behind Retry-After
+Row = TypeVar("Row", bound=figures.Figure)
+Published = TypeVar("Published", Counter, Gauge, Histogram)
 
 
 class Metrics:
     """The server's registry: the table of figures, and counts of HTTP answers and ends of sequences.
 
-    `finished` is called on the worker thread, everything else on the event loop.
+    With `vllm_model`, the name under which clients know the model, the figures that vLLM has too are also published
+    under its names. `finished` is called on the worker thread, everything else on the event loop.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, vllm_model: str | None = None) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        longest = 1 + manifest.drafting.longest_draft
-        buckets: dict[figures.Unit, Sequence[float]] = {
-            "seconds": _SECONDS,
-            "seconds per token": _SECONDS_PER_TOKEN,
-            "tokens": range(1, longest + 1),
-        }
+        self._vllm = None if vllm_model is None else VllmNames(vllm_model)
         self._finished = self._counter("requests_finished", "Sequences that ended, by reason.", "finish_reason")
         self._refused = self._counter("requests_refused", "HTTP requests answered with an error, by status.", "status")
-        self._counters = [(row, self._counter(row.name, row.http)) for row in figures.COUNTERS if row.http]
-        self._histograms = [
-            (row, Histogram(row.published, row.http, buckets=buckets[row.unit], registry=self.registry))
-            for row in figures.HISTOGRAMS
-            if row.http
+        self._counters = [(row, self._publish(row, Counter)) for row in self._published(figures.COUNTERS)]
+        self._positions = [
+            (row, self._publish(row, Counter, labelnames=["position"])) for row in self._published(figures.POSITIONS)
         ]
+        buckets = _buckets(manifest)
+        self._histograms = [
+            (row, self._publish(row, Histogram, buckets=buckets[row.unit]))
+            for row in self._published(figures.HISTOGRAMS)
+        ]
+        for _, counter in self._positions:
+            for position in range(manifest.drafting.longest_draft):
+                counter.labels(str(position))  # shown from the beginning, with 0
+        if self._vllm is not None:
+            self._vllm.add([REQUEST_SUCCESS], self._finished, {"finish_reason": "finished_reason"})
+            self.registry.register(self._vllm)
         self._mean_s = 0.0
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"ddtree_{name}", text, labels, registry=self.registry)
 
+    def _published(self, rows: Sequence[Row]) -> list[Row]:
+        return [row for row in rows if row.http or (row.vllm and self._vllm is not None)]
+
+    def _publish(self, row: figures.Figure, kind: type[Published], **options: Any) -> Published:
+        """The metric of a row, under our name unless only vLLM has it, and under vLLM's where that was asked for."""
+        text, registry = (row.http, self.registry) if row.http else (row.name.replace("_", " ").capitalize(), None)
+        metric = kind(f"ddtree_{row.name}", text, registry=registry, **options)
+        if self._vllm is not None:
+            self._vllm.add(row.vllm, metric)
+        return metric
+
     def watch(self, llm: AsyncLLM) -> None:
         """Publish the gauges of an engine, read at each scrape."""
-        for row in figures.GAUGES:
-            if row.http:
-                Gauge(row.published, row.http, registry=self.registry).set_function(partial(row.read, llm))
+        for row in self._published(figures.GAUGES):
+            self._publish(row, Gauge).set_function(partial(row.read, llm))
 
     def finished(self, request: Request) -> None:
         """Count a request that ended, for whatever reason."""
@@ -64,6 +81,9 @@ class Metrics:
             for row, counter in self._counters:
                 if place == 0 or not row.of_prompt:
                     counter.inc(row.read(metrics))
+            for positions_row, counter in self._positions:
+                for position, count in enumerate(positions_row.read(metrics)):
+                    counter.labels(str(position)).inc(count)
             for histogram_row, histogram in self._histograms:
                 for value in histogram_row.read(metrics):
                     histogram.observe(value)
@@ -83,3 +103,14 @@ class Metrics:
         """The metrics page in the best format that the scraper accepts, and its content type."""
         encode, content_type = choose_encoder(accept)
         return encode(self.registry), content_type
+
+
+def _buckets(manifest: Manifest) -> dict[figures.Unit, Sequence[float]]:
+    """The bounds of histograms, by unit."""
+    rising = (step * 10**power for power in range(7) for step in (1, 2, 5))
+    return {
+        "seconds": figures.SECONDS,
+        "seconds per token": figures.SECONDS_PER_TOKEN,
+        "tokens": range(1, 2 + manifest.drafting.longest_draft),
+        "tokens of a request": [tokens for tokens in rising if tokens <= manifest.limits.max_seq_len],
+    }

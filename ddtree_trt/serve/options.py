@@ -30,6 +30,7 @@ class ServeOptions:
     playground: bool = False  # whether /playground is served: a page to chat on and to watch trees
     tool_parser: str = "auto"  # how the model writes calls of tools; auto: recognised by its chat template
     reasoning_parser: str = "auto"  # how it writes its reasoning; none: it stays in the content
+    vllm_metrics: bool = False  # whether /metrics has the figures under vLLM's names too
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:

@@ -20,7 +20,7 @@ from ddtree_trt.serve.app import create_app
 from ddtree_trt.serve.limits import Gate
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.options import ServeOptions
-from ddtree_trt.serve.playground.routes import PATH
+from ddtree_trt.serve.ready import ready_line
 from ddtree_trt.terminal.printing import progress_bars
 
 _BACKLOG = 2048
@@ -47,7 +47,8 @@ def make_server(
     engine_dir: Path, options: ServeOptions, listener: socket.socket, progress: Progress = no_progress
 ) -> Server:
     """Load the engine and put a server in front of it. `progress` and errors are those of AsyncLLM."""
-    metrics = Metrics(load_manifest(engine_dir))
+    manifest = load_manifest(engine_dir)
+    metrics = Metrics(manifest, (options.model_name or manifest.name) if options.vllm_metrics else None)
     chat_template.start_for(engine_dir)  # at the same time as the engine is loaded
     llm = AsyncLLM(
         engine_dir,
@@ -72,9 +73,7 @@ def make_server(
     )
     host, port = listener.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    ready = f"serving {options.model_name or llm.engine.manifest.name} ({llm.slots} slots) on {address}"
-    if options.playground:
-        ready += f"\nplayground: {address}{PATH}"
+    ready = ready_line(llm, options, address)
     return Server(config, llm, gate, options.drain_timeout_s, ready)
 
 

@@ -170,7 +170,8 @@ class Service:
         )
 
     def acceptance(self, outputs: Sequence[RequestOutput]) -> AcceptanceMetrics:
-        return AcceptanceMetrics.of(merge(o.metrics for o in outputs))
+        metrics = merge(o.metrics for o in outputs)
+        return AcceptanceMetrics.of(metrics, self.llm.engine.manifest.drafting.longest_draft)
 
 
 def new_id(prefix: str) -> str:

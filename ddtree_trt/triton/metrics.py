@@ -7,13 +7,15 @@ the server process, about 30 µs per metric, off the path of the tokens.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ddtree_trt.runtime import figures
 
+_log = logging.getLogger(__name__)
 # Outcomes of requests.
 OUTCOMES = ("stop", "length", "cancelled", "timeout", "refused", "overloaded", "failed", "shutdown")
 
@@ -31,10 +33,14 @@ COUNTERS = {
     FORWARD_CPU_SECONDS: "Processor seconds of the same",
 }
 GAUGES = {row.published: row.triton for row in figures.GAUGES if row.triton}
+# Those of whole requests: one of every round or token would cost an exchange with the server each.
+HISTOGRAMS = {row.published: row for row in figures.HISTOGRAMS if row.triton}
+_BOUNDS = {"seconds": figures.SECONDS, "seconds per token": figures.SECONDS_PER_TOKEN}
 
 
 class Metrics:
-    """Counters and gauges of one model instance.
+    """Counters, gauges and histograms of one model instance. An older server, whose Python backend has no histograms,
+    is left without them.
 
     Args:
         family: `triton_python_backend_utils.MetricFamily`.
@@ -45,34 +51,52 @@ class Metrics:
         self._families: list[Any] = []  # a family must outlive its metrics
         self._metrics: dict[str, Any] = {}
         self._pending: Counter[str] = Counter()
+        self._observed: list[tuple[str, float]] = []
         self._adding = threading.Lock()
         self._flushing = threading.Lock()
         for name, text in COUNTERS.items():
             self._make(family, name, text, family.COUNTER, {name: dict(labels)})
         for name, text in GAUGES.items():
             self._make(family, name, text, family.GAUGE, {name: dict(labels)})
+        self._histograms = getattr(family, "HISTOGRAM", None) is not None
+        if not self._histograms:
+            _log.warning("this server's Python backend has no histograms; latencies are not published")
+        for name, row in HISTOGRAMS.items() if self._histograms else ():
+            bounds = list(_BOUNDS[row.unit])
+            self._make(family, name, str(row.triton), family.HISTOGRAM, {name: dict(labels)}, buckets=bounds)
         outcomes = {outcome: {**labels, "outcome": outcome} for outcome in OUTCOMES}
         self._make(family, REQUESTS, "Requests that ended, by how", family.COUNTER, outcomes)
 
-    def _make(self, family: Any, name: str, text: str, kind: Any, members: Mapping[str, dict[str, str]]) -> None:
+    def _make(
+        self, family: Any, name: str, text: str, kind: Any, members: Mapping[str, dict[str, str]], **options: Any
+    ) -> None:
         made = family(name=name, description=text, kind=kind)
         self._families.append(made)
         for key, labels in members.items():
-            self._metrics[key] = made.Metric(labels=labels)
+            self._metrics[key] = made.Metric(labels=labels, **options)
 
     def add(self, **amounts: float) -> None:
         """Add to counters, by name, or to the requests of an outcome, by the outcome's name. Any thread may call it."""
         with self._adding:
             self._pending.update(amounts)
 
+    def observe(self, observations: Iterable[tuple[str, float]]) -> None:
+        """Add observations to histograms, by name. Any thread may call it."""
+        if self._histograms:
+            with self._adding:
+                self._observed += observations
+
     def flush(self, gauges: Mapping[str, float]) -> None:
         """Pass the amounts added since the last flush to the server, and set the gauges."""
         with self._adding:
             pending, self._pending = self._pending, Counter()
+            observed, self._observed = self._observed, []
         with self._flushing:
             for name, amount in pending.items():
                 if amount:
                     self._metrics[name].increment(amount)
+            for name, value in observed:
+                self._metrics[name].observe(value)
             for name, value in gauges.items():
                 self._metrics[name].set(value)
 

@@ -25,6 +25,7 @@ from ddtree_trt.triton.metrics import (
     ENGINE_FIGURES,
     FORWARD_CPU_SECONDS,
     FORWARD_SECONDS,
+    HISTOGRAMS,
     REQUEST_FIGURES,
     RESPONSES,
     Metrics,
@@ -182,6 +183,7 @@ class Service:
                 }
                 self._metrics.add(**grown, **spent)
         assert whole is not None, "a request's last part always arrives"
+        self._metrics.observe((name, x) for name, row in HISTOGRAMS.items() for x in row.read(whole.metrics))
         return "length" if any(o.finish_reason == "length" for o in whole.outputs) else "stop"
 
     def _finish(self, reply: Reply, outcome: str, cause: Exception | str = "") -> None:

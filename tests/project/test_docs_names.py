@@ -33,7 +33,7 @@ FILE = re.compile(rf"`((?:[\w.-]+/)*[\w.-]+\.(?:{ENDINGS}))`")
 # What a build, an export or a training writes, and what checkpoints have.
 MADE = {
     *("config.json", "profile.json", "shared.safetensors", "weights.safetensors", "weights.bin", "target.onnx"),
-    *("config.pbtxt", "export.json", "evaluation.json", "evaluation.md"),
+    *("config.pbtxt", "export.json", "evaluation.json", "evaluation.md", "verified.json"),
     *("libddtree_kernels.so", "libddtree_plugins.so", "libddtree_torch.so"),
 }
 MADE_UNDER = ("WORK/", "OUT/", "build/", "engines/")
@@ -136,7 +136,7 @@ def holds_everywhere(names: set[str], suffixes: tuple[str, ...] = ("py",)) -> se
 def test_metrics_and_environment_names(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     metrics = set(re.findall(r"\bddtree_[a-z_]+[a-z](?=[{}`,\[ )])", text)) - {"ddtree_trt"}
-    shortened = {re.sub(r"^ddtree_|_total$|_sum$|_count$", "", name) for name in metrics}
+    shortened = {re.sub(r"^ddtree_|_total$|_sum$|_count$|_bucket$", "", name) for name in metrics}
     assert holds_everywhere({name for name in shortened if name}) == set()
     environment = set(re.findall(r"\bDDTREE_[A-Z_]+\b", text))
     assert holds_everywhere(environment, ("py", "sh", "txt", "cmake", "h")) == set()

@@ -37,6 +37,18 @@ def under_way_at(client: httpx.Client) -> float:
     return figures["ddtree_requests_running"] + figures["ddtree_requests_waiting"]
 
 
+def test_the_ready_line_says_what_it_does(tiny_engine: Path) -> None:
+    with ProcessServer(tiny_engine, "--served-model-name", "my/tiny", "--max-waiting", "7", "--threads", "1") as server:
+        line = server.ready.rstrip("\n")
+        model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+    assert line == (
+        "serving my/tiny: tiny, onnxruntime fp32, 1 thread; ddtree with automatic budgets of up to 256 draft tokens a "
+        "round unless a request says otherwise; 8 slots of 2048 tokens, 7 may wait; /v1, /health and /metrics on "
+        f"{server.url}"
+    )
+    assert model["id"] == "my/tiny" and model["max_model_len"] == 2048
+
+
 def test_sigterm_under_load_finishes_what_runs_and_exits_0(tiny_engine: Path, tmp_path: Path) -> None:
     body = {**STREAM, "max_tokens": 150, "method": "auto"}
     hold = tmp_path / "hold"

@@ -102,6 +102,10 @@ def test_metrics_add_up(tiny_engine: Path, tmp_path: Path) -> None:
     assert grown["draft_tokens"] == last["total_draft_tokens"].item()
     assert grown["draft_tokens_accepted"] == last["total_accepted_draft_tokens"].item()
     assert grown["rounds"] == 50 - 1 - grown["draft_tokens_accepted"]  # the prompt's pass gives the first token
+    assert 0 < grown["rounds_with_draft"] <= grown["rounds"] and 0 <= grown["cache_usage"] <= 1
+    parts = grown["time_to_first_token_seconds"] + 49 * grown["time_per_output_token_seconds"]  # of the one request
+    assert grown["e2e_request_latency_seconds"] == pytest.approx(parts)
+    assert 0 < grown["request_queue_time_seconds"] < grown["time_to_first_token_seconds"]
 
 
 def test_a_cancelled_request_frees_its_slot(instance: Instance) -> None:

@@ -13,7 +13,7 @@ from ddtree_trt.artifact.manifest import Limits, Manifest, load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.toolchain import always_causal, installed_versions
-from ddtree_trt.artifact.verify import verify_files
+from ddtree_trt.artifact.verified import verify_for_opening
 from ddtree_trt.device.memory import plan_manifest
 from ddtree_trt.errors import (
     MAX_THREADS,
@@ -38,7 +38,8 @@ def open_engine(
     limits: Limits | None = None,
     progress: Progress = no_progress,
 ) -> Engine:
-    """Load the engine in `directory`, after checking schema and digests. Only its backend is imported.
+    """Load the engine in `directory`, after checking schema and digests: those of files that were checked before and
+    have not changed since are not computed again. Only its backend is imported.
 
     `threads`: CPU threads; 0 chooses automatically. `warm`: call `Engine.warm_up`, which reports to `progress`.
     `exact`: whether every method emits the tokens of autoregressive decoding, bit for bit; None is the engine's
@@ -58,7 +59,7 @@ def open_engine(
             f"{directory} has a mixture of experts, whose products depend on how many rows of a pass choose an expert; "
             "leave exact out"
         )
-    verify_files(directory, manifest)
+    verify_for_opening(directory, manifest, progress)
     if limits is not None:
         manifest = replace(manifest, limits=limits)
     try:

@@ -21,8 +21,39 @@ class UsageInfo(BaseModel):
     prompt_tokens_details: PromptTokensDetails
 
 
+class SpeculativeDecoding(BaseModel):
+    """Acceptance of one sequence's drafts in vLLM's terms: a step is a round that verified draft tokens, and bonus
+    tokens count in the mean length only."""
+
+    mean_acceptance_length: float  # 1 where nothing was drafted
+    draft_acceptance_rate: float
+    acceptance_histogram: list[int]  # [num_spec_tokens + 1]: item j counts the steps that accepted j draft tokens
+    num_spec_steps: int
+    num_accepted_draft_tokens: int
+    num_draft_tokens: int
+    num_spec_tokens: int  # the most draft tokens a step can accept
+
+    @classmethod
+    def of(cls, metrics: RequestMetrics, longest_draft: int) -> SpeculativeDecoding:
+        """The figures of a sequence whose engine drafts up to `longest_draft` positions ahead."""
+        histogram, steps = metrics.accepted_histogram(longest_draft), metrics.drafting_rounds
+        return cls(
+            mean_acceptance_length=1 + metrics.accepted_tokens / steps if steps else 1.0,
+            draft_acceptance_rate=metrics.acceptance_rate,
+            acceptance_histogram=histogram,
+            num_spec_steps=steps,
+            num_accepted_draft_tokens=metrics.accepted_tokens,
+            num_draft_tokens=metrics.drafted_tokens,
+            num_spec_tokens=len(histogram) - 1,
+        )
+
+
 class AcceptanceMetrics(BaseModel):
-    """Acceptance of one request's drafts, and its times in seconds. A round commits at least one token."""
+    """Acceptance of one request's drafts, and its times in seconds. A round commits at least one token.
+
+    The fields behind `why_host` are those of vLLM's object `metrics`, in milliseconds where they say so. They describe
+    one sequence, and are None for a request of several, as vLLM has it.
+    """
 
     rounds: int
     drafted_tokens: int
@@ -37,10 +68,33 @@ class AcceptanceMetrics(BaseModel):
     stage_s: dict[str, float]
     on_device: bool
     why_host: str | None
+    speculative_decoding: SpeculativeDecoding | None = None
+    time_to_first_token_ms: float | None = None  # from getting a slot
+    generation_time_ms: float | None = None  # from the first token to the last
+    queue_time_ms: float | None = None
+    mean_itl_ms: float | None = None
+    tokens_per_second: float | None = None  # from getting a slot to the last token
 
     @classmethod
-    def of(cls, metrics: RequestMetrics) -> AcceptanceMetrics:
-        return cls(**{name: getattr(metrics, name) for name in cls.model_fields})
+    def of(cls, metrics: RequestMetrics, longest_draft: int) -> AcceptanceMetrics:
+        """The figures of a request whose engine drafts up to `longest_draft` positions ahead."""
+        own = {name: getattr(metrics, name) for name, field in cls.model_fields.items() if field.is_required()}
+        if metrics.sequences > 1:
+            return cls(**own)
+        seconds = metrics.inference_time_s
+        return cls(
+            **own,
+            speculative_decoding=SpeculativeDecoding.of(metrics, longest_draft),
+            time_to_first_token_ms=_milliseconds(metrics.prefill_time_s),
+            generation_time_ms=_milliseconds(metrics.decode_time_s),
+            queue_time_ms=_milliseconds(metrics.queue_time_s),
+            mean_itl_ms=_milliseconds(metrics.time_per_output_token_s),
+            tokens_per_second=metrics.output_tokens / seconds if seconds else None,
+        )
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
 
 
 class TopLogprob(BaseModel):

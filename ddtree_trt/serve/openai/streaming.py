@@ -19,7 +19,7 @@ Chunks = Callable[[int, RequestOutput, CompletionOutput], list[Answer]]
 def stream(
     service: Service, submissions: Sequence[Submission], chunks: Chunks, last: Answer | None, request_id: str
 ) -> StreamingResponse:
-    """Stream the submissions' parts. `last`, if given, is sent after them with the usage."""
+    """Stream the submissions' parts. `last`, if given, is sent after them with the usage and the metrics."""
     return StreamingResponse(
         _events(service, submissions, chunks, last),
         media_type="text/event-stream",
@@ -40,11 +40,15 @@ async def _events(
                 for a in answers:
                     a.usage = None  # sent as null, as OpenAI does
             if all(s.finished for s in submissions):
-                answers[-1].metrics = service.acceptance(list(latest.values()))
+                metrics = service.acceptance(list(latest.values()))
+                if last is not None:  # vLLM's object is sent once, with the usage: its readers take one of two for none
+                    metrics.speculative_decoding = None
+                answers[-1].metrics = metrics
             if answers:
                 yield "".join(event(a.to_json()) for a in answers)
         if last is not None:
             last.usage = service.usage(list(latest.values()))
+            last.metrics = service.acceptance(list(latest.values()))
             yield event(last.to_json())
         yield DONE
     except Exception as error:  # the status has been sent, so the error is an event

@@ -7,7 +7,7 @@ import json
 import queue
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -119,15 +119,18 @@ class _Metric:
     def set(self, value: float) -> None:
         self._values[self._key] = value
 
+    def observe(self, value: float) -> None:
+        self._values[self._key] += value
+
 
 def _module(values: dict[str, float]) -> types.ModuleType:
     class MetricFamily:
-        COUNTER, GAUGE = "counter", "gauge"
+        COUNTER, GAUGE, HISTOGRAM = "counter", "gauge", "histogram"
 
         def __init__(self, name: str, description: str, kind: str) -> None:
             self._name = name
 
-        def Metric(self, labels: Mapping[str, str]) -> _Metric:  # the server's name
+        def Metric(self, labels: Mapping[str, str], buckets: Sequence[float] = ()) -> _Metric:  # the server's name
             return _Metric(values, labels.get("outcome", self._name))
 
     module: Any = types.ModuleType("triton_python_backend_utils")

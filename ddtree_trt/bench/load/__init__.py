@@ -1,0 +1,1 @@
+"""A server under load: throughput and latencies against the number of concurrent requests, or their rate."""
