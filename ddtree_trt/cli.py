@@ -87,7 +87,6 @@ app = typer.Typer(
     cls=Commands,
     help="Lossless tree-based speculative decoding: build engines, run them, serve them.",
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 
 

@@ -48,7 +48,9 @@ def options_of(command: Any) -> set[str]:
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 OPTIONS = {name: options_of(command) for name, command in COMMANDS.items()}
-EVERY_OPTION = set[str]().union(*OPTIONS.values(), {"--version", "--debug"})
+EVERY_OPTION = set[str]().union(
+    *OPTIONS.values(), {"--version", "--debug", "--install-completion", "--show-completion"}
+)
 FOREIGN = {  # options of other programs
     *("--exit-on-error", "--exit-timeout-secs"),  # tritonserver
     "--no-deps",  # pip
