@@ -188,6 +188,22 @@ def test_a_pair_of_the_hub_is_named_by_its_commits(changed: Callable[..., Path],
     assert "hf download z-lab/d --revision b968826" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.parametrize(
+    ("backend", "precision", "dtype"),
+    [
+        ("onnxruntime", "fp32", "auto"),
+        ("onnxruntime", "int8", "auto"),
+        ("torch", "bf16", "bfloat16"),
+        ("torch", "fp16", "float16"),
+    ],
+)
+def test_the_type_is_the_engines_if_attention_kernels_have_it(
+    changed: Callable[..., Path], tmp_path: Path, backend: str, precision: str, dtype: str
+) -> None:
+    export(changed(backend=backend, precision=precision), tmp_path / "out")
+    assert yaml.safe_load((tmp_path / "out" / CONFIG).read_text())["dtype"] == dtype
+
+
 def test_the_chat_templates_arguments_are_said(changed: Callable[..., Path], tmp_path: Path) -> None:
     export(changed(chat_template_args={"enable_thinking": False}), tmp_path / "out")
     assert '"chat_template_kwargs": {"enable_thinking": false}' in (tmp_path / "out" / "README.md").read_text()
