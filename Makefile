@@ -23,7 +23,7 @@ AIPERF := aiperf==0.13.0
 ENGINE ?=
 PARALLEL := -n auto --dist worksteal
 
-.PHONY: demo test test-slow test-triton test-trt test-aiperf check fmt docs bench bench-triton plugins plugins-test clean
+.PHONY: demo test test-slow test-package test-triton test-trt test-aiperf check fmt docs bench bench-triton plugins plugins-test clean
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/ddtree-trt build --target tiny --output engines/tiny --force
@@ -31,11 +31,16 @@ demo: $(VENV)/.stamp-run
 
 # A process per core, as far as memory reaches, each of one thread. `PYTEST_ARGS=-n0` runs the tests in one process.
 test: $(VENV)/.stamp-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow" $(PARALLEL) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not slow and not package" $(PARALLEL) $(PYTEST_ARGS)
 
 # The long versions of the same tests: every method on every prompt, every draw made anew.
 test-slow: $(VENV)/.stamp-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow $(PARALLEL) $(PYTEST_ARGS)
+
+# The source distribution, the wheel made from it, and its life in an environment of its own, whose packages come from
+# the index or pip's cache.
+test-package: $(VENV)/.stamp-dev
+	$(BIN)/python -m pytest -q -m package tests/package $(PYTEST_ARGS)
 
 # A real server on loopback; see tools/triton_server.py.
 test-triton: $(TRITON_VENV)/.stamp

@@ -31,10 +31,10 @@ else
     options+=(-DDDTREE_TRT_INCLUDE_DIR=)
     left_out+=("libddtree_plugins.so: no TensorRT headers in $headers (cpp_plugins/README.md says how to have them)")
   fi
-  torch=$("$python" -c "import torch; print(torch.version.cuda or 'cpu')" 2>/dev/null || echo missing)
-  case $torch in
+  torch=$("$python" cpp_plugins/cmake/find_torch.py || echo missing)
+  case ${torch##*;} in
     missing) options+=(-DDDTREE_TORCH=OFF); left_out+=("libddtree_torch.so: $python has no torch") ;;
-    cpu) options+=(-DDDTREE_TORCH=OFF); left_out+=("libddtree_torch.so: the torch of $python is a CPU build") ;;
+    none) options+=(-DDDTREE_TORCH=OFF); left_out+=("libddtree_torch.so: the torch of $python is a CPU build") ;;
     *) options+=(-DDDTREE_TORCH=ON); built+=(libddtree_torch.so) ;;
   esac
   cmake -S cpp_plugins -B "$build" "${options[@]}" >"$build.log" 2>&1 || { cat "$build.log"; exit 1; }

@@ -18,12 +18,14 @@ from ddtree_trt.commands.ablate import ablate
 from ddtree_trt.commands.build import build
 from ddtree_trt.commands.check import check
 from ddtree_trt.commands.doctor import doctor
+from ddtree_trt.commands.export_peer import export_command
 from ddtree_trt.commands.export_triton import export_triton
 from ddtree_trt.commands.inspect import inspect
 from ddtree_trt.commands.profile import profile
 from ddtree_trt.commands.run import run
 from ddtree_trt.commands.serve import serve
 from ddtree_trt.errors import DDTreeError
+from ddtree_trt.peerconfig.registry import PEERS
 from ddtree_trt.terminal import printing as terminal
 
 
@@ -85,7 +87,6 @@ app = typer.Typer(
     cls=Commands,
     help="Lossless tree-based speculative decoding: build engines, run them, serve them.",
     pretty_exceptions_enable=False,
-    add_completion=False,
 )
 
 
@@ -105,6 +106,8 @@ def options(
 
 for command in (build, run, serve, check, ablate, export_triton, inspect, profile, doctor):
     app.command()(command)
+for peer in PEERS:
+    app.command(f"export-{peer.name}")(export_command(peer))
 app.add_typer(bench.app, name="bench")
 
 

@@ -204,7 +204,7 @@ def _check_plugins(survey: Survey) -> tuple[Check, ...]:
 
 
 def _library_detail(name: str, current: bool) -> str:
-    path = library.FOLDER / name
+    path = library.library_path(name)
     if current:
         return f"{path}, plugin ABI {ABI}"
     if not path.is_file():

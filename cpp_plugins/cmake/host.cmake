@@ -6,7 +6,8 @@ if(NOT MSVC)
   target_compile_options(ddtree_host PRIVATE -Wall -Wextra)
 endif()
 
-find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module)
+# SKBUILD_SABI_COMPONENT: Python's stable interface, of builds for Python 3.12 and later; see wheel.py-api in pyproject.toml.
+find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module ${SKBUILD_SABI_COMPONENT})
 if(NOT nanobind_DIR)
   # Outside scikit-build-core (plain `cmake -S cpp_plugins`) the installed package says where it is.
   execute_process(
@@ -16,8 +17,8 @@ if(NOT nanobind_DIR)
 endif()
 find_package(nanobind CONFIG REQUIRED)
 
-# -O3 also for the binding: NOMINSIZE stops nanobind from choosing -Os.
-nanobind_add_module(_native NB_STATIC NOMINSIZE host/module.cpp host/tree_module.cpp)
+# -O3 also for the binding: NOMINSIZE stops nanobind from choosing -Os. Before Python 3.12 STABLE_ABI has no effect.
+nanobind_add_module(_native STABLE_ABI NB_STATIC NOMINSIZE host/module.cpp host/tree_module.cpp)
 target_link_libraries(_native PRIVATE ddtree_host)
 install(TARGETS _native LIBRARY DESTINATION ddtree_trt)
 

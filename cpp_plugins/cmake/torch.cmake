@@ -1,12 +1,11 @@
-# The torch operators. Paths come from torch itself: its CMake package requires a whole CUDA development
-# environment, of which nothing is needed here.
+# The torch operators. Paths come from torch's files: its CMake package requires a whole CUDA development environment,
+# of which nothing is needed here. torch is not imported, which would need the CUDA libraries that it runs with.
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
 execute_process(
-  COMMAND ${Python_EXECUTABLE} -c "import os, torch; root = os.path.dirname(torch.__file__); \
-print(root, torch.version.cuda or 'none', sep=';', end='')"
+  COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_LIST_DIR}/find_torch.py
   OUTPUT_VARIABLE ddtree_torch RESULT_VARIABLE ddtree_torch_missing)
 if(ddtree_torch_missing)
-  message(FATAL_ERROR "DDTREE_TORCH=ON, but ${Python_EXECUTABLE} cannot import torch: give -DPython_EXECUTABLE=...")
+  message(FATAL_ERROR "DDTREE_TORCH=ON, but ${Python_EXECUTABLE} has no torch: give -DPython_EXECUTABLE=...")
 endif()
 list(GET ddtree_torch 0 ddtree_torch_root)
 list(GET ddtree_torch 1 ddtree_torch_cuda)

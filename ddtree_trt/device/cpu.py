@@ -39,6 +39,12 @@ class Cpu:
         return f"{self.model}, {self.cores} cores"
 
 
+def usable_cores() -> int:
+    """Cores that this process may run on; all of the machine's where the system does not say, as on macOS."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
 def read_cpu(cpuinfo: Path = CPUINFO) -> Cpu:
     """Model and features from a /proc/cpuinfo; no features where there is none."""
     try:
@@ -49,6 +55,6 @@ def read_cpu(cpuinfo: Path = CPUINFO) -> Cpu:
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     return Cpu(
         model=fields.get("model name", platform.processor() or platform.machine()),
-        cores=len(os.sched_getaffinity(0)),
+        cores=usable_cores(),
         features=tuple(name for name, any_of in _FEATURES.items() if flags.intersection(any_of)),
     )

@@ -78,7 +78,7 @@ def survey_machine(*, import_modules: bool) -> Survey:
         versions=versions,
         faults={module: fault for module in tried if (fault := _import_fault(module))},
         torch_cuda=torch_cuda(),
-        libraries=frozenset(name for name in library.NAMES if library.is_current(library.FOLDER / name)),
+        libraries=frozenset(name for name in library.NAMES if library.is_current(library.library_path(name))),
         nvcc=shutil.which("nvcc"),
         host_bytes=available_bytes("host", ()),
     )

@@ -1,7 +1,7 @@
 """Find the native libraries, check their ABI, and load the kernels once.
 
-`make plugins` puts up to three libraries beside this file. Each contains its ABI number as text, so that a stale one is
-refused before any of its code runs:
+`make plugins` puts up to three libraries beside this file; the wheel ddtree-trt-cuda13 has all in a package of its own.
+Each contains its ABI number as text, so that a stale one is refused before any of its code runs:
 
 - the kernels behind a C interface, loaded here: `kernels()`;
 - the TensorRT plugins, for the plugin registry's `load_library`: `find(PLUGINS)`;
@@ -14,6 +14,7 @@ import ctypes
 import mmap
 import re
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 from ddtree_trt.errors import EngineError, MissingDependency
@@ -25,6 +26,7 @@ TORCH = "libddtree_torch.so"
 NAMES = (PLUGINS, KERNELS, TORCH)
 
 FOLDER = Path(__file__).parent
+WHEEL = "ddtree_trt_cuda13"  # the package in the wheel ddtree-trt-cuda13
 BUILD_HINT = "run `make plugins` in a checkout of ddtree-trt (needs nvcc 13; cpp_plugins/README.md has the rest)"
 _MARKER = re.compile(rb"ddtree-plugin-abi=(\d+);")
 
@@ -132,9 +134,19 @@ def is_current(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0 and abi_of(path) == ABI
 
 
-def find(name: str, folder: Path = FOLDER) -> Path:
-    """The path of a native library after its ABI was checked. Raises MissingDependency when it is missing or stale."""
-    path = folder / name
+def library_path(name: str) -> Path:
+    """Where a native library is: beside this file, else in the installed wheel, else where it would be here."""
+    wheel = find_spec(WHEEL)
+    folders = [FOLDER, *(Path(place) for place in (wheel.submodule_search_locations if wheel else None) or ())]
+    return next((folder / name for folder in folders if (folder / name).is_file()), FOLDER / name)
+
+
+def find(name: str, folder: Path | None = None) -> Path:
+    """The path of a native library, of the one in `folder` if it is given, after its ABI was checked.
+
+    Raises MissingDependency when it is missing or stale.
+    """
+    path = library_path(name) if folder is None else folder / name
     if not path.is_file():
         raise MissingDependency(f"native library {name} is not built: expected it at {path}; {BUILD_HINT}")
     abi = abi_of(path)

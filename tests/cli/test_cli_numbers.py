@@ -11,7 +11,20 @@ import pytest
 from typer.testing import CliRunner
 
 from ddtree_trt.cli import app
-from ddtree_trt.commands import ablate, bench, build, check, doctor, export_triton, inspect, profile, run, serve
+from ddtree_trt.commands import (
+    ablate,
+    bench,
+    build,
+    check,
+    doctor,
+    export_peer,
+    export_triton,
+    inspect,
+    profile,
+    run,
+    serve,
+)
+from ddtree_trt.peerconfig.registry import PEERS
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "ablate": ablate.ablate,
@@ -19,6 +32,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "build": build.build,
     "check": check.check,
     "doctor": doctor.doctor,
+    **{f"export-{peer.name}": export_peer.export_command(peer) for peer in PEERS},
     "export-triton": export_triton.export_triton,
     "inspect": inspect.inspect,
     "profile": profile.profile,
@@ -109,9 +123,8 @@ def numeric_options() -> Iterator[tuple[str, str]]:
 
 def test_every_numeric_option_is_in_the_table() -> None:
     assert set(numeric_options()) == set(REFUSED)
-    assert {getattr(c, "name", None) or c.callback.__name__ for c in app.registered_commands} | {"bench"} == {  # type: ignore[union-attr]
-        name.replace("-", "_") for name in COMMANDS
-    }
+    named = {c.name or c.callback.__name__.replace("_", "-") for c in app.registered_commands if c.callback}
+    assert named | {"bench"} == set(COMMANDS)
 
 
 CASES = [(*option, value) for option, values in (REFUSED | IN_TEXT).items() for value in values]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,30 @@ def test_a_stale_library_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
 def test_a_library_that_cannot_be_loaded_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / library.KERNELS).write_bytes(b"\x7fELF ddtree-plugin-abi=%d;" % plugins.ABI)
     monkeypatch.setattr(library, "FOLDER", tmp_path)
-    monkeypatch.setattr(library.find, "__defaults__", (tmp_path,))
     library.kernels.cache_clear()
     with pytest.raises(MissingDependency, match=r"cannot be loaded.*make plugins"):
         library.kernels()
     library.kernels.cache_clear()
+
+
+def test_libraries_of_a_wheel_are_found_behind_those_of_a_checkout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, wheel = tmp_path / "own", tmp_path / "site" / library.WHEEL
+    for folder in (own, wheel):
+        folder.mkdir(parents=True)
+    monkeypatch.setattr(library, "FOLDER", own)
+    assert library.library_path(library.TORCH) == own / library.TORCH
+    (wheel / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    with pytest.raises(MissingDependency, match=f"not built: expected it at {own / library.TORCH}"):
+        library.find(library.TORCH)
+    (wheel / library.TORCH).write_bytes(b"ddtree-plugin-abi=%d;" % plugins.ABI)
+    assert library.find(library.TORCH) == wheel / library.TORCH
+    assert library.WHEEL not in sys.modules, "a library is found without running the package"
+    (own / library.TORCH).write_bytes(b"ddtree-plugin-abi=1;")
+    with pytest.raises(MissingDependency, match="has plugin ABI 1"):
+        library.find(library.TORCH)
 
 
 def test_the_abi_is_one_number(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ FILE = re.compile(rf"`((?:[\w.-]+/)*[\w.-]+\.(?:{ENDINGS}))`")
 MADE = {
     *("config.json", "profile.json", "shared.safetensors", "weights.safetensors", "weights.bin", "target.onnx"),
     *("config.pbtxt", "export.json", "evaluation.json", "evaluation.md", "verified.json"),
+    *("config.yaml", "plain.yaml", "serve.sh", "trtllm/serve.sh"),  # exports for other engines
     *("libddtree_kernels.so", "libddtree_plugins.so", "libddtree_torch.so"),
 }
 MADE_UNDER = ("WORK/", "OUT/", "build/", "engines/")
@@ -47,7 +48,9 @@ def options_of(command: Any) -> set[str]:
 
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 OPTIONS = {name: options_of(command) for name, command in COMMANDS.items()}
-EVERY_OPTION = set[str]().union(*OPTIONS.values(), {"--version", "--debug"})
+EVERY_OPTION = set[str]().union(
+    *OPTIONS.values(), {"--version", "--debug", "--install-completion", "--show-completion"}
+)
 FOREIGN = {  # options of other programs
     *("--exit-on-error", "--exit-timeout-secs"),  # tritonserver
     "--no-deps",  # pip
@@ -68,7 +71,7 @@ def is_there(name: str, folder: Path) -> bool:
     if "/" not in name:
         return name in names_in_the_tree() | MADE
     places = (ROOT, folder, ROOT / "ddtree_trt", ROOT / "cpp_plugins", ROOT / "tools")
-    return name.startswith(MADE_UNDER) or any((place / name).exists() for place in places)
+    return name in MADE or name.startswith(MADE_UNDER) or any((place / name).exists() for place in places)
 
 
 @each_document
@@ -104,8 +107,9 @@ def test_commands_and_options(path: Path) -> None:
 def test_options_named_in_messages() -> None:
     """Of the package: what an error or a help text tells to give must be an option."""
     foreign = {
+        *("--config", "--port", "--revision", "--local-dir"),  # of servers and the hub's program
         *("--query-gpu", "--format", "--untracked-files", "--porcelain"),  # nvidia-smi's and git's
-        *("--force-reinstall", "--index-url", "--no-deps"),  # pip's
+        *("--force-reinstall", "--index-url", "--no-deps", "--pre"),  # pip's
     }
     wrong = {
         f"{path.relative_to(ROOT)}: {option}"

@@ -31,8 +31,8 @@ def find_checkpoints(manifest: Manifest, settings: BenchSettings) -> Checkpoints
     preset = PRESETS.get(manifest.name)
     target = _locate(settings.checkpoint, preset.target if preset else None, "--checkpoint")
     drafter = _locate(settings.drafter, preset.drafter if preset else None, "--drafter")
-    _check_same(target, manifest.target, "--checkpoint")
-    _check_same(drafter, manifest.drafter, "--drafter")
+    check_same(target, manifest.target, "--checkpoint")
+    check_same(drafter, manifest.drafter, "--drafter")
     assistant = Path(settings.assistant) if settings.assistant else None
     if assistant is None and manifest.drafting.language_model:
         assistant = drafter
@@ -54,7 +54,7 @@ def pretrained(path: Path) -> dict[str, str]:
     return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name} if is_gguf(path) else names
 
 
-def _check_same(directory: Path, expected: CheckpointIdentity, option: str) -> None:
+def check_same(directory: Path, expected: CheckpointIdentity, option: str) -> None:
     """Raises UsageError where the checkpoint is not the one the engine was built from."""
     found = load_checkpoint(directory).identity.sha256
     if found != expected.sha256:

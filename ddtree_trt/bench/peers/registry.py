@@ -8,7 +8,7 @@ from ddtree_trt.bench.contender import Contender
 from ddtree_trt.bench.peers.base import PeerContext
 from ddtree_trt.errors import UsageError
 
-HELP = "hf, llama-cpp=FILE, ddtree-reference=PATH, tensorrt-llm or openai=URL"
+HELP = "hf, llama-cpp=FILE, ddtree-reference=PATH, tensorrt-llm[=DIR] or openai=URL"
 
 
 def _hf(context: PeerContext, value: str) -> Contender:
@@ -32,7 +32,7 @@ def _reference(context: PeerContext, value: str) -> Contender:
 def _tensorrt_llm(context: PeerContext, value: str) -> Contender:
     from ddtree_trt.bench.peers.trtllm import TensorRTLLMPeer
 
-    return TensorRTLLMPeer(context)
+    return TensorRTLLMPeer(context, value)
 
 
 def _openai(context: PeerContext, value: str) -> Contender:
@@ -45,7 +45,7 @@ _PEERS: dict[str, tuple[str, Callable[[PeerContext, str], Contender]]] = {
     "hf": ("", _hf),
     "llama-cpp": ("MODEL.gguf[,DRAFT.gguf]", _llama_cpp),
     "ddtree-reference": ("PATH", _reference),
-    "tensorrt-llm": ("", _tensorrt_llm),
+    "tensorrt-llm": ("[DIR]", _tensorrt_llm),
     "openai": ("URL", _openai),
 }
 
@@ -56,7 +56,7 @@ def check_peer(spec: str) -> tuple[str, str]:
     if name not in _PEERS:
         raise UsageError(f"unknown peer {spec!r}; known are {HELP}")
     wanted = _PEERS[name][0]
-    if bool(wanted) != bool(value):
+    if not wanted.startswith("[") and bool(wanted) != bool(value):
         raise UsageError(f"--peer {name} takes {f'{name}={wanted}' if wanted else 'no value'}, not {spec!r}")
     return name, value
 

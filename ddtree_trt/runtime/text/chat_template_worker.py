@@ -25,7 +25,8 @@ def main() -> None:
         _send(answers, {"error": f"{type(error).__name__}: {error}", "last": True})
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _limit(resource.RLIMIT_AS, _mapped_bytes() + memory_bytes)
+    if sys.platform == "linux":  # macOS has the limit and does not hold a process to it
+        _limit(resource.RLIMIT_AS, _mapped_bytes() + memory_bytes)
     _discard_stderr()
     _send(answers, {"ready": True})
     for line in requests:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
+from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES, usable_cores
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
 from ddtree_trt.runtime.engines.onnxruntime.drafter import make_drafter
@@ -47,7 +46,7 @@ class OrtEngine:
         self.manifest = manifest
         weights = manifest.files[artifact.WEIGHTS].size
         if threads <= 0:
-            threads = 1 if weights < SINGLE_THREAD_BYTES else len(os.sched_getaffinity(0))
+            threads = 1 if weights < SINGLE_THREAD_BYTES else usable_cores()
         self.threads = threads
         limits, taps = manifest.limits, len(manifest.drafting.tap_layers)
         self._target = OrtLanguageModel(

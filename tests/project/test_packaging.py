@@ -1,0 +1,111 @@
+"""What releases are made with: one version, the wheels' configuration, the workflow's steps."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+from packaging.requirements import Requirement
+
+from ddtree_trt import __version__
+from ddtree_trt.cli import app
+from ddtree_trt.plugins import library
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[2]
+GPU_WHEEL = ROOT / "cpp_plugins" / "wheel"
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def project(folder: Path) -> dict[str, Any]:
+    return tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))
+
+
+def test_the_version_is_one() -> None:
+    package, gpu = project(ROOT)["project"], project(GPU_WHEEL)["project"]
+    assert {package["version"], gpu["version"]} == {__version__}
+    assert gpu["dependencies"] == [f"{package['name']}=={__version__}"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == __version__
+    assert citation["license"] == package["license"] == gpu["license"]
+
+
+def test_the_gpu_wheel_has_the_libraries_that_are_looked_for() -> None:
+    settings = project(GPU_WHEEL)["tool"]["scikit-build"]
+    assert settings["wheel"]["packages"] == [library.WHEEL]
+    assert settings["cmake"]["define"]["DDTREE_INSTALL_LIBRARIES_TO"] == library.WHEEL
+    cmake = (ROOT / "cpp_plugins" / "CMakeLists.txt").read_text(encoding="utf-8")
+    (targets,) = re.findall(r"install\(TARGETS (.*) LIBRARY DESTINATION \$\{DDTREE_INSTALL_LIBRARIES_TO\}\)", cmake)
+    assert {f"lib{name}.so" for name in targets.split()} == set(library.NAMES)
+
+
+def test_the_operators_are_compiled_for_the_torch_that_the_wheel_names() -> None:
+    (named,) = project(GPU_WHEEL)["project"]["optional-dependencies"]["torch"]
+    tested = next(r for r in project(ROOT)["project"]["optional-dependencies"]["test"] if r.startswith("torch=="))
+    files = [GPU_WHEEL / "build.sh", *WORKFLOWS, ROOT / "docs" / "releasing.md"]
+    compiled = {v for file in files for v in re.findall(r"torch==([\d.]+\d)", file.read_text(encoding="utf-8"))}
+    assert compiled == {tested.removeprefix("torch==")}
+    assert all(Requirement(named).specifier.contains(version) for version in compiled)
+
+
+@pytest.mark.parametrize(
+    ("platform", "architecture", "identifier"),
+    [
+        ("linux", "x86_64", "manylinux_x86_64"),
+        ("linux", "aarch64", "manylinux_aarch64"),
+        ("macos", "arm64", "macosx_arm64"),
+    ],
+)
+def test_cibuildwheel_reads_its_configuration(platform: str, architecture: str, identifier: str) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "cibuildwheel", "--platform", platform, "--print-build-identifiers", str(ROOT)],
+        env={**os.environ, "CIBW_ARCHS": architecture},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.split() == [f"cp{version}-{identifier}" for version in (310, 311, 312, 313)]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_the_workflows_steps_are_shell_and_name_what_there_is(path: Path) -> None:
+    jobs = yaml.safe_load(path.read_text(encoding="utf-8"))["jobs"]
+    steps = [step for job in jobs.values() for step in job["steps"]]
+    assert steps and all(("run" in step) != ("uses" in step) for step in steps)
+    for step in steps:
+        if "uses" in step:
+            assert re.fullmatch(r"actions/[a-z-]+@v\d+", step["uses"])
+            continue
+        subprocess.run(["bash", "-n"], input=step["run"], text=True, check=True)
+        for script in re.findall(r"(?<![\w/.-])([\w./-]+\.sh)\b", step["run"]):
+            assert os.access(ROOT / script, os.X_OK), script
+    assert {need for job in jobs.values() for need in job.get("needs", [])} <= set(jobs)
+
+
+def test_issue_forms_are_forms_that_ask_for_commands_there_are() -> None:
+    """By GitHub's syntax for issue forms, as far as they use it."""
+    forms = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+    assert forms
+    for path in forms:
+        form = yaml.safe_load(path.read_text(encoding="utf-8"))
+        assert set(form) == {"name", "description", "labels", "body"}, path
+        identifiers = [part["id"] for part in form["body"]]
+        assert len(identifiers) == len(set(identifiers))
+        for part in form["body"]:
+            assert set(part) <= {"type", "id", "attributes", "validations"} and part["type"] == "textarea"
+            assert set(part["attributes"]) <= {"label", "description", "render", "placeholder", "value"}
+            assert part["attributes"]["label"]
+            for name in re.findall(r"`ddtree-trt ([a-z-]+)", part["attributes"]["description"]):
+                assert name in COMMANDS, name
