@@ -85,6 +85,7 @@ app = typer.Typer(
     cls=Commands,
     help="Lossless tree-based speculative decoding: build engines, run them, serve them.",
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # Rich's tables cut long words off in 80 columns
     add_completion=False,
 )
 
