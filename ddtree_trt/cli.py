@@ -21,7 +21,7 @@ from ddtree_trt.commands.doctor import doctor
 from ddtree_trt.commands.export_triton import export_triton
 from ddtree_trt.commands.inspect import inspect
 from ddtree_trt.commands.profile import profile
-from ddtree_trt.commands.run import run
+from ddtree_trt.commands.run import RunCommand, run
 from ddtree_trt.commands.serve import serve
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.terminal import printing as terminal
@@ -105,7 +105,7 @@ def options(
 
 
 for command in (build, run, serve, check, ablate, export_triton, inspect, profile, doctor):
-    app.command()(command)
+    app.command(cls=RunCommand if command is run else None)(command)
 app.add_typer(bench.app, name="bench")
 
 

@@ -19,6 +19,7 @@ COMPACTION_PLAN = "compaction.plan"  # of engines whose attention is native
 SHARED_WEIGHTS = "shared.safetensors"  # the tables both plans read
 TORCH_WEIGHTS = "weights.safetensors"
 KERNEL_CACHE = "kernels.cache"  # compiled by TensorRT for RTX
+EXAMPLES = "examples.json"  # prompts that the engine answers well; not every engine has them
 PROFILE = "profile.json"  # measured latencies
 OF_THIS_MACHINE = (KERNEL_CACHE, PROFILE)  # added when an engine is opened; not in `files`: another machine has its own
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
