@@ -44,5 +44,6 @@ def hint_if_far(prompt: str, examples: Examples | None, codec: TextCodec) -> boo
     """Print one line for a prompt that is far from all that the engine's model knows; returns whether it did."""
     if examples is None or examples.knows is None or not is_far(prompt, examples, codec):
         return False
+    sys.stdout.flush()  # the answer comes first, also where both go into one file
     print_note(f"hint: this model knows only {examples.knows}; --list-examples shows prompts, --example answers one")
     return True

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from documents import Block, Shell, blocks_of, differs
+from documents import Block, Shell, ShellInProcess, blocks_of, differs
 from serving import ProcessServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ def shell(
     shutil.copytree(tiny_engine, tmp_path / "engines" / "tiny")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "140")
-    return Shell(lambda: server().url, lambda: server().ready)
+    return ShellInProcess(lambda: server().url, lambda: server().ready)
 
 
 def faults(shell: Shell, path: Path, *states: str) -> list[str]:

@@ -19,6 +19,7 @@ import io
 import re
 import shlex
 import subprocess
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,28 +82,32 @@ def blocks_of(path: Path) -> list[Block]:
     return found
 
 
-@dataclass
-class Shell:
-    """Runs blocks in the working directory; `address` gives the server that the documents ask at port 8000."""
+class Shell(ABC):
+    """Runs blocks in a working directory and compares what they print."""
 
-    address: Callable[[], str]
-    banner: Callable[[], str]  # the server's line when it is ready
+    def __init__(self, address: Callable[[], str], banner: Callable[[], str]) -> None:
+        self._address = address  # gives the server that the documents ask at port 8000
+        self._banner = banner  # gives the line that the server printed when it was ready
+
+    @abstractmethod
+    def run_python(self, code: str) -> str:
+        """What a program prints."""
+
+    @abstractmethod
+    def run_command(self, command: str) -> str:
+        """What a command prints. Raises an exception where it cannot be run."""
 
     def fault(self, block: Block) -> str | None:
         """What is wrong with a block's output; None where it is as shown."""
         where = f"{block.path.name}:{block.line}"
         try:
             if block.mark == "serves":
-                return self._serves(block)
+                return self._serves(block, where)
             if block.language == "python":
-                printed = self._python(block)
-                shown = block.shown
-                if shown is None:
-                    comments = re.findall(r"# +(.+)$", block.text, re.MULTILINE)
-                    shown = next((f"{c}\n" for c in comments if differs(f"{c}\n", printed) is None), "")
-                return differs(shown, printed, where)
+                printed = self.run_python(self._addressed(block.text))
+                return differs(shown_by(block, printed), printed, where)
             for command, shown in commands_of(block):
-                printed = self._command(command)
+                printed = self.run_command(self._addressed(command))
                 if shown is not None and (fault := differs(shown, printed, f"{where}: {command}")):
                     return fault
                 if "error:" in printed and "error:" not in (shown or ""):
@@ -111,21 +116,28 @@ class Shell:
             return f"{where}: {type(error).__name__}: {error}"
         return None
 
-    def _serves(self, block: Block) -> str | None:
+    def _serves(self, block: Block, where: str) -> str | None:
         ((command, shown),) = commands_of(block)
         if not re.search(r"ddtree-trt serve engines/tiny(?: |$)", command):
-            return f"{block.path.name}:{block.line}: the server of the tests is that of engines/tiny"
-        return differs(shown or "", self.banner())
+            return f"{where}: the server of the tests is that of engines/tiny"
+        return differs(shown or "", self._banner(), where)
 
-    def _python(self, block: Block) -> str:
-        text = self._addressed(block.text)
-        code = compile(text, f"{block.path.name}:{block.line}", "exec")
+    def _addressed(self, text: str) -> str:
+        if PORT not in text:
+            return text
+        return re.sub(r"(?:http://)?(?:127\.0\.0\.1|localhost):8000", self._address(), text)
+
+
+class ShellInProcess(Shell):
+    """In the test's own process and working directory: starting a process takes seconds."""
+
+    def run_python(self, code: str) -> str:
         with _captured() as printed:
-            exec(code, {"__name__": "__main__"})
+            exec(compile(code, "example", "exec"), {"__name__": "__main__"})
         return printed.getvalue()
 
-    def _command(self, command: str) -> str:
-        program, *arguments = shlex.split(self._addressed(command), comments=True)
+    def run_command(self, command: str) -> str:
+        program, *arguments = shlex.split(command, comments=True)
         if program.rpartition("/")[2] == "ddtree-trt":
             with _captured() as printed, contextlib.suppress(SystemExit):
                 app(arguments, prog_name="ddtree-trt")
@@ -135,10 +147,13 @@ class Shell:
             return f"{done.stdout.rstrip()}\n"
         raise ValueError(f"tests run no {program}: mark the block with <!-- not run: REASON -->")
 
-    def _addressed(self, text: str) -> str:
-        if PORT not in text:
-            return text
-        return re.sub(r"(?:http://)?(?:127\.0\.0\.1|localhost):8000", self.address(), text)
+
+def shown_by(block: Block, printed: str) -> str:
+    """The output that a python block shows: the text behind it, or the comment that is what it printed."""
+    if block.shown is not None:
+        return block.shown
+    comments = re.findall(r"# +(.+)$", block.text, re.MULTILINE)
+    return next((f"{c}\n" for c in comments if differs(f"{c}\n", printed) is None), "")
 
 
 @contextlib.contextmanager
