@@ -122,11 +122,11 @@ def _prompt(directory: Path, prompt: str | None, file: Path | None, example: int
     if prompt is not None and file is not None:
         raise UsageError("give --prompt or --prompt-file, not both")
     if example is not None:
-        if prompt is not None or file is not None:
-            raise UsageError("--example is a prompt; give it without --prompt and --prompt-file")
-        text = required_examples(directory).prompt(example)
         from ddtree_trt.terminal.examples import print_question
 
+        text = required_examples(directory).prompt(example)
+        if prompt is not None or file is not None:
+            raise UsageError("--example is a prompt; give it without --prompt and --prompt-file")
         print_question(text)
         return text
     if file is not None:

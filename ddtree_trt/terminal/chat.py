@@ -78,8 +78,10 @@ class Chat:
 
     def _help(self, value: str) -> None:
         rows = [(f"/{name} {argument}".rstrip(), help_) for name, (argument, help_, _) in _COMMANDS.items()]
-        for shown, help_ in [*rows, ("/exit", "End the chat.")]:
-            print(f"{shown:<16} {help_}")
+        rows.append(("/exit", "End the chat."))
+        width = max(len(shown) for shown, _ in rows)
+        for shown, help_ in rows:
+            print(f"{shown:<{width}}  {help_}")
 
     def _method(self, value: str) -> None:
         kind = self._llm.engine.manifest.drafter_kind
