@@ -1,7 +1,8 @@
 """A hook of MkDocs that adds the pages which are not in docs/: documents of other folders, and the command line.
 
-Documents of other folders are at `source/` and their path in the repository; links to them and between them are
-rewritten. The page of the command line is Typer's own description of it.
+Documents of other folders, and files that any page links to, are at `source/` and their path in the repository, without
+the dots that would hide them; links to them and between them are rewritten. The page of the command line is Typer's own
+description of it.
 """
 
 from __future__ import annotations
@@ -31,11 +32,28 @@ _REQUIRED = re.compile(r"\{(\w+)\}")  # an argument in a usage line
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages."""
-    for document in OUTSIDE:
-        files.append(File.generated(config, f"source/{document}", abs_src_path=str(ROOT / document)))
+    """Add the pages, and the files that they link to."""
+    for path in sorted({*OUTSIDE, *_linked_files()}):
+        files.append(File.generated(config, str(_placed(path)), abs_src_path=str(ROOT / path)))
     files.append(File.generated(config, "reference/cli.md", content=command_line()))
     return files
+
+
+def _linked_files() -> set[str]:
+    """The files outside of docs/ that a page links to and that are no pages."""
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in OUTSIDE)]
+    targets = {
+        os.path.normpath(page.parent / link)
+        for page in pages
+        for link in _LINK.findall(page.read_text(encoding="utf-8"))
+    }
+    found = {Path(target).relative_to(ROOT).as_posix() for target in targets if Path(target).is_file()}
+    return {name for name in found if not name.startswith("docs/") and not name.endswith(".md")}
+
+
+def _placed(path: str | PurePosixPath) -> PurePosixPath:
+    """Where a file of the repository is on the site."""
+    return PurePosixPath("source", *(part.lstrip(".") for part in PurePosixPath(path).parts))
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
@@ -49,8 +67,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         inside = target.is_relative_to("docs")
         if inside and not generated:
             return match[1]
-        place = target.relative_to("docs") if inside else PurePosixPath("source") / target
-        return os.path.relpath(place, uri.parent)
+        return os.path.relpath(target.relative_to("docs") if inside else _placed(target), uri.parent)
 
     return _LINK.sub(rewritten, markdown)
 
