@@ -67,9 +67,10 @@ fmt: $(VENV)/.stamp-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i $(CPP_FILES)
 
-# The parts of the documents that are made of tables in the sources.
+# The parts of the documents that are made of tables in the sources, and the site in build/site. Any warning ends it.
 docs: $(VENV)/.stamp-dev
 	$(BIN)/python tools/parameter_table.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python tools/bench_host.py

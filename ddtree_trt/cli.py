@@ -22,7 +22,7 @@ from ddtree_trt.commands.export_peer import export_command
 from ddtree_trt.commands.export_triton import export_triton
 from ddtree_trt.commands.inspect import inspect
 from ddtree_trt.commands.profile import profile
-from ddtree_trt.commands.run import run
+from ddtree_trt.commands.run import RunCommand, run
 from ddtree_trt.commands.serve import serve
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.peerconfig.registry import PEERS
@@ -87,6 +87,7 @@ app = typer.Typer(
     cls=Commands,
     help="Lossless tree-based speculative decoding: build engines, run them, serve them.",
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # Rich's tables cut long words off in 80 columns
 )
 
 
@@ -105,7 +106,7 @@ def options(
 
 
 for command in (build, run, serve, check, ablate, export_triton, inspect, profile, doctor):
-    app.command()(command)
+    app.command(cls=RunCommand if command is run else None)(command)
 for peer in PEERS:
     app.command(f"export-{peer.name}")(export_command(peer))
 app.add_typer(bench.app, name="bench")

@@ -53,7 +53,7 @@ CAPTIONS = {
     "speedup": "Speedup over autoregressive decoding, by method",
     "budget": "Tokens per round and speedup against the tree budget",
     "stages": "Where a round's time goes, by stage",
-    "acceptance": "How deep rounds accept, by budget",
+    "acceptance": "How deep rounds accept, by budget, and how many tokens they commit",
 }
 
 

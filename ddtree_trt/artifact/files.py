@@ -19,6 +19,7 @@ COMPACTION_PLAN = "compaction.plan"  # of engines whose attention is native
 SHARED_WEIGHTS = "shared.safetensors"  # the tables both plans read
 TORCH_WEIGHTS = "weights.safetensors"
 KERNEL_CACHE = "kernels.cache"  # compiled by TensorRT for RTX
+EXAMPLES = "examples.json"  # prompts that the engine answers well; not every engine has them
 PROFILE = "profile.json"  # measured latencies
 VERIFIED = "verified.json"  # that the files were checked, and what they were then
 OF_THIS_MACHINE = (

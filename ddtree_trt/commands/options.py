@@ -14,7 +14,7 @@ _Number = TypeVar("_Number", int, float)
 
 EngineDirectory = Annotated[Path, typer.Argument(metavar="ENGINE_DIR", help="An engine directory.")]
 NewestByDefault = Annotated[
-    Path | None, typer.Argument(metavar="[ENGINE_DIR]", help="Default: the newest engine under engines/.")
+    Path | None, typer.Argument(metavar="ENGINE_DIR", help="Default: the newest engine under engines/.")
 ]
 Threads = Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")]
 DeviceRounds = Annotated[

@@ -20,7 +20,10 @@ def profile(
     exact: Exact = None,
     json: AsJson = False,
 ) -> None:
-    """Measure an engine's latencies on this machine again and store them with it."""
+    """Measure an engine's latencies on this machine again.
+
+    They are stored with the engine; automatic budgets choose by them.
+    """
     with terminal.progress_bars() as progress:
         measured = measure_engine(engine_dir, progress, threads=threads, exact=exact)
     if json:

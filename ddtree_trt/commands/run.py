@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from ddtree_trt.artifact.examples import read_examples, required_examples
 from ddtree_trt.artifact.files import newest_engine
+from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.template_arguments import OPTION, parse_arguments
 from ddtree_trt.commands.options import DeviceRounds, Exact, NewestByDefault, Threads
 from ddtree_trt.commands.sampling_options import with_sampling_options
@@ -17,11 +20,26 @@ from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import resolve_method
 
 
+class RunCommand(TyperCommand):
+    """The command `run`; `--example` without a number is the first."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        numbered = []
+        for word, following in zip(args, [*args[1:], ""], strict=True):
+            bare = word == "--example" and not following.lstrip("-").isdecimal()
+            numbered.append("--example=1" if bare else word)
+        return super().parse_args(ctx, numbered)
+
+
 @with_sampling_options
 def run(
     engine_dir: NewestByDefault = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to complete.")] = None,
     prompt_file: Annotated[Path | None, typer.Option(metavar="FILE", help="A file with the prompt.")] = None,
+    example: Annotated[
+        int | None, typer.Option(metavar="[N]", help="Answer an example that the engine ships: the first, or number N.")
+    ] = None,
+    list_examples: Annotated[bool, typer.Option("--list-examples", help="Show the engine's examples.")] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="A system message for the chat template.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the prompt to the model without its chat template.")] = False,
     chat_template_arg: Annotated[
@@ -48,7 +66,13 @@ def run(
 ) -> None:
     """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
     directory = newest_engine() if engine_dir is None else engine_dir
-    text = _prompt(prompt, prompt_file)
+    from ddtree_trt.terminal import examples as shown
+
+    if list_examples:
+        load_manifest(directory)  # refuses what is no engine
+        shown.print_examples(required_examples(directory))
+        return
+    text = _prompt(directory, prompt, prompt_file, example)
     json = json or pretty
     if text is None and (json or compare or show_tree):
         raise UsageError(
@@ -76,8 +100,9 @@ def run(
     with llm:
         params = replace(params, method=resolve_method(params.method, llm.engine.manifest.drafter_kind).name)
         llm.codec.check_template_kwargs(arguments, OPTION)
+        examples = read_examples(directory)
         if text is None:
-            chat.Chat(llm, params, system, arguments).converse()
+            chat.Chat(llm, params, system, arguments, examples).converse()
             return
         request: Any = text if raw or not llm.tokenizer.chat_template else console.messages(text, system)
         if arguments:
@@ -88,12 +113,22 @@ def run(
             console.print_output_json(llm.generate(request, params)[0], pretty=pretty)
         else:
             console.stream(llm, request, params, show_tree=show_tree)
+        if not (json or raw):
+            shown.hint_if_far(text, examples, llm.codec)
 
 
-def _prompt(prompt: str | None, file: Path | None) -> str | None:
+def _prompt(directory: Path, prompt: str | None, file: Path | None, example: int | None) -> str | None:
     """The prompt's text, or None to chat."""
     if prompt is not None and file is not None:
         raise UsageError("give --prompt or --prompt-file, not both")
+    if example is not None:
+        from ddtree_trt.terminal.examples import print_question
+
+        text = required_examples(directory).prompt(example)
+        if prompt is not None or file is not None:
+            raise UsageError("--example is a prompt; give it without --prompt and --prompt-file")
+        print_question(text)
+        return text
     if file is not None:
         try:
             return file.read_text(encoding="utf-8")

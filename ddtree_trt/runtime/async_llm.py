@@ -50,7 +50,9 @@ class AsyncLLM:
     Args:
         engine_dir: directory written by `ddtree-trt build`.
         threads: CPU threads of the engine; 0 chooses.
-        device_rounds, exact, progress: as for LLM.
+        device_rounds: as for LLM.
+        exact: as for LLM.
+        progress: as for LLM.
         max_waiting: sequences that may wait for a slot before `QueueFull` is raised; None is unlimited.
         on_finished: called on the worker thread with every request that ended, for whatever reason; it must be quick.
             Its exceptions are logged and ignored.

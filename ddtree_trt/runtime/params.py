@@ -218,7 +218,7 @@ class SamplingParams:
         "How drafts are made.",
         "`auto` is `ddtree`, `draft-model` where the drafter is autoregressive, or `eagle` where it is one of EAGLE-3.",
         device="always",
-        metavar="",
+        metavar="NAME",
     ).field()
     tree_budget: int | Literal["auto"] = Parameter(
         "auto",
@@ -240,7 +240,7 @@ class SamplingParams:
         + ". "
         + "; ".join(f"`{policy.name}`: {policy.makes}" for policy in POLICIES.values())
         + ". Each works with any `tree_budget`.",
-        metavar="",
+        metavar="NAME",
     ).field()
     tree_width: int | None = Parameter(
         None,

@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ddtree_trt.artifact.examples import Examples
 from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.terminal import console
+from ddtree_trt.terminal.examples import hint_if_far
 
 _COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?")  # a path, /like/this, is no command
 
@@ -21,11 +23,17 @@ class Chat:
     """A conversation with an engine. Its cache is reused from turn to turn."""
 
     def __init__(
-        self, llm: LLM, params: SamplingParams, system: str | None, chat_template_kwargs: Mapping[str, Any]
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        system: str | None,
+        chat_template_kwargs: Mapping[str, Any],
+        examples: Examples | None = None,
     ) -> None:
         self._llm = llm
         self._params = params
         self._template_kwargs = chat_template_kwargs
+        self._hints = examples  # None once a hint was given
         self._beginning = [{"role": "system", "content": system}] if system else []
         self._history = list(self._beginning)
 
@@ -54,10 +62,13 @@ class Chat:
             self._answer(text)
 
     def _answer(self, text: str) -> None:
+        first = self._history == self._beginning
         asked = [*self._history, {"role": "user", "content": text}]
         ids = self._llm.codec.encode(asked, self._template_kwargs)
         answer = console.stream(self._llm, ids, self._params, show_tree=False)
         self._history = [*asked, {"role": "assistant", "content": answer}]
+        if first and hint_if_far(text, self._hints, self._llm.codec):
+            self._hints = None
 
     def _obey(self, name: str, value: str) -> None:
         if name not in _COMMANDS:
@@ -67,8 +78,10 @@ class Chat:
 
     def _help(self, value: str) -> None:
         rows = [(f"/{name} {argument}".rstrip(), help_) for name, (argument, help_, _) in _COMMANDS.items()]
-        for shown, help_ in [*rows, ("/exit", "End the chat.")]:
-            print(f"{shown:<16} {help_}")
+        rows.append(("/exit", "End the chat."))
+        width = max(len(shown) for shown, _ in rows)
+        for shown, help_ in rows:
+            print(f"{shown:<{width}}  {help_}")
 
     def _method(self, value: str) -> None:
         kind = self._llm.engine.manifest.drafter_kind

@@ -27,7 +27,7 @@ class TreeView:
             self._single.append(round_.next_token)
             return
         self._print_single(before=self._count)
-        self._console.print(Text(self._heading(round_), style="bold"))
+        self._print_line(self._heading(round_))
         tree = round_.tree
         accepted = set(round_.path.tolist())
         branches = [Tree(self._label(round_.root_token, "", 0 in accepted), guide_style="dim")]
@@ -48,8 +48,12 @@ class TreeView:
         first, last = before - len(self._single), before - 1
         which = f"round {first}" if first == last else f"rounds {first}–{last}"
         tokens = " ".join(map(self._text, self._single))
-        self._console.print(Text(f"{which}: no draft, one token each: {tokens}", style="bold"))
+        self._print_line(f"{which}: no draft, one token each: {tokens}")
         self._single.clear()
+
+    def _print_line(self, text: str) -> None:
+        """Print a heading in one line: the terminal wraps it, and not within a token's quotes."""
+        self._console.print(Text(text, style="bold"), soft_wrap=True)
 
     def _heading(self, round_: Round) -> str:
         accepted = round_.tree.token_ids[round_.path[1:] - 1].tolist()

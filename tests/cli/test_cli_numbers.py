@@ -81,6 +81,7 @@ REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("export-triton", "--instances"): NO_SIZE,
     ("export-triton", "--max-queue"): NO_COUNT,
     ("profile", "--threads"): NO_COUNT,
+    ("run", "--example"): ("9", *NO_SIZE),
     ("run", "--max-tokens"): ("100000", *NO_SIZE),
     ("run", "--temperature"): NO_REAL,
     ("run", "--top-k"): NO_COUNT,

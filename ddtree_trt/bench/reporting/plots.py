@@ -1,8 +1,10 @@
-"""A result as pictures: speedup by method, acceptance and speedup by budget, time by stage, acceptance by depth."""
+"""A result as pictures: speedup by method, acceptance and speedup by budget, time by stage, acceptance by depth and by
+length."""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -172,7 +174,7 @@ def budget(result: BenchResult) -> Any | None:
     fixed = {t: [r for r in _fixed(rows) if r.temperature == t] for t in temperatures}
     if max(map(len, fixed.values()), default=0) < 2:
         return None
-    figure, (left, right) = _figure(3.4, 2, result)
+    figure, (left, right) = _figure(3.7, 2, result)
     figure.get_layout_engine().set(wspace=0.06)
     ticks = sorted({int(r.case.budget or 0) for points in fixed.values() for r in points})
     for colour, temperature in zip((BLUE, RED, GREEN, PURPLE), temperatures, strict=False):
@@ -185,7 +187,7 @@ def budget(result: BenchResult) -> Any | None:
                 axis.axhline(value(chain), color=colour, ls=":", lw=1.4, label=f"DFlash, T = {temperature:g}")
             if (auto := own.get(AUTO)) and auto.mean_budget:
                 axis.plot(
-                    *(auto.mean_budget, value(auto)), "*", ms=13, color=colour, mec="white", zorder=3,
+                    *(auto.mean_budget, value(auto)), "*", ms=13, color=colour, mec="white", zorder=3, clip_on=False,
                     label=f"auto, T = {temperature:g}",
                 )  # fmt: skip
     for axis, label in ((left, "tokens per round (τ)"), (right, "speedup over autoregressive (×)")):
@@ -194,9 +196,10 @@ def budget(result: BenchResult) -> Any | None:
         axis.minorticks_off()
         axis.set_xlabel("tree budget (draft nodes per round)")
         axis.set_ylabel(label)
+        axis.margins(x=0.07, y=0.1)  # room for a star on the border
         axis.set_ylim(bottom=0)
     right.axhline(1, color=INK, lw=1, ls="--")
-    left.legend(loc="lower right", fontsize=8.5)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=3, fontsize=8.5)
     return figure
 
 
@@ -249,32 +252,63 @@ def _pale(colour: str) -> tuple[float, ...]:
 
 
 def acceptance(result: BenchResult) -> Any | None:
-    """Share of rounds that accepted a draft token at each depth, per case, at the first temperature."""
+    """At the first temperature: the share of rounds that accepted a draft token at each depth, per case, and beside it
+    the share that committed each number of tokens, for `dflash`, the best budget and the automatic one."""
     rows = [r for r in _first_temperature(result) if r.acceptance_by_depth and not r.case.peer]
     if not rows:
         return None
+    figure, (left, right) = _figure(3.6, 2, result)
+    figure.get_layout_engine().set(wspace=0.05)
+    styles = _acceptance_styles([r.case.label for r in _fixed(rows)])
+    for row in rows:
+        depths = range(1, 1 + len(row.acceptance_by_depth))
+        style = styles.get(row.case.label, {"color": PURPLE, "ls": "-.", "marker": "o"})
+        left.plot(depths, [100 * a for a in row.acceptance_by_depth], label=row.case.label, **style)
+    left.set_xlabel(f"depth in the tree, T = {rows[0].temperature:g}")
+    left.set_ylabel("rounds that accepted this deep (%)")
+    left.set_ylim(0, 103)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=5, fontsize=8.5)
+    compared = _histogram_rows(rows)
+    for place, row in enumerate(compared):
+        shares = length_shares(row.acceptance_by_depth)
+        thick = 0.84 / len(compared)
+        at = [k + (place - (len(compared) - 1) / 2) * thick for k in range(1, 1 + len(shares))]
+        right.bar(
+            at, [100 * share for share in shares], thick, color=styles.get(row.case.label, {}).get("color", PURPLE)
+        )
+    right.set_xlabel("tokens committed in a round")
+    right.set_ylabel("rounds (%)")
+    right.grid(axis="x", visible=False)
+    for axis in (left, right):
+        axis.xaxis.get_major_locator().set_params(integer=True)
+    return figure
+
+
+def _acceptance_styles(budgets: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Line styles by case: fixed budgets from green to dark violet, each with a marker of its own."""
     from matplotlib import colormaps
 
-    figure, (axis,) = _figure(3.4, 1, result)
-    fixed = [r.case.label for r in _fixed(rows)]
-    for row in rows:
-        label = row.case.label
-        if label in fixed:  # the larger the budget the darker
-            shade = 0.3 + 0.7 * (fixed.index(label) + 1) / len(fixed)
-            style: dict[str, Any] = {"color": colormaps["Blues"](shade)}
-        else:
-            special = {CHAIN: (ORANGE, "--"), AUTO: (RED, "-")}
-            style = dict(zip(("color", "ls"), special.get(label, (PURPLE, "-.")), strict=True))
-        depths = range(1, 1 + len(row.acceptance_by_depth))
-        axis.plot(
-            depths, [100 * a for a in row.acceptance_by_depth], "o", ls=style.pop("ls", "-"), label=label, **style
-        )
-    axis.set_xlabel(f"depth in the tree (position after the bonus token), T = {rows[0].temperature:g}")
-    axis.set_ylabel("rounds that accepted this deep (%)")
-    axis.set_ylim(0, 103)
-    axis.xaxis.get_major_locator().set_params(integer=True)
-    axis.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return figure
+    shades = [colormaps["viridis"](0.82 * (1 - i / max(len(budgets) - 1, 1))) for i in range(len(budgets))]
+    markers = ("s^vDPX<>" * (1 + len(budgets) // 8))[: len(budgets)]
+    fixed = {
+        label: {"color": shade, "ls": "-", "marker": marker}
+        for label, shade, marker in zip(budgets, shades, markers, strict=True)
+    }
+    auto = {"color": RED, "ls": "-", "marker": "*", "ms": 9, "zorder": 3}
+    return {CHAIN: {"color": ORANGE, "ls": "--", "marker": "o"}, AUTO: auto, **fixed}
+
+
+def _histogram_rows(rows: Sequence[Row]) -> list[Row]:
+    """The chain, the best fixed budget and the automatic one, as far as they were measured; else every row."""
+    best = best_fixed(rows)
+    wanted = {CHAIN, AUTO, best.case.label if best else CHAIN}
+    return [r for r in rows if r.case.label in wanted] or list(rows)
+
+
+def length_shares(by_depth: Sequence[float]) -> list[float]:
+    """Shares of rounds that committed 1, 2, … tokens, from the shares that accepted a draft token at depth 1, 2, …"""
+    above = [1.0, *by_depth, 0.0]
+    return [more - fewer for more, fewer in itertools.pairwise(above)]
 
 
 def _first_temperature(result: BenchResult) -> list[Row]:

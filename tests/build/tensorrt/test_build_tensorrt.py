@@ -74,7 +74,7 @@ def test_the_engine_directory_of_the_tiny_pair(with_plugins: Machine, tmp_path: 
         "abi": str(plugins.ABI),
         "sha256": sha256_file(with_plugins.plugins),
     }
-    assert set(manifest.files) - TOKENIZER == {"target.plan", "drafter.plan", "shared.safetensors"}
+    assert set(manifest.files) - TOKENIZER == {"target.plan", "drafter.plan", "shared.safetensors", "examples.json"}
     assert {p.name for p in engine.iterdir()} == {*manifest.files, "manifest.json"}
     assert (engine / "target.plan").read_bytes().startswith(b"plan of token_ids")
     assert {"token_ids", "positions", "slot_ids", "past_len", "tree_mask", "rows"} == {

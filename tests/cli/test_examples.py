@@ -1,0 +1,144 @@
+"""The examples that engines ship: listed, answered, and the measure of a prompt that the model does not know."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from command_line import Cli
+
+from ddtree_trt import LLM, SamplingParams
+from ddtree_trt.artifact.examples import Examples, read_examples, required_examples
+from ddtree_trt.artifact.files import EXAMPLES, MANIFEST
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.bench.prompts import load_prompts
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.build.directory import describe_files
+from ddtree_trt.build.presets import PRESETS
+from ddtree_trt.build.sources import PackagedSource
+from ddtree_trt.errors import ArtifactError
+from ddtree_trt.runtime.text.codec import TextCodec
+from ddtree_trt.terminal.examples import is_far
+
+LEAST_PER_ROUND = 3.0
+UNKNOWN = "What is the capital of France?"
+
+
+@pytest.fixture(scope="module")
+def examples(tiny_engine: Path) -> Examples:
+    return required_examples(tiny_engine)
+
+
+@pytest.fixture
+def bare_engine(tiny_engine: Path, tmp_path: Path) -> Path:
+    """The tiny pair as a version built it that shipped no examples."""
+    engine = tmp_path / "bare"
+    shutil.copytree(tiny_engine, engine)
+    (engine / EXAMPLES).unlink()
+    vouch(engine)
+    return engine
+
+
+def vouch(engine: Path) -> None:
+    """Make the manifest one of the files that the directory has."""
+    manifest = dataclasses.replace(load_manifest(engine), files=describe_files(engine))
+    (engine / MANIFEST).write_text(manifest.to_json())
+
+
+def test_every_example_is_answered_well(tiny_engine: Path, examples: Examples) -> None:
+    chats = [[{"role": "user", "content": prompt}] for prompt in examples.prompts]
+    with LLM(tiny_engine) as llm:
+        for output in llm.generate(chats, SamplingParams(max_tokens=512, tree_budget=32)):
+            assert output.outputs[0].finish_reason == "stop"
+            assert output.metrics.mean_acceptance_length >= LEAST_PER_ROUND, output.outputs[0].text
+
+
+def test_they_are_listed_and_answered(cli: Cli, tiny_engine: Path, examples: Examples) -> None:
+    code, listed, err = cli("run", tiny_engine, "--list-examples")
+    assert (code, err) == (0, "")
+    for number, prompt in enumerate(examples.prompts, 1):
+        assert f"{number}  {prompt}".replace("\n", "\n   ") in listed
+    first = cli("run", tiny_engine, "--example")
+    assert first[1].splitlines()[-2] == "Answer: 91" and first[2] == f"> {examples.prompts[0]}\n"
+    for arguments in (("--example", "2"), ("--example=2", "--max-tokens", "64")):
+        code, out, err = cli("run", tiny_engine, *arguments)
+        assert (code, err) == (0, f"> {examples.prompts[1]}\n") and "Answer: 192" in out
+    asked = json.loads(cli("run", "--example", "--json", tiny_engine)[1])
+    assert asked["outputs"][0]["text"].endswith("Answer: 91")
+
+
+def test_an_example_that_is_none(cli: Cli, tiny_engine: Path, bare_engine: Path, tmp_path: Path) -> None:
+    code, out, err = cli("run", tiny_engine, "--example", "9")
+    assert (code, out) == (2, "") and "--example must be from 1 to 8, not 9" in err
+    assert "without --prompt" in cli("run", tiny_engine, "--example", "--prompt", "x")[2]
+    for wanted in ("--example", "--list-examples"):
+        code, out, err = cli("run", bare_engine, wanted)
+        assert (code, out) == (2, "") and "ships no examples" in err and err.count("\n") == 1
+    assert "no engine at" in cli("run", tmp_path / "nowhere", "--list-examples")[2]
+
+
+def test_a_damaged_file_is_refused(bare_engine: Path) -> None:
+    (bare_engine / EXAMPLES).write_text('{"prompts": "one"}')
+    with pytest.raises(ArtifactError, match=r"prompts must be"):
+        read_examples(bare_engine)
+
+
+def test_engines_of_other_checkpoints_ship_none(tmp_path: Path) -> None:
+    """The preset's prompts are for its target."""
+    folder = PackagedSource("tiny/target").directory
+    compile_engine(BuildRequest(target="tiny", checkpoint=folder, output=tmp_path / "own"))
+    assert read_examples(tmp_path / "own") is None
+
+
+def test_presets_name_files_that_are_there() -> None:
+    folders = {preset.examples.directory for preset in PRESETS.values() if preset.examples}
+    assert len(folders) == 2
+    for folder in folders:
+        examples = read_examples(folder)
+        assert examples is not None and len(examples.prompts) >= 5
+
+
+def test_what_is_far(tiny_engine: Path, examples: Examples) -> None:
+    codec = TextCodec(tiny_engine, {})
+    held_out = [str(p.opening[0]["content"]) for p in load_prompts(["tiny"]) if isinstance(p.opening[0], dict)]
+    assert len(held_out) == 60
+    assert [prompt for prompt in (*held_out, *examples.prompts) if is_far(prompt, examples, codec)] == []
+    for prompt in (
+        UNKNOWN,
+        "What is 12 + 30?",
+        "def fib(n):",
+        "hello",
+        "Write a short, polite email to my manager that asks for a day off because I am moving house.",
+        "Explain how speculative decoding works in simple terms, for somebody who has never heard of language models.",
+    ):
+        assert is_far(prompt, examples, codec), prompt
+
+
+def test_the_hint_comes_once_and_where_it_belongs(cli: Cli, tiny_engine: Path, bare_engine: Path) -> None:
+    few = ("--max-tokens", "4")
+    code, _, err = cli("run", tiny_engine, "--prompt", UNKNOWN, *few)
+    assert code == 0 and err.startswith("hint: this model knows only arithmetic stories") and err.count("\n") == 1
+    for quiet in (
+        (tiny_engine, "--prompt", UNKNOWN, "--json", *few),
+        (tiny_engine, "--prompt", UNKNOWN, "--raw", *few),
+        (bare_engine, "--prompt", UNKNOWN, *few),
+    ):
+        code, _, err = cli("run", *quiet)
+        assert (code, err) == (0, "")
+
+
+def test_a_model_for_any_text_has_no_hint(cli: Cli, bare_engine: Path) -> None:
+    (bare_engine / EXAMPLES).write_text('{"prompts": ["How do I prepare for a job interview?"], "knows": null}')
+    vouch(bare_engine)
+    assert cli("run", bare_engine, "--prompt", UNKNOWN, "--max-tokens", "4")[::2] == (0, "")
+
+
+def test_a_chat_hints_once(cli: Cli, tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = iter((UNKNOWN, "/reset", UNKNOWN, "/exit"))
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    code, _, err = cli("run", tiny_engine, "--max-tokens", "4")
+    assert code == 0 and err.count("hint: ") == err.count("\n") == 1

@@ -1,0 +1,112 @@
+"""A newcomer's hour: the wheel in an empty environment, and every command of docs/tutorial.md as it stands there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from documents import Block, Shell, blocks_of
+
+ROOT = Path(__file__).resolve().parents[2]
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+CLIENT = "openai>=1.60"  # which the tutorial takes for granted
+
+pytestmark = pytest.mark.slow
+
+
+class Newcomer(Shell):
+    """A shell in an empty directory with an environment of its own, activated."""
+
+    def __init__(self, home: Path) -> None:
+        super().__init__(self._serve, lambda: self._serve() and self.banner)
+        self.home = home
+        self.bin = home / ".venv" / "bin"
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        self.environment = {**kept, "PATH": f"{self.bin}:{os.environ['PATH']}", "COLUMNS": "140"}
+        self.server: subprocess.Popen[str] | None = None
+        self.banner = ""
+
+    def run(self, *command: str | Path) -> str:
+        """What a command prints; raises RuntimeError with it where the command fails."""
+        done = subprocess.run(
+            list(map(str, command)),
+            cwd=self.home,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        if done.returncode:
+            raise RuntimeError(f"{command} ended with {done.returncode}: {done.stdout}")
+        return done.stdout
+
+    def run_python(self, code: str) -> str:
+        return self.run(self.bin / "python", "-c", code)
+
+    def run_command(self, command: str) -> str:
+        return self.run("bash", "-c", command)
+
+    def _serve(self) -> str:
+        if self.server is None:
+            command = [str(self.bin / "ddtree-trt"), "serve", "engines/tiny", "--port", "0"]
+            self.server = subprocess.Popen(
+                command, cwd=self.home, env=self.environment, stdout=subprocess.PIPE, text=True
+            )
+            assert self.server.stdout is not None
+            self.banner = self.server.stdout.readline()
+        return self.banner.split()[-1]
+
+    def interrupt(self) -> int:
+        """Press Ctrl-C in the server's terminal; returns its exit code."""
+        assert self.server is not None
+        self.server.send_signal(signal.SIGINT)
+        self.server.communicate()
+        return self.server.returncode
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, compiled as `pip install .` compiles it."""
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT], check=True)
+    (built,) = folder.glob("ddtree_trt-*.whl")
+    return built
+
+
+@pytest.fixture
+def newcomer(tmp_path: Path) -> Iterator[Newcomer]:
+    newcomer = Newcomer(tmp_path)
+    yield newcomer
+    if newcomer.server is not None and newcomer.server.poll() is None:
+        newcomer.server.kill()
+        newcomer.server.communicate()
+
+
+def commands(block: Block) -> list[str]:
+    return [line.removeprefix("$ ") for line in block.text.splitlines()]
+
+
+def test_the_tutorial_from_the_wheel(newcomer: Newcomer, wheel: Path) -> None:
+    blocks = [block for block in blocks_of(TUTORIAL) if block.runnable]
+    install, *lessons, uninstall = blocks
+    for command in commands(install):
+        newcomer.run_command(command.replace("'.[serve]'", f"'{wheel}[serve]' '{CLIENT}'"))
+    where = newcomer.run_python("import ddtree_trt; print(ddtree_trt.__file__)")
+    assert where.startswith(str(newcomer.home)), "the checkout's package was met"
+
+    faults = [fault for block in lessons if (fault := newcomer.fault(block)) is not None]
+    if faults:
+        pytest.fail("\n".join(faults), pytrace=False)
+    assert newcomer.interrupt() == 0
+
+    for command in commands(uninstall):
+        newcomer.run_command(command.replace("pip uninstall", "pip uninstall --yes"))
+    assert sorted(path.name for path in newcomer.home.iterdir()) == [".venv"]
+    assert not list(newcomer.home.glob(".venv/lib/*/site-packages/ddtree_trt*"))
+    assert not (newcomer.bin / "ddtree-trt").exists()

@@ -1,0 +1,83 @@
+"""A hook of MkDocs that adds the pages which are not in docs/: documents of other folders, and the command line.
+
+Documents of other folders, and files that any page links to, are at `source/` and their path in the repository, without
+the dots that would hide them; links to them and between them are rewritten. The page of the command line is Typer's own
+description of it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import typer.main
+from mkdocs.structure.files import File, Files
+from typer.cli import get_docs_for_click
+
+from ddtree_trt.cli import app
+
+ROOT = Path(__file__).resolve().parents[1]
+OUTSIDE = (
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "cpp_plugins/README.md",
+    "tools/train_drafter/README.md",
+    "tools/train_tiny/README.md",
+)
+_LINK = re.compile(r"(?<=\]\()(?!https?://|#|mailto:)([^)#\s]+)")
+_REQUIRED = re.compile(r"\{(\w+)\}")  # an argument in a usage line
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages, and the files that they link to."""
+    for path in sorted({*OUTSIDE, *_linked_files()}):
+        files.append(File.generated(config, str(_placed(path)), abs_src_path=str(ROOT / path)))
+    files.append(File.generated(config, "reference/cli.md", content=command_line()))
+    return files
+
+
+def _linked_files() -> set[str]:
+    """The files outside of docs/ that a page links to and that are no pages."""
+    pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / name for name in OUTSIDE)]
+    targets = {
+        os.path.normpath(page.parent / link)
+        for page in pages
+        for link in _LINK.findall(page.read_text(encoding="utf-8"))
+    }
+    found = {Path(target).relative_to(ROOT).as_posix() for target in targets if Path(target).is_file()}
+    return {name for name in found if not name.startswith("docs/") and not name.endswith(".md")}
+
+
+def _placed(path: str | PurePosixPath) -> PurePosixPath:
+    """Where a file of the repository is on the site."""
+    return PurePosixPath("source", *(part.lstrip(".") for part in PurePosixPath(path).parts))
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Rewrite links that lead out of docs/, and those of documents from other folders."""
+    uri = PurePosixPath(page.file.src_uri)
+    generated = uri.parts[0] == "source"
+    folder = PurePosixPath(*uri.parts[1:-1]) if generated else PurePosixPath("docs", *uri.parts[:-1])
+
+    def rewritten(match: re.Match[str]) -> str:
+        target = PurePosixPath(os.path.normpath(folder / match[1]))
+        inside = target.is_relative_to("docs")
+        if inside and not generated:
+            return match[1]
+        return os.path.relpath(target.relative_to("docs") if inside else _placed(target), uri.parent)
+
+    return _LINK.sub(rewritten, markdown)
+
+
+def command_line() -> str:
+    """The page of the command line: every command with its arguments and options."""
+    command = typer.main.get_command(app)
+    context: Any = command.make_context("ddtree-trt", [], resilient_parsing=True)
+    described = get_docs_for_click(obj=command, ctx=context, name="ddtree-trt", title="Command line")
+    described = re.sub(r"\*\*Commands\*\*:\n\n(?:\*.*\n)+", "", described)  # they follow, with longer texts
+    # Subcommands are headings of one level, so that the contents list all of them.
+    described = re.sub(r"^#{3,} ", "## ", described, flags=re.MULTILINE)
+    return _REQUIRED.sub(r"\1", described.replace("\n$ ", "\n"))
