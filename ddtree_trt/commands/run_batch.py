@@ -64,8 +64,5 @@ def run_batch(
             raise
         extra = "serve" if many is None else "ray"
         raise MissingDependency(f"this needs the Python package {error.name}; {install_with(extra)}") from error
-    resumed = f", {result.resumed} of them by an earlier run" if result.resumed else ""
-    print(
-        f"{output_file}: {result.rows} answers{resumed}, {result.refused} of them refusals, "
-        f"{result.completion_tokens} tokens"
-    )
+    earlier = f" ({result.resumed} by an earlier run)" if result.resumed else ""
+    print(f"{output_file}: {result.rows} answers{earlier}, {result.refused} refused, {result.completion_tokens} tokens")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from pathlib import Path
 from queue import SimpleQueue
@@ -48,13 +49,19 @@ def serve_replicas(engine_dir: Path, options: ServeOptions, replicas: ReplicaOpt
         try:
             ingress = _run(engine_dir, options, replicas)
             count = f"{replicas.replicas}" + f" to {replicas.most}" * (replicas.most > replicas.replicas)
-            each = f"{manifest.limits.max_batch} slots, {cpus:g} CPUs" + f", {gpus:g} GPUs" * bool(gpus)
+            each = f"{manifest.limits.max_batch} slots, {_count(cpus, 'CPU')}" + f", {_count(gpus, 'GPU')}" * bool(gpus)
             host = f"[{options.host}]" if ":" in options.host else options.host
             name = options.model_name or manifest.name
             print(f"serving {name} ({count} replicas of {each}, by Ray) on http://{host}:{port}", flush=True)
             _serve_until_signals(ingress, options.drain_timeout_s)
         finally:
-            serve.shutdown()
+            serve.delete(APPLICATION)
+            if not started:
+                serve.shutdown()
+
+
+def _count(number: float, what: str) -> str:
+    return f"{number:g} {what}{'s' * (number != 1)}"
 
 
 def _run(engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions) -> DeploymentHandle[object]:
@@ -75,15 +82,17 @@ def _serve_until_signals(ingress: DeploymentHandle[object], drain_timeout_s: flo
         signal.signal(number, lambda number, frame: signals.put(number))
     try:
         signals.get()
-        drained = ingress.broadcast("drain", drain_timeout_s)
-        while True:
-            try:
-                drained.results(timeout_s=_POLL_S)
-                return
-            except TimeoutError:
-                if not signals.empty():
-                    signals.get()
-                    ingress.broadcast("end_all").results()
+        asyncio.run(_drain(ingress, drain_timeout_s, signals))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+async def _drain(ingress: DeploymentHandle[object], timeout_s: float, signals: SimpleQueue[int]) -> None:
+    drained = asyncio.ensure_future(ingress.broadcast("drain", timeout_s).results_async())
+    while not drained.done():
+        await asyncio.wait({drained}, timeout=_POLL_S)
+        if not signals.empty():
+            signals.get()
+            await ingress.broadcast("end_all").results_async()
+    drained.result()

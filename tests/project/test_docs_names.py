@@ -33,7 +33,7 @@ FILE = re.compile(rf"`((?:[\w.-]+/)*[\w.-]+\.(?:{ENDINGS}))`")
 # What a build, an export or a training writes, and what checkpoints have.
 MADE = {
     *("config.json", "profile.json", "shared.safetensors", "weights.safetensors", "weights.bin", "target.onnx"),
-    *("config.pbtxt", "export.json", "evaluation.json", "evaluation.md"),
+    *("config.pbtxt", "export.json", "evaluation.json", "evaluation.md", "answers.jsonl"),
     *("libddtree_kernels.so", "libddtree_plugins.so", "libddtree_torch.so"),
 }
 MADE_UNDER = ("WORK/", "OUT/", "build/", "engines/")

@@ -34,7 +34,6 @@ def served(tiny_engine: Path) -> Iterator[Replicas]:
     """Two engines of half a processor each, so that two processors have room for more."""
     options = ("--replicas", "2", "--cpus-per-replica", "0.5", "--max-requests", "40", "--drain-timeout", str(WAIT_S))
     with private_cluster(), Replicas(tiny_engine, *options) as server:
-        assert isinstance(server, Replicas)
         assert "2 replicas of 8 slots" in server.ready, server.process.communicate()
         yield server
         server.terminate()

@@ -40,6 +40,9 @@ def private_cluster() -> Iterator[dict[str, str]]:
 class Replicas(ProcessServer):
     """Engines behind one address."""
 
+    def __enter__(self) -> Replicas:
+        return self
+
     def figures(self) -> dict[str, dict[str, float]]:
         """Samples without other labels, by name, of each engine."""
         found: dict[str, dict[str, float]] = {}
