@@ -23,6 +23,7 @@ from ddtree_trt.commands.export_triton import export_triton
 from ddtree_trt.commands.inspect import inspect
 from ddtree_trt.commands.profile import profile
 from ddtree_trt.commands.run import RunCommand, run
+from ddtree_trt.commands.run_batch import run_batch
 from ddtree_trt.commands.serve import serve
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.peerconfig.registry import PEERS
@@ -105,7 +106,7 @@ def options(
         raise typer.Exit(2)
 
 
-for command in (build, run, serve, check, ablate, export_triton, inspect, profile, doctor):
+for command in (build, run, serve, run_batch, check, ablate, export_triton, inspect, profile, doctor):
     app.command(cls=RunCommand if command is run else None)(command)
 for peer in PEERS:
     app.command(f"export-{peer.name}")(export_command(peer))

@@ -8,6 +8,14 @@ import typer
 
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.commands.options import DeviceRounds, Exact, NewestByDefault, Threads
+from ddtree_trt.commands.replica_options import (
+    CpusPerReplica,
+    GpusPerReplica,
+    MaxReplicas,
+    Replicas,
+    TargetOngoingRequests,
+    replica_options,
+)
 from ddtree_trt.errors import MissingDependency, install_with
 from ddtree_trt.runtime.chat.parsers import REASONING_PARSERS, TOOL_PARSERS
 from ddtree_trt.runtime.params import check_device_rounds
@@ -68,6 +76,11 @@ def serve(
     vllm_metrics: Annotated[
         bool, typer.Option("--vllm-metrics", help="Publish /metrics under vLLM's names too.")
     ] = _D.vllm_metrics,
+    replicas: Replicas = None,
+    max_replicas: MaxReplicas = None,
+    target_ongoing_requests: TargetOngoingRequests = None,
+    cpus_per_replica: CpusPerReplica = None,
+    gpus_per_replica: GpusPerReplica = None,
 ) -> None:
     """Serve an engine over HTTP with OpenAI's API."""
     options = ServeOptions(
@@ -90,11 +103,19 @@ def serve(
         playground=playground,
         vllm_metrics=vllm_metrics,
     )
+    many = replica_options(replicas, cpus_per_replica, gpus_per_replica, max_replicas, target_ongoing_requests)
     directory = newest_engine() if engine_dir is None else engine_dir
+    extra = "serve" if many is None else "ray"
     try:
-        from ddtree_trt.serve.server import serve_engine
+        if many is None:
+            from ddtree_trt.serve.server import serve_engine
+        else:
+            from ddtree_trt.replicas.process import serve_replicas
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("ddtree_trt"):
             raise
-        raise MissingDependency(f"the server needs the Python package {error.name}; {install_with('serve')}") from error
-    serve_engine(directory, options)
+        raise MissingDependency(f"the server needs the Python package {error.name}; {install_with(extra)}") from error
+    if many is None:
+        serve_engine(directory, options)
+    else:
+        serve_replicas(directory, options, many)

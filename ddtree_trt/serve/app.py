@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,8 +13,11 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from ddtree_trt import __version__
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.chat.formats import ChatFormat
+from ddtree_trt.runtime.text import chat_template
 from ddtree_trt.serve import errors
 from ddtree_trt.serve.errors import ApiError
 from ddtree_trt.serve.limits import Gate
@@ -26,6 +30,25 @@ from ddtree_trt.serve.openai.responses import ChatCompletion, Completion, ModelC
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.playground import routes as playground
 from ddtree_trt.serve.service import Service
+
+
+def open_app(engine_dir: Path, options: ServeOptions, progress: Progress = no_progress) -> tuple[AsyncLLM, Gate]:
+    """Load an engine; returns it and its ASGI application. `progress` and errors are those of AsyncLLM."""
+    manifest = load_manifest(engine_dir)
+    metrics = Metrics(manifest, (options.model_name or manifest.name) if options.vllm_metrics else None)
+    chat_template.start_for(engine_dir)  # at the same time as the engine is loaded
+    llm = AsyncLLM(
+        engine_dir,
+        threads=options.threads,
+        device_rounds=options.device_rounds,
+        exact=options.exact,
+        progress=progress,
+        max_waiting=options.max_waiting,
+        on_finished=metrics.finished,
+    )
+    if llm.tokenizer.chat_template:
+        chat_template.wait()
+    return llm, create_app(llm, metrics, options)
 
 
 def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions) -> Gate:

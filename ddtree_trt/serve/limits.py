@@ -21,6 +21,7 @@ from ddtree_trt.serve.playground.routes import PAGE
 
 OPEN = ("/health", "/metrics")  # always answered, without a key: for monitoring
 _SEND_ERROR_S = 1.0  # timeout for the error that ended a request: a client may not read
+_SEND_ERRORS_S = 3.0  # timeout for the errors of all requests that a drain ended
 _LINGER_BYTES = 32 << 20  # of a refused body that are still read, so that a client that is sending it sees the answer
 
 
@@ -77,9 +78,14 @@ class Gate:
             return _body_too_large(self._options.max_body_bytes)
         return None
 
-    async def drained(self) -> None:
-        """Wait until no request is open."""
-        await self._idle.wait()
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests from now on, and wait until those open have finished. After `timeout_s`, end the rest."""
+        self.draining = True
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        self.end_all()
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), _SEND_ERRORS_S)
 
     def end_all(self) -> None:
         """End all open requests with an error for their clients."""
@@ -129,7 +135,8 @@ class _Exchange:
             self._ended.set_result(reason)
 
     async def run(self) -> None:
-        """Answer the request. Raises the application's exception, unless the answer was complete."""
+        """Answer the request. An ApiError of the application is sent as that of `end` is; another exception is raised,
+        unless the answer was complete."""
         limit = self._options.request_timeout_s
         timer = asyncio.get_running_loop().call_later(limit, self.end, timed_out(limit)) if limit else None
         with ExitStack() as cleanup:
@@ -148,6 +155,8 @@ class _Exchange:
         error = next((t.exception() for t in (work, client) if not t.cancelled() and t.exception()), None)
         if self._ended.done():
             await self._send_reason(self._ended.result())
+        elif isinstance(error, ApiError):
+            await self._send_reason(error)
         elif error is not None and not self._answer.complete:
             raise error  # the server then closes the connection, which a complete answer does not need
 

@@ -7,25 +7,20 @@ import gc
 import socket
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 import uvicorn
 
-from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM
-from ddtree_trt.runtime.text import chat_template
-from ddtree_trt.serve.app import create_app
+from ddtree_trt.serve.app import open_app
 from ddtree_trt.serve.limits import Gate
-from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.ready import ready_line
 from ddtree_trt.terminal.printing import progress_bars
 
 _BACKLOG = 2048
 _SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: it would grow to megabytes for a slow reader
-_SEND_ERRORS_S = 3.0  # timeout for errors, after every request was ended
 _FLUSH_S = 5  # timeout for connections to send their buffers
 
 
@@ -47,21 +42,7 @@ def make_server(
     engine_dir: Path, options: ServeOptions, listener: socket.socket, progress: Progress = no_progress
 ) -> Server:
     """Load the engine and put a server in front of it. `progress` and errors are those of AsyncLLM."""
-    manifest = load_manifest(engine_dir)
-    metrics = Metrics(manifest, (options.model_name or manifest.name) if options.vllm_metrics else None)
-    chat_template.start_for(engine_dir)  # at the same time as the engine is loaded
-    llm = AsyncLLM(
-        engine_dir,
-        threads=options.threads,
-        device_rounds=options.device_rounds,
-        exact=options.exact,
-        progress=progress,
-        max_waiting=options.max_waiting,
-        on_finished=metrics.finished,
-    )
-    if llm.tokenizer.chat_template:
-        chat_template.wait()
-    gate = create_app(llm, metrics, options)
+    llm, gate = open_app(engine_dir, options, progress)
     config = uvicorn.Config(
         gate,
         log_level="info" if options.access_log else "warning",
@@ -109,7 +90,6 @@ class Server(uvicorn.Server):
         self._drain_timeout_s = drain_timeout_s
         self._ready = ready
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stop_now = asyncio.Event()
         self._draining: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -131,21 +111,10 @@ class Server(uvicorn.Server):
 
     def _drain_or_stop_now(self) -> None:
         if self._draining is None:
-            self._gate.draining = True
             self._draining = asyncio.ensure_future(self._drain_and_exit())
         else:
-            self._stop_now.set()
+            self._gate.end_all()
 
     async def _drain_and_exit(self) -> None:
-        await _first_of(self._gate.drained(), self._stop_now.wait(), timeout=self._drain_timeout_s)
-        self._gate.end_all()
-        await _first_of(self._gate.drained(), timeout=_SEND_ERRORS_S)
+        await self._gate.drain(self._drain_timeout_s)
         self.should_exit = True
-
-
-async def _first_of(*waits: Any, timeout: float) -> None:
-    """Wait for the first of several, at most `timeout` seconds, and cancel the others."""
-    tasks = [asyncio.ensure_future(w) for w in waits]
-    await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-    for task in tasks:
-        task.cancel()

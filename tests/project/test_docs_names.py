@@ -33,7 +33,7 @@ FILE = re.compile(rf"`((?:[\w.-]+/)*[\w.-]+\.(?:{ENDINGS}))`")
 # What a build, an export or a training writes, and what checkpoints have.
 MADE = {
     *("config.json", "profile.json", "shared.safetensors", "weights.safetensors", "weights.bin", "target.onnx"),
-    *("config.pbtxt", "export.json", "evaluation.json", "evaluation.md", "verified.json"),
+    *("config.pbtxt", "export.json", "evaluation.json", "evaluation.md", "verified.json", "answers.jsonl"),
     *("config.yaml", "plain.yaml", "serve.sh", "trtllm/serve.sh"),  # exports for other engines
     *("libddtree_kernels.so", "libddtree_plugins.so", "libddtree_torch.so"),
 }

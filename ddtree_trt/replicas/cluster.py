@@ -1,0 +1,71 @@
+"""The Ray cluster: connecting to it or starting one on this machine, and what each replica gets of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import ray
+
+from ddtree_trt.errors import UsageError
+from ddtree_trt.replicas.options import ReplicaOptions
+
+_FOR_GPUS = ("tensorrt", "tensorrt-rtx", "torch")
+
+
+@contextmanager
+def connected() -> Iterator[bool]:
+    """Connect to the cluster of RAY_ADDRESS, or to one that runs on this machine, else start one here that ends with
+    the block. Yields whether it was started here. RAY_ADDRESS=local starts one in any case."""
+    if ray.is_initialized():
+        yield False
+        return
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for part in ("ray.serve", "ray.data"):
+        logging.getLogger(part).setLevel(logging.WARNING)
+    started = False
+    address = os.environ.get("RAY_ADDRESS", "")
+    try:
+        ray.init(address=address or "auto", logging_level=logging.WARNING)
+    except (ConnectionError, ValueError) as error:  # ValueError: of RAY_ADDRESS=local, which takes no address
+        if address not in ("", "local"):
+            raise UsageError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from None
+        ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+        started = True
+    try:
+        yield started
+    finally:
+        ray.shutdown()
+
+
+def resources_per_replica(backend: str, replicas: ReplicaOptions) -> tuple[float, float]:
+    """CPUs and GPUs of each replica, as given, else by what the cluster has now."""
+    total, largest = _resources()
+    gpus = replicas.gpus_per_replica
+    if gpus is None:
+        gpus = 1.0 if backend in _FOR_GPUS and (backend != "torch" or total["GPU"]) else 0.0
+    cpus = replicas.cpus_per_replica
+    if cpus is None:
+        cpus = min(total["CPU"] / replicas.most, largest["CPU"])
+        cpus = float(int(cpus)) if cpus >= 1 else cpus  # Ray takes fractions below 1 only
+    return cpus, gpus
+
+
+def check_room(backend: str, replicas: ReplicaOptions) -> None:
+    """Raises UsageError where a cluster that does not grow has no room for as many replicas as there may be."""
+    total, _ = _resources()
+    for kind, each in zip(total, resources_per_replica(backend, replicas), strict=True):
+        if each * replicas.most > total[kind]:
+            raise UsageError(
+                f"{replicas.most} replicas of {each:g} {kind}s need {each * replicas.most:g}, and this machine has "
+                f"{total[kind]:g}; have fewer, lower --{kind.lower()}s-per-replica, or join machines to a Ray cluster"
+            )
+
+
+def _resources() -> tuple[dict[str, float], dict[str, float]]:
+    """CPUs and GPUs of the whole cluster, and of its largest machine."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    kinds = ("CPU", "GPU")
+    return {k: sum(n.get(k, 0.0) for n in nodes) for k in kinds}, {k: max(n.get(k, 0.0) for n in nodes) for k in kinds}

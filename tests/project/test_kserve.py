@@ -1,0 +1,65 @@
+"""The KServe manifest: valid by KServe's own schema, and the same server as the Deployment beside it."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+SCHEMA = json.loads((ROOT / "tests" / "fixtures" / "kserve_inferenceservice.json").read_text(encoding="utf-8"))
+MANIFEST = yaml.safe_load((ROOT / "deploy" / "kserve" / "inferenceservice.yaml").read_text(encoding="utf-8"))
+DEPLOYMENT = yaml.safe_load((ROOT / "deploy" / "kubernetes" / "deployment.yaml").read_text(encoding="utf-8"))
+PREDICTOR = MANIFEST["spec"]["predictor"]
+POD = DEPLOYMENT["spec"]["template"]["spec"]
+
+
+def test_the_manifest_fits_kserve_s_schema() -> None:
+    assert "kserve/kserve v" in SCHEMA["source"] and SCHEMA["licence"] == "Apache-2.0"
+    jsonschema.Draft202012Validator.check_schema(SCHEMA["schema"])
+    jsonschema.validate(MANIFEST, SCHEMA["schema"])
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("spec", "predictor", "minReplica"), 1),
+        (("spec", "predictor", "maxReplicas"), "8"),
+        (("spec", "predictor", "containers", 0, "readinesProbe"), {}),
+        (("spec", "predictor", "containers", 0, "ports", 0, "containerPort"), "http"),
+        (("spec", "predictor", "autoScaling", "metrics", 0, "external", "metric", "backend"), "prometeus"),
+        (("spec", "predictor", "volumes", 0, "persistentVolumeClaim", "claim"), "x"),
+        (("spec", "predictr"), {}),
+    ],
+)
+def test_the_schema_finds_what_is_wrong(path: tuple[Any, ...], value: object) -> None:
+    wrong: Any = copy.deepcopy(MANIFEST)
+    place = wrong
+    for part in path[:-1]:
+        place = place[part]
+    place[path[-1]] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(wrong, SCHEMA["schema"])
+
+
+def test_it_is_the_deployment_s_server() -> None:
+    (here,), (there,) = PREDICTOR["containers"], POD["containers"]
+    assert here["name"] == "kserve-container", "the name by which KServe knows the server"
+    for field in ("image", "args", "lifecycle", "resources", "securityContext", "volumeMounts"):
+        assert here[field] == there[field], field
+    for field in ("volumes", "securityContext", "terminationGracePeriodSeconds"):
+        assert PREDICTOR[field] == POD[field], field
+    ports = {port["name"]: port["containerPort"] for port in there["ports"]}
+    assert here["ports"][0]["containerPort"] == ports["http"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        named = {**here[probe], "httpGet": {**here[probe]["httpGet"], "port": "http"}}
+        assert named == there[probe] and here[probe]["httpGet"]["port"] == ports["http"]
+    annotations = DEPLOYMENT["spec"]["template"]["metadata"]["annotations"]
+    assert PREDICTOR["annotations"] == annotations
+    query = PREDICTOR["autoScaling"]["metrics"][0]["external"]["metric"]["query"]
+    assert query.startswith("sum(ddtree_requests_waiting{") and f"{MANIFEST['metadata']['name']}-predictor-" in query

@@ -1,0 +1,88 @@
+"""What takes Ray longer: engines that are started as requests queue, Ray's own commands, and a killed offline run."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from offline_requests import ROWS, by_generate, requests_file, texts
+from pacing import WAIT_S, wait_for
+from serving import LONG
+
+pytest.importorskip("ray", reason="the extra [ray] is not installed")
+
+from ray_replicas import Replicas, private_cluster
+
+pytestmark = pytest.mark.slow
+
+
+def test_more_engines_are_started_as_requests_queue(tiny_engine: Path) -> None:
+    options = ("--replicas", "1", "--max-replicas", "2", "--target-ongoing-requests", "1", "--cpus-per-replica", "0.5")
+    with private_cluster(), Replicas(tiny_engine, *options) as server:
+        assert "(1 to 2 replicas of 8 slots" in server.ready
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+
+            def ask(_: int) -> None:
+                while len(server.figures()) < 2:
+                    httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", **LONG}, timeout=WAIT_S)
+
+            list(pool.map(ask, range(4)))
+        assert len(server.figures()) == 2
+        server.terminate()
+        assert server.wait()[0] == 0
+
+
+def test_a_configuration_file_of_ray_serve(tiny_engine: Path, tmp_path: Path) -> None:
+    config = tmp_path / "serve.yaml"
+    config.write_text(
+        f"""
+http_options: {{host: 127.0.0.1, port: 18723}}
+applications:
+  - name: tiny
+    route_prefix: /
+    import_path: ddtree_trt.replicas.deployment:app
+    args: {{engine_dir: {tiny_engine}, replicas: 1, cpus_per_replica: 0.5, api_key: secret}}
+"""
+    )
+    url, key = "http://127.0.0.1:18723", {"Authorization": "Bearer secret"}
+
+    def serves() -> bool:
+        try:
+            return httpx.get(f"{url}/v1/models", headers=key).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    with private_cluster():
+        command = [str(Path(sys.executable).with_name("serve")), "run", str(config)]
+        process = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": "local"})
+        try:
+            wait_for(lambda: serves() or process.poll() is not None)
+            assert httpx.get(f"{url}/v1/models", headers=key).json()["data"][0]["id"] == "tiny"
+            assert httpx.get(f"{url}/v1/models").json()["error"]["code"] == "invalid_api_key"
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(WAIT_S)
+
+
+def test_a_killed_run_over_ray_is_gone_on_with(tiny_engine: Path, tmp_path: Path) -> None:
+    source, output = requests_file(tmp_path), tmp_path / "out.jsonl"
+    parts = tmp_path / "out.jsonl.parts"
+    command = [sys.executable, "-m", "ddtree_trt.cli", "run-batch", str(tiny_engine), "-i", str(source)]
+    command += ["-o", str(output), "--replicas", "2", "--cpus-per-replica", "0.5"]
+    with private_cluster():
+        process = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": "local"})
+        wait_for(lambda: any(parts.glob("0*.jsonl")) or process.poll() is not None)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert not output.exists()
+        done = subprocess.run(
+            command, env={**os.environ, "RAY_ADDRESS": "local"}, capture_output=True, text=True, check=True
+        )
+    assert f"{ROWS} answers (" in done.stdout and "by an earlier run)" in done.stdout
+    assert texts(output) == by_generate(tiny_engine, source)

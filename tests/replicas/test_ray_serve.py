@@ -1,0 +1,187 @@
+"""Two engines behind one address, by Ray Serve: a real process, real clients, and an engine that is killed."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from offline_requests import ROWS, by_generate, requests_file, texts
+from pacing import WAIT_S, wait_for
+from serving import LONG
+
+from ddtree_trt import LLM, SamplingParams
+from ddtree_trt.replicas.offline import map_prompts
+from ddtree_trt.replicas.options import ReplicaOptions
+
+ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
+
+from ray_replicas import Replicas, private_cluster  # noqa: E402
+
+STREAM = {"prompt": "def fib(n):", "stream": True, **LONG}
+LONG_TEXT = 400
+QUESTION = "There are 8 trays on the table, each with 41 plates. What is the total number of plates?"
+
+
+@pytest.fixture(scope="module")
+def served(tiny_engine: Path) -> Iterator[Replicas]:
+    """Two engines of half a processor each, so that two processors have room for more."""
+    options = ("--replicas", "2", "--cpus-per-replica", "0.5", "--max-requests", "40", "--drain-timeout", str(WAIT_S))
+    with private_cluster(), Replicas(tiny_engine, *options) as server:
+        assert "2 replicas of 8 slots" in server.ready, server.process.communicate()
+        yield server
+        server.terminate()
+        server.process.wait(WAIT_S)
+
+
+@pytest.fixture
+def client(served: Replicas) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=WAIT_S) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def long_text(tiny_engine: Path) -> str:
+    """What a stream of `LONG_TEXT` tokens says."""
+    with LLM(tiny_engine) as llm:
+        params = SamplingParams(**{**LONG, "max_tokens": LONG_TEXT})
+        return llm.generate([STREAM["prompt"]], params)[0].outputs[0].text
+
+
+def events(client: httpx.Client, body: dict[str, Any], begun: list[str] | None = None) -> list[str]:
+    """The events of a stream; each is added to `begun` when it comes."""
+    lines = [] if begun is None else begun
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if line:
+                lines.append(line.removeprefix("data: "))
+    return lines
+
+
+def text(lines: list[str]) -> str:
+    assert lines[-1] == "[DONE]"
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines[:-1])
+
+
+def test_the_answers_are_the_engine_s(served: Replicas, client: httpx.Client, tiny_engine: Path) -> None:
+    import openai
+
+    messages: Any = [{"role": "user", "content": QUESTION}]
+    with LLM(tiny_engine) as llm:
+        expected = llm.generate([messages], SamplingParams(max_tokens=60))[0].outputs[0].text
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as openai_client:
+        answer = openai_client.chat.completions.create(model="tiny", messages=messages, max_tokens=60)
+        parts = openai_client.chat.completions.create(model="tiny", messages=messages, max_tokens=60, stream=True)
+        assert answer.choices[0].message.content == expected
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
+    assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
+    assert client.get("/health").json() == {"status": "ok"}
+    assert len(client.get("/v1/models").headers.get_list("x-request-id")) == 1
+
+
+def test_errors_are_the_server_s(client: httpx.Client) -> None:
+    def refused(path: str, body: bytes) -> tuple[int, str | None]:
+        answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
+        return answer.status_code, answer.json()["error"]["code"]
+
+    assert refused("/v1/completions", b"{") == (400, "invalid_json")
+    assert refused("/v1/completions", b'{"prompt": "x", "colour": 1}') == (400, "unknown_parameter")
+    assert refused("/v1/completions", b'{"prompt": "x", "max_tokens": 99999}') == (400, "context_length_exceeded")
+    assert refused("/v1/nothing", b"{}") == (404, None)
+    assert refused("/v1/completions", b" " * (5 << 20)) == (413, "body_too_large")
+
+
+def test_a_conversation_stays_with_its_engine(served: Replicas, client: httpx.Client) -> None:
+    """Its later turns find the earlier ones in a slot's cache; other conversations go to the other engine, too."""
+    first = served.key_of()
+    assert first != served.key_of(other_than=first[1])
+    for number in range(6):
+        turns = [{"role": "user", "content": f"{number}: {QUESTION}"}]
+        for _ in range(2):
+            answer = client.post("/v1/chat/completions", json={"messages": turns, "max_tokens": 40}).json()
+            turns += [answer["choices"][0]["message"], {"role": "user", "content": "And in words?"}]
+            turns = [{"role": m["role"], "content": m["content"]} for m in turns]
+        usage = answer["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] > 20, usage
+
+
+def test_a_client_that_leaves_frees_its_slot(served: Replicas, client: httpx.Client) -> None:
+    with client.stream("POST", "/v1/completions", json=STREAM) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert sum(served.running().values()) == 1
+    wait_for(lambda: sum(served.running().values()) == 0)
+
+
+def test_an_engine_killed_in_mid_stream(served: Replicas, client: httpx.Client, long_text: str) -> None:
+    """Its stream ends with the documented event; one of the other engine, and later requests, know nothing of it."""
+    lost_key, lost = served.key_of()
+    kept_key, kept = served.key_of(other_than=lost)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        # Eight sequences of 1900 tokens: far more than is made until the engine has been killed.
+        begun: list[str] = []
+        ended = pool.submit(events, client, {**STREAM, "n": 8, "prompt_cache_key": lost_key}, begun)
+        whole = pool.submit(events, client, {**STREAM, "max_tokens": LONG_TEXT, "prompt_cache_key": kept_key})
+        wait_for(lambda: bool(begun))
+        assert served.running()[lost] > 0
+        served.kill(lost)
+        event = json.loads(ended.result()[-1])
+        assert event["error"]["code"] == "engine_lost" and "send the request again" in event["error"]["message"]
+        assert text(whole.result()) == long_text
+    # The key's requests go to the other engine at once, and a new engine takes the place of the lost one.
+    answer = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "prompt_cache_key": lost_key})
+    assert answer.status_code == 200
+    wait_for(lambda: len(served.running()) == 2 and lost not in served.running())
+    assert kept in served.running()
+
+
+def test_too_many_requests_are_answered_429(served: Replicas, client: httpx.Client) -> None:
+    with concurrent.futures.ThreadPoolExecutor(48) as pool, httpx.Client(base_url=served.url, timeout=WAIT_S) as many:
+        body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
+        codes = [
+            f.result().status_code for f in [pool.submit(many.post, "/v1/completions", json=body) for _ in range(200)]
+        ]
+    assert set(codes) <= {200, 429} and codes.count(200) >= 40
+    page = client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}).text
+    refused = [line for line in page.splitlines() if line.startswith("ddtree_requests_refused_total") and "429" in line]
+    assert sum(float(line.split()[-1]) for line in refused) == codes.count(429)
+    assert page.rstrip().endswith("# EOF")
+
+
+def test_an_offline_run_whose_engine_is_killed(served: Replicas, tiny_engine: Path, tmp_path: Path) -> None:
+    """On the same cluster, by two engines of its own: what the killed one had under way is answered by another, and
+    every request once."""
+    source, output = requests_file(tmp_path), tmp_path / "out.jsonl"
+    before: list[int] = []
+
+    def kill_one(stage: str, done: int, total: int) -> None:
+        if not before:
+            before.extend(served.processes("ray::MapWorker"))
+            os.kill(before[0], signal.SIGKILL)
+
+    result = map_prompts(
+        tiny_engine, source, output, replicas=ReplicaOptions(2, cpus_per_replica=0.5), progress=kill_one
+    )
+    assert before and (result.rows, result.refused) == (ROWS, 1)
+    assert texts(output) == by_generate(tiny_engine, source)
+    assert len(served.running()) == 2, "the engines that serve were not touched"
+
+
+def test_sigterm_lets_requests_finish(served: Replicas, client: httpx.Client, long_text: str) -> None:
+    """The last test of this module's cluster."""
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(events, client, {**STREAM, "max_tokens": LONG_TEXT}) for _ in range(8)]
+        wait_for(lambda: sum(served.running().values()) > 0)
+        served.terminate()
+        wait_for(lambda: client.get("/health").status_code == 503)
+        refusal = client.post("/v1/completions", json={"prompt": "x"})
+        assert refusal.json()["error"]["code"] == "shutting_down" and refusal.status_code == 503
+        assert {text(stream.result()) for stream in streams} == {long_text}
+    assert served.wait()[0] == 0

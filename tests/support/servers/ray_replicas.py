@@ -1,0 +1,97 @@
+"""Engines on a Ray cluster of this machine: `ddtree-trt serve --replicas` as a process, and what a test does to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import httpx
+import ray
+from pacing import wait_for
+from prometheus_client.parser import text_string_to_metric_families
+from serving import ProcessServer
+
+from ddtree_trt.replicas.cluster import connected
+from ddtree_trt.replicas.process import APPLICATION
+
+
+@contextlib.contextmanager
+def private_cluster() -> Iterator[dict[str, str]]:
+    """Environment variables under which processes find each other's cluster, and no other's."""
+    folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets lie in it: pytest's folders have too long names
+    names = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+    before = {name: os.environ.get(name) for name in names}
+    os.environ |= names
+    try:
+        yield names
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Replicas(ProcessServer):
+    """Engines behind one address."""
+
+    def __enter__(self) -> Replicas:
+        return self
+
+    def figures(self) -> dict[str, dict[str, float]]:
+        """Samples without other labels, by name, of each engine."""
+        found: dict[str, dict[str, float]] = {}
+        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text):
+            for sample in family.samples:
+                if [*sample.labels] == ["replica"]:
+                    found.setdefault(sample.labels["replica"], {})[sample.name] = sample.value
+        return {name: figures for name, figures in found.items() if "ddtree_slots" in figures}
+
+    def running(self) -> dict[str, float]:
+        """Sequences that run, by engine."""
+        return {name: figures["ddtree_requests_running"] for name, figures in self.figures().items()}
+
+    def processes(self, title: str) -> list[int]:
+        """Processes of this cluster whose title begins so."""
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                title_fits = (process / "cmdline").read_bytes().startswith(title.encode())
+                if title_fits and os.environ["RAY_TMPDIR"].encode() in (process / "environ").read_bytes():
+                    found.append(int(process.name))
+        return found
+
+    def kill(self, replica: str) -> None:
+        """Kill an engine's process."""
+        # Only for as long as it takes: Ray ends a process that is connected to a cluster which ends.
+        with connected() as started:
+            assert not started
+            actor = ray.get_actor(f"SERVE_REPLICA::{APPLICATION}#Engine#{replica}", namespace="serve")
+            ray.kill(actor, no_restart=True)
+
+    def key_of(self, other_than: str = "") -> tuple[str, str]:
+        """A `prompt_cache_key` and the engine that its requests go to."""
+        for number in range(64):
+            before = self._tokens()
+            body = {"prompt": "x", "max_tokens": 1, "prompt_cache_key": str(number)}
+            httpx.post(f"{self.url}/v1/completions", json=body).raise_for_status()
+            wait_for(partial(self._any_moved, before))
+            (moved,) = self._moved(before)
+            if moved != other_than:
+                return str(number), moved
+        raise AssertionError("every key leads to one engine")
+
+    def _tokens(self) -> dict[str, float]:
+        return {name: figures["ddtree_generation_tokens_total"] for name, figures in self.figures().items()}
+
+    def _any_moved(self, before: dict[str, float]) -> bool:
+        return bool(self._moved(before))
+
+    def _moved(self, before: dict[str, float]) -> list[str]:
+        """The engines that have finished requests since."""
+        return [name for name, tokens in self._tokens().items() if tokens > before.get(name, 0.0)]
