@@ -42,7 +42,10 @@ HINT_PROMPTS = 4
 def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> CheckReport:
     """Run every check. Raises UsageError for prompts that do not fit, ArtifactError for an engine that cannot load."""
     directory = Path(settings.engine)
-    with closing(Session(directory, threads=settings.threads, exact=settings.exact)) as session:
+    opened_session = Session(
+        directory, threads=settings.threads, exact=settings.exact, tensor_parallel_size=settings.tensor_parallel_size
+    )
+    with closing(opened_session) as session:
         opened = load_prompts(settings.prompts, settings.limit)
         prompts = _encode(session, opened, settings)
         texts = dict(zip(prompts, answers(session, list(prompts.values()), settings.max_tokens), strict=True))

@@ -22,12 +22,20 @@ class Session:
     """An engine for one request at a time, each from empty caches. Automatic budgets keep what they learn."""
 
     def __init__(
-        self, directory: Path, *, threads: int = 0, exact: bool | None = None, engine: Engine | None = None
+        self,
+        directory: Path,
+        *,
+        threads: int = 0,
+        exact: bool | None = None,
+        tensor_parallel_size: int = 1,
+        engine: Engine | None = None,
     ) -> None:
-        """`threads` and `exact` are those of `open_engine`. `engine`: an open engine in their place, whose directory
-        needs to hold a tokenizer only."""
+        """`threads`, `exact` and `tensor_parallel_size` are those of `open_engine`. `engine`: an open engine in
+        their place, whose directory needs to hold a tokenizer only."""
         if engine is None:
-            core = open_core(directory, threads=threads, warm=False, exact=exact)
+            core = open_core(
+                directory, threads=threads, warm=False, exact=exact, tensor_parallel_size=tensor_parallel_size
+            )
         else:
             core = assemble_core(directory, engine)
         self.core = core

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.artifact.files import newest_engine
-from ddtree_trt.commands.options import DeviceRounds, Exact, NewestByDefault, Threads
+from ddtree_trt.commands.options import DeviceRounds, Exact, NewestByDefault, TensorParallelSize, Threads
 from ddtree_trt.errors import MissingDependency, install_with
 from ddtree_trt.runtime.params import check_device_rounds
 from ddtree_trt.serve.options import ServeOptions
@@ -46,6 +46,7 @@ def serve(
     ] = _D.drain_timeout_s,
     device_rounds: DeviceRounds = _D.device_rounds,
     exact: Exact = _D.exact,
+    tensor_parallel_size: TensorParallelSize = _D.tensor_parallel_size,
     threads: Threads = _D.threads,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = _D.access_log,
 ) -> None:
@@ -63,6 +64,7 @@ def serve(
         drain_timeout_s=drain_timeout,
         device_rounds=check_device_rounds(device_rounds),
         exact=exact,
+        tensor_parallel_size=tensor_parallel_size,
         threads=threads,
         access_log=access_log,
     )

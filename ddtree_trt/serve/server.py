@@ -53,6 +53,7 @@ def make_server(
         threads=options.threads,
         device_rounds=options.device_rounds,
         exact=options.exact,
+        tensor_parallel_size=options.tensor_parallel_size,
         progress=progress,
         max_waiting=options.max_waiting,
         on_finished=metrics.finished,
