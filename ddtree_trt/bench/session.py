@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddtree_trt.bench.contender import Outcome, Request
 from ddtree_trt.bench.pairs.forced import ForcedEngine
-from ddtree_trt.bench.settings import BenchSettings, Case
+from ddtree_trt.bench.settings import BenchSettings, Case, CheckSettings
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.core import EngineCore, assemble_core, open_core
 from ddtree_trt.runtime.decoding.methods import resolve_method
@@ -42,6 +42,16 @@ class Session:
         self.engine = core.engine
         self.codec = core.codec
         self.manifest = core.engine.manifest
+
+    @classmethod
+    def open(cls, directory: Path, settings: BenchSettings | CheckSettings) -> Session:
+        """A session with the engine in a directory, opened with the options of these settings."""
+        return cls(
+            directory,
+            threads=settings.threads,
+            exact=settings.exact,
+            tensor_parallel_size=settings.tensor_parallel_size,
+        )
 
     def generate(
         self,

@@ -25,7 +25,7 @@ from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.toolchain import RANKS
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
-from ddtree_trt.errors import DDTreeError, EngineError, UsageError
+from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.lazy_rows import LazyRows
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
@@ -59,8 +59,16 @@ class ParallelEngine:
     foresee = None
     rounds = None  # rounds on the device have no host that could lead other ranks
 
-    def __init__(self, manifest: Manifest, engine: TorchEngine, group: Group, followers: Followers) -> None:
-        """`engine` is rank 0's part; `manifest` is that of the whole."""
+    def __init__(
+        self,
+        manifest: Manifest,
+        engine: TorchEngine,
+        group: Group,
+        followers: Followers,
+        clean_up: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`engine` is rank 0's part; `manifest` is that of the whole. `clean_up` is called at the engine's end."""
+        self._clean_up = clean_up
         # Latencies depend on the number of ranks: the toolchain is a part of the latency profile's fingerprint.
         toolchain = {**engine.manifest.toolchain, RANKS: str(group.size)}
         self.manifest = replace(manifest, toolchain=toolchain)
@@ -94,25 +102,27 @@ class ParallelEngine:
             small = manifest.files[artifact.TORCH_WEIGHTS].size < SINGLE_THREAD_BYTES
             threads = threads or (1 if small else max(torch.get_num_threads() // size, 1))
             torch.set_num_threads(threads)
-        with tempfile.TemporaryDirectory(prefix="ddtree-ranks-") as folder:
-            meeting = Meeting(str(Path(folder) / "store"), size, timeout_s)
-            posts = [Post(r, meeting, directory, manifest, str(devices[r]), threads) for r in range(1, size)]
-            followers = Followers(posts)
-            group: Group | None = None
-            try:
-                followers.expect(HERE)  # starting processes takes longer than the timeout of a group may be
-                group = Group(meeting, 0, devices[0], record_size(manifest.limits))
-                engine = open_part(directory, manifest, devices[0], group)
-                followers.expect(READY)
-            except BaseException as error:
-                found = None if isinstance(error, DDTreeError) else followers.find_failure()
-                followers.kill()
-                if group is not None:
-                    group.leave()
-                if found is not None:
-                    raise EngineError(f"an engine of {size} ranks could not be opened: {found}") from error
-                raise
-        return cls(manifest, engine, group, followers)
+        folder = tempfile.TemporaryDirectory(prefix="ddtree-ranks-")
+        meeting = Meeting(str(Path(folder.name) / "store"), size, timeout_s)
+        posts = [Post(r, meeting, directory, manifest, str(devices[r]), threads) for r in range(1, size)]
+        followers = Followers(posts)
+        group: Group | None = None
+        try:
+            followers.expect(HERE)  # starting processes takes longer than the timeout of a group may be
+            group = Group(meeting, 0, devices[0], record_size(manifest.limits))
+            engine = open_part(directory, manifest, devices[0], group)
+            followers.expect(READY)
+        except BaseException as error:
+            lost = isinstance(error, (EngineError, RuntimeError, OSError))
+            found = followers.find_failure() if lost else None
+            followers.kill()
+            if group is not None:
+                group.leave()
+            folder.cleanup()
+            if found is not None:
+                raise EngineError(f"an engine of {size} ranks could not be opened: {found}") from error
+            raise
+        return cls(manifest, engine, group, followers, folder.cleanup)
 
     @property
     def buckets(self) -> Sequence[int]:
@@ -183,12 +193,12 @@ class ParallelEngine:
 
     def _later(self, call: Call, *values: ArrayLike) -> None:
         """Add a call, done here, that needs no other rank, to what the others are sent next."""
-        with self._in_step():
+        with interrupts_deferred(), self._in_step():
             self._add(call, *values)
 
     def _together(self, work: Callable[[], _Result], call: Call, *values: ArrayLike) -> _Result:
         """Have all ranks do a call, of which `work` is this rank's part; returns its result."""
-        with self._in_step(), interrupts_deferred():
+        with interrupts_deferred(), self._in_step():
             self._add(call, *values)
             self._send(self._outbox.take())
             return work()
@@ -232,6 +242,7 @@ class ParallelEngine:
         self._failure = f"the engine of {self._group.size} ranks has ended: {reason}; open it again"
         self._followers.kill()
         self._group.leave()
+        self._clean_up()
 
 
 def _devices(size: int) -> list[torch.device]:

@@ -15,6 +15,7 @@ from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.engines.torch.parallel.follower import Post, follow
 
 _NAME = "ddtree-rank-"
+_NOT_BEGUN = ' before it began: a script that opens such an engine must do so under if __name__ == "__main__":'
 _REPORT_S = 5.0  # how long the cause of a broken connection is waited for
 _CLOSE_S = 10.0  # how long a follower may take to release its part
 
@@ -26,6 +27,7 @@ class _Follower:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._name = f"rank {post.rank} of {size}"
+        self._began = False  # whether it has reported anything but an error
         self._report: str | None = None  # of an error
         self.process: SpawnProcess = context.Process(
             target=follow, args=(post, theirs), name=f"{_NAME}{post.rank}", daemon=True
@@ -38,6 +40,7 @@ class _Follower:
         with contextlib.suppress(EOFError, OSError):
             found = self.connection.recv()
             if found == report:
+                self._began = True
                 return True
             self._report = found
         return False
@@ -52,7 +55,8 @@ class _Follower:
         code = self.process.exitcode
         if code is None:
             return None
-        return f"{self._name} was ended by {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"{self._name} {how}{'' if self._began or code < 0 else _NOT_BEGUN}"
 
 
 class Followers:
@@ -81,9 +85,10 @@ class Followers:
         return [follower.process for follower in self._each]
 
     def expect(self, report: str) -> None:
-        """Wait until every follower has sent this report. Raises EngineError where one has failed instead."""
+        """Wait until every follower has sent this report. Raises EngineError where one has failed instead, which
+        `find_failure` explains."""
         if not all([follower.expect(report) for follower in self._each]):
-            raise EngineError(self.find_failure() or f"a rank reported something else than {report!r}")
+            raise EngineError(f"a rank has not reported that it is {report}")
 
     def ring(self) -> None:
         """Tell every follower that a record follows. Raises OSError where one has ended."""
