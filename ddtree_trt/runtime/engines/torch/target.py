@@ -64,7 +64,7 @@ class TargetPass:
 
     `kernels`: whether `torch.ops.ddtree` works on this device. `buckets`: the sizes T of passes, rising. `logits`:
     float32 [N·T, V] of the last pass over trees, where V is the shard's part of the vocabulary. `claims`: every call
-    for a slot claims it before it starts.
+    for a slot claims it before it starts. `last_logits`: those of each verdict of the last pass, float32 [R, V].
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class TargetPass:
         self._commits = [Upload(Upload.size((1,), (1,), (1,), (tokens,)), device) for _ in range(slots)]
         self._choices = Download(slots * tokens, device)
         self._last_passes: dict[int, _LastPass] = {}  # by slot
+        self.last_logits: list[Tensor] = []
 
     @property
     def waits(self) -> int:
@@ -129,6 +130,7 @@ class TargetPass:
     def verdict(self, hidden: Tensor) -> Verdict:
         """The results at rows [R, H] of a prompt's output. The host waits for the choices, unless R is 0."""
         logits = self.network.logits(hidden)
+        self.last_logits = [logits]
         choices = self.network.vocabulary.argmax(logits).cpu().numpy() if len(hidden) else np.empty(0, np.int64)
         return Verdict(choices, readable(logits))
 
@@ -148,11 +150,13 @@ class TargetPass:
         self.graphs.run((batch, tokens), work)
         choices = self._choices.fetch(rows).astype(np.int64).reshape(batch, tokens)
         verdicts = []
+        self.last_logits = []
         for n, request in enumerate(requests):
             size, start = len(request.tree), n * tokens
             taps = self._taps[start : start + size] if self.network.taps else None
             self._last_passes[request.slot] = _LastPass(request.tree.token_ids, taps)
-            verdicts.append(Verdict(choices[n, :size], readable(self.logits[start : start + size])))
+            self.last_logits.append(self.logits[start : start + size])
+            verdicts.append(Verdict(choices[n, :size], readable(self.last_logits[-1])))
         return verdicts
 
     def commit(self, slot: int, path: NDArray[np.int32]) -> tuple[NDArray[np.int64], Tensor | None]:

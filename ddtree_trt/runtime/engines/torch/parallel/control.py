@@ -29,7 +29,7 @@ class Call(IntEnum):
     PREFILL = 3
     DRAFT = 4
     VERIFY = 5
-    READ = 6  # rows of logits
+    READ = 6  # whole rows of a verdict's logits
 
 
 def record_size(limits: Limits) -> int:

@@ -19,6 +19,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Manifest
@@ -41,7 +42,7 @@ from ddtree_trt.runtime.engines.torch.parallel.control import (
 from ddtree_trt.runtime.engines.torch.parallel.follower import HERE, READY, Post
 from ddtree_trt.runtime.engines.torch.parallel.followers import Followers
 from ddtree_trt.runtime.engines.torch.parallel.group import TIMEOUT_S, Group, Meeting
-from ddtree_trt.runtime.engines.torch.parallel.part import ALL_ROWS, open_part, whole_rows
+from ddtree_trt.runtime.engines.torch.parallel.part import open_part, whole_rows
 from ddtree_trt.runtime.engines.torch.parallel.split import check_split
 from ddtree_trt.runtime.engines.torch.weights import choose_device
 from ddtree_trt.runtime.engines.warming import make_single_passes
@@ -181,12 +182,15 @@ class ParallelEngine:
         self._engine.close()
 
     def _whole(self, verdict: Verdict, number: int) -> Verdict:
-        """A verdict with whole rows of logits, each gathered from all ranks when it is read; `number` is its place
-        among those of its pass."""
+        """A verdict with whole rows of logits, gathered from all ranks when the first of them is read; `number` is its
+        place among those of its pass."""
+        gathered: list[Tensor] = []
 
         def fetch(start: int, stop: int) -> NDArray[np.float32]:
-            row = start if stop - start == 1 else ALL_ROWS
-            return self._together(lambda: whole_rows(self._engine, verdict, row), Call.READ, number, row)
+            if not gathered:
+                gathered.append(self._together(lambda: whole_rows(self._engine, number), Call.READ, number))
+            rows: NDArray[np.float32] = gathered[0][start:stop].cpu().numpy()
+            return rows
 
         rows = LazyRows(len(verdict.logits), self.manifest.target_dims.vocab_size, fetch)
         return Verdict(verdict.choices, rows)
@@ -230,13 +234,12 @@ class ParallelEngine:
 
     def _cause(self, error: Exception) -> str:
         """Why a call failed: what the other ranks say, else this rank's error."""
-        lost = isinstance(error, (RuntimeError, OSError))  # what torch.distributed and a closed pipe raise
-        if lost and (found := self._followers.find_failure()):
-            return found
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if lost and "timed out" in text.lower():
+        if isinstance(error, RuntimeError) and "timed out" in text.lower():
             return f"the other ranks did not answer within {self._group.timeout_s:g} s ({text})"
-        return f"rank 0 of {self._group.size} failed: {text}"
+        lost = isinstance(error, (RuntimeError, OSError))  # what torch.distributed and a closed pipe raise
+        found = self._followers.find_failure() if lost else None
+        return found or f"rank 0 of {self._group.size} failed: {text}"
 
     def _end(self, reason: str) -> None:
         self._failure = f"the engine of {self._group.size} ranks has ended: {reason}; open it again"

@@ -14,7 +14,6 @@ import numpy as np
 import torch
 
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.runtime.engines.base import Verdict
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.parallel.control import (
     ROWS,
@@ -81,39 +80,28 @@ def _serve(post: Post, rank_0: Connection) -> None:
 
 def obey(engine: TorchEngine, group: Group, rank_0: Connection) -> None:
     """Execute rank 0's calls until it closes the engine, and close this part of it."""
-    follower = _Follower(engine)
     while True:
         rank_0.recv_bytes()  # without a time limit: rank 0 may be idle
         for call, values in calls_of(group.receive()):
             if call is Call.CLOSE:
                 engine.close()
                 return
-            follower.execute(call, values)
+            execute(engine, call, values)
 
 
-class _Follower:
-    """A rank's engine, and the results whose rows rank 0 may ask for."""
-
-    def __init__(self, engine: TorchEngine) -> None:
-        self.engine = engine
-        self._verdicts: list[Verdict] = []  # of the last target pass
-
-    def execute(self, call: Call, values: Int32) -> None:
-        """Do this rank's part of a call."""
-        engine = self.engine
-        if call is Call.TRUNCATE:
-            slot, length = values.tolist()
-            engine.truncate(slot, length)
-        elif call is Call.COMMIT:
-            engine.commit(int(values[0]), values[2:], taps=bool(values[1]))
-        elif call is Call.PREFILL:
-            slot, rows, taps = values[:3].tolist()
-            verdict = engine.prefill(slot, values[3:].astype(np.int64), rows=ROWS[rows], taps=bool(taps))
-            self._verdicts = [verdict]
-        elif call is Call.DRAFT:
-            engine.draft(drafts_of(values))
-        elif call is Call.VERIFY:
-            self._verdicts = engine.verify(verifications_of(values))
-        elif call is Call.READ:
-            number, row = values.tolist()
-            whole_rows(engine, self._verdicts[number], row)
+def execute(engine: TorchEngine, call: Call, values: Int32) -> None:
+    """Do this rank's part of a call."""
+    if call is Call.TRUNCATE:
+        slot, length = values.tolist()
+        engine.truncate(slot, length)
+    elif call is Call.COMMIT:
+        engine.commit(int(values[0]), values[2:], taps=bool(values[1]))
+    elif call is Call.PREFILL:
+        slot, rows, taps = values[:3].tolist()
+        engine.prefill(slot, values[3:].astype(np.int64), rows=ROWS[rows], taps=bool(taps))
+    elif call is Call.DRAFT:
+        engine.draft(drafts_of(values))
+    elif call is Call.VERIFY:
+        engine.verify(verifications_of(values))
+    elif call is Call.READ:
+        whole_rows(engine, int(values[0]))

@@ -16,7 +16,7 @@ from ddtree_trt.runtime.engines.torch.parallel.follower import Post, follow
 
 _NAME = "ddtree-rank-"
 _NOT_BEGUN = ' before it began: a script that opens such an engine must do so under if __name__ == "__main__":'
-_REPORT_S = 5.0  # how long the cause of a broken connection is waited for
+_REPORT_S = 5.0  # from a broken connection to what its cause is known by
 _CLOSE_S = 10.0  # how long a follower may take to release its part
 
 
@@ -99,9 +99,9 @@ class Followers:
         """Whether a follower's process has ended that was not told to."""
         return not self._closing and any(process.exitcode is not None for process in self.processes)
 
-    def find_failure(self) -> str | None:
-        """How followers failed, as far as they say within some seconds; None where all still run."""
-        deadline = time.monotonic() + _REPORT_S
+    def find_failure(self, patience_s: float = _REPORT_S) -> str | None:
+        """How followers failed, as far as they say within that time; None where all still run."""
+        deadline = time.monotonic() + patience_s
         while True:
             if found := [text for follower in self._each if (text := follower.failure())]:
                 return "; ".join(found)
