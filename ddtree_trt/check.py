@@ -42,7 +42,7 @@ HINT_PROMPTS = 4
 def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> CheckReport:
     """Run every check. Raises UsageError for prompts that do not fit, ArtifactError for an engine that cannot load."""
     directory = Path(settings.engine)
-    with closing(Session(directory, threads=settings.threads, exact=settings.exact)) as session:
+    with closing(Session.open(directory, settings)) as session:
         opened = load_prompts(settings.prompts, settings.limit)
         prompts = _encode(session, opened, settings)
         texts = dict(zip(prompts, answers(session, list(prompts.values()), settings.max_tokens), strict=True))

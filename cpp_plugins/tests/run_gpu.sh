@@ -96,4 +96,11 @@ if step build_torch 180 build_torch; then
   step bench 150 "$python" -m tools.gpu.kernel_bench "$work/libddtree_torch.so" "$out/bench.json"
   cat "$out/bench.log"
 fi
+if ! "$python" -c "import ddtree_trt._native" 2>/dev/null; then
+  note two_gpus "skipped: the package's native module is not built"
+elif [ "$(nvidia-smi --list-gpus | wc -l)" -lt 2 ]; then
+  note two_gpus "skipped: one GPU"
+else
+  step two_gpus 120 "$python" -m tools.gpu.ranks "$out/two_gpus.json"
+fi
 finish

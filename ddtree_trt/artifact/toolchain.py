@@ -8,6 +8,7 @@ from contextlib import suppress
 from importlib import metadata
 
 _CAUSAL_OPTION = (1, 30)  # the first ONNX Runtime whose attention kernel takes `causal=0`; Python 3.10 has none of them
+RANKS = "tensor_parallel_size"  # key of a running engine's toolchain: processes over which its target is split
 
 
 def installed_versions(*packages: str) -> dict[str, str]:

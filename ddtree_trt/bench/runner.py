@@ -65,7 +65,7 @@ def run_bench(
             if settings.random_weights:
                 pair = stack.enter_context(random_engine(settings, progress))
                 directory, checkpoint, drafter = pair / "engine", str(pair / "target"), str(pair / "drafter")
-            session = Session(directory, threads=settings.threads, exact=settings.exact)
+            session = Session.open(directory, settings)
         stack.enter_context(closing(session))
         settings = _resolved(settings, session)
         prompts = _prompts(settings, session)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ddtree_trt.bench.contender import Outcome, Request
 from ddtree_trt.bench.pairs.forced import ForcedEngine
-from ddtree_trt.bench.settings import BenchSettings, Case
+from ddtree_trt.bench.settings import BenchSettings, Case, CheckSettings
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.core import EngineCore, assemble_core, open_core
 from ddtree_trt.runtime.decoding.methods import resolve_method
@@ -22,18 +22,36 @@ class Session:
     """An engine for one request at a time, each from empty caches. Automatic budgets keep what they learn."""
 
     def __init__(
-        self, directory: Path, *, threads: int = 0, exact: bool | None = None, engine: Engine | None = None
+        self,
+        directory: Path,
+        *,
+        threads: int = 0,
+        exact: bool | None = None,
+        tensor_parallel_size: int = 1,
+        engine: Engine | None = None,
     ) -> None:
-        """`threads` and `exact` are those of `open_engine`. `engine`: an open engine in their place, whose directory
-        needs to hold a tokenizer only."""
+        """`threads`, `exact` and `tensor_parallel_size` are those of `open_engine`. `engine`: an open engine in
+        their place, whose directory needs to hold a tokenizer only."""
         if engine is None:
-            core = open_core(directory, threads=threads, warm=False, exact=exact)
+            core = open_core(
+                directory, threads=threads, warm=False, exact=exact, tensor_parallel_size=tensor_parallel_size
+            )
         else:
             core = assemble_core(directory, engine)
         self.core = core
         self.engine = core.engine
         self.codec = core.codec
         self.manifest = core.engine.manifest
+
+    @classmethod
+    def open(cls, directory: Path, settings: BenchSettings | CheckSettings) -> Session:
+        """A session with the engine in a directory, opened with the options of these settings."""
+        return cls(
+            directory,
+            threads=settings.threads,
+            exact=settings.exact,
+            tensor_parallel_size=settings.tensor_parallel_size,
+        )
 
     def generate(
         self,

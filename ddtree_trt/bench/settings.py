@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ddtree_trt.artifact.precisions import PrecisionName
-from ddtree_trt.errors import MAX_COUNT, MAX_THREADS, UsageError, check_range
+from ddtree_trt.errors import MAX_COUNT, MAX_THREADS, UsageError, check_range, check_ranks
 from ddtree_trt.models.drafters.kinds import KindName
 from ddtree_trt.runtime.decoding.methods import AUTO, AUTOREGRESSIVE, BASELINES, DDTREE, DFLASH, METHODS, resolve_method
 from ddtree_trt.runtime.params import DEVICE_ROUNDS, MAX_SEED
@@ -85,6 +85,7 @@ class BenchSettings:
     seed: int = 0
     threads: int = 0  # 0 lets the engine choose; peers on the CPU get as many as the engine
     exact: bool | None = None  # as for LLM
+    tensor_parallel_size: int = 1  # likewise
     peers: tuple[str, ...] = ()
     checkpoint: str | None = None  # the target peers load; None takes the engine's preset
     drafter: str | None = None
@@ -131,6 +132,13 @@ class BenchSettings:
             raise UsageError(
                 f"device_rounds {self.device_rounds} is for method {DDTREE.name} with a number as its budget, which is "
                 "not among what is measured"
+            )
+        check_ranks(self.tensor_parallel_size)
+        if self.tensor_parallel_size > 1 and self.random_weights:
+            raise UsageError("tensor_parallel_size is for an engine directory, not for random weights; leave one out")
+        if self.tensor_parallel_size > 1 and self.device_rounds in ("on", "both"):
+            raise UsageError(
+                f"device_rounds {self.device_rounds} is for whole targets, and tensor_parallel_size splits it"
             )
         if self.backend == "torch" and self.exact is not None:
             raise UsageError("exact can be chosen for engines of the onnxruntime backend; leave it out")
@@ -193,6 +201,7 @@ class CheckSettings:
     sampled_tokens: int = 12
     threads: int = 0
     exact: bool | None = None  # as for LLM
+    tensor_parallel_size: int = 1  # likewise
     diagnose: bool | None = None  # try what may be wired wrongly; None: where few drafted tokens are accepted
 
     def __post_init__(self) -> None:
@@ -200,5 +209,6 @@ class CheckSettings:
             check_range(name, getattr(self, name), 1, MAX_COUNT)
         check_range("seeds", self.seeds, 0, MAX_COUNT)
         check_range("threads", self.threads, 0, MAX_THREADS)
+        check_ranks(self.tensor_parallel_size)
         if not self.prompts:
             raise UsageError("give at least one prompt set")

@@ -11,7 +11,7 @@ from typer.core import TyperGroup
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.bench.settings import DEVICE_ROUNDS_MEASURED, RANDOM_BACKENDS, BenchSettings, Shard
 from ddtree_trt.commands.bench_load import LOAD_OPTIONS, load
-from ddtree_trt.commands.options import Exact, listing, numbers, words
+from ddtree_trt.commands.options import Exact, TensorParallelSize, listing, numbers, words
 from ddtree_trt.commands.outputs import STDOUT, folders_of, prepare_folders, write_text
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import BASELINES, METHODS
@@ -87,6 +87,7 @@ def run(
     seed: Annotated[int | None, typer.Option(metavar="N", help=f"Default {_DEFAULT.seed}.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads, of peers too; 0 chooses.")] = None,
     exact: Exact = _DEFAULT.exact,
+    tensor_parallel_size: TensorParallelSize = _DEFAULT.tensor_parallel_size,
     shard: Annotated[str | None, typer.Option(metavar="I/N", help="Measure one part of the prompts.")] = None,
     peer: Annotated[
         list[str] | None,
@@ -157,6 +158,7 @@ def run(
         "seed": seed,
         "threads": threads,
         "exact": exact,
+        "tensor_parallel_size": None if tensor_parallel_size == 1 else tensor_parallel_size,
         "peers": tuple(peer) if peer else None,
         "checkpoint": checkpoint,
         "drafter": drafter,

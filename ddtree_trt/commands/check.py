@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.bench.settings import CheckSettings
-from ddtree_trt.commands.options import AsJson, EngineDirectory, Exact, Threads
+from ddtree_trt.commands.options import AsJson, EngineDirectory, Exact, TensorParallelSize, Threads
 from ddtree_trt.terminal import printing as terminal
 
 
@@ -30,6 +30,7 @@ def check(
     ] = CheckSettings.diagnose,
     threads: Threads = CheckSettings.threads,
     exact: Exact = CheckSettings.exact,
+    tensor_parallel_size: TensorParallelSize = CheckSettings.tensor_parallel_size,
     json: AsJson = False,
 ) -> None:
     """Check that an engine is lossless, its drafter wired right.
@@ -44,6 +45,7 @@ def check(
         seeds=seeds,
         threads=threads,
         exact=exact,
+        tensor_parallel_size=tensor_parallel_size,
         diagnose=diagnose,
     )
     from ddtree_trt.check import check_engine

@@ -30,6 +30,10 @@ Exact = Annotated[
         help="CPU engines: every method gives the tokens of ar, bit for bit. Default: int8 only.",
     ),
 ]
+TensorParallelSize = Annotated[
+    int,
+    typer.Option(metavar="N", help="torch engines: GPUs over which the target is split, a process for each. 1: not."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 

@@ -14,7 +14,7 @@ from ddtree_trt.artifact.examples import read_examples, required_examples
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.template_arguments import OPTION, parse_arguments
-from ddtree_trt.commands.options import DeviceRounds, Exact, NewestByDefault, Threads
+from ddtree_trt.commands.options import DeviceRounds, Exact, NewestByDefault, TensorParallelSize, Threads
 from ddtree_trt.commands.sampling_options import with_sampling_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import resolve_method
@@ -62,6 +62,7 @@ def run(
     ] = False,
     device_rounds: DeviceRounds = "auto",
     exact: Exact = None,
+    tensor_parallel_size: TensorParallelSize = 1,
     threads: Threads = 0,
 ) -> None:
     """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
@@ -96,7 +97,15 @@ def run(
     if not raw:
         chat_template.start_for(directory)  # at the same time as the engine is loaded
     with terminal.progress_bars() as progress:
-        llm = LLM(directory, threads=threads, profile=profile, device_rounds=rounds, exact=exact, progress=progress)
+        llm = LLM(
+            directory,
+            threads=threads,
+            profile=profile,
+            device_rounds=rounds,
+            exact=exact,
+            tensor_parallel_size=tensor_parallel_size,
+            progress=progress,
+        )
     with llm:
         params = replace(params, method=resolve_method(params.method, llm.engine.manifest.drafter_kind).name)
         llm.codec.check_template_kwargs(arguments, OPTION)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.artifact.files import newest_engine
-from ddtree_trt.commands.options import DeviceRounds, Exact, NewestByDefault, Threads
+from ddtree_trt.commands.options import DeviceRounds, Exact, NewestByDefault, TensorParallelSize, Threads
 from ddtree_trt.commands.replica_options import (
     CpusPerReplica,
     GpusPerReplica,
@@ -55,6 +55,7 @@ def serve(
     ] = _D.drain_timeout_s,
     device_rounds: DeviceRounds = _D.device_rounds,
     exact: Exact = _D.exact,
+    tensor_parallel_size: TensorParallelSize = _D.tensor_parallel_size,
     threads: Threads = _D.threads,
     tool_parser: Annotated[
         str,
@@ -96,6 +97,7 @@ def serve(
         drain_timeout_s=drain_timeout,
         device_rounds=check_device_rounds(device_rounds),
         exact=exact,
+        tensor_parallel_size=tensor_parallel_size,
         threads=threads,
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,

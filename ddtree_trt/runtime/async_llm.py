@@ -52,6 +52,7 @@ class AsyncLLM:
         threads: CPU threads of the engine; 0 chooses.
         device_rounds: as for LLM.
         exact: as for LLM.
+        tensor_parallel_size: as for LLM.
         progress: as for LLM.
         max_waiting: sequences that may wait for a slot before `QueueFull` is raised; None is unlimited.
         on_finished: called on the worker thread with every request that ended, for whatever reason; it must be quick.
@@ -68,13 +69,19 @@ class AsyncLLM:
         threads: int = 0,
         device_rounds: DeviceRoundsMode = "auto",
         exact: bool | None = None,
+        tensor_parallel_size: int = 1,
         progress: Progress = no_progress,
         max_waiting: int | None = None,
         on_finished: Callable[[Request], None] | None = None,
     ) -> None:
         self._owner = OwnerProcess("AsyncLLM")
         self.core = open_core(
-            Path(engine_dir), threads=threads, exact=exact, device_rounds=device_rounds, progress=progress
+            Path(engine_dir),
+            threads=threads,
+            exact=exact,
+            tensor_parallel_size=tensor_parallel_size,
+            device_rounds=device_rounds,
+            progress=progress,
         )
         self.engine = self.core.engine
         self.codec = self.core.codec

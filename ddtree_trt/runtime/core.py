@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.decoding.budget import AutoBudgets
 from ddtree_trt.runtime.decoding.latency import load_or_measure
@@ -77,6 +78,7 @@ def open_core(
     threads: int = 0,
     warm: bool = True,
     exact: bool | None = None,
+    tensor_parallel_size: int = 1,
     device_rounds: DeviceRoundsMode = "auto",
     profile: bool = False,
     progress: Progress = no_progress,
@@ -85,7 +87,16 @@ def open_core(
 
     Also raises UsageError where `device_rounds` is not a mode, or not one of this engine.
     """
-    engine = open_engine(directory, threads=threads, warm=warm, exact=exact, progress=progress)
+    if tensor_parallel_size != 1 and device_rounds == "on":
+        raise UsageError("device_rounds is on, but a target that is split has rounds on the host only; use auto or off")
+    engine = open_engine(
+        directory,
+        threads=threads,
+        warm=warm,
+        exact=exact,
+        tensor_parallel_size=tensor_parallel_size,
+        progress=progress,
+    )
     with closed_on_failure(engine):
         return assemble_core(directory, engine, device_rounds=device_rounds, profile=profile)
 

@@ -32,6 +32,9 @@ class LLM:
         exact: of engines of the onnxruntime backend, whether every token is emitted from logits with the bits that `ar`
             computes, so that its tokens are those of all methods. Single tokens take longer then. None: for int8
             engines.
+        tensor_parallel_size: of engines of the torch backend, over how many GPUs the target is split, each with a
+            process; without a GPU, over how many processes. Needs a script whose work is under
+            `if __name__ == "__main__":`, because the other processes import it.
         progress: called with the passes that warm up an engine on a GPU: stage, passes made, passes in all.
 
     An engine of the torch backend on a GPU changes settings of PyTorch for the whole process and for good: products of
@@ -50,12 +53,14 @@ class LLM:
         profile: bool = False,
         device_rounds: DeviceRoundsMode = "auto",
         exact: bool | None = None,
+        tensor_parallel_size: int = 1,
         progress: Progress = no_progress,
     ) -> None:
         self.core = open_core(
             Path(engine_dir),
             threads=threads,
             exact=exact,
+            tensor_parallel_size=tensor_parallel_size,
             device_rounds=device_rounds,
             profile=profile,
             progress=progress,

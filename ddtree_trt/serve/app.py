@@ -42,6 +42,7 @@ def open_app(engine_dir: Path, options: ServeOptions, progress: Progress = no_pr
         threads=options.threads,
         device_rounds=options.device_rounds,
         exact=options.exact,
+        tensor_parallel_size=options.tensor_parallel_size,
         progress=progress,
         max_waiting=options.max_waiting,
         on_finished=metrics.finished,

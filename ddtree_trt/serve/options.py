@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddtree_trt.errors import MAX_COUNT, MAX_THREADS, UsageError, check_range
+from ddtree_trt.errors import MAX_COUNT, MAX_RANKS, MAX_THREADS, UsageError, check_range
 from ddtree_trt.runtime.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, check_parser
 from ddtree_trt.runtime.params import DeviceRoundsMode
 
@@ -25,6 +25,7 @@ class ServeOptions:
     drain_timeout_s: float = 30.0  # after SIGTERM, before the requests that still run are ended
     device_rounds: DeviceRoundsMode = "auto"  # whether rounds stay on the device; on: other requests are refused
     exact: bool | None = None  # every method gives the tokens of `ar`, bit for bit; None: the engine's default
+    tensor_parallel_size: int = 1  # GPUs, or processes, over which the target is split
     threads: int = 0  # CPU threads of the engine; 0 chooses
     access_log: bool = False
     playground: bool = False  # whether /playground is served: a page to chat on and to watch trees
@@ -51,5 +52,6 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("request_timeout_s", 0, 86400),
     ("stall_timeout_s", 1, 3600),
     ("drain_timeout_s", 0, 86400),
+    ("tensor_parallel_size", 1, MAX_RANKS),
     ("threads", 0, MAX_THREADS),
 )

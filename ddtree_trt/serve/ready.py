@@ -18,10 +18,14 @@ def ready_line(llm: AsyncLLM, options: ServeOptions, address: str) -> str:
         f"serving {served}: {manifest.name}, {manifest.backend} {manifest.precision}{_way(llm, options)}",
         f"{_method(manifest)} unless a request says otherwise",
         f"{llm.slots} slots of {manifest.limits.max_seq_len} tokens, {waiting} may wait",
-        f"{'a key is needed; ' if options.api_key else ''}{'/playground, ' if options.playground else ''}/v1, /health and "
-        f"/metrics{' (vLLM names too)' if options.vllm_metrics else ''} on {address}",
+        f"{'a key is needed; ' if options.api_key else ''}{_routes(options)} on {address}",
     ]
     return "; ".join(parts)
+
+
+def _routes(options: ServeOptions) -> str:
+    page = "/playground, " if options.playground else ""
+    return f"{page}/v1, /health and /metrics{' (vLLM names too)' if options.vllm_metrics else ''}"
 
 
 def _way(llm: AsyncLLM, options: ServeOptions) -> str:

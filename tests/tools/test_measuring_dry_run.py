@@ -35,6 +35,7 @@ def test_dry_run(tmp_path: Path) -> None:
     for precision in ("fp32", "bf16"):
         assert result["correctness"][precision]["outputs"] == 7
         assert result["correctness"][precision]["relative_error"] < 0.15
+    assert result["two_gpus"]["outputs"] == 4 and result["two_gpus"]["differ_at_a_tie"] == 0
     assert set(result["ceilings"]) == {"copy_gb_per_s", "bf16_tflop_per_s"}
     (pair,) = result["pairs"]
     assert pair["shape"] == "micro" and pair["weight_bytes"] > 0

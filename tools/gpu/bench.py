@@ -35,7 +35,7 @@ from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.plugins.library import TORCH, find
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.weights import choose_device
-from tools.gpu import correct
+from tools.gpu import correct, ranks
 from tools.gpu.published import Published
 from tools.gpu.rounds import ceilings, fill, time_device, time_host
 
@@ -258,12 +258,17 @@ def main() -> int:
         report.body["kernels"] = report.step("kernels", lambda: kernel_check(args.kernel_check))
     report.body["pointwise"] = report.step("norms, rotary, swiglu", lambda: pointwise(device))
     with tempfile.TemporaryDirectory() as folder:
+        size = (1, 12) if args.dry_run else (6, 96)
         for precision in ["fp32", "bf16"] if args.dry_run else ["bf16", "fp16", "fp32"]:
-            size = (1, 12) if args.dry_run else (6, 96)
             report.body["correctness"][precision] = report.step(
                 f"correctness in {precision}",
                 partial(correct.check, Path(folder), precision, device, *size),
             )
+        if (reason := ranks.obstacle(dry_run=args.dry_run)) is not None:
+            report.note("two GPUs", f"skipped: {reason}")
+        else:
+            precision = "fp32" if args.dry_run else "bf16"
+            report.body["two_gpus"] = report.step("two GPUs", partial(ranks.check, Path(folder), precision, *size))
     report.body["ceilings"] = report.step("ceilings", lambda: ceilings(device))
     if args.reference is None:
         report.note("published code", "skipped: no --reference CHECKOUT")

@@ -13,7 +13,7 @@ import ddtree_trt
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.bench.pairs.random_pair import find_shape
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.runtime.engines.base import RoundRequest, VerifyRequest
+from ddtree_trt.runtime.engines.base import Engine, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.engines.torch.attention import load_operators
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.pointwise import KernelMath, PlainMath, rotary_tables
@@ -91,12 +91,13 @@ def check_pointwise(device: torch.device) -> dict[str, float]:
     return errors
 
 
-def compare_trees(truth: TorchEngine, engine: TorchEngine) -> float:
+def compare_trees(truth: TorchEngine, engine: Engine) -> float:
     """Largest error of logits, in units of their root mean square, over two slots of one pass and three rounds whose
     commits move rows."""
     rng, worst = np.random.default_rng(0), 0.0
     vocab = truth.manifest.target_dims.vocab_size
-    for e in (truth, engine):
+    engines: tuple[Engine, ...] = (truth, engine)
+    for e in engines:
         for slot, length in enumerate((7, 300)):
             tokens = np.random.default_rng(slot).integers(5, vocab, length)
             for start in range(0, length, 256):
@@ -105,17 +106,17 @@ def compare_trees(truth: TorchEngine, engine: TorchEngine) -> float:
         trees = [random_tree(rng, size, vocab) for size in sizes]
         logits = [
             [np.asarray(v.logits) for v in e.verify([VerifyRequest(s, t) for s, t in enumerate(trees)])]
-            for e in (truth, engine)
+            for e in engines
         ]
         for expected, found in zip(*logits, strict=True):
             worst = max(worst, float(np.abs(found - expected).max() / np.sqrt(np.mean(np.square(expected)))))
-        for e in (truth, engine):
+        for e in engines:
             for slot, tree in enumerate(trees):
                 path = [len(tree) - 1]
                 while tree.parents[path[-1]] >= 0:
                     path.append(int(tree.parents[path[-1]]))
                 e.commit(slot, np.array(path[::-1], np.int32), taps=True)
-    for e in (truth, engine):
+    for e in engines:
         e.truncate(1, 0)
     return worst
 

@@ -25,9 +25,9 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def fill(engine: TorchEngine, tokens: np.ndarray) -> int:
+def fill(engine: Engine, tokens: np.ndarray) -> int:
     """Empty slot 0 and prefill these tokens; returns the target's next token."""
-    chunk = engine.limits.prefill_chunk
+    chunk = engine.manifest.limits.prefill_chunk
     engine.truncate(0, 0)
     for start in range(0, len(tokens), chunk):
         verdict = engine.prefill(0, tokens[start : start + chunk], rows="last", taps=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.toolchain import RANKS
 from ddtree_trt.errors import UsageError
 from ddtree_trt.plugins import MAX_DEVICE_BUDGET
 from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
@@ -65,6 +66,8 @@ def engine_host_reason(manifest: Manifest) -> str | None:
     """Why an engine builds every tree on the host; None when it has rounds that stay on the device."""
     if manifest.backend != "torch":
         return f"the {manifest.backend} backend builds trees on the host"
+    if RANKS in manifest.toolchain:
+        return f"its target is split over {manifest.toolchain[RANKS]} processes, which the host leads"
     if not manifest.drafting.at_once:
         return f"an {manifest.drafting.title} drafts {'level by level' if manifest.drafting.by_levels else 'no trees'}"
     if manifest.drafting.pairs is not None:

@@ -21,6 +21,7 @@ from ddtree_trt.errors import (
     MissingDependency,
     UsageError,
     check_range,
+    check_ranks,
     install_with,
 )
 from ddtree_trt.runtime.engines.base import Engine
@@ -35,6 +36,7 @@ def open_engine(
     threads: int = 0,
     warm: bool = False,
     exact: bool | None = None,
+    tensor_parallel_size: int = 1,
     limits: Limits | None = None,
     progress: Progress = no_progress,
 ) -> Engine:
@@ -43,11 +45,14 @@ def open_engine(
 
     `threads`: CPU threads; 0 chooses automatically. `warm`: call `Engine.warm_up`, which reports to `progress`.
     `exact`: whether every method emits the tokens of autoregressive decoding, bit for bit; None is the engine's
-    default. `limits`: other ones than it was built for, whose caches have as many rows; no plans depend on them.
-    Raises UsageError for an invalid number of threads or where `exact` cannot be chosen, and ArtifactError,
-    which names the difference and the command that rebuilds the engine, for an engine that cannot be loaded.
+    default. `tensor_parallel_size`: processes over which the target of an engine of the torch backend is split, each
+    with a GPU where there are GPUs. `limits`: other ones than it was built for, whose caches have as many rows; no
+    plans depend on them. Raises UsageError for a number out of range or where `exact` or the number of processes
+    cannot be chosen, and ArtifactError, which names the difference and the command that rebuilds the engine, for an
+    engine that cannot be loaded.
     """
     check_range("threads", threads, 0, MAX_THREADS)
+    check_ranks(tensor_parallel_size)
     manifest = load_manifest(directory)
     if exact is not None and manifest.backend != "onnxruntime":
         raise UsageError(
@@ -59,12 +64,17 @@ def open_engine(
             f"{directory} has a mixture of experts, whose products depend on how many rows of a pass choose an expert; "
             "leave exact out"
         )
+    if tensor_parallel_size > 1 and manifest.backend != "torch":
+        raise UsageError(
+            f"tensor_parallel_size is for engines of the torch backend, {directory} is for {manifest.backend}; leave "
+            f"it out, or rebuild with: {rebuild_command(directory, replace(manifest, backend='torch'))}"
+        )
     verify_for_opening(directory, manifest, progress)
     if limits is not None:
         manifest = replace(manifest, limits=limits)
     try:
         with _as_memory_errors():
-            engine = load_backend(directory, manifest, threads, exact)
+            engine = load_backend(directory, manifest, threads, exact, tensor_parallel_size)
             if warm:
                 with closed_on_failure(engine):
                     engine.warm_up(progress)
@@ -101,7 +111,9 @@ def closed_on_failure(engine: Engine) -> Iterator[None]:
         raise
 
 
-def load_backend(directory: Path, manifest: Manifest, threads: int, exact: bool | None) -> Engine:
+def load_backend(
+    directory: Path, manifest: Manifest, threads: int, exact: bool | None, tensor_parallel_size: int = 1
+) -> Engine:
     """The engine of a directory whose digests were checked, as a manifest describes it."""
     if manifest.backend == "onnxruntime":
         _check_onnxruntime(directory, manifest)
@@ -110,6 +122,10 @@ def load_backend(directory: Path, manifest: Manifest, threads: int, exact: bool 
         return OrtEngine(directory, manifest, threads=threads, exact=exact)
     if manifest.backend == "torch":
         require_torch(f"{directory} was built for the torch backend")
+        if tensor_parallel_size > 1:
+            from ddtree_trt.runtime.engines.torch.parallel.engine import ParallelEngine
+
+            return ParallelEngine.open(directory, manifest, tensor_parallel_size, threads=threads)
         from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 
         return TorchEngine.open(directory, manifest, threads=threads)

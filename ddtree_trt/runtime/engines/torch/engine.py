@@ -26,6 +26,7 @@ from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
 from ddtree_trt.runtime.engines.torch.attention import Scratch, attention_for
 from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter, make_drafter
 from ddtree_trt.runtime.engines.torch.model import Weights
+from ddtree_trt.runtime.engines.torch.parallel.shard import ALONE, Shard
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.engines.torch.target import TargetPass
 from ddtree_trt.runtime.engines.torch.weights import (
@@ -44,8 +45,9 @@ class TorchEngine:
 
     foresee = None
 
-    def __init__(self, manifest: Manifest, weights: Weights, device: torch.device) -> None:
-        """`weights` by the names of `weight_layout`, on the device and in the manifest's precision."""
+    def __init__(self, manifest: Manifest, weights: Weights, device: torch.device, shard: Shard = ALONE) -> None:
+        """`weights` by the names of `weight_layout`, on the device and in the manifest's precision. `shard`: the part
+        of the target that these are, with a manifest of that part's dimensions."""
         if device.type == "cuda":
             use_float32_sums()
         # Latencies depend on the device: the toolchain is a part of the latency profile's fingerprint.
@@ -56,11 +58,13 @@ class TorchEngine:
         dtype = DTYPES[manifest.precision]
         scratch = Scratch(memory.attention_workspace_bytes((dims, draft_dims), self.limits), device)
         attention = attention_for(device, dtype, dims.head_dim, scratch)
-        self.target = TargetPass(manifest, weights, manifest.drafting.tap_layers, attention, device)
+        self.target = TargetPass(manifest, weights, manifest.drafting.tap_layers, attention, device, shard)
         self.drafter = make_drafter(manifest, weights, self.target.network, scratch, self.target.graphs)
-        # Rounds on the device need a whole draft in one pass, which is a block drafter's, and marginals.
+        # Rounds on the device need a whole draft in one pass, which is a block drafter's, marginals, and the whole rows
+        # of logits that they draw from.
         block = self.drafter if isinstance(self.drafter, BlockDrafter) else None
-        self.rounds = None if block is None or manifest.drafting.pairs else TorchRounds(self.target, block)
+        without = block is None or manifest.drafting.pairs or shard.size > 1
+        self.rounds = None if block is None or without else TorchRounds(self.target, block)
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest, *, threads: int = 0) -> TorchEngine:

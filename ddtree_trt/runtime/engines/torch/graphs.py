@@ -74,17 +74,19 @@ class Graphs:
     objects made by `sharing`, use one pool of memory: a pass may overwrite the intermediate tensors of the one before.
     """
 
-    def __init__(self, device: torch.device, recorder: Recorder | None = None) -> None:
-        """`recorder` of the graphs to share memory with; None for a separate pool."""
+    def __init__(self, device: torch.device, recorder: Recorder | None = None, *, capture: bool = True) -> None:
+        """`recorder` of the graphs to share memory with; None for a separate pool. `capture`: False runs all work as
+        on a CPU."""
         self._device = device
         self._graphs: dict[Hashable, Any] = {}
         self._recorder = recorder
-        if device.type == "cuda" and recorder is None:
+        self._capture = capture
+        if device.type == "cuda" and capture and recorder is None:
             self._recorder = Recorder()
 
     def sharing(self) -> Graphs:
         """Graphs with separate keys in the same pool of memory."""
-        return Graphs(self._device, self._recorder)
+        return Graphs(self._device, self._recorder, capture=self._capture)
 
     def __len__(self) -> int:
         return len(self._graphs)

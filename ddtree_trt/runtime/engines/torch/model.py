@@ -23,6 +23,8 @@ from ddtree_trt.models.drafters.heads import ATTENTION, MLP
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.torch.attention import Attention, Place
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
+from ddtree_trt.runtime.engines.torch.parallel.shard import ALONE, Shard
+from ddtree_trt.runtime.engines.torch.parallel.vocabulary import Vocabulary
 from ddtree_trt.runtime.engines.torch.parts.experts import mixture
 from ddtree_trt.runtime.engines.torch.parts.heads import Convolutions, PairScores
 from ddtree_trt.runtime.engines.torch.pointwise import math_for, rotary_tables, rotate
@@ -57,7 +59,10 @@ class Decoder:
         cache: DeviceCache,
         attention: Attention,
         convolutions: Convolutions | None = None,
+        shard: Shard = ALONE,
     ) -> None:
+        """`dims` and weights are those of the shard."""
+        self._shard = shard
         self.dims = dims
         self.cache = cache
         self.attention = attention
@@ -81,14 +86,14 @@ class Decoder:
             d.num_heads,
         )
         seen = self.attention(q, k, v, *self.cache.layer(index), place, mode, self.scale, window)
-        return F.linear(seen.flatten(2), layer.o)
+        return self._shard.all_reduce(F.linear(seen.flatten(2), layer.o))
 
     def mlp(self, layer: Layer, h: Tensor) -> Tensor:
         """SwiGLU of rows h [N, T, H], or that of the experts they choose: [N, T, H]."""
         if layer.router is not None and self.dims.experts is not None:
             weights = layer.router, layer.gate_up, layer.down
-            return mixture(h, *weights, self.dims.experts, self.math.swiglu)
-        return F.linear(self.math.swiglu(F.linear(h, layer.gate_up)), layer.down)
+            return self._shard.all_reduce(mixture(h, *weights, self.dims.experts, self.math.swiglu))
+        return self._shard.all_reduce(F.linear(self.math.swiglu(F.linear(h, layer.gate_up)), layer.down))
 
     def _around(self, index: int, where: str, h: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
         """A sublayer over rows h [N, T, H], with the convolution there where the network has one."""
@@ -149,24 +154,31 @@ class LanguageModel:
         cache: DeviceCache,
         attention: Attention,
         taps: tuple[int, ...] = (),
+        shard: Shard = ALONE,
     ) -> None:
+        """`dims` and weights are those of the shard, apart from `vocab_size`."""
         self.dims = dims
         self.cache = cache
         self.taps = taps
+        self.vocabulary = Vocabulary(dims.vocab_size, shard)
         self.embedding = weights[f"{prefix}embedding"]
         self.head = ready_head(weights.get(f"{prefix}head", self.embedding))
-        self._decoder = Decoder(dims, weights, prefix, cache, attention)
+        self._decoder = Decoder(dims, weights, prefix, cache, attention, shard=shard)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The embeddings [..., H] of token_ids int [...]."""
+        return self.vocabulary.embed(token_ids, self.embedding)
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, place: Place, mode: MaskMode
     ) -> tuple[Tensor, Tensor | None]:
         """Hidden states [N, T, H] of token_ids int [N, T] and, where layers are tapped, their outputs [N, T, M·H]."""
-        x = F.embedding(token_ids, self.embedding)
+        x = self.embed(token_ids)
         hidden, tapped = self._decoder.run(x, positions, place, mode, self.taps)
         return hidden, torch.cat(tapped, -1) if tapped else None
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """float32 [R, V] of hidden states [R, H]."""
+        """float32 [R, V] of hidden states [R, H]; V is the shard's part of the vocabulary."""
         return head_logits(hidden, self.head, out)
 
 
@@ -193,9 +205,11 @@ class DFlash:
     ) -> None:
         self.dims = dims
         self.cache = cache
-        self._embedding = weights.get(f"{DRAFTER}embedding", target.embedding)
+        own_embedding = weights.get(f"{DRAFTER}embedding")
+        self._embed = target.embed if own_embedding is None else partial(F.embedding, weight=own_embedding)
         own_head = weights.get(f"{DRAFTER}head")
         self._head = target.head if own_head is None else ready_head(own_head)
+        self._vocabulary = target.vocabulary if own_head is None else Vocabulary(dims.head_size)
         offsets = weights.get(f"{DRAFTER}to_target")  # int32 [V']
         self._target_ids = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
         self._sights = tuple(dims.sight(i) for i in range(dims.num_layers)) if dims.windows or dims.causal else ()
@@ -238,7 +252,7 @@ class DFlash:
         masks = bonus_tokens.new_full((batch, d.block_size - 1), d.mask_token_id)
         token_ids = torch.cat((bonus_tokens[:, None], masks), 1)
         positions = place.past[:, None] + self._block
-        x = F.embedding(token_ids, self._embedding).to(self._fc.dtype)
+        x = self._embed(token_ids).to(self._fc.dtype)
         if d.embedding_scale != 1:
             x = x * d.embedding_scale
         hidden, _ = self._decoder.run(x, positions, place, MaskMode.NONE, sights=self._sights)
@@ -246,13 +260,13 @@ class DFlash:
         logits = head_logits(hidden.flatten(0, 1), self._head)
         if self._pairs is None:
             logits = self._capped(logits)
-        best, draft_ids = logits.topk(top_k, -1)
+        best, draft_ids = self._vocabulary.topk(logits, top_k)
         shape = (batch, d.draft_length, top_k)
         draft_ids = draft_ids.view(shape)
         ids = (draft_ids if self._target_ids is None else self._target_ids[draft_ids]).to(torch.int32)
         if self._pairs is not None:
             return self._capped(best).view(shape), ids, *self._pairs(hidden, bonus_tokens, ids, draft_ids)
-        return (best - logits.logsumexp(-1, keepdim=True)).view(shape), ids
+        return (best - self._vocabulary.logsumexp(logits)).view(shape), ids
 
     def _capped(self, logits: Tensor) -> Tensor:
         """The logits under the drafter's scale and cap, which keep their order."""

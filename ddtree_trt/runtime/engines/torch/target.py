@@ -27,6 +27,7 @@ from ddtree_trt.runtime.engines.torch.attention import Attention, Place
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
 from ddtree_trt.runtime.engines.torch.graphs import Download, Graphs, Upload
 from ddtree_trt.runtime.engines.torch.model import LanguageModel, Weights
+from ddtree_trt.runtime.engines.torch.parallel.shard import ALONE, Shard
 from ddtree_trt.runtime.engines.torch.weights import DTYPES
 from ddtree_trt.runtime.tree import token_chain
 
@@ -62,24 +63,32 @@ class TargetPass:
     """The target's network, cache, buffers and passes, used by the engine and by its rounds on the device.
 
     `kernels`: whether `torch.ops.ddtree` works on this device. `buckets`: the sizes T of passes, rising. `logits`:
-    float32 [N·T, V] of the last pass over trees. `claims`: every call for a slot claims it before it starts.
+    float32 [N·T, V] of the last pass over trees, where V is the shard's part of the vocabulary. `claims`: every call
+    for a slot claims it before it starts. `last_logits`: those of each verdict of the last pass, float32 [R, V].
     """
 
     def __init__(
-        self, manifest: Manifest, weights: Weights, taps: tuple[int, ...], attention: Attention, device: torch.device
+        self,
+        manifest: Manifest,
+        weights: Weights,
+        taps: tuple[int, ...],
+        attention: Attention,
+        device: torch.device,
+        shard: Shard = ALONE,
     ) -> None:
         """`weights` by the names of `weight_layout`; `taps`: the layers whose outputs are the drafter's input."""
         limits, dims, dtype = manifest.limits, manifest.target_dims, DTYPES[manifest.precision]
         slots, tokens = limits.max_batch, limits.max_tokens_per_pass
         self.device = device
         self.kernels = attention.kernels
-        self.graphs = Graphs(device)
+        # Passes that wait for other ranks are not captured.
+        self.graphs = Graphs(device, capture=shard.size == 1)
         self.claims = SlotClaims(slots)
         self.cache = DeviceCache(dims, slots, limits.cache_rows, dtype, device, kernels=attention.kernels)
-        self.network = LanguageModel(dims, weights, TARGET, self.cache, attention, taps)
+        self.network = LanguageModel(dims, weights, TARGET, self.cache, attention, taps, shard)
         # On a CPU, without captures, a pass is as long as its longest tree.
         self.buckets = buckets(tokens) if device.type == "cuda" else list(range(1, tokens + 1))
-        self.logits = torch.empty(slots * tokens, dims.vocab_size, device=device)
+        self.logits = torch.empty(slots * tokens, self.network.vocabulary.rows, device=device)
         self._taps = torch.empty(slots * tokens, len(taps) * dims.hidden_size, dtype=dtype, device=device)
         mask = (slots, tokens, mask_words(tokens))
         self._control = Upload(Upload.size((slots,), (slots,), *[(slots, tokens)] * 2, mask), device)
@@ -87,6 +96,7 @@ class TargetPass:
         self._commits = [Upload(Upload.size((1,), (1,), (1,), (tokens,)), device) for _ in range(slots)]
         self._choices = Download(slots * tokens, device)
         self._last_passes: dict[int, _LastPass] = {}  # by slot
+        self.last_logits: list[Tensor] = []
 
     @property
     def waits(self) -> int:
@@ -120,7 +130,8 @@ class TargetPass:
     def verdict(self, hidden: Tensor) -> Verdict:
         """The results at rows [R, H] of a prompt's output. The host waits for the choices, unless R is 0."""
         logits = self.network.logits(hidden)
-        choices = logits.argmax(-1).cpu().numpy() if len(hidden) else np.empty(0, np.int64)
+        self.last_logits = [logits]
+        choices = self.network.vocabulary.argmax(logits).cpu().numpy() if len(hidden) else np.empty(0, np.int64)
         return Verdict(choices, readable(logits))
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
@@ -131,7 +142,7 @@ class TargetPass:
 
         def work() -> None:
             logits, tapped = self.run(ids, positions, place)
-            on_device[:rows].copy_(logits.argmax(-1).flatten())
+            on_device[:rows].copy_(self.network.vocabulary.argmax(logits.flatten(0, 1)))
             if tapped is not None:
                 self._taps[:rows].copy_(tapped.flatten(0, 1))
 
@@ -139,11 +150,13 @@ class TargetPass:
         self.graphs.run((batch, tokens), work)
         choices = self._choices.fetch(rows).astype(np.int64).reshape(batch, tokens)
         verdicts = []
+        self.last_logits = []
         for n, request in enumerate(requests):
             size, start = len(request.tree), n * tokens
             taps = self._taps[start : start + size] if self.network.taps else None
             self._last_passes[request.slot] = _LastPass(request.tree.token_ids, taps)
-            verdicts.append(Verdict(choices[n, :size], readable(self.logits[start : start + size])))
+            self.last_logits.append(self.logits[start : start + size])
+            verdicts.append(Verdict(choices[n, :size], readable(self.last_logits[-1])))
         return verdicts
 
     def commit(self, slot: int, path: NDArray[np.int32]) -> tuple[NDArray[np.int64], Tensor | None]:

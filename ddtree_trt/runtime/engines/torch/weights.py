@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -15,6 +16,8 @@ from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET, StoredWeight, stored_weights
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.plugins import LOWEST_SM
+from ddtree_trt.runtime.engines.torch.parallel.shard import ALONE, Shard
+from ddtree_trt.runtime.engines.torch.parallel.split import Cut, cut_of
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, PRECISIONS[name].dtype) for name in BACKEND_PRECISIONS["torch"]}
 
@@ -62,9 +65,9 @@ def check_device(directory: Path, manifest: Manifest, device: torch.device) -> N
             )
 
 
-def read_weights(directory: Path, manifest: Manifest, device: torch.device) -> dict[str, Tensor]:
-    """Every tensor of the weight file, on the device. Raises ArtifactError when the file does not match the
-    manifest."""
+def read_weights(directory: Path, manifest: Manifest, device: torch.device, shard: Shard = ALONE) -> dict[str, Tensor]:
+    """Every tensor of the weight file, or a rank's part of it, on the device. Raises ArtifactError when the file does
+    not match the manifest."""
     path, dtype = directory / TORCH_WEIGHTS, DTYPES[manifest.precision]
     rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
     weights: dict[str, Tensor] = {}
@@ -76,19 +79,29 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device) -> d
             if missing := sorted({w.name for w in expected} ^ names):
                 raise ArtifactError(f"{path}: {missing[0]} is missing or superfluous; {rebuild}")
             for weight in expected:
-                tensor = file.get_tensor(weight.name)
+                cut = cut_of(weight, manifest.target_dims, shard)
+                tensor, shape = _read(file, weight.name, cut)
                 wanted = torch.int32 if weight.integers else dtype
                 if weight.network == "drafter" and manifest.drafting.at_once and wanted == torch.float16:
                     wanted = drafter_dtype = drafter_dtype or tensor.dtype  # all of one type
-                if tuple(tensor.shape) != weight.shape or tensor.dtype != wanted:
+                if shape != weight.shape or tensor.dtype != wanted:
                     raise ArtifactError(
                         f"{path}: {weight.name} should be {wanted} {list(weight.shape)}, found "
-                        f"{tensor.dtype} {list(tensor.shape)}; {rebuild}"
+                        f"{tensor.dtype} {list(shape)}; {rebuild}"
                     )
                 weights[weight.name] = tensor
     except (OSError, SafetensorError) as error:
         raise ArtifactError(f"{path} cannot be read ({error}); {rebuild}") from error
     return weights
+
+
+def _read(file: Any, name: str, cut: Cut | None) -> tuple[Tensor, tuple[int, ...]]:
+    """A tensor of a safetensors file, or this part of it, and the shape of the whole."""
+    if cut is None:
+        tensor = file.get_tensor(name)
+        return tensor, tuple(tensor.shape)
+    stored = file.get_slice(name)
+    return cut.read(stored, torch.cat), tuple(stored.get_shape())
 
 
 def _expected(manifest: Manifest, names: set[str]) -> list[StoredWeight]:

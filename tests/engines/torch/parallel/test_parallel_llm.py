@@ -1,0 +1,140 @@
+"""An `LLM` over two processes: the tokens of one, whatever the method; and what a rank that fails leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_builds import PACKAGED, build_torch_engine
+
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.runtime.async_llm import AsyncLLM
+from ddtree_trt.runtime.engines.base import VerifyRequest
+from ddtree_trt.runtime.engines.torch.parallel.control import Call
+from ddtree_trt.runtime.engines.torch.parallel.engine import ParallelEngine
+from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.tree import token_chain
+
+TREE = token_chain(np.arange(1, 5))
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("parallel") / "tiny"
+    build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", path, max_batch=2, max_seq_len=640).close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Any]:
+    rows = (PACKAGED / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
+    return [[{"role": "user", "content": json.loads(row)["prompt"]}] for row in rows[::12]]
+
+
+def generate(llm: LLM, prompts: list[Any]) -> Iterator[tuple[str, list[Any]]]:
+    """Tokens by case, of more prompts than there are slots."""
+    assert len(prompts) > llm.engine.manifest.limits.max_batch
+    cases: list[dict[str, Any]] = [
+        {"method": "ar"},
+        {"method": "dflash"},
+        {"method": "ddtree", "tree_budget": 16},
+        {"method": "ddtree"},
+        {"method": "ar", "temperature": 1.0, "seed": 5},
+        {"method": "ddtree", "tree_budget": 16, "temperature": 1.0, "seed": 5},
+        {"method": "ddtree", "tree_budget": 12, "temperature": 0.8, "top_p": 0.9, "seed": 7, "logprobs": 2, "n": 2},
+        {"method": "dflash-sample", "temperature": 0.7, "seed": 3},
+    ]
+    for case in cases:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=16, ignore_eos=True, **case))
+        yield str(case), [completion.token_ids for output in outputs for completion in output.outputs]
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    first = llm.generate(prompts[:1], params)[0]
+    rows = [row for row in first.prompt_logprobs or [] if row is not None]
+    yield "prompt_logprobs", [(row.token_id, row.rank, row.top[0][0]) for row in rows]
+
+
+def test_an_llm_gives_the_tokens_of_one_process_and_ends_with_a_rank(directory: Path, prompts: list[Any]) -> None:
+    with LLM(directory, threads=1) as one:
+        expected = list(generate(one, prompts))
+    with LLM(directory, threads=1, tensor_parallel_size=2) as two:
+        for (case, tokens), (_, found) in zip(expected, generate(two, prompts), strict=True):
+            assert found == tokens, case
+        assert not two.generate(prompts[0])[0].metrics.on_device
+        # A call that the other rank alone is sent, and refuses.
+        engine = two.engine
+        assert isinstance(engine, ParallelEngine)
+        engine._outbox.add(Call.TRUNCATE, 1, 600)
+        refused = r"ended: rank 1 of 2 failed: EngineError: slot 1 holds \d+ tokens, cannot keep the first 600"
+        for _ in range(2):  # and it stays ended
+            with pytest.raises(EngineError, match=refused):
+                two.generate(prompts[0])
+
+
+def test_a_killed_rank_ends_an_engine_that_serves(directory: Path, prompts: list[Any]) -> None:
+    """The request under way is told why, and so is every later one."""
+    said = "rank 1 of 2 was ended by SIGKILL"
+
+    async def work(llm: AsyncLLM) -> None:
+        engine = llm.engine
+        assert isinstance(engine, ParallelEngine)
+        params = SamplingParams(max_tokens=200, ignore_eos=True)
+        with pytest.raises(EngineError, match=said):
+            async for _ in llm.stream(prompts[0], params):
+                engine._followers.processes[0].kill()
+        assert llm.failure is not None
+        with pytest.raises(EngineError, match=said):
+            await llm.complete(prompts[0], params)
+
+    llm = AsyncLLM(directory, threads=1, tensor_parallel_size=2)
+    try:
+        asyncio.run(work(llm))
+    finally:
+        llm.shutdown()
+
+
+def test_a_rank_that_does_not_answer_ends_the_engine(directory: Path) -> None:
+    engine = ParallelEngine.open(directory, load_manifest(directory), 2, threads=1, timeout_s=5.0)
+    (process,) = engine._followers.processes
+    engine.prefill(0, np.arange(20), rows="last", taps=True)
+    with pytest.raises(UsageError, match="is in a process group of torch"):
+        LLM(directory, tensor_parallel_size=2)
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    for _ in range(2):
+        with pytest.raises(EngineError, match="ended: the other ranks did not answer within 5 s"):
+            engine.verify([VerifyRequest(0, TREE)])
+    assert not process.is_alive()
+    engine.close()
+
+
+def test_the_other_ranks_end_with_rank_0(directory: Path) -> None:
+    """Also while they wait for its next call."""
+    code = (
+        "import os, sys, signal\n"
+        "if __name__ == '__main__':\n"
+        "    from ddtree_trt.runtime.llm import LLM\n"
+        "    llm = LLM(sys.argv[1], threads=1, tensor_parallel_size=2)\n"
+        "    print(llm.engine._followers.processes[0].pid, flush=True)\n"
+        "    sys.stdin.read()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    # The pipe that the follower inherits as its stdout ends when it does.
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(directory)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as rank_0:
+        assert rank_0.stdout is not None and rank_0.stdin is not None
+        assert int(rank_0.stdout.readline()) > 0
+        rank_0.stdin.close()
+        assert rank_0.stdout.read() == ""  # returns when no process has the pipe any more
+        assert rank_0.wait() == -signal.SIGKILL
