@@ -93,7 +93,7 @@ def run(
         list[str] | None,
         typer.Option(
             metavar="PEER",
-            help="Also measure hf, llama-cpp=MODEL.gguf[,DRAFT.gguf], ddtree-reference=PATH, tensorrt-llm or "
+            help="Also measure hf, llama-cpp=MODEL.gguf[,DRAFT.gguf], ddtree-reference=PATH, tensorrt-llm[=DIR] or "
             "openai=URL; may be repeated.",
         ),
     ] = None,
