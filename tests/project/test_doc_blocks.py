@@ -64,6 +64,7 @@ def test_blocks_print_what_is_shown(shell: Shell, path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @each_document
 def test_slow_blocks_print_what_is_shown(shell: Shell, path: Path) -> None:
     check(faults(shell, path, "slow"))
@@ -113,3 +114,11 @@ def test_what_is_compared() -> None:
     assert differs("54 tokens · 20 tokens/s\nAnswer: 3\n", "54 tokens · 31 tokens/s\nAnswer: 3\n") is None
     assert differs("a\n…\nd\n", "a\nb\nc\nd\n") is None and differs("a…d\n", "abcd\n") is None
     assert differs("a\n…\nd\n", "a\nb\nc\n") and differs("Answer: 3\n", "Answer: 4\n")
+
+
+def test_a_command_that_fails_is_found(shell: Shell) -> None:
+    path = Path("x.md")
+    path.write_text("```console\n$ ddtree-trt run engines/tiny --example 99\n```\n\n```sh\nconda install x\n```\n")
+    refused, foreign = faults(shell, path, "run")
+    assert "ended with 2" in refused and "--example must be from 1 to 8" in refused
+    assert "tests run no conda" in foreign

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 CLIENT = "openai>=1.60"  # which the tutorial takes for granted
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 class Newcomer(Shell):

@@ -95,7 +95,7 @@ class Shell(ABC):
 
     @abstractmethod
     def run_command(self, command: str) -> str:
-        """What a command prints. Raises an exception where it cannot be run."""
+        """What a command prints. Raises an exception where it fails or cannot be run."""
 
     def fault(self, block: Block) -> str | None:
         """What is wrong with a block's output; None where it is as shown."""
@@ -110,8 +110,6 @@ class Shell(ABC):
                 printed = self.run_command(self._addressed(command))
                 if shown is not None and (fault := differs(shown, printed, f"{where}: {command}")):
                     return fault
-                if "error:" in printed and "error:" not in (shown or ""):
-                    return f"{where}: {command} failed: {printed}"
         except Exception as error:
             return f"{where}: {type(error).__name__}: {error}"
         return None
@@ -139,8 +137,12 @@ class ShellInProcess(Shell):
     def run_command(self, command: str) -> str:
         program, *arguments = shlex.split(command, comments=True)
         if program.rpartition("/")[2] == "ddtree-trt":
-            with _captured() as printed, contextlib.suppress(SystemExit):
-                app(arguments, prog_name="ddtree-trt")
+            with _captured() as printed:
+                try:
+                    app(arguments, prog_name="ddtree-trt")
+                except SystemExit as ended:
+                    if ended.code:
+                        raise RuntimeError(f"{command} ended with {ended.code}: {printed.getvalue()}") from None
             return printed.getvalue()
         if program == "curl":
             done = subprocess.run([program, *arguments], capture_output=True, text=True, check=True)
