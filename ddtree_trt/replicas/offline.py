@@ -14,11 +14,12 @@ from pathlib import Path
 from ddtree_trt.artifact.files import MANIFEST, sha256_file
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.errors import MAX_COUNT
+from ddtree_trt.errors import MAX_COUNT, check_range
 from ddtree_trt.replicas.options import ReplicaOptions
 from ddtree_trt.replicas.part_worker import PARTS_AT_A_TIME, PartWorker
 from ddtree_trt.replicas.parts import open_parts, rows_per_part
 from ddtree_trt.replicas.requests import read_requests
+from ddtree_trt.runtime.params import MAX_SEED
 from ddtree_trt.serve.options import ServeOptions
 
 
@@ -59,6 +60,7 @@ def map_prompts(
     Raises UsageError for a file or an output that cannot be used, ArtifactError for an engine that cannot, EngineError
     when an engine fails; what was answered until then is kept.
     """
+    check_range("seed", seed, 0, MAX_SEED)
     engine_dir = engine_dir.resolve()
     load_manifest(engine_dir)
     requests = read_requests(source, seed)

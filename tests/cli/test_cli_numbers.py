@@ -22,6 +22,7 @@ from ddtree_trt.commands import (
     inspect,
     profile,
     run,
+    run_batch,
     serve,
 )
 from ddtree_trt.peerconfig.registry import PEERS
@@ -37,6 +38,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "inspect": inspect.inspect,
     "profile": profile.profile,
     "run": run.run,
+    "run-batch": run_batch.run_batch,
     "serve": serve.serve,
 }
 # What stands beside the option: a call that is right without it. ENGINE is the tiny engine, FOLDER an empty directory.
@@ -48,6 +50,7 @@ ARGUMENTS = {
     "export-triton": "ENGINE FOLDER/models",
     "profile": "ENGINE",
     "run": "ENGINE --prompt x",
+    "run-batch": "ENGINE --replicas 2 --input-file FOLDER/in.jsonl --output-file FOLDER/out.jsonl",
     "serve": "ENGINE",
 }
 HUGE = str(10**30)
@@ -92,6 +95,12 @@ REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("run", "--min-p"): NO_REAL,
     ("run", "--seed"): (*NO_COUNT, str(2**64)),
     ("run", "--threads"): NO_COUNT,
+    ("run-batch", "--seed"): (*NO_COUNT, str(2**64)),
+    ("run-batch", "--threads"): NO_COUNT,
+    ("run-batch", "--replicas"): NO_SIZE,
+    ("run-batch", "--max-replicas"): ("1", *NO_SIZE),  # fewer than the replicas
+    ("run-batch", "--cpus-per-replica"): NO_REAL,
+    ("run-batch", "--gpus-per-replica"): NO_REAL,
     ("serve", "--port"): (*NO_COUNT, "65536"),
     ("serve", "--max-requests"): NO_SIZE,
     ("serve", "--max-waiting"): NO_COUNT,
@@ -100,6 +109,11 @@ REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("serve", "--stall-timeout"): ("0", *NO_REAL),
     ("serve", "--drain-timeout"): NO_REAL,
     ("serve", "--threads"): NO_COUNT,
+    ("serve", "--replicas"): NO_SIZE,
+    ("serve", "--max-replicas"): ("2", *NO_SIZE),  # without --replicas
+    ("serve", "--target-ongoing-requests"): ("8", *NO_REAL),
+    ("serve", "--cpus-per-replica"): ("1", *NO_REAL),
+    ("serve", "--gpus-per-replica"): ("1", *NO_REAL),
 }
 # Numbers that are given as text.
 IN_TEXT: dict[tuple[str, str], tuple[str, ...]] = {

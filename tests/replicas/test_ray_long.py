@@ -17,7 +17,10 @@ from serving import LONG
 
 pytest.importorskip("ray", reason="the extra [ray] is not installed")
 
-from ray_replicas import Replicas, private_cluster
+from ray_replicas import Replicas, private_cluster, processes
+
+from ddtree_trt.replicas.offline import map_prompts
+from ddtree_trt.replicas.options import ReplicaOptions
 
 pytestmark = pytest.mark.slow
 
@@ -68,6 +71,27 @@ applications:
         finally:
             process.send_signal(signal.SIGINT)
             process.wait(WAIT_S)
+
+
+def test_an_offline_run_whose_engine_is_killed(
+    tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the killed engine had under way is answered by another, and every request once."""
+    source, output = requests_file(tmp_path), tmp_path / "out.jsonl"
+    killed: list[int] = []
+
+    def kill_one(stage: str, done: int, total: int) -> None:
+        if not killed:
+            killed.append(processes("ray::MapWorker")[0])
+            os.kill(killed[0], signal.SIGKILL)
+
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    with private_cluster():
+        result = map_prompts(
+            tiny_engine, source, output, replicas=ReplicaOptions(2, cpus_per_replica=0.5), progress=kill_one
+        )
+    assert killed and (result.rows, result.refused, result.resumed) == (ROWS, 1, 0)
+    assert texts(output) == by_generate(tiny_engine, source)
 
 
 def test_a_killed_run_over_ray_is_gone_on_with(tiny_engine: Path, tmp_path: Path) -> None:

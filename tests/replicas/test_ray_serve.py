@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import concurrent.futures
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from offline_requests import ROWS, by_generate, requests_file, texts
 from pacing import WAIT_S, wait_for
 from serving import LONG
 
 from ddtree_trt import LLM, SamplingParams
-from ddtree_trt.replicas.offline import map_prompts
-from ddtree_trt.replicas.options import ReplicaOptions
 
 ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
 
@@ -32,7 +27,7 @@ QUESTION = "There are 8 trays on the table, each with 41 plates. What is the tot
 @pytest.fixture(scope="module")
 def served(tiny_engine: Path) -> Iterator[Replicas]:
     """Two engines of half a processor each, so that two processors have room for more."""
-    options = ("--replicas", "2", "--cpus-per-replica", "0.5", "--max-requests", "40", "--drain-timeout", str(WAIT_S))
+    options = ("--replicas", "2", "--cpus-per-replica", "0.5", "--max-requests", "20", "--drain-timeout", str(WAIT_S))
     with private_cluster(), Replicas(tiny_engine, *options) as server:
         assert "2 replicas of 8 slots" in server.ready, server.process.communicate()
         yield server
@@ -153,25 +148,6 @@ def test_too_many_requests_are_answered_429(served: Replicas, client: httpx.Clie
     refused = [line for line in page.splitlines() if line.startswith("ddtree_requests_refused_total") and "429" in line]
     assert sum(float(line.split()[-1]) for line in refused) == codes.count(429)
     assert page.rstrip().endswith("# EOF")
-
-
-def test_an_offline_run_whose_engine_is_killed(served: Replicas, tiny_engine: Path, tmp_path: Path) -> None:
-    """On the same cluster, by two engines of its own: what the killed one had under way is answered by another, and
-    every request once."""
-    source, output = requests_file(tmp_path), tmp_path / "out.jsonl"
-    before: list[int] = []
-
-    def kill_one(stage: str, done: int, total: int) -> None:
-        if not before:
-            before.extend(served.processes("ray::MapWorker"))
-            os.kill(before[0], signal.SIGKILL)
-
-    result = map_prompts(
-        tiny_engine, source, output, replicas=ReplicaOptions(2, cpus_per_replica=0.5), progress=kill_one
-    )
-    assert before and (result.rows, result.refused) == (ROWS, 1)
-    assert texts(output) == by_generate(tiny_engine, source)
-    assert len(served.running()) == 2, "the engines that serve were not touched"
 
 
 def test_sigterm_lets_requests_finish(served: Replicas, client: httpx.Client, long_text: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 from command_line import in_this_process
 from starlette.requests import Request
 
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import UsageError, install_with
 from ddtree_trt.replicas.options import ReplicaOptions
 
 pytest.importorskip("ray", reason="the extra [ray] is not installed")
@@ -36,6 +38,16 @@ def test_wrong_calls_are_explained_in_one_line(tiny_engine: Path, capfd: pytest.
     assert code == 2 and error.startswith("error: --stall-timeout cannot be had with --replicas")
     code, _, error = call("serve", tiny_engine.parent / "none", "--replicas", "2")
     assert code == 1 and error.startswith("error: no engine at ")
+
+
+def test_without_the_extra_the_command_names_it(tiny_engine: Path) -> None:
+    script = (
+        "import sys; sys.modules['ray'] = None\nfrom ddtree_trt.cli import app\n"
+        f"app(['serve', {str(tiny_engine)!r}, '--replicas', '2'])"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    expected = f"error: the server needs the Python package ray; {install_with('ray')}\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
 
 
 def test_what_a_replica_gets(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,17 @@ def private_cluster() -> Iterator[dict[str, str]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def processes(title: str) -> list[int]:
+    """Processes of the private cluster whose title begins so."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            title_fits = (process / "cmdline").read_bytes().startswith(title.encode())
+            if title_fits and os.environ["RAY_TMPDIR"].encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
+    return found
+
+
 class Replicas(ProcessServer):
     """Engines behind one address."""
 
@@ -55,16 +66,6 @@ class Replicas(ProcessServer):
     def running(self) -> dict[str, float]:
         """Sequences that run, by engine."""
         return {name: figures["ddtree_requests_running"] for name, figures in self.figures().items()}
-
-    def processes(self, title: str) -> list[int]:
-        """Processes of this cluster whose title begins so."""
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                title_fits = (process / "cmdline").read_bytes().startswith(title.encode())
-                if title_fits and os.environ["RAY_TMPDIR"].encode() in (process / "environ").read_bytes():
-                    found.append(int(process.name))
-        return found
 
     def kill(self, replica: str) -> None:
         """Kill an engine's process."""
