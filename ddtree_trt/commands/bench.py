@@ -145,7 +145,8 @@ def run(
 ) -> None:
     """Measure methods, budgets and peers on the same prompts, interleaved.
 
-    Results are shown here, and kept with --json. See also: ddtree-trt bench load, merge, report.
+    Results are shown here, and kept with --json. See also: ddtree-trt bench load, ddtree-trt bench merge,
+    ddtree-trt bench report.
     """
     given = {
         "methods": words(methods),

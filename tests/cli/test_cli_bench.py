@@ -138,7 +138,7 @@ def test_help_lists_what_there_is() -> None:
         assert name in text
     for shape in SHAPES:
         assert shape.removeprefix("qwen3") in text
-    assert "ddtree-trt bench merge" in text
+    assert "ddtree-trt bench merge" in text and "ddtree-trt bench load" in text
 
 
 def test_check_reports_and_ends_with_the_verdict(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,6 +57,8 @@ class LoadSettings:
             check_range("--rate", rate, 0.001, 100_000)
         if self.requests is not None:
             check_range("--requests", self.requests, 1, MAX_COUNT)
+            if self.requests < (most := max(self.concurrency, default=0)):
+                raise UsageError(f"--requests {self.requests} are fewer than {most} clients; give at least as many")
         check_range("--max-tokens", self.max_tokens, 2, MAX_COUNT)
         check_range("--temperature", self.temperature, 0, 10)
         for option, values in (

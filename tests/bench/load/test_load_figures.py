@@ -102,6 +102,7 @@ def test_pictures_show_every_run(tmp_path: Path) -> None:
         ({"concurrency": (1, 2, 1)}, "--concurrency has 1 twice"),
         ({"concurrency": (1,), "methods": ()}, "--methods must name at least one"),
         ({"concurrency": (1,), "requests": 0}, "--requests must be from 1"),
+        ({"concurrency": (1, 8), "requests": 7}, "--requests 7 are fewer than 8 clients; give at least as many"),
         ({"concurrency": (1,), "url": "localhost:8000"}, "--url must be a URL such as http://localhost:8000"),
     ],
 )
@@ -114,4 +115,4 @@ def test_wrong_settings_are_refused(given: dict[str, Any], message: str) -> None
 def test_how_many_requests() -> None:
     settings = LoadSettings(concurrency=(1, 64), rates=(3.0,))
     assert [settings.requests_at(level) for level in settings.levels] == [24, 256, 24]
-    assert LoadSettings(concurrency=(64,), requests=5).requests_at(Level(concurrency=64)) == 5
+    assert LoadSettings(concurrency=(64,), requests=70).requests_at(Level(concurrency=64)) == 70
