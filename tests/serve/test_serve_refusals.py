@@ -40,6 +40,8 @@ def message(**fields: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "x", **fields}]}
 
 
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 WRONG_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({}, "messages", "Missing required parameter: 'messages'"),
     ({"messages": []}, "messages", "at least 1 item"),
@@ -50,8 +52,11 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     (message(content=None), "messages.0.content", "valid string"),
     (message(content=[{"type": "image_url", "image_url": {}}]), "messages.0.content", "not 'image_url'"),
     (message(content=[{"type": "text", "text": "a", "x": 1}]), "messages.0.content", "has no 'x'"),
-    (message(name="bob"), "messages.0.name", "Unsupported parameter: 'messages.0.name' (chat templates"),
-    (message(tool_calls=[{}]), "messages.0.tool_calls", "Unsupported parameter"),
+    (message(name="bob"), "messages.0.name", "Unsupported parameter: 'messages.0.name' (the chat template"),
+    (message(tool_calls=[{}]), "messages.0.tool_calls.0.function", "Missing required parameter"),
+    (message(tool_calls=[CALL]), "messages.0", "tool_calls is for messages of role 'assistant', not of 'user'"),
+    (message(reasoning_content="x"), "messages.0", "reasoning_content is for messages of role 'assistant'"),
+    (message(tool_call_id="x"), "messages.0", "tool_call_id is for messages of role 'tool'"),
     (message(content="\ud800"), "messages.0.content", "half of a surrogate pair"),
     ({**USER, "foo": 1}, "foo", "Unknown parameter: 'foo'"),
     ({**USER, "foo": None}, "foo", "Unknown parameter: 'foo'"),
@@ -59,8 +64,13 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({**USER, "metadata": {"\ud800": 1}}, "metadata.\ufffd\ufffd\ufffd", "valid string, not 1"),
     ({**USER, "method": "\ud800"}, "method", "not '\\ud800'"),
     ({**USER, "echo": True}, "echo", "Unknown parameter: 'echo'"),
-    ({**USER, "tools": []}, "tools", "Unsupported parameter: 'tools' (this server does not call tools)"),
-    ({**USER, "tool_choice": "none"}, "tool_choice", "Unsupported parameter"),
+    ({**USER, "tools": []}, "tools", "must be a list of at least one tool, not []"),
+    ({**USER, "tools": [TOOL]}, "tools", "this engine's chat template has no place for them; leave them out"),
+    ({**USER, "tools": [TOOL, TOOL]}, "tools[1].function.name", "'f' is there twice; rename one of the two"),
+    ({**USER, "tools": [{"type": "custom"}]}, "tools[0]", "{'type': 'function', 'function': {...}}; found 'custom'"),
+    ({**USER, "tool_choice": "auto"}, "tool_choice", "needs tools; give them, or leave tool_choice out"),
+    ({**USER, "parallel_tool_calls": True}, "parallel_tool_calls", "needs tools"),
+    ({**USER, "functions": []}, "functions", "Unsupported parameter: 'functions' (give tools, in chats)"),
     ({**USER, "functions": []}, "functions", "Unsupported parameter"),
     ({**USER, "reasoning_effort": "low"}, "reasoning_effort", "Unsupported parameter"),
     ({**USER, "service_tier": "auto"}, "service_tier", "Unsupported parameter"),

@@ -14,7 +14,7 @@ FIELDS = (
     "presence_penalty frequency_penalty repetition_penalty logit_bias stop stop_token_ids min_tokens ignore_eos "
     "logprobs top_logprobs echo include_stop_str_in_output skip_special_tokens method tree_budget user metadata "
     "response_format "
-    "store tools best_of suffix whatever"
+    "store tools tool_choice parallel_tool_calls chat_template_kwargs best_of suffix whatever"
 ).split()
 HUGE, TINY = 10**400, 1e-320
 NUMBERS = (
@@ -81,7 +81,7 @@ def _value(rng: random.Random, depth: int = 3) -> Any:
         return rng.choice(VALUES)
     if shape < 0.85:
         return [_value(rng, depth - 1) for _ in range(rng.randrange(4))]
-    keys = ("role", "content", "type", "text", "name", "5", "-1", "x", "\ud800", "include_usage")
+    keys = ("role", "content", "type", "text", "name", "5", "-1", "x", "\ud800", "include_usage", "function")
     return {rng.choice(keys): _value(rng, depth - 1) for _ in range(rng.randrange(4))}
 
 
@@ -111,7 +111,11 @@ def _structure(rng: random.Random) -> Sent:
     path, body = _valid(rng)
     name = "messages" if path == CHAT else "prompt"
     item = body[name][0] if isinstance(body[name], list) else body[name]
-    odd = {**item, rng.choice(("role", "content", "x")): _value(rng)} if isinstance(item, dict) else _value(rng)
+    odd = (
+        {**item, rng.choice(("role", "content", "tool_calls", "x")): _value(rng)}
+        if isinstance(item, dict)
+        else _value(rng)
+    )
     items = [rng.choice((item, odd, _value(rng))) for _ in range(rng.randrange(5))]
     return Sent("POST", path, json.dumps({**body, name: items}).encode())
 

@@ -1,0 +1,195 @@
+"""What requests say of tools, and messages put into the form of chat templates."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from dictation import LLAMA3, OPENS_THINKING, QWEN3, QWEN3_CODER
+from engine_builds import PACKAGED
+
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.chat.formats import ChatFormat
+from ddtree_trt.runtime.chat.messages import template_messages
+from ddtree_trt.runtime.chat.parsers import reasoning_parser, tool_parser
+from ddtree_trt.runtime.chat.tools import ToolUse, read_use
+from ddtree_trt.runtime.text.codec import TextCodec
+
+
+def tool(name: str = "f", **fields: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+NAMED = {"type": "function", "function": {"name": "g"}}
+
+
+def test_how_tools_are_to_be_used() -> None:
+    tools = [tool(description="d", parameters={"type": "object"}, strict=True), tool("g", description=None)]
+    use = read_use(tools, None, None)
+    assert (use.choice, use.parallel, list(use.schemas)) == ("auto", True, ["f", "g"])
+    assert [t.strict for t in use.tools] == [True, False]
+    assert use.descriptions == [tool(description="d", parameters={"type": "object"}), tool("g")], "strict is ours"
+    assert read_use(tools, "auto", False) == ToolUse(use.tools, "auto", False)
+    assert read_use(tools, "required", True) == ToolUse(use.tools, "required", True)
+    assert read_use(tools, NAMED, True) == ToolUse(use.tools[1:], "required", False)
+    assert read_use(tools, "none", None) == read_use(None, "none", None) == read_use(None, None, None) == ToolUse()
+
+
+@pytest.mark.parametrize(
+    ("tools", "choice", "parallel", "text"),
+    [
+        ("x", None, None, "tools must be a list of at least one tool, not 'x'"),
+        ([], None, None, "tools must be a list of at least one tool"),
+        ([tool()] * 1025, None, None, "tools: 1025 were given, at most 1024 are taken"),
+        ([5], None, None, r"tools\[0\] must be .*; found 5"),
+        ([tool(), {"type": "web_search"}], None, None, r"tools\[1\] must be .*; found 'web_search'"),
+        ([{"type": "function"}], None, None, r"tools\[0\]\.function must be an object"),
+        ([{**tool(), "x": 1}], None, None, r"tools\[0\] must be"),
+        ([tool("a b")], None, None, r"tools\[0\]\.function\.name must be 1 to 128 letters, .* not 'a b'"),
+        ([tool("x" * 129)], None, None, r"tools\[0\]\.function\.name"),
+        ([tool(parameters=[])], None, None, r"tools\[0\]\.function\.parameters must be a JSON schema"),
+        ([tool(strict="yes")], None, None, r"tools\[0\]\.function\.strict must be true or false, not 'yes'"),
+        ([tool(description=5)], None, None, r"tools\[0\]\.function\.description must be a text"),
+        ([tool(), tool()], None, None, r"tools\[1\]\.function\.name: 'f' is there twice"),
+        ([tool()], "any", None, "tool_choice must be 'none', 'auto', 'required' or .*, not 'any'"),
+        ([tool()], {"type": "function"}, None, "tool_choice must be"),
+        ([tool()], NAMED, None, "tool_choice names 'g', which is not among the tools: f"),
+        (None, "required", None, "tool_choice 'required' needs tools"),
+        (None, None, False, "parallel_tool_calls needs tools"),
+    ],
+)
+def test_what_is_wrong_with_tools_is_said(tools: Any, choice: Any, parallel: Any, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        read_use(tools, choice, parallel)
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    return {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def test_messages_for_templates() -> None:
+    messages = [
+        {"role": "user", "content": "hi", "name": None},
+        {"role": "assistant", "content": None, "tool_calls": [call('{"a": "é"}'), call(""), call({"b": 1})]},
+        {"role": "tool", "content": "sun", "tool_call_id": "1"},
+        {"role": "assistant", "content": "x", "tool_calls": []},
+    ]
+    assert template_messages(messages) == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call({"a": "é"}), call({}), call({"b": 1})]},
+        {"role": "tool", "content": "sun", "tool_call_id": "1"},
+        {"role": "assistant", "content": "x"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("message", "text"),
+    [
+        ({"role": "user"}, "needs a role and a content, both text: message 0 is"),
+        ({"role": "user", "content": None, "tool_calls": None}, "needs a role and a content"),
+        ({"role": "user", "content": "x", "name": 5}, "the name of message 0 must be a text, not 5"),
+        ({"role": "tool", "content": "x", "tool_call_id": "\ud800"}, "half of a surrogate pair"),
+        ({"role": "assistant", "content": "", "tool_calls": "f"}, "the tool_calls of message 0 must be a list"),
+        ({"role": "assistant", "content": "", "tool_calls": ["f"]}, r"tool_calls\[0\] of message 0 must be"),
+        ({"role": "assistant", "tool_calls": [call("{")]}, r"arguments of tool_calls\[0\] .*; '{' is not JSON"),
+        ({"role": "assistant", "tool_calls": [call("5")]}, "must be the text of a JSON object, not '5'"),
+    ],
+)
+def test_what_is_wrong_with_messages_is_said(message: dict[str, Any], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        template_messages([message])
+
+
+def codec_of(template: Any) -> TextCodec:
+    codec = TextCodec(PACKAGED / "tokenizer", {})
+    codec.tokenizer.chat_template = template
+    return codec
+
+
+@pytest.mark.parametrize(
+    ("template", "calls", "reasoning"),
+    [
+        (QWEN3, "hermes", "qwen3"),
+        (OPENS_THINKING, "hermes", "qwen3"),
+        (QWEN3_CODER, "qwen3_coder", None),
+        (LLAMA3, "llama3_json", None),
+        (QWEN3.replace('\\n{"name', '\\n{\\"name'), "hermes", "qwen3"),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", None, None),
+        ("{{ tools }}<tool_call>name<arg_key>key</arg_key>", None, None),
+    ],
+)
+def test_parsers_are_recognised_by_the_template(template: str, calls: str | None, reasoning: str | None) -> None:
+    found = ChatFormat(codec_of(template))
+    assert (found.tool_parser, found.reasoning_parser) == (calls, reasoning)
+    assert tool_parser("none", template) is None and reasoning_parser("none", template) is None
+    named = ChatFormat(codec_of(template), "llama3_json", "deepseek_r1")
+    assert (named.tool_parser, named.reasoning_parser) == ("llama3_json", "deepseek_r1")
+
+
+def test_engines_that_cannot_call() -> None:
+    use = read_use([tool()], None, None)
+    with pytest.raises(UsageError, match="tools: this engine's chat template has no place for them"):
+        ChatFormat(codec_of("{{ messages[0].content }}")).check_tools(use)
+    with pytest.raises(UsageError, match="not recognised by its chat template; start the server with --tool-parser"):
+        ChatFormat(codec_of("{{ tools }}{{ messages[0].content }}")).check_tools(use)
+    with pytest.raises(UsageError, match="has no place for them"):
+        codec_of("{{ messages[0].content }}").encode([{"role": "user", "content": "x"}], tools=[tool()])
+    with pytest.raises(UsageError, match="tools are for chat messages"):
+        codec_of(QWEN3).encode("x", tools=[tool()])
+    with pytest.raises(UsageError, match=r"tool_parser must be one of auto, none, hermes, .*, not 'x'"):
+        ChatFormat(codec_of(QWEN3), "x")
+    several = codec_of({"default": "{{ messages[0].content }}", "tool_use": QWEN3})
+    assert several.takes_tools and ChatFormat(several).tool_parser == "hermes"
+
+
+def test_the_template_sees_tools_calls_and_results() -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "größe"}}}
+    tools = [tool(description="d", parameters=parameters)]
+    chat = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "reasoning_content": "hm", "tool_calls": [call('{"a": "ü"}')]},
+        {"role": "tool", "content": "sun", "tool_call_id": "1"},
+    ]
+    text = codec_of(QWEN3).render(chat, None, tools)
+    assert json.dumps(tools[0], ensure_ascii=False) in text
+    assert '<think>\nhm\n</think>\n\n\n<tool_call>\n{"name": "f", "arguments": {"a": "ü"}}\n</tool_call>' in text
+    assert "<tool_response>\nsun\n</tool_response>" in text
+    plain = codec_of(QWEN3).render(chat[:1])
+    assert "Tools:" not in plain and plain.endswith("<|im_start|>assistant\n")
+    assert "<function=f>\n<parameter=a>\nü\n</parameter>" in codec_of(QWEN3_CODER).render(chat, None, tools)
+    assert '{"name": "f", "parameters": {"a": "ü"}}<|eot_id|>' in codec_of(LLAMA3).render(chat, None, tools)
+    with pytest.raises(UsageError, match="only one call at a time"):
+        codec_of(LLAMA3).render([*chat[:1], {"role": "assistant", "tool_calls": [call("{}")] * 2}])
+
+
+def test_whether_an_answer_begins_with_reasoning() -> None:
+    chat = [{"role": "user", "content": "<think>"}]
+    closed = {"enable_thinking": False}
+    for template, kwargs, parser, expected in (
+        (QWEN3, {}, "auto", "possible"),
+        (QWEN3, closed, "auto", "never"),
+        (OPENS_THINKING, {}, "auto", "open"),
+        (OPENS_THINKING, closed, "auto", "never"),
+        (QWEN3, {}, "deepseek_r1", "open"),
+        (QWEN3, closed, "deepseek_r1", "never"),
+        (OPENS_THINKING, {}, "none", "never"),
+        (LLAMA3, {}, "auto", "never"),
+    ):
+        codec = codec_of(template)
+        ids = codec.encode(chat, kwargs)
+        assert ChatFormat(codec, reasoning_parser=parser).thinking(ids) == expected
+
+
+def test_names_are_for_templates_that_read_them() -> None:
+    assert codec_of(LLAMA3).takes_names and not codec_of(QWEN3).takes_names
+
+
+def test_special_tokens_are_kept_one_by_one() -> None:
+    codec = TextCodec(PACKAGED / "tokenizer", {})
+    mask, pad = codec.encode("<|mask|><|pad|>")
+    ids = [mask, *codec.encode("é x"), pad, mask]
+    kept = codec.special_tokens(["<|mask|>", "x", "</think>"])
+    assert kept == {mask}
+    assert codec.decode(ids) == "é x" and codec.decode(ids, keep=kept) == "<|mask|>é x<|mask|>"
+    assert codec.decode(ids, skip_special_tokens=False, keep=kept) == "<|mask|>é x<|pad|><|mask|>"
