@@ -13,6 +13,13 @@ from ddtree_trt.runtime.chat.xml_calls import parameter_types
 from ddtree_trt.runtime.structured.record import StructuredOutput, Tag
 
 _ANY_OBJECT = {"type": "object"}
+# As Python writes JSON, and with it the templates. A model that must call may else write white space without end.
+_ONE_LINE = {
+    "whitespace_pattern": None,
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 _BARE_BEGIN = '{"name":'
 
 
@@ -67,12 +74,13 @@ def _beginning(use: ToolUse, thinking: Thinking, opening: str) -> tuple[str | No
     return (None if thinking == "never" else END_OF_THINKING), opening
 
 
-def _schemas(use: ToolUse) -> list[tuple[Tool, Mapping[str, Any]]]:
+def _schemas(use: ToolUse) -> list[tuple[Tool, dict[str, Any]]]:
     """The tools with the schemas that their arguments are held to."""
-    return [
-        (tool, tool.parameters if tool.parameters and (tool.strict or use.choice == "required") else _ANY_OBJECT)
-        for tool in use.tools
-    ]
+    found = []
+    for tool in use.tools:
+        schema = tool.parameters if tool.parameters and (tool.strict or use.choice == "required") else _ANY_OBJECT
+        found.append((tool, {"x-guidance": _ONE_LINE, **schema}))
+    return found
 
 
 def _of_tags(tags: list[Tag], use: ToolUse, after: str | None, separator: str) -> StructuredOutput:
@@ -98,7 +106,7 @@ def _xml_parameters(prefix: str, schema: Mapping[str, Any], rules: list[str]) ->
         rule = f"{prefix}_{j}"
         kinds = parameter_types(schema, name)
         if kinds and "string" not in kinds and isinstance(of_value, Mapping):
-            definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            definitions = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
             rules.append(f'{rule}: %json {json.dumps({**definitions, **of_value})} "\\n</parameter>\\n"')
         elif kinds == {"string"} and _texts(of_value):
             words = " | ".join(map(_text, _texts(of_value)))
