@@ -220,7 +220,7 @@ CHAIN = 4  # γ of an autoregressive drafter
 class Letters:
     """A codec for tiny vocabularies: token 0 is "a", token 1 "b", …"""
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True, keep: object = ()) -> str:
         return "".join(map(_letter, token_ids))
 
 

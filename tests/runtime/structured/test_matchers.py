@@ -1,0 +1,155 @@
+"""Matchers and pruned trees beside what trying every text says: look-ahead, ends, masks, and constraints that begin
+behind a text."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+from languages import Compiler, texts_of
+
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.structured.matcher import Matcher
+from ddtree_trt.runtime.structured.pruning import allowed_part, with_spare
+from ddtree_trt.runtime.structured.record import StructuredOutput
+from ddtree_trt.runtime.tree import DraftTree
+
+# Tokens of several letters end and cross an opening in every way.
+TOKENS = ["a", "b", "c", "<", ">", "ab", "c>", "<c", ">a", ">ab", "<c>", "<c>b", "a<", "c>c", "bb", "<end>"]
+END = len(TOKENS) - 1
+EXPRESSION = "a(b|c)*|b{1,3}c?"
+LONGEST = 6
+TEXTS = texts_of(EXPRESSION, "abc", LONGEST + 4)
+COMPILER = Compiler(TOKENS, END)
+
+
+def matcher(*, after: str | None = None, ending: frozenset[int] = frozenset([END])) -> Matcher:
+    return COMPILER.matcher(StructuredOutput(regex=EXPRESSION, after=after), ending)
+
+
+def joined(path: list[int]) -> str:
+    return "".join(TOKENS[token] for token in path)
+
+
+def size(text: str, after: str | None) -> int:
+    """How many letters of an output are under the constraint."""
+    return len(text if after is None else text.partition(after)[2])
+
+
+def reaches(path: list[int], after: str | None) -> bool:
+    """Whether an output may begin with the path."""
+    if END in path[:-1]:
+        return False
+    text = joined([token for token in path if token != END])
+    if after is not None:
+        if after not in text:
+            return True
+        text = text.partition(after)[2]
+    return text in TEXTS if path[-1:] == [END] else any(t.startswith(text) for t in TEXTS)
+
+
+def walk(rng: random.Random, after: str | None, length: int) -> list[int]:
+    """A random output that is allowed and can go on."""
+    path: list[int] = []
+    for _ in range(length):
+        following = [token for token in range(END) if reaches([*path, token], after)]
+        if not following or size(joined(path), after) > LONGEST:
+            break
+        # Often towards the opening, which chance alone seldom comes to.
+        near = [token for token in following if after and TOKENS[token][0] in "<c>"]
+        path.append(rng.choice(near if near and rng.random() < 0.5 else following))
+    return path
+
+
+@pytest.mark.parametrize("after", [None, "<c>", "c"])
+def test_masks_and_look_ahead_are_those_of_the_texts(after: str | None) -> None:
+    rng = random.Random(1)
+    for _ in range(150):
+        output = walk(rng, after, rng.randint(0, 4))
+        behind: list[int] = []
+        whole = matcher(after=after)
+        for token in output:
+            whole.advance(token)
+        for _ in range(3):
+            expected = [reaches([*output, *behind, token], after) for token in range(END + 1)]
+            assert whole.mask(behind).tolist() == expected, (joined(output), joined(behind))
+            assert [whole.allows(token, behind) for token in range(END + 1)] == expected
+            following = [token for token in range(END) if expected[token]]
+            if not following or size(joined(output + behind), after) > LONGEST:
+                break
+            behind.append(rng.choice(following))
+        path = [rng.randrange(END + 1) for _ in range(4)]
+        length = next((n for n in range(4) if not reaches([*output, *path[: n + 1]], after)), 4)
+        found = whole.allowed_length(path)
+        # Before an opening an end is a token like any other, and what is behind it is not judged.
+        assert found == length or END in path[: found - 1]
+
+
+@pytest.mark.parametrize("after", [None, "<c>"])
+def test_a_pruned_tree_has_the_nodes_whose_paths_are_allowed(after: str | None) -> None:
+    rng, cut = random.Random(2), 0
+    for _ in range(200):
+        size = rng.randint(0, 24)
+        parents = [-1] + [rng.randint(0, node) for node in range(size)]
+        tokens = [rng.randrange(END) for _ in range(size)]
+        depths = [0]
+        for parent in parents[1:]:
+            depths.append(depths[parent] + 1)
+        tree = DraftTree(
+            np.array(tokens, np.int32),
+            np.array(depths[1:], np.int32),
+            np.array(parents, np.int32),
+            -np.arange(size, dtype=np.float64),
+        )
+        output = walk(rng, after, rng.randint(0, 2))
+        behind = walk(rng, after, 1) if not output else []
+        whole = matcher(after=after)
+        for token in output:
+            whole.advance(token)
+
+        def path(tree: DraftTree, node: int) -> list[int]:
+            return [] if node == 0 else [*path(tree, int(tree.parents[node])), int(tree.token_ids[node - 1])]
+
+        allowed = [n for n in range(1, size + 1) if reaches([*output, *behind, *path(tree, n)], after)]
+        found = allowed_part(tree, whole, behind)
+        assert [path(found, n) for n in range(1, len(found) + 1)] == [path(tree, n) for n in allowed]
+        assert found.log_weights.tolist() == [float(1 - n) for n in allowed]
+        assert found.depths.tolist() == [depths[n] for n in allowed]
+        for budget in (0, 3, 10):  # it nests as the tree does
+            part = allowed_part(tree.cut(budget), whole, behind)
+            assert part.token_ids.tolist() == found.cut(len(part)).token_ids.tolist()
+        cut += size - len(found)
+    assert cut > 300
+
+
+def test_spare_nodes_are_bounded() -> None:
+    assert [with_spare(n) for n in (0, 1, 16, 64, 1024)] == [0, 4, 64, 256, 1216]
+
+
+def test_the_end_of_a_grammar_is_known_at_once() -> None:
+    one = COMPILER.matcher(StructuredOutput(regex="ab?c"), frozenset([END]))
+    assert not one.ends([]) and one.ends([0, 2]) and one.ends([5, 2]) and not one.ends([5])
+    for token, ended in ((0, False), (1, False), (2, True)):
+        one.advance(token)
+        assert one.ended is ended
+
+
+def test_a_token_that_is_not_allowed_is_an_error() -> None:
+    one = matcher()
+    with pytest.raises(UsageError, match="structured: the output could not be matched"):
+        one.advance(2)
+
+
+def test_ends_of_the_model_that_a_request_ignores_are_never_allowed() -> None:
+    one = matcher(ending=frozenset([1]))  # the request ends at the token "b"
+    one.advance(0)
+    assert one.mask().nonzero()[0].tolist() == [1, 2, 14]  # "b" ends the text, which "a" makes complete
+    one.advance(1)
+    assert one.ended
+
+
+def test_compiled_constraints_are_kept() -> None:
+    first, again = (COMPILER.compile(StructuredOutput(regex="a+")) for _ in range(2))
+    assert first is again
+    assert COMPILER.compile(StructuredOutput(regex="a*")) is not first
