@@ -14,6 +14,11 @@ with two arms, of which one, single tokens, is known. The rule is bounded both w
 - Single-token rounds of an engine, of any request, save `SHARE` of their time, which pays for probes. So probes cost no
   more than that share, and the time until the next probe is the price of a probe divided by the share.
 
+In a pass with others a slot's share of the time counts (`crowd`), and the number of slots changes. A balance keeps its
+worth in tokens, and what stopped among many slots is tried again among half as many. A slot that stops leaves its part
+of the draft to the others, which may then stop as well, one after the other. So where the drafts of all together gain,
+bad luck of one may cost `COMMON_STAKE`.
+
 A useless drafter then costs less than 5 % of an answer of 48 tokens. Where even the smallest round that could pay may
 lose more than TRIAL, it is that round that a request's first draft costs.
 
@@ -31,6 +36,8 @@ from ddtree_trt.runtime.decoding.costs import Costs
 from ddtree_trt.runtime.tree import DraftTree
 
 STAKE = 0.9  # most loss of a request before it stops drafting, in single-token passes
+COMMON_STAKE = 2.5  # the same of a request in a pass with others, while their drafts gain
+COMMON_MEMORY = 256  # rounds of single slots by which it is known whether they do
 TRIAL = 2.0  # most loss of a round after a round without gain, in single-token passes
 PROOF = 3.0  # gain of a request, in single-token passes, before others learn from it: less may be luck
 SHARE = 1 / 128  # of the time of single-token rounds
@@ -39,11 +46,13 @@ PATIENCE = 2  # after so many failed probes a request waits for 2 ** PATIENCE pr
 
 
 class Savings:
-    """The time that the single-token rounds of an engine have saved for probes."""
+    """What the requests of an engine have in common: the time that single-token rounds have saved for probes, and
+    whether drafts of requests in one pass gain."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.promised = 0.0  # to probes of the round that is under way
+        self.trend = 0.1  # recent mean gain of a slot's draft in a pass with others, in single tokens
 
     def pays(self, price_s: float) -> bool:
         """Whether they suffice for a probe; then its price is promised to it."""
@@ -124,6 +133,8 @@ class Account:
         if self.looking:
             self.looking = False
             return
+        if self._slots > 1:
+            self._savings.trend += (gain_s / costs.single_s - self._savings.trend) / COMMON_MEMORY
         if self.probing:
             self.probing = False
             self.stopped = gain_s <= 0
@@ -132,11 +143,16 @@ class Account:
         else:
             weight = 1 - 1 / MEMORY if self._balance_s > 0 else 1.0
             self._balance_s = weight * self._balance_s + gain_s
-            self.stopped = self._balance_s < -STAKE * costs.single_s
+            self.stopped = self._balance_s < -self._stake * costs.single_s
         self._stopped_among = self._slots
         self.proved = not self.stopped and self._balance_s > PROOF * costs.single_s
         if self.gains:
             self._resumed = 0
+
+    @property
+    def _stake(self) -> float:
+        """Most loss of the request in single-token passes."""
+        return STAKE if self._slots == 1 or self._savings.trend <= 0 else COMMON_STAKE
 
     def match(self, costs: Costs) -> None:
         """Book a token that the draft which ended drafting had at its position; enough of them resume drafting."""

@@ -5,7 +5,8 @@ maximises expected tokens per second, (1 + Σ q̂) / (C_draft + C_verify(n, cont
 latency profile and q̂ calibrated online.
 
 Whether to draft at all is decided before the drafter runs, by the time drafting has gained for the request (`account`).
-Other requests start from a calibration that has learnt only from requests that gained by drafting.
+Other requests start from a calibration that has learnt only from requests that gained by drafting. Requests in one pass
+choose together (`crowd`).
 """
 
 from __future__ import annotations
@@ -107,8 +108,7 @@ class AutoBudgets:
         self.costs = CostModel(profile, max_nodes, max_depth, buckets, by_levels=by_levels)
         self.max_nodes = max_nodes
         self.max_depth = max_depth
-        self.widths = _widths(self.costs, max_nodes)
-        self.weighs_load = True
+        self.weighs_load = True  # whether costs are those of rounds with other slots in one pass
         self._kind: type[AutoBudget] = AutoLength if chains else AutoDepth if by_levels else AutoBudget
         self._reset()
 
@@ -119,25 +119,17 @@ class AutoBudgets:
         self.calibration = Calibration(self.max_depth, prior=prior, memory=memory, root=root)
         self.levels = Calibration(self.max_depth, prior=prior, memory=memory, root=self.CHAIN_PRIOR)
         self.savings = Savings()
-        # Tokens that drafts of `widths` nodes were expected to add, at first as if all were accepted.
-        self.outlook = Outlook(np.minimum(self.widths, self.max_depth), self.OUTLOOK_MEMORY * 4)
+        # At first as if all drafted tokens were accepted.
+        self.outlook = Outlook(np.minimum(self.costs.widths, self.max_depth), self.OUTLOOK_MEMORY * 4)
 
     def for_sequence(self, *, alone: bool = False) -> AutoBudget:
-        """The budget of one sequence. `alone`: it learns from that sequence only, and counts costs as if there were no
-        other, so that its budgets are repeatable."""
+        """The budget of one sequence. `alone`: as if there were no other, so that its budgets are repeatable."""
         shared = self
         if alone:
             shared = copy.copy(self)
             shared.weighs_load = False
             shared._reset()
         return self._kind(shared)
-
-
-def _widths(costs: CostModel, max_nodes: int) -> NDArray[np.int64]:
-    """Numbers of nodes [W], rising, at which costs and expectations of rounds are compared before anything is drafted:
-    steps of a half or less, each filled up to what is paid for."""
-    steps = {step for power in range(max_nodes.bit_length() + 1) for step in (2**power, 3 * 2**power // 2)}
-    return np.unique([costs.fill(step) for step in steps if step <= max_nodes])
 
 
 class AutoBudget:
@@ -148,10 +140,7 @@ class AutoBudget:
     def __init__(self, shared: AutoBudgets) -> None:
         self.shared = shared
         self._calibration = Calibration(
-            shared.max_depth,
-            prior=shared.REQUEST_PRIOR,
-            memory=shared.REQUEST_MEMORY,
-            parent=shared.calibration,
+            shared.max_depth, prior=shared.REQUEST_PRIOR, memory=shared.REQUEST_MEMORY, parent=shared.calibration
         )
         self._account = Account(shared.savings)
         self._costs = shared.costs.at(0)
@@ -230,7 +219,7 @@ class AutoBudget:
 
     @property
     def outlook(self) -> NDArray[np.float64]:
-        """Tokens [W] that drafts of `AutoBudgets.widths` nodes are expected to add, this round's not yet known."""
+        """Tokens [W] that drafts of `CostModel.widths` nodes are expected to add, this round's not yet known."""
         if not len(self._drafted):
             return np.minimum(self.shared.outlook.tokens, self._costs.deepest)
         if not self._outlook.rounds:
@@ -238,8 +227,7 @@ class AutoBudget:
         return np.minimum(self._outlook.tokens, self._costs.deepest)
 
     def put_off(self) -> int:
-        """Answer for `ceiling` where this round gains more without the request's draft: 0, or now and then a draft to
-        see whether that has changed."""
+        """`ceiling` where the round gains more without this draft: 0, or now and then a draft to see if that lasts."""
         return self._draft_nodes() if self._account.may_look(self._costs) else self._skip()
 
     def join(self, past: int, left: int, load: Load) -> None:
@@ -248,14 +236,13 @@ class AutoBudget:
 
     def weigh(self, tree: DraftTree) -> NDArray[np.float64]:
         """Acceptance probabilities [n] of the nodes of a tree, as many as the account affords."""
-        largest = self._account.most_nodes(self._costs)
-        return _native.acceptances(tree.log_weights[:largest], tree.depths[:largest], self._ratios())
+        most = self._account.most_nodes(self._costs)
+        return _native.acceptances(tree.log_weights[:most], tree.depths[:most], self._ratios())
 
     def settle(self, tree: DraftTree, accepted: NDArray[np.float64], nodes: int, cost_s: float) -> None:
-        """Take the choice of `nodes` nodes of a weighed tree, for which the slot pays `cost_s` beyond a single token."""
-        tokens = self._at_widths(accepted)
-        self._outlook.learn(tokens)
-        self.shared.outlook.learn(tokens)
+        """Take the choice of `nodes` nodes of a weighed tree, for which the slot pays `cost_s` above a single token."""
+        for outlook in (self._outlook, self.shared.outlook):
+            outlook.learn(self._at_widths(accepted))
         self._took(nodes, tree)
         expected = 1 + float(accepted[:nodes].sum())
         single_s = self._costs.single_s
@@ -263,7 +250,7 @@ class AutoBudget:
 
     def _at_widths(self, accepted: NDArray[np.float64]) -> NDArray[np.float64]:
         reached = np.concatenate(([0.0], np.cumsum(accepted)))
-        return reached[np.minimum(self.shared.widths, len(accepted))]
+        return reached[np.minimum(self.shared.costs.widths, len(accepted))]
 
     # After the round
 

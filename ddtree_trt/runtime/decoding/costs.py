@@ -119,6 +119,7 @@ class CostModel:
         self._max_depth = max_depth
         padded = _padded_nodes(self._nodes, buckets)
         self.filled = _filled(padded)
+        self.widths = _widths(self.filled)  # [W], numbers of nodes at which rounds are compared before they are drafted
 
         def measured(cost: ContextCost) -> _Measured:
             return _Measured(cost.draft_s, cost.draft_token_s, cost.verify_curve(int(padded.max()))[padded])
@@ -204,3 +205,10 @@ def _padded_nodes(nodes: NDArray[np.int64], buckets: Sequence[int] | None) -> ND
 def _filled(padded: NDArray[np.int64]) -> NDArray[np.int64]:
     """Largest n with the padded size of each n, both [1 + max_nodes]."""
     return padded.searchsorted(padded, side="right") - 1
+
+
+def _widths(filled: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Numbers of nodes, rising by a half or less, each filled up to what is paid for."""
+    powers = 2 ** np.arange(len(filled).bit_length())
+    steps = np.concatenate((powers, powers[1:] * 3 // 2))
+    return np.unique(filled[steps[steps < len(filled)]])

@@ -44,12 +44,11 @@ class Turn:
 
 def plan(turns: Sequence[Turn], *, one_pass: bool) -> Plan:
     """The plan of a round. `one_pass`: whether the engine takes all slots in one pass, else one after the other."""
-    crowd = [i for i, turn in enumerate(turns) if turn.drafts and _weighs_load(turn.budget)]
+    autos = {i: t.budget for i, t in enumerate(turns) if t.drafts and isinstance(t.budget, AutoBudget)}
+    for budget in autos.values():
+        budget.shared.savings.promised = 0.0
+    crowd = {i: budget for i, budget in autos.items() if budget.shared.weighs_load}
     return _Crowd(turns, crowd) if one_pass and len(turns) > 1 and crowd else Plan(turns)
-
-
-def _weighs_load(budget: Budget) -> bool:
-    return isinstance(budget, AutoBudget) and budget.shared.weighs_load
 
 
 class Plan:
@@ -76,12 +75,11 @@ class Plan:
 class _Crowd(Plan):
     """Budgets of a round in which the slots share one pass."""
 
-    def __init__(self, turns: Sequence[Turn], crowd: Sequence[int]) -> None:
-        """`crowd`: the turns whose budgets weigh the load."""
+    def __init__(self, turns: Sequence[Turn], autos: Mapping[int, AutoBudget]) -> None:
+        """`autos`: the budgets that weigh the load, by their turns."""
         super().__init__(turns)
-        self._autos = {i: budget for i in crowd if isinstance(budget := turns[i].budget, AutoBudget)}
-        self._shared = self._autos[crowd[0]].shared
-        self._shared.savings.promised = 0.0
+        self._autos = autos
+        self._shared = next(iter(autos.values())).shared
         self._past = sum(turn.past for turn in turns) // len(turns)
         self._costs = self._shared.costs.round(self._past, len(turns))
         self._drafting = 0
@@ -111,7 +109,7 @@ class _Crowd(Plan):
         free = [i for i in self._by_rows(nodes) if not self._autos[i].must_draft]
         if not free:
             return []
-        widths, verify_s, slots = self._shared.widths, self._costs.verify_s, len(self._turns)
+        widths, verify_s, slots = self._shared.costs.widths, self._costs.verify_s, len(self._turns)
         bound = [i for i in self._by_rows(nodes) if i not in free]
         sure = sum((self._autos[i].outlook for i in bound), np.zeros(len(widths)))
         outlooks = np.stack([self._autos[i].outlook for i in free])  # [F, W]

@@ -30,12 +30,12 @@ from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.files import write_atomically
 from ddtree_trt.reading import Between, Source, parse_json, read_json, read_record
-from ddtree_trt.runtime.decoding.timing import fill, time_rounds
+from ddtree_trt.runtime.decoding.timing import REPETITIONS, fill, time_rounds
 from ddtree_trt.runtime.engines.base import Engine
 
 PROFILE_VERSION = 3  # 3: passes of several slots
 CONTEXTS = (64, 512, 2048, 8192, 32768)
-BATCHES_S = 4.0  # about so long are passes of several slots measured; then larger numbers of slots are left out
+BATCHES_S = (3.0, 20.0)  # passes of several slots are measured for about so long, and no number of slots for longer
 _MAX_BYTES = 1 << 20  # of the file; a real one has some kilobytes
 _log = logging.getLogger(__name__)
 
@@ -175,41 +175,43 @@ def measure_and_store(directory: Path, engine: Engine, progress: Progress = no_p
 
 def measure(engine: Engine, *, seconds: float = 6.0, progress: Progress = no_progress) -> LatencyProfile:
     """Time drafts and verifications on slots that must all be free: for about `seconds` with one slot, shared by the
-    contexts, and for about BATCHES_S with several, where the engine takes them in one pass. All slots are emptied.
+    contexts, and for about half as long with several, where the engine takes them in one pass. All are emptied.
 
     Sizes are interleaved, so that a slow moment of the machine affects all of them, and the fastest time is kept: other
     work on the machine only adds to times. Every size is timed a few times, however long that takes.
     """
     limits = engine.manifest.limits
     contexts = [c for c in CONTEXTS if c <= limits.max_seq_len // 2] or [max(1, limits.max_seq_len // 2)]
-    counts = _batches(limits.max_batch) if engine.batches else []
-    steps = len(contexts) + len(counts)
     costs: list[ContextCost] = []
     batches: list[ContextCost] = []
     try:
         for context in contexts:
-            progress("measuring latencies", len(costs), steps)
+            progress("measuring latencies", len(costs), len(contexts) + 1)
             fill(engine, 0, context)
             costs.append(_cost(engine, 1, context, seconds / len(contexts)))
         engine.truncate(0, 0)
-        deadline = time.perf_counter() + BATCHES_S
-        for slots in counts:
-            progress("measuring latencies", len(costs) + len(batches), steps)
+        progress("measuring latencies", len(costs), len(contexts) + 1)
+        deadline = time.perf_counter() + BATCHES_S[0]
+        for slots in _batches(limits.max_batch, costs[0]) if engine.batches else ():
             for slot in range(slots):
                 fill(engine, slot, contexts[0])
-            batches.append(_cost(engine, slots, contexts[0], 0.0))
+            batches.append(_cost(engine, slots, contexts[0], BATCHES_S[0] / 4))
             if time.perf_counter() > deadline:
                 break
     finally:
         for slot in range(limits.max_batch):
             engine.truncate(slot, 0)
+    batches.sort(key=lambda cost: cost.slots)
     machine = str(read_cpu())
     return LatencyProfile(fingerprint(engine.manifest, engine.threads), machine, tuple(costs), tuple(batches))
 
 
-def _batches(largest: int) -> list[int]:
-    """Numbers of slots to measure: each twice the one before, and the most there are."""
-    return sorted({min(2**step, largest) for step in range(1, largest.bit_length() + 1)} - {1})
+def _batches(largest: int, one: ContextCost) -> list[int]:
+    """Numbers of slots to measure, the most important first: the most there are, unless that would take too long at
+    worst, then each twice the one before."""
+    worst_s = REPETITIONS[0] * 2 * sum(one.verify_s)  # for each slot, if passes took as long as one after the other
+    most = max(1, min(largest, int(BATCHES_S[1] / worst_s)))
+    return [most, *(2**step for step in range(1, most.bit_length()) if 2**step < most)] if most > 1 else []
 
 
 def _cost(engine: Engine, slots: int, context: int, seconds: float) -> ContextCost:

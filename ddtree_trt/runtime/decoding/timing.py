@@ -15,7 +15,7 @@ from ddtree_trt.runtime.tree import TokenTree, chain_parents
 TREE_TOKENS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 257, 513, 1025)
 COSTLY = 8.0  # trees are measured until one costs this many single-token passes: larger ones cannot pay
 REPETITIONS = (2, 10)  # least and most of every size
-IN_A_ROW = 4  # rounds of one size in each repetition
+IN_A_ROW = 4  # rounds of one size in each repetition, of one slot
 LONG_PASS_S = 0.02  # a pass of this time or more is timed once in each repetition
 DRAFT_LENGTHS = (1, 5)  # lengths of the timed drafts of an autoregressive drafter
 DRAFT_ROWS = 4  # new context rows of the measured drafter pass, about as many as a round commits
@@ -80,9 +80,9 @@ class _Rounds:
 
     def fastest(self, tokens: int, length: int = 1) -> tuple[float, float]:
         """(draft, verify) seconds, the fastest of a few successive rounds: the first ones run with the caches and clock
-        that another tree size left. That hardly affects long passes, which are timed once."""
+        that another tree size left. That hardly affects long passes, and those of several slots, timed once."""
         draft_s, verify_s = self._round(tokens, length)
-        for _ in range(IN_A_ROW - 1):
+        for _ in range(IN_A_ROW - 1 if len(self._slots) == 1 else 0):
             if verify_s > LONG_PASS_S:
                 break
             draft, verify = self._round(tokens, length)

@@ -7,10 +7,10 @@ parameters with a block drafter of 5 layers, about as published; the shares that
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 from simulated import DEPTH, NODES, Request, Spent, Text, descend
 
 from ddtree_trt.device.buckets import buckets
@@ -94,15 +94,15 @@ class _Slot:
 
 
 def serve(gpu: Gpu, requests: Sequence[Request], slots: int, make_budget: Callable[[], Budget]) -> Spent:
-    """All requests, `slots` of them side by side as long as there are so many; `drafts` counts those of all slots."""
-    waiting = [_Slot(request, make_budget()) for request in requests]
-    running: list[_Slot] = []
+    """The requests, always `slots` of them side by side: until there are fewer. `drafts` counts those of all slots."""
+    running = [_Slot(request, make_budget()) for request in requests[:slots]]
+    waiting = deque(requests[slots:])
     spent = Spent()
-    while waiting or running:
-        while waiting and len(running) < slots:
-            running.append(waiting.pop(0))
+    while len(running) == slots:
         spent += _round(gpu, running)
         running = [slot for slot in running if slot.made < slot.tokens]
+        while waiting and len(running) < slots:
+            running.append(_Slot(waiting.popleft(), make_budget()))
     return spent
 
 
@@ -117,7 +117,7 @@ def _round(gpu: Gpu, running: Sequence[_Slot]) -> Spent:
     widest = max(len(slot.tree) for slot in running)
     seconds = gpu.verify_s(len(running), 1 + widest, context) + (gpu.draft_s(drafts, context) if drafts else 0.0)
     tokens = sum(slot.advance(n > 0) for slot, n in zip(running, ceilings, strict=True))
-    return Spent(seconds, tokens, 1, drafts)
+    return Spent(seconds, tokens, 1, drafts, sum(len(slot.tree) for slot in running))
 
 
 def automatic(gpu: Gpu, slots: int) -> Callable[[], Budget]:
