@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from statistics import median
+from typing import Any
 from unittest import mock
 
 import ddtree_trt
@@ -38,7 +39,7 @@ LARGEST = 32  # nodes of a tree, of the engine that is built here
 
 def build(directory: Path, slots: int) -> Path:
     """The packaged pair for the torch backend."""
-    limits = {"max_seq_len": 512, "max_tree_budget": LARGEST, "max_batch": slots}
+    limits: dict[str, Any] = {"max_seq_len": 512, "max_tree_budget": LARGEST, "max_batch": slots}
     compile_engine(BuildRequest(target="tiny", backend="torch", precision="fp32", output=directory, **limits))
     return directory
 

@@ -14,7 +14,7 @@ import pytest
 from dictation import LLAMA3, OPENS_THINKING, QWEN3, QWEN3_CODER, Dictation, with_template
 from serving import ThreadServer, thread_server
 
-WEATHER = {
+WEATHER: Any = {
     "type": "function",
     "function": {
         "name": "get_weather",
@@ -28,7 +28,7 @@ WEATHER = {
     },
 }
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-CLOCK = {"type": "function", "function": {"name": "clock", "parameters": NOTHING}}
+CLOCK: Any = {"type": "function", "function": {"name": "clock", "parameters": NOTHING}}
 ASK: list[Any] = [{"role": "user", "content": "hi"}]
 CITY = 'Zü"rich\n🙂'
 ARGUMENTS = {"city": CITY, "days": 3}
@@ -141,11 +141,14 @@ def test_a_conversation_with_results(qwen: Chat) -> None:
     result = {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "name": "get_weather", "content": "sunny"}
     seen: list[Any] = []
     render = qwen.server.llm.codec.render
-    qwen.server.llm.codec.render = lambda *a, **k: seen.append(render(*a, **k)) or seen[-1]  # type: ignore[method-assign]
-    try:
+
+    def noting(*args: Any, **kwargs: Any) -> str:
+        seen.append(render(*args, **kwargs))
+        return str(seen[-1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qwen.server.llm.codec, "render", noting)
         choice = qwen.create("It is sunny.", [*ASK, answer, result], tools=[WEATHER])
-    finally:
-        del qwen.server.llm.codec.render  # type: ignore[method-assign]
     assert choice.message.content == "It is sunny." and choice.message.tool_calls is None
     assert choice.finish_reason == "stop" and "tool_calls" not in choice.message.model_fields_set
     assert "<think>\nHm.\n</think>" in seen[0] and "<tool_response>\nsunny\n</tool_response>" in seen[0]
@@ -171,11 +174,14 @@ def test_without_tools_nothing_is_a_call(qwen: Chat) -> None:
     assert qwen.create(HERMES).message.content == HERMES
     seen: list[Any] = []
     encode = qwen.server.llm.codec.encode
-    qwen.server.llm.codec.encode = lambda *a, **k: seen.append(a[0]) or encode(*a, **k)  # type: ignore[method-assign]
-    try:
+
+    def noting(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(prompt)
+        return encode(prompt, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(qwen.server.llm.codec, "encode", noting)
         choice = qwen.create(HERMES, tools=[WEATHER], tool_choice="none")
-    finally:
-        del qwen.server.llm.codec.encode  # type: ignore[method-assign]
     assert choice.message.content == HERMES and choice.message.tool_calls is None
     assert not any("Tools:" in text for text in seen if isinstance(text, str))
 
@@ -206,7 +212,9 @@ def test_a_call_that_must_be(request: pytest.FixtureRequest, family: str) -> Non
     """The model would rather talk; then it calls what it must, and stops when its calls are complete."""
     chat: Chat = request.getfixturevalue(family)
     call = dict(FAMILIES)[family].removeprefix("<|python_tag|>")
-    off = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}} if family in ("qwen", "thinker") else {}
+    off: dict[str, Any] = (
+        {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}} if family in ("qwen", "thinker") else {}
+    )
     named = {"type": "function", "function": {"name": "clock"}}
     talking = chat.create("No, I will not call a tool.", tools=[WEATHER, CLOCK], tool_choice=named, **off)
     assert [c.function.name for c in talking.message.tool_calls] == ["clock"]
@@ -271,11 +279,11 @@ def test_what_cannot_be_had_together(qwen: Chat) -> None:
 
 def test_several_answers_have_calls_of_their_own(qwen: Chat) -> None:
     qwen.model.say(HERMES)
-    answer = qwen.client.chat.completions.create(model="tiny", messages=ASK, tools=[WEATHER], n=3, max_tokens=200)
+    answer: Any = qwen.client.chat.completions.create(model="tiny", messages=ASK, tools=[WEATHER], n=3, max_tokens=200)
     calls = [choice.message.tool_calls[0] for choice in answer.choices]
     assert len({call.id for call in calls}) == 3
     assert all(json.loads(call.function.arguments) == ARGUMENTS for call in calls)
-    stream = qwen.client.chat.completions.create(model="tiny", messages=ASK, tools=[WEATHER], n=2, stream=True)
+    stream: Any = qwen.client.chat.completions.create(model="tiny", messages=ASK, tools=[WEATHER], n=2, stream=True)
     texts = {0: "", 1: ""}
     for chunk in stream:
         for each in chunk.choices:

@@ -46,7 +46,7 @@ class LastingFollower(Followers):
     def lost(self) -> bool:
         return self.process.exitcode is not None
 
-    def find_failure(self) -> str | None:
+    def find_failure(self, patience_s: float = 0.0) -> str | None:
         return None
 
     def let_end(self) -> None:

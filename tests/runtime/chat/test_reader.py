@@ -136,7 +136,8 @@ def test_a_message_is_its_parts(tools: ToolFormat, text: str, content: str, call
     thought = f"<think>\nA {text} \n\n</think>\n\n{text}"
     # The line breaks behind the reasoning belong to it, whatever follows them.
     expected = read_message(text.lstrip("\n"), "never", tools).content or None
-    for opened, thinking in ((thought, "possible"), (thought, "open"), (thought[8:], "open")):
+    cases: list[tuple[str, Thinking]] = [(thought, "possible"), (thought, "open"), (thought[8:], "open")]
+    for opened, thinking in cases:
         assert parts(read_message(opened, thinking, tools)) == (f"A {text} ", expected, calls)
 
 

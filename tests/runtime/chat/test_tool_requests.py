@@ -69,7 +69,7 @@ def call(arguments: Any) -> dict[str, Any]:
 
 
 def test_messages_for_templates() -> None:
-    messages = [
+    messages: list[Any] = [
         {"role": "user", "content": "hi", "name": None},
         {"role": "assistant", "content": None, "tool_calls": [call('{"a": "é"}'), call(""), call({"b": 1})]},
         {"role": "tool", "content": "sun", "tool_call_id": "1"},
@@ -146,7 +146,7 @@ def test_engines_that_cannot_call() -> None:
 def test_the_template_sees_tools_calls_and_results() -> None:
     parameters = {"type": "object", "properties": {"a": {"type": "string", "description": "größe"}}}
     tools = [tool(description="d", parameters=parameters)]
-    chat = [
+    chat: list[Any] = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "reasoning_content": "hm", "tool_calls": [call('{"a": "ü"}')]},
         {"role": "tool", "content": "sun", "tool_call_id": "1"},

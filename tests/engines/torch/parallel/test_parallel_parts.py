@@ -228,4 +228,4 @@ def test_other_backends_and_options_are_refused(tiny_engine: Path) -> None:
                 make(size)
     for options in ({"random_weights": True}, {"device_rounds": "both"}):
         with pytest.raises(UsageError, match="tensor_parallel_size"):
-            BenchSettings("micro", tensor_parallel_size=2, **options)  # type: ignore[arg-type]
+            BenchSettings("micro", tensor_parallel_size=2, **options)

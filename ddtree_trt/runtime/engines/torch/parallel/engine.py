@@ -57,6 +57,7 @@ class ParallelEngine:
     which rank failed and how. So does an interrupt in the middle of a pass.
     """
 
+    batches = True
     foresee = None
     rounds = None  # rounds on the device have no host that could lead other ranks
 
