@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from ddtree_trt.bench.ablation.settings import AblationSettings
-from ddtree_trt.commands.options import EngineDirectory, Exact, Threads, listing, numbers
-from ddtree_trt.commands.outputs import STDOUT, folders_of, prepare_folders, write_text
+from ddtree_trt.commands.options.common import EngineDirectory, Exact, Threads, listing, numbers
+from ddtree_trt.commands.options.outputs import STDOUT, folders_of, prepare_folders, write_text
 from ddtree_trt.terminal import printing as terminal
 
 _DEFAULT = AblationSettings

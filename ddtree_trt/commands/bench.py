@@ -11,8 +11,8 @@ from typer.core import TyperGroup
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.bench.settings import DEVICE_ROUNDS_MEASURED, RANDOM_BACKENDS, BenchSettings, Shard
 from ddtree_trt.commands.bench_load import LOAD_OPTIONS, load
-from ddtree_trt.commands.options import Exact, TensorParallelSize, listing, numbers, words
-from ddtree_trt.commands.outputs import STDOUT, folders_of, prepare_folders, write_text
+from ddtree_trt.commands.options.common import Exact, TensorParallelSize, listing, numbers, words
+from ddtree_trt.commands.options.outputs import STDOUT, folders_of, prepare_folders, write_text
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import BASELINES, METHODS
 from ddtree_trt.terminal import printing as terminal

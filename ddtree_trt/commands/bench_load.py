@@ -9,8 +9,8 @@ import typer
 
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.bench.load.settings import BASELINE, DEFAULT_METHOD, LoadSettings
-from ddtree_trt.commands.options import listing, numbers, words
-from ddtree_trt.commands.outputs import STDOUT, folders_of, prepare_folders, write_text
+from ddtree_trt.commands.options.common import listing, numbers, words
+from ddtree_trt.commands.options.outputs import STDOUT, folders_of, prepare_folders, write_text
 from ddtree_trt.errors import UsageError
 from ddtree_trt.terminal import printing as terminal
 

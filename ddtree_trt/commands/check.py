@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.bench.settings import CheckSettings
-from ddtree_trt.commands.options import AsJson, EngineDirectory, Exact, TensorParallelSize, Threads
+from ddtree_trt.commands.options.common import AsJson, EngineDirectory, Exact, TensorParallelSize, Threads
 from ddtree_trt.terminal import printing as terminal
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ddtree_trt.commands.options import EngineDirectory
+from ddtree_trt.commands.options.common import EngineDirectory
 from ddtree_trt.peerconfig.peer import Peer
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="Where to write it; made if missing.")]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddtree_trt.artifact.progress import Progress
-from ddtree_trt.commands.options import AsJson, EngineDirectory, Exact, TensorParallelSize, Threads
+from ddtree_trt.commands.options.common import AsJson, EngineDirectory, Exact, TensorParallelSize, Threads
 from ddtree_trt.terminal import printing as terminal
 
 if TYPE_CHECKING:

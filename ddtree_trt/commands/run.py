@@ -14,8 +14,8 @@ from ddtree_trt.artifact.examples import read_examples, required_examples
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.template_arguments import OPTION, parse_arguments
-from ddtree_trt.commands.options import DeviceRounds, Exact, NewestByDefault, TensorParallelSize, Threads
-from ddtree_trt.commands.sampling_options import with_sampling_options
+from ddtree_trt.commands.options.common import DeviceRounds, Exact, NewestByDefault, TensorParallelSize, Threads
+from ddtree_trt.commands.options.sampling import with_sampling_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import resolve_method
 

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.artifact.files import newest_engine
-from ddtree_trt.commands.options import DeviceRounds, Exact, NewestByDefault, Threads
-from ddtree_trt.commands.replica_options import (
+from ddtree_trt.commands.options.common import DeviceRounds, Exact, NewestByDefault, Threads
+from ddtree_trt.commands.options.replicas import (
     CpusPerReplica,
     GpusPerReplica,
     MaxReplicas,

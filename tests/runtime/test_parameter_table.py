@@ -10,7 +10,7 @@ import typer.main
 from typer.testing import CliRunner
 
 from ddtree_trt.cli import app
-from ddtree_trt.commands.sampling_options import with_sampling_options
+from ddtree_trt.commands.options.sampling import with_sampling_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.params import PARAMETERS, Parameter, SamplingParams
 from ddtree_trt.runtime.structured.record import Structure, StructuredOutput

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ddtree_trt.commands.structured_options import STRUCTURED_OPTIONS, take_structured
+from ddtree_trt.commands.options.structured import STRUCTURED_OPTIONS, take_structured
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.params import PARAMETERS, Parameter
 from ddtree_trt.runtime.structured.names import STRUCTURED
