@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import os
 import signal
 import subprocess
@@ -25,7 +26,7 @@ from ddtree_trt.replicas.options import ReplicaOptions
 pytestmark = pytest.mark.slow
 
 
-def test_more_engines_are_started_as_requests_queue(tiny_engine: Path) -> None:
+def test_more_engines_are_started_as_requests_queue_and_a_second_signal_ends_them(tiny_engine: Path) -> None:
     options = ("--replicas", "1", "--max-replicas", "2", "--target-ongoing-requests", "1", "--cpus-per-replica", "0.5")
     with private_cluster(), Replicas(tiny_engine, *options) as server:
         assert "(1 to 2 replicas of 8 slots" in server.ready
@@ -37,7 +38,15 @@ def test_more_engines_are_started_as_requests_queue(tiny_engine: Path) -> None:
 
             list(pool.map(ask, range(4)))
         assert len(server.figures()) == 2
-        server.terminate()
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            body = {"prompt": "x", "stream": True, "n": 8, **LONG}  # takes longer than the two signals
+            stream = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=WAIT_S)
+            wait_for(lambda: sum(server.running().values()) > 0)
+            server.terminate()
+            wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+            server.terminate()
+            last = stream.result().text.rstrip().splitlines()[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert server.wait()[0] == 0
 
 

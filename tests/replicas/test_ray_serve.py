@@ -138,12 +138,10 @@ def test_an_engine_killed_in_mid_stream(served: Replicas, client: httpx.Client, 
 
 
 def test_too_many_requests_are_answered_429(served: Replicas, client: httpx.Client) -> None:
-    with concurrent.futures.ThreadPoolExecutor(48) as pool, httpx.Client(base_url=served.url, timeout=WAIT_S) as many:
-        body = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
-        codes = [
-            f.result().status_code for f in [pool.submit(many.post, "/v1/completions", json=body) for _ in range(200)]
-        ]
-    assert set(codes) <= {200, 429} and codes.count(200) >= 40
+    body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True}
+    with concurrent.futures.ThreadPoolExecutor(32) as pool, httpx.Client(base_url=served.url, timeout=WAIT_S) as many:
+        codes = [a.status_code for a in pool.map(lambda _: many.post("/v1/completions", json=body), range(48))]
+    assert set(codes) <= {200, 429} and codes.count(200) >= 20
     page = client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}).text
     refused = [line for line in page.splitlines() if line.startswith("ddtree_requests_refused_total") and "429" in line]
     assert sum(float(line.split()[-1]) for line in refused) == codes.count(429)
