@@ -86,6 +86,22 @@ def best_prefix(
     there are so many, and of a choice of i nodes the first filled[i], at least n + 1 of them, are verified.
     """
 
+def best_rows(
+    gains: NDArray[np.float64],
+    tokens: float,
+    draft_s: float,
+    verify_s: NDArray[np.float64],
+    filled: NDArray[np.int64] | None = None,
+    least: int = 0,
+) -> tuple[int, float]:
+    """`best_prefix` for several trees in one pass: (rows, expected tokens), of n rows of which row i holds node i of
+    every tree that has one. gains [n] are the tokens expected of each row, `tokens` those of a round without drafts."""
+
+def acceptances(
+    log_weights: NDArray[np.float64], depths: NDArray[np.int32], ratios: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """[n]: the acceptance probabilities of nodes, as `best_prefix` has them."""
+
 def tried_mass(
     parents: NDArray[np.int32], log_weights: NDArray[np.float64], path: NDArray[np.int32]
 ) -> NDArray[np.float64]:

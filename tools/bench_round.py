@@ -55,6 +55,7 @@ class IdleEngine:
     buckets = None
     rounds = None
     foresee = None
+    batches = False
 
     def __init__(self, slots: int) -> None:
         self.manifest = manifest(slots)

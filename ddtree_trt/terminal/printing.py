@@ -180,9 +180,11 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
 
 def print_profile(profile: LatencyProfile) -> None:
     print(profile.machine)
-    for cost in profile.contexts:
+    for cost in (*profile.contexts, *profile.batches):
         verify = "  ".join(f"{t}: {1000 * s:.2f}" for t, s in zip(cost.tree_tokens, cost.verify_s, strict=True))
+        slots = f", {cost.slots} slots in one pass" if cost.slots > 1 else ""
         token = f" and {1000 * cost.draft_token_s:.2f} a token" if cost.draft_token_s else ""
         print(
-            f"context {cost.context}: draft {1000 * cost.draft_s:.2f} ms{token}, verify by tree tokens (ms)  {verify}"
+            f"context {cost.context}{slots}: draft {1000 * cost.draft_s:.2f} ms{token}, "
+            f"verify by tree tokens (ms)  {verify}"
         )

@@ -23,7 +23,8 @@ from ddtree_trt.triton.export import ExportRequest, export_triton
 
 def a_profile() -> dict[str, Any]:
     costs = ContextCost(64, 0.001, (1, 2, 5), (0.001, 0.002, 0.003)), ContextCost(512, 0.01, (1,), (0.001,))
-    return json.loads(LatencyProfile("f", "m", costs).to_json())
+    batches = (ContextCost(64, 0.002, (1, 2), (0.002, 0.003), slots=2), ContextCost(64, 0.004, (1,), (0.004,), slots=8))
+    return json.loads(LatencyProfile("f", "m", costs, batches).to_json())
 
 
 def test_what_is_written_is_read() -> None:
@@ -48,11 +49,14 @@ DAMAGED = [
     *(damaged("contexts.0.verify_s.1", value) for value in [*NUMBERS, 0]),
     *(damaged("contexts.0.tree_tokens.1", value) for value in [*NUMBERS[:-3], 0, 1, 2.5, 10**10]),
     *(damaged("contexts.1.context", value) for value in ["x", None, 0, -1, 1.5, 64, 10**400]),
+    *(damaged("batches.0.slots", value) for value in ["x", None, 0, -1, 1, 1.5, 8, 10**400]),
+    *(damaged("batches.1.tree_tokens", value) for value in [[2], [1, 2], [], 5]),
+    damaged("contexts.0.slots", 2),
     *(damaged("contexts", value) for value in list[Any](("x", None, 5, [], {}, [5], [None], [[]]))),
     *(damaged("contexts.0", value) for value in ["x", {}, {"context": 1}]),
     *(damaged("fingerprint", value) for value in list[Any]((None, 5, []))),
     *(damaged("machine", value) for value in [None, 5]),
-    *(damaged("version", value) for value in list[Any]((0, 99, None, "1", [], {}))),
+    *(damaged("version", value) for value in list[Any]((0, 2, 99, None, "1", [], {}))),
     *(damaged(path, []) for path in ("contexts.0.tree_tokens", "contexts.0.verify_s")),
     *(damaged("contexts.0.tree_tokens", value) for value in [[2, 3, 4], [1, 3, 2], [1, 2]]),
     damaged("extra", 1),

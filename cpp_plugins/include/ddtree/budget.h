@@ -7,7 +7,7 @@ namespace ddtree {
 
 struct Prefix {
     int64_t nodes;
-    double expected_tokens;  // 1 + the sum of the nodes' acceptance probabilities
+    double expected_tokens;  // those without drafts + the sum of the nodes' acceptance probabilities
 };
 
 struct RoundCosts {
@@ -21,6 +21,15 @@ struct RoundCosts {
 // exp(log_weights [n]) * r_1 * ... * r_depth) with the ratios r_1 ... r_D [deepest].
 Prefix best_prefix(const double* log_weights, const int32_t* depths, int64_t n, const double* ratios, int64_t deepest,
                    const RoundCosts& costs, int64_t least);
+
+// The same over rows that several trees have in common, where row i of a pass holds node i of every tree that has one:
+// the number of rows in least..n that maximises (tokens + gains[0] + ... ) / seconds, with gains [n] the sum of the
+// nodes' acceptance probabilities in each row, and `tokens` those of a round without drafts.
+Prefix best_rows(const double* gains, int64_t n, double tokens, const RoundCosts& costs, int64_t least);
+
+// accepted [n]: the acceptance probabilities of nodes, as `best_prefix` has them.
+void acceptances(const double* log_weights, const int32_t* depths, int64_t n, const double* ratios, int64_t deepest,
+                 double* accepted);
 
 // mass [m]: for each node of the walked path, its children's drafted probability given that the node was reached.
 // parents [n + 1], log_weights [n], path [m] rising from the root.

@@ -53,6 +53,7 @@ class ForcedEngine:
         self.manifest: Manifest = engine.manifest
         self.threads = engine.threads
         self.buckets = engine.buckets
+        self.batches = engine.batches
         self._engine = engine
         self._accepted = acceptance_length - 1
         self._banned = banned

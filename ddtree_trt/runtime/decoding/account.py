@@ -14,6 +14,11 @@ with two arms, of which one, single tokens, is known. The rule is bounded both w
 - Single-token rounds of an engine, of any request, save `SHARE` of their time, which pays for probes. So probes cost no
   more than that share, and the time until the next probe is the price of a probe divided by the share.
 
+In a pass with others a slot's share of the time counts (`crowd`), and the number of slots changes. A balance keeps its
+worth in tokens, and what stopped among many slots is tried again among half as many. A slot that stops leaves its part
+of the draft to the others, which may then stop as well, one after the other. So where the drafts of all together gain,
+bad luck of one may cost `COMMON_STAKE`.
+
 A useless drafter then costs less than 5 % of an answer of 48 tokens. Where even the smallest round that could pay may
 lose more than TRIAL, it is that round that a request's first draft costs.
 
@@ -25,9 +30,14 @@ its tokens, so that drafting and not drafting take about as long.
 
 from __future__ import annotations
 
+import numpy as np
+
 from ddtree_trt.runtime.decoding.costs import Costs
+from ddtree_trt.runtime.tree import DraftTree
 
 STAKE = 0.9  # most loss of a request before it stops drafting, in single-token passes
+COMMON_STAKE = 2.5  # the same of a request in a pass with others, while their drafts gain
+COMMON_MEMORY = 256  # rounds of single slots by which it is known whether they do
 TRIAL = 2.0  # most loss of a round after a round without gain, in single-token passes
 PROOF = 3.0  # gain of a request, in single-token passes, before others learn from it: less may be luck
 SHARE = 1 / 128  # of the time of single-token rounds
@@ -36,10 +46,13 @@ PATIENCE = 2  # after so many failed probes a request waits for 2 ** PATIENCE pr
 
 
 class Savings:
-    """The time that the single-token rounds of an engine have saved for probes."""
+    """What the requests of an engine have in common: the time that single-token rounds have saved for probes, and
+    whether drafts of requests in one pass gain."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
+        self.promised = 0.0  # to probes of the round of several slots that is under way
+        self.trend = 0.1  # recent mean gain of a slot's draft in a pass with others, in single tokens
 
     def add(self, costs: Costs) -> None:
         """Save for a single-token round."""
@@ -57,8 +70,11 @@ class Account:
         self._matches = 0  # tokens after the latest draft that it had at their positions
         self._resumed = 0  # times that matches resumed drafting since the request last gained
         self._latest_gained = False  # whether the latest draft gained
+        self._slots = self._stopped_among = 1  # slots of the current round, and of the one at which drafting stopped
+        self._single_s = 0.0  # this slot's share of a round without drafts, among so many slots
         self.stopped = False  # whether the request makes single tokens, except for probes
         self.probing = False  # whether the current round is a probe
+        self.looking = False  # whether it drafts only to see what is expected of a draft now
         self.proved = False  # whether drafting has gained more than luck explains
 
     @property
@@ -66,30 +82,55 @@ class Account:
         """Whether drafting has gained so far."""
         return self._balance_s > 0 and not self.stopped
 
+    def enter(self, slots: int, single_s: float) -> None:
+        """Begin a round among so many slots, without drafts `single_s` long for this one. A token's worth is that of
+        the round; what drafting among more slots could not gain is tried again when half of them have gone."""
+        if slots != self._slots:
+            self._balance_s *= single_s / self._single_s if self._single_s else 1.0
+            if self.stopped and 2 * slots <= self._stopped_among:
+                self._resume(single_s)
+        self._slots, self._single_s = slots, single_s
+
     def may_draft(self, costs: Costs) -> bool:
         """Whether the next round drafts. If not, it is a single-token round, which saves for probes."""
         if not costs.least:
             return False
         if not self.stopped:
             return True
-        if self._savings.seconds < costs.trial_s * 2 ** min(self._failed, PATIENCE):
-            self._savings.add(costs)
+        self.probing = self._affords_probe(costs)
+        return self.probing
+
+    def may_look(self, costs: Costs) -> bool:
+        """`may_draft` of a request that has not stopped, but is not expected to gain in this round."""
+        self.looking = self._affords_probe(costs)
+        return self.looking
+
+    def _affords_probe(self, costs: Costs) -> bool:
+        price_s, savings = costs.trial_s * 2 ** min(self._failed, PATIENCE), self._savings
+        if savings.seconds - savings.promised < price_s:
+            savings.add(costs)
             return False
-        self.probing = True
+        if self._slots > 1:
+            savings.promised += price_s
         return True
 
     def most_nodes(self, costs: Costs) -> int:
         """Most nodes that the next round may draft and verify."""
         return costs.max_nodes if self.gains or self._latest_gained else costs.affordable(TRIAL * costs.single_s)
 
-    def settle(self, costs: Costs, nodes: int, tokens: int) -> None:
-        """Book a drafting round that verified `nodes` nodes and committed `tokens` tokens."""
-        cost_s = costs.round_s(nodes)
+    def settle(self, costs: Costs, cost_s: float, tokens: int) -> None:
+        """Book a drafting round of `cost_s` that committed `tokens` tokens."""
         gain_s = tokens * costs.single_s - cost_s
         self._latest_gained = gain_s > 0
         self._matches = 0
-        if self.probing:
+        if self.probing or self.looking:
             self._savings.seconds -= cost_s - costs.single_s
+        if self.looking:
+            self.looking = False
+            return
+        if self._slots > 1:
+            self._savings.trend += (gain_s / costs.single_s - self._savings.trend) / COMMON_MEMORY
+        if self.probing:
             self.probing = False
             self.stopped = gain_s <= 0
             self._failed = self._failed + 1 if self.stopped else 0
@@ -97,21 +138,50 @@ class Account:
         else:
             weight = 1 - 1 / MEMORY if self._balance_s > 0 else 1.0
             self._balance_s = weight * self._balance_s + gain_s
-            self.stopped = self._balance_s < -STAKE * costs.single_s
+            self.stopped = self._balance_s < -self._stake * costs.single_s
+        self._stopped_among = self._slots
         self.proved = not self.stopped and self._balance_s > PROOF * costs.single_s
         if self.gains:
             self._resumed = 0
+
+    @property
+    def _stake(self) -> float:
+        """Most loss of the request in single-token passes."""
+        return STAKE if self._slots == 1 or self._savings.trend <= 0 else COMMON_STAKE
 
     def match(self, costs: Costs) -> None:
         """Book a token that the draft which ended drafting had at its position; enough of them resume drafting."""
         self._matches += 1
         if self.stopped and self._matches > self._resumed:
             self._resumed += 1
-            self.stopped = False
-            self._balance_s = -STAKE * costs.single_s
+            self._resume(costs.single_s)
+
+    def _resume(self, single_s: float) -> None:
+        """Draft again, until a round loses."""
+        self.stopped = False
+        self._balance_s = -STAKE * single_s
 
     def stop(self, costs: Costs) -> None:
         """Make single tokens from the next round on, because no draft is expected to gain."""
         self.stopped = True
+        self._stopped_among = self._slots
         self.probing = False
         self._savings.add(costs)
+
+
+class FailedDraft:
+    """A draft after which drafting stopped. It was unlucky if the target's tokens behind the missed one match it."""
+
+    MAX_POSITIONS = 3  # positions behind the missed token that are compared
+
+    def __init__(self, tree: DraftTree, missed: int) -> None:
+        """`missed`: depth of the first token that was not in the tree."""
+        self._tree = tree
+        self._depth = missed
+        self._last_depth = missed + self.MAX_POSITIONS
+
+    def matches(self, token: int) -> bool:
+        """Whether the next token is the draft's most probable one at its position. Call it with every token."""
+        self._depth += 1
+        at_depth = np.flatnonzero(self._tree.depths == self._depth)
+        return self._depth <= self._last_depth and at_depth.size > 0 and token == self._tree.token_ids[at_depth[0]]

@@ -5,7 +5,8 @@ maximises expected tokens per second, (1 + Σ q̂) / (C_draft + C_verify(n, cont
 latency profile and q̂ calibrated online.
 
 Whether to draft at all is decided before the drafter runs, by the time drafting has gained for the request (`account`).
-Other requests start from a calibration that has learnt only from requests that gained by drafting.
+Other requests start from a calibration that has learnt only from requests that gained by drafting. Requests in one pass
+choose together (`crowd`).
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt import _native
-from ddtree_trt.runtime.decoding.account import Account, Savings
-from ddtree_trt.runtime.decoding.calibration import Calibration
-from ddtree_trt.runtime.decoding.costs import CostModel
+from ddtree_trt.runtime.decoding.account import TRIAL, Account, FailedDraft, Savings
+from ddtree_trt.runtime.decoding.calibration import Calibration, Outlook
+from ddtree_trt.runtime.decoding.costs import ALONE, CostModel, Load
 from ddtree_trt.runtime.decoding.latency import LatencyProfile
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, chain
 
@@ -32,8 +33,8 @@ class Decision:
 
     nodes: int
     expected_tokens: float  # 1 + Σ q̂ over the chosen nodes
-    expected_s: float  # C_draft + C_verify
-    single_token_s: float  # a round without drafting
+    expected_s: float  # C_draft + C_verify; of a pass with other slots, this one's share
+    single_token_s: float  # a round without drafting, likewise
     drafted: bool = True
     probe: bool = False  # drafted only to see whether drafting pays again
 
@@ -88,6 +89,7 @@ class AutoBudgets:
     ENGINE_MEMORY = 512.0  # rounds
     REQUEST_PRIOR = 4.0  # pseudo-observations per depth
     ENGINE_PRIOR = 4.0  # pseudo-observations per depth
+    OUTLOOK_MEMORY = 16.0  # rounds, of a request; those of the engine count four times as long
     CHAIN_PRIOR = 0.8  # prior acceptance rate of a chain, whose length is chosen before the drafter has probabilities
 
     def __init__(
@@ -106,6 +108,7 @@ class AutoBudgets:
         self.costs = CostModel(profile, max_nodes, max_depth, buckets, by_levels=by_levels)
         self.max_nodes = max_nodes
         self.max_depth = max_depth
+        self.weighs_load = True  # whether costs are those of rounds with other slots in one pass
         self._kind: type[AutoBudget] = AutoLength if chains else AutoDepth if by_levels else AutoBudget
         self._reset()
 
@@ -116,89 +119,140 @@ class AutoBudgets:
         self.calibration = Calibration(self.max_depth, prior=prior, memory=memory, root=root)
         self.levels = Calibration(self.max_depth, prior=prior, memory=memory, root=self.CHAIN_PRIOR)
         self.savings = Savings()
+        # At first as if all drafted tokens were accepted.
+        self.outlook = Outlook(np.minimum(self.costs.widths, self.max_depth), self.OUTLOOK_MEMORY * 4)
 
     def for_sequence(self, *, alone: bool = False) -> AutoBudget:
-        """The budget of one sequence. `alone`: it learns from that sequence only, so that its budgets are
-        repeatable."""
+        """The budget of one sequence. `alone`: as if there were no other, so that its budgets are repeatable."""
         shared = self
         if alone:
             shared = copy.copy(self)
+            shared.weighs_load = False
             shared._reset()
         return self._kind(shared)
 
 
-class _FailedDraft:
-    """A draft after which drafting stopped. It was unlucky if the target's tokens behind the missed one match it."""
-
-    MAX_POSITIONS = 3  # positions behind the missed token that are compared
-
-    def __init__(self, tree: DraftTree, missed: int) -> None:
-        """`missed`: depth of the first token that was not in the tree."""
-        self._tree = tree
-        self._depth = missed
-        self._last_depth = missed + self.MAX_POSITIONS
-
-    def matches(self, token: int) -> bool:
-        """Whether the next token is the draft's most probable one at its position. Call it with every token."""
-        self._depth += 1
-        at_depth = np.flatnonzero(self._tree.depths == self._depth)
-        return self._depth <= self._last_depth and at_depth.size > 0 and token == self._tree.token_ids[at_depth[0]]
-
-
 class AutoBudget:
-    """Chooses the budget of each round by expected tokens per second."""
+    """Chooses the budget of each round by expected tokens per second: alone, or with others in one pass (`crowd`)."""
+
+    by_rows = True  # whether nodes are chosen of a drafted tree, and not before it is drafted
 
     def __init__(self, shared: AutoBudgets) -> None:
-        self._shared = shared
+        self.shared = shared
         self._calibration = Calibration(
-            shared.max_depth,
-            prior=shared.REQUEST_PRIOR,
-            memory=shared.REQUEST_MEMORY,
-            parent=shared.calibration,
+            shared.max_depth, prior=shared.REQUEST_PRIOR, memory=shared.REQUEST_MEMORY, parent=shared.calibration
         )
         self._account = Account(shared.savings)
         self._costs = shared.costs.at(0)
         self._largest = 16
         self._drafted = EMPTY
-        self._failed: _FailedDraft | None = None
+        self._failed: FailedDraft | None = None
+        self._outlook = Outlook(shared.outlook.tokens, shared.OUTLOOK_MEMORY)
         self.levels: int | None = None
         self.last: Decision | None = None
 
-    def ceiling(self, past: int, left: int) -> int:
-        self._costs = self._shared.costs.at(past, left)
+    def ceiling(self, past: int, left: int, load: Load = ALONE) -> int:
+        """`Budget.ceiling` in a round of that load, whose slots hold `past` tokens on average."""
+        self._costs = self.shared.costs.at(past, left, load)
+        self._account.enter(load.slots, self._costs.single_s)
         if self._account.may_draft(self._costs) and (nodes := self._draft_nodes()):
             return nodes
+        return self._skip()
+
+    def _skip(self) -> int:
         self.last = Decision(0, 1.0, self._costs.single_s, self._costs.single_s, drafted=False)
         return 0
 
     def _draft_nodes(self) -> int:
         """Most nodes to draft; 0 skips the drafter."""
-        return self._shared.costs.fill(min(self._largest * 3 // 2, self._shared.max_nodes))
+        return self.shared.costs.fill(min(self._largest * 3 // 2, self.shared.max_nodes))
 
     def choose(self, tree: DraftTree, past: int) -> int:
-        n = self._best(tree.log_weights, tree.depths, least=self._costs.least if self._account.probing else 0)
-        self._largest = max(n, self._largest * 3 // 4, 8)
-        self._drafted = tree
+        n = self._best(tree.log_weights, tree.depths, self.least)
+        self._took(n, tree)
         return n
+
+    def _took(self, nodes: int, tree: DraftTree) -> None:
+        self._largest = max(nodes, self._largest * 3 // 4, 8)
+        self._drafted = tree
 
     def _best(self, log_weights: NDArray[np.float64], depths: NDArray[np.int32], least: int) -> int:
         """The size of the most profitable prefix of a tree, of `least` nodes or more, that the account affords. Rows
-        that the engine would pad are used. A probe expects the acceptance of requests that gain."""
-        account, costs = self._account, self._costs
-        ratios = (self._shared.calibration if account.probing else self._calibration).ratios()
-        ratios[costs.deepest :] = 0.0  # the output ends above these depths
-        largest = account.most_nodes(costs)
+        that the engine would pad are used."""
+        costs = self._costs
+        largest = self._account.most_nodes(costs)
         nodes, expected = _native.best_prefix(
             log_weights[:largest],
             depths[:largest],
-            ratios,
+            self._ratios(),
             costs.draft_s,
             costs.nodes_s,
-            filled=self._shared.costs.filled,
+            filled=self.shared.costs.filled,
             least=least,
         )
-        self.last = Decision(nodes, expected, costs.round_s(nodes), costs.single_s, probe=account.probing)
+        self.last = Decision(nodes, expected, costs.round_s(nodes), costs.single_s, probe=self._account.probing)
         return nodes
+
+    def _ratios(self) -> NDArray[np.float64]:
+        """The calibration of the round. A probe expects the acceptance of requests that gain."""
+        ratios = (self.shared.calibration if self._account.probing else self._calibration).ratios()
+        ratios[self._costs.deepest :] = 0.0  # the output ends above these depths
+        return ratios
+
+    # In a pass with others
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the request makes single tokens, except for probes."""
+        return self._account.stopped
+
+    @property
+    def least(self) -> int:
+        """Fewest nodes of this round's tree: a probe's must be able to pay."""
+        return self._costs.least if self._account.probing or self._account.looking else 0
+
+    @property
+    def must_draft(self) -> bool:
+        """Whether this round drafts, whatever is expected of it: it is a probe, or the request's first draft."""
+        first = not len(self._drafted) and self._costs.trial_s <= TRIAL * self._costs.single_s
+        return self._account.probing or first
+
+    @property
+    def outlook(self) -> NDArray[np.float64]:
+        """Tokens [W] that drafts of `CostModel.widths` nodes are expected to add, this round's not yet known."""
+        if not len(self._drafted):
+            return np.minimum(self.shared.outlook.tokens, self._costs.deepest)
+        if not self._outlook.rounds:
+            self._outlook.learn(self._at_widths(self.weigh(self._drafted)))
+        return np.minimum(self._outlook.tokens, self._costs.deepest)
+
+    def put_off(self) -> int:
+        """`ceiling` where the round gains more without this draft: 0, or now and then a draft to see if that lasts."""
+        return self._draft_nodes() if self._account.may_look(self._costs) else self._skip()
+
+    def join(self, past: int, left: int, load: Load) -> None:
+        """Take the costs of a round in which it is known how many slots draft."""
+        self._costs = self.shared.costs.at(past, left, load)
+
+    def weigh(self, tree: DraftTree) -> NDArray[np.float64]:
+        """Acceptance probabilities [n] of the nodes of a tree, as many as the account affords."""
+        most = self._account.most_nodes(self._costs)
+        return _native.acceptances(tree.log_weights[:most], tree.depths[:most], self._ratios())
+
+    def settle(self, tree: DraftTree, accepted: NDArray[np.float64], nodes: int, cost_s: float) -> None:
+        """Take the choice of `nodes` nodes of a weighed tree, for which the slot pays `cost_s` above a single token."""
+        for outlook in (self._outlook, self.shared.outlook):
+            outlook.learn(self._at_widths(accepted))
+        self._took(nodes, tree)
+        expected = 1 + float(accepted[:nodes].sum())
+        single_s = self._costs.single_s
+        self.last = Decision(nodes, expected, single_s + cost_s, single_s, probe=self._account.probing)
+
+    def _at_widths(self, accepted: NDArray[np.float64]) -> NDArray[np.float64]:
+        reached = np.concatenate(([0.0], np.cumsum(accepted)))
+        return reached[np.minimum(self.shared.costs.widths, len(accepted))]
+
+    # After the round
 
     def observe(self, tree: DraftTree, path: NDArray[np.int32], next_token: int, *, ends: bool = False) -> None:
         if self.last is None:
@@ -207,13 +261,13 @@ class AutoBudget:
             if self._failed is not None and self._failed.matches(next_token):
                 self._account.match(self._costs)
             return
-        self._account.settle(self._costs, self.last.nodes, len(path))
+        self._account.settle(self._costs, self.last.expected_s, len(path))
         if ends:
             return
         self._calibration.observe(tree, path, share=self._account.proved)
         self._failed = None
         if self._account.stopped:
-            self._failed = _FailedDraft(self._drafted, len(path))
+            self._failed = FailedDraft(self._drafted, len(path))
             self._calibration.withhold()
 
 
@@ -223,6 +277,8 @@ class AutoLength(AutoBudget):
     The length is chosen before anything is drafted, so the surrogate of a token is the recent acceptance rate of its
     depth.
     """
+
+    by_rows = False
 
     def __init__(self, shared: AutoBudgets) -> None:
         super().__init__(shared)
@@ -251,6 +307,8 @@ class AutoDepth(AutoBudget):
     levels, and of verifying as many nodes as recent rounds did.
     """
 
+    by_rows = False
+
     def __init__(self, shared: AutoBudgets) -> None:
         super().__init__(shared)
         self._reached = Calibration(
@@ -272,7 +330,7 @@ class AutoDepth(AutoBudget):
     def _choose_levels(self, least: int) -> int:
         """The most profitable number of levels, `least` or more."""
         costs, longest = self._costs, self._deepest_chain
-        ratios = (self._shared.levels if self._account.probing else self._reached).ratios()
+        ratios = (self.shared.levels if self._account.probing else self._reached).ratios()
         most = min(costs.deepest, len(longest), costs.max_nodes)
         levels = np.arange(most + 1)
         nodes = np.maximum(levels, min(self._largest, costs.max_nodes))

@@ -14,6 +14,7 @@ of a new request the acceptance of such requests, whatever the others were like.
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,3 +63,18 @@ class Calibration:
     def withhold(self) -> None:
         """Drop the evidence held back for the parent."""
         self._held.clear()
+
+
+class Outlook:
+    """The tokens that a round's draft is expected to add by the number of its nodes, from the rounds before."""
+
+    def __init__(self, first: NDArray[Any], memory: float) -> None:
+        """`first` [W]: what is expected before any round."""
+        self.tokens = first.astype(np.float64)
+        self.rounds = 0
+        self._memory = memory
+
+    def learn(self, tokens: NDArray[np.float64]) -> None:
+        """Take a round of which `tokens` [W] were expected."""
+        self.rounds += 1
+        self.tokens += (tokens - self.tokens) / min(self.rounds, self._memory)

@@ -1,19 +1,35 @@
-"""Costs of rounds by tree size and context, from the latency profile and the sizes an engine pads its passes to."""
+"""Costs of rounds by tree size, context and slots, from the latency profile and the sizes an engine pads its passes to.
+
+Where an engine takes all slots in one pass, they are padded to the widest tree, [N, T], so that another node of the
+widest one costs N rows. A slot's costs are then its share of the round's: of the time of single tokens one part for
+each slot, of what drafts and their rows add one part for each slot that drafts.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.runtime.decoding.latency import LatencyProfile
+from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile
+
+
+class Load(NamedTuple):
+    """How many slots are in the passes of a round."""
+
+    slots: int = 1  # in the verification
+    drafting: int = 1  # in the draft
+
+
+ALONE = Load()
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Costs of rounds at one context length, in seconds."""
+    """Costs of rounds at one context length and load, in seconds: the share of one slot that drafts."""
 
     single_s: float  # a round without drafting
     draft_s: float  # a draft, without the cost per drafted token
@@ -46,13 +62,45 @@ class Costs:
         return max(most, self.least)
 
 
-class CostModel:
-    """The latency profile, interpolated over the measured contexts.
+@dataclass(frozen=True)
+class RoundCosts:
+    """Costs of a round of several slots in one pass, in seconds."""
 
-    Where passes are padded, a tree costs as much as the next larger size: the curve is flat up to that size.
+    draft_s: NDArray[np.float64]  # [slots + 1]: a draft for so many of them
+    verify_s: NDArray[np.float64]  # [1 + max_nodes]: a verification whose widest tree has n nodes
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Costs of one context and number of slots, and what to add for each token of a draft that is made one by one."""
+
+    draft_s: float
+    token_s: float
+    verify_s: NDArray[np.float64]  # [1 + max_nodes]
+
+    def mix(self, other: _Measured, share: float) -> _Measured:
+        """The costs at `share` of the way to the other's."""
+
+        def between(a: Any, b: Any) -> Any:
+            return (1 - share) * a + share * b
+
+        return _Measured(
+            between(self.draft_s, other.draft_s),
+            between(self.token_s, other.token_s),
+            between(self.verify_s, other.verify_s),
+        )
+
+
+class CostModel:
+    """The latency profile, interpolated over the measured contexts and numbers of slots.
+
+    Where passes are padded, a tree costs as much as the next larger size: the curve is flat up to that size. A longer
+    context adds to a pass of several slots what it adds for one, for each of them: slots read their own caches. Beyond
+    the most slots that were measured, costs are in proportion to their number.
     """
 
     STEP = 64  # tokens of context over which costs are taken as constant
+    KEPT = 2048  # results that are kept
 
     def __init__(
         self,
@@ -70,33 +118,78 @@ class CostModel:
         self._max_depth = max_depth
         padded = _padded_nodes(self._nodes, buckets)
         self.filled = _filled(padded)
-        self._contexts = np.array([c.context for c in profile.contexts], float)
-        self._draft = np.array([(c.draft_s, c.draft_token_s) for c in profile.contexts])
-        self._verify = np.stack([c.verify_curve(int(padded.max()))[padded] for c in profile.contexts])
-        self._known: dict[tuple[int, int], Costs] = {}
+        self.widths = _widths(self.filled)  # [W], numbers of nodes at which rounds are compared before they are drafted
 
-    def at(self, past: int, left: int | None = None) -> Costs:
+        def measured(cost: ContextCost) -> _Measured:
+            return _Measured(cost.draft_s, cost.draft_token_s, cost.verify_curve(int(padded.max()))[padded])
+
+        self._lengths = np.array([c.context for c in profile.contexts], float)
+        self._contexts = [measured(c) for c in profile.contexts]
+        self._slots = np.array([1, *(c.slots for c in profile.batches)], float)
+        self._batches = [self._contexts[0], *(measured(c) for c in profile.batches)]
+        self._known: dict[tuple[int, int, Load], Costs] = {}
+        self._rounds: dict[tuple[int, int], RoundCosts] = {}
+
+    def at(self, past: int, left: int | None = None, load: Load = ALONE) -> Costs:
         """Costs at `past` committed tokens, where a round can yield at most `left` ≥ 1 tokens (None: any number)."""
         step, deepest = past // self.STEP, self._max_depth if left is None else min(self._max_depth, left - 1)
-        if (step, deepest) not in self._known:
-            self._known[step, deepest] = self._interpolate((step + 0.5) * self.STEP, deepest)
-        return self._known[step, deepest]
+        key = step, deepest, load
+        if (found := self._known.get(key)) is None:
+            found = _kept(self._known, self.KEPT, key, self._share((step + 0.5) * self.STEP, deepest, load))
+        return found
+
+    def round(self, past: int, slots: int) -> RoundCosts:
+        """Costs of a round of that many slots, which hold `past` tokens on average."""
+        key = past // self.STEP, slots
+        if (found := self._rounds.get(key)) is None:
+            each = [self._of((key[0] + 0.5) * self.STEP, n) for n in range(1, slots + 1)]
+            costs = RoundCosts(np.array([0.0, *(cost.draft_s for cost in each)]), each[-1].verify_s)
+            found = _kept(self._rounds, self.KEPT, key, costs)
+        return found
 
     def fill(self, nodes: int) -> int:
         """The largest number of nodes verified at the cost of `nodes`."""
         return int(self.filled[nodes])
 
-    def _interpolate(self, past: float, deepest: int) -> Costs:
-        place = float(np.interp(past, self._contexts, np.arange(len(self._contexts))))
-        low, share = int(place), place - int(place)
-        high = min(low + 1, len(self._contexts) - 1)
-        verify = (1 - share) * self._verify[low] + share * self._verify[high]
-        draft_s, token_s = ((1 - share) * self._draft[low] + share * self._draft[high]).tolist()
-        chains_s, single_s = verify + token_s * self._nodes, float(verify[0])
+    def _share(self, past: float, deepest: int, load: Load) -> Costs:
+        slots, drafting = load.slots, load.drafting
+        verify, draft = self._of(past, slots).verify_s, self._of(past, drafting)
+        token_s = draft.token_s / drafting
+        single_s, draft_s = float(verify[0]) / slots, draft.draft_s / drafting
+        rows_s = verify / drafting + float(verify[0]) * (1 / slots - 1 / drafting)
+        chains_s = rows_s + token_s * self._nodes
         pays = (1 + np.minimum(self._nodes, deepest)) * single_s > draft_s + chains_s
         pays[0] = False
-        nodes_s, level_s = (verify, token_s) if self._by_levels else (chains_s, 0.0)
+        nodes_s, level_s = (rows_s, token_s) if self._by_levels else (chains_s, 0.0)
         return Costs(single_s, draft_s, nodes_s, self.fill(int(pays.argmax())), deepest, level_s)
+
+    def _of(self, past: float, slots: int) -> _Measured:
+        """Costs of passes over that many slots with `past` tokens each."""
+        one = _interpolated(self._contexts, self._lengths, past)
+        if slots == 1:
+            return one
+        shortest, beyond = self._batches[0], max(1.0, slots / self._slots[-1])
+        many = _interpolated(self._batches, self._slots, slots)
+        return _Measured(
+            beyond * many.draft_s + slots * max(0.0, one.draft_s - shortest.draft_s),
+            beyond * many.token_s + slots * max(0.0, one.token_s - shortest.token_s),
+            beyond * many.verify_s + slots * np.maximum(0.0, one.verify_s - shortest.verify_s),
+        )
+
+
+def _interpolated(costs: Sequence[_Measured], at: NDArray[np.float64], value: float) -> _Measured:
+    """The costs at a value between, or at the end nearest to it."""
+    place = float(np.interp(value, at, np.arange(len(at))))
+    low = int(place)
+    return costs[low].mix(costs[min(low + 1, len(costs) - 1)], place - low)
+
+
+def _kept(known: dict[Any, Any], most: int, key: Any, value: Any) -> Any:
+    """The value, kept under the key; where there are too many, the others are forgotten."""
+    if len(known) >= most:
+        known.clear()
+    known[key] = value
+    return value
 
 
 def _padded_nodes(nodes: NDArray[np.int64], buckets: Sequence[int] | None) -> NDArray[np.int64]:
@@ -111,3 +204,10 @@ def _padded_nodes(nodes: NDArray[np.int64], buckets: Sequence[int] | None) -> ND
 def _filled(padded: NDArray[np.int64]) -> NDArray[np.int64]:
     """Largest n with the padded size of each n, both [1 + max_nodes]."""
     return padded.searchsorted(padded, side="right") - 1
+
+
+def _widths(filled: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Numbers of nodes, rising by a half or less, each filled up to what is paid for."""
+    powers = 2 ** np.arange(len(filled).bit_length())
+    steps = np.concatenate((powers, powers[1:] * 3 // 2))
+    return np.unique(filled[steps[steps < len(filled)]])

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from ddtree_trt.models.drafters.eagle3 import EXPANDED
 from ddtree_trt.runtime.decoding.budget import Decision
+from ddtree_trt.runtime.decoding.crowd import Plan, Turn, plan
 from ddtree_trt.runtime.decoding.methods import Proposal
 from ddtree_trt.runtime.decoding.policies import TreePlan
 from ddtree_trt.runtime.decoding.sampling import Row
@@ -69,17 +70,18 @@ class _SlotRound:
         self.root_token = sequence.bonus_token
         self.foreseen = sequence.foreseen
         self.in_place = engine.foresee is not None  # whether only nodes right behind their ancestors emit tokens
-        left = sequence.tokens_left - len(self.foreseen)
-        if (deepest := sequence.params.deepest) is not None:
-            left = min(left, deepest + 1)
-        self.ceiling = sequence.budget.ceiling(self._draft_past, left) if sequence.drafts else 0
+        self.ceiling = 0  # most nodes to draft
         self.proposal = NOTHING
         self.result: Walk | None = None  # None before the walk, and if it failed
 
     @property
-    def _draft_past(self) -> int:
-        """Tokens in front of the one that is drafted behind."""
-        return self.past + len(self.foreseen)
+    def turn(self) -> Turn:
+        """What the round's budgets are planned by."""
+        s = self.sequence
+        left = s.tokens_left - len(self.foreseen)
+        if (deepest := s.params.deepest) is not None:
+            left = min(left, deepest + 1)
+        return Turn(s.budget, self.past + len(self.foreseen), left, s.drafts)
 
     @property
     def tree(self) -> DraftTree:
@@ -116,13 +118,15 @@ class _SlotRound:
             self.sequence.abort(error)
         return isinstance(error, Exception)
 
-    def build(self, draft: Draft) -> None:
+    def propose(self, draft: Draft) -> None:
         s = self.sequence
         with self:
-            proposal = s.method.propose(draft, self.plan, s.sampler.draft)
-            nodes = s.budget.choose(proposal.tree, self._draft_past)
-            tree = proposal.tree.cut(nodes)
-            self.proposal = Proposal(spine_first(tree) if self.in_place else tree, proposal.drawn[:nodes])
+            self.proposal = s.method.propose(draft, self.plan, s.sampler.draft)
+
+    def cut(self, tree: DraftTree, nodes: int) -> None:
+        """Keep the first nodes of the proposed tree."""
+        tree = tree.cut(nodes)
+        self.proposal = Proposal(spine_first(tree) if self.in_place else tree, self.proposal.drawn[:nodes])
 
     def take(self, result: RoundResult, engine: Engine) -> None:
         """Emit the tokens that the engine has committed; if the sequence ends at one, forget those after it."""
@@ -171,14 +175,19 @@ def decode_round(engine: Engine, sequences: list[Sequence], clock: StageClock) -
     one_round(engine, sequences, clock)
 
 
-def _by_slot(engine: Engine, sequences: list[Sequence]) -> list[_SlotRound]:
-    return sorted((_SlotRound(s, engine) for s in sequences), key=lambda slot_round: slot_round.slot)
+def _by_slot(engine: Engine, sequences: list[Sequence]) -> tuple[list[_SlotRound], Plan]:
+    """The slots' rounds and the plan of their budgets, by slot; the ceilings are set."""
+    slot_rounds = sorted((_SlotRound(s, engine) for s in sequences), key=lambda slot_round: slot_round.slot)
+    budgets = plan([each.turn for each in slot_rounds], one_pass=engine.batches)
+    for each, ceiling in zip(slot_rounds, budgets.ceilings(), strict=True):
+        each.ceiling = ceiling
+    return slot_rounds, budgets
 
 
 def _round_on_device(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
     assert engine.rounds is not None, "routing sends sequences here only where the engine has device rounds"
     with clock(DEVICE_ROUND):
-        slot_rounds = _by_slot(engine, sequences)
+        slot_rounds, _ = _by_slot(engine, sequences)
         results = engine.rounds.round([each.round_request() for each in slot_rounds])
         for each, result in zip(slot_rounds, results, strict=True):
             each.take(result, engine)
@@ -186,13 +195,17 @@ def _round_on_device(engine: Engine, sequences: list[Sequence], clock: StageCloc
 
 def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
     with clock("draft"):
-        slot_rounds = _by_slot(engine, sequences)
+        slot_rounds, budgets = _by_slot(engine, sequences)
         drafting = [each for each in slot_rounds if each.ceiling > 0]
         drafts = engine.draft([each.draft_request() for each in drafting])
 
     with clock("tree_build"):
         for each, draft in zip(drafting, drafts, strict=True):
-            each.build(draft)
+            each.propose(draft)
+        trees = [each.proposal.tree if each.ceiling and not each.sequence.finished else None for each in slot_rounds]
+        for each, tree, nodes in zip(slot_rounds, trees, budgets.choose(trees), strict=True):
+            if tree is not None:
+                each.cut(tree, nodes)
 
     with clock("tree_compile"):
         requests = [VerifyRequest(each.slot, compile_tree(each.root_token, each.tree)) for each in slot_rounds]

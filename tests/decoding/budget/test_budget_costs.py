@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from profiles import make_profile
+from profiles import make_batched_profile, make_profile
 from scripted import ScriptedEngine
 from scripted_models import MarkovTarget, Useless
 
 from ddtree_trt import LLM
 from ddtree_trt.artifact.files import PROFILE
 from ddtree_trt.runtime.decoding import latency as profiles
-from ddtree_trt.runtime.decoding.costs import CostModel
+from ddtree_trt.runtime.decoding.costs import CostModel, Load
 from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile, convex_fit, measure
 
 
@@ -44,9 +44,51 @@ def test_the_cost_model_interpolates_contexts_and_sizes() -> None:
     assert short.nodes_s[100] == pytest.approx(6.0), "past the last measured size the last slope goes on"
 
 
+def test_costs_of_several_slots_follow_rows_and_slots() -> None:
+    """As measured at the shortest context, between the numbers of slots that were, and in proportion beyond them."""
+    profile = make_batched_profile(8, draft_s=0.5, slope=0.01)
+    model = CostModel(profile, 64, 7)
+    for slots, nodes in ((2, 0), (2, 8), (8, 4), (8, 64)):
+        found = model.round(0, slots).verify_s[nodes]
+        assert found == pytest.approx(1 + 0.01 * (slots * (1 + nodes) - 1))
+    assert model.round(0, 6).verify_s[8] == pytest.approx(1 + 0.01 * (6 * 9 - 1))
+    assert model.round(0, 16).verify_s[8] == pytest.approx(2 * model.round(0, 8).verify_s[8])
+    assert model.round(0, 8).draft_s == pytest.approx([0.0, *(0.5 * (0.8 + 0.2 * n) for n in range(1, 9))])
+
+
+def test_a_longer_context_adds_for_every_slot_what_it_adds_for_one() -> None:
+    short = make_batched_profile(4)
+    long = dataclasses.replace(
+        short.contexts[0], context=4096, draft_s=0.3, verify_s=tuple(s + 0.25 for s in short.contexts[0].verify_s)
+    )
+    model = CostModel(dataclasses.replace(short, contexts=(short.contexts[0], long)), 64, 7)
+    near, far = model.round(0, 4), model.round(9000, 4)
+    assert far.verify_s == pytest.approx(near.verify_s + 4 * 0.25)
+    assert far.draft_s[1:] == pytest.approx(near.draft_s[1:] + 0.1 * np.arange(1, 5))
+
+
+@pytest.mark.parametrize(("slots", "drafting"), [(1, 1), (4, 4), (8, 3)])
+def test_the_share_of_a_slot(slots: int, drafting: int) -> None:
+    """Of single tokens one part for each slot, of drafts and their rows one for each that drafts."""
+    model = CostModel(make_batched_profile(8), 64, 7)
+    share, whole = model.at(0, None, Load(slots, drafting)), model.round(0, slots)
+    assert share.single_s == pytest.approx(whole.verify_s[0] / slots)
+    for nodes in (1, 5, 64):
+        silent = (slots - drafting) * share.single_s
+        assert drafting * share.round_s(nodes) + silent == pytest.approx(
+            whole.draft_s[drafting] + whole.verify_s[nodes]
+        )
+
+
+def test_without_costs_of_several_slots_a_pass_takes_as_long_as_one_for_each() -> None:
+    model = CostModel(make_profile(), 64, 7)
+    assert model.round(0, 3).verify_s == pytest.approx(3 * model.at(0).nodes_s)
+    assert model.at(0, None, Load(3, 3)).nodes_s == pytest.approx(model.at(0).nodes_s)
+
+
 def test_the_profile_round_trips() -> None:
-    profile = make_profile()
-    assert LatencyProfile.from_json(profile.to_json()) == profile
+    for profile in (make_profile(), make_batched_profile(8)):
+        assert LatencyProfile.from_json(profile.to_json()) == profile
 
 
 def test_a_foreign_profile_is_measured_again(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,3 +154,48 @@ def test_a_drafted_token_has_its_own_cost_where_tokens_are_drafted_one_by_one(mo
     engine.fail = spend
     (cost,) = measure(engine, seconds=0.0).contexts
     assert cost.draft_s == pytest.approx(0.5) and cost.draft_token_s == pytest.approx(0.25)
+
+
+def test_an_engine_that_batches_is_measured_with_several_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In passes over all of them, at the numbers that are powers of two, and at most slots; all are empty after it."""
+    engine = ScriptedEngine(MarkovTarget(), Useless(6), max_batch=6)
+    assert measure(engine, seconds=0.0).batches == (), "it takes one slot after the other"
+    engine.batches = True
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    def spend(verb: str, slots: tuple[int, ...]) -> None:
+        rows = engine.calls[-1].tokens * len(slots)
+        clock[0] += {"draft": 1e-4 * len(slots), "verify": 1e-3 + 1e-6 * rows}.get(verb, 0.0)
+
+    engine.fail = spend
+    profile = measure(engine, seconds=0.0)
+    assert [cost.slots for cost in profile.batches] == [2, 4, 6]
+    for cost in profile.batches:
+        assert cost.draft_s == pytest.approx(1e-4 * cost.slots)
+        assert cost.verify_s == pytest.approx([1e-3 + 1e-6 * cost.slots * t for t in cost.tree_tokens])
+    assert [engine.length(slot) for slot in range(6)] == [0] * 6
+    model = CostModel(profile, 64, 3)
+    assert model.round(0, 6).verify_s[8] == pytest.approx(1e-3 + 1e-6 * 6 * 9)
+
+
+def test_measuring_several_slots_takes_seconds_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In simulated time: numbers of slots that would take long are left out."""
+    spent = {}
+    for pass_s in (0.001, 0.1, 2.0):
+        engine = ScriptedEngine(MarkovTarget(), Useless(6), max_batch=16)
+        clock = [0.0]
+        with monkeypatch.context() as patch:
+            patch.setattr("time.perf_counter", lambda clock=clock: clock[0])
+
+            def spend(verb: str, slots: tuple[int, ...], clock: list[float] = clock, pass_s: float = pass_s) -> None:
+                clock[0] += pass_s * len(slots)
+
+            engine.fail = spend
+            measure(engine, seconds=0.0)
+            alone = clock[0]
+            engine.batches = True
+            profile = measure(engine, seconds=0.0)
+            spent[pass_s] = (clock[0] - 2 * alone, [cost.slots for cost in profile.batches])
+    assert spent[0.001][1][-1] == 16 and len(spent[0.001][1]) > 2 and spent[2.0][1] == []
+    assert all(seconds < 60 for seconds, _ in spent.values())

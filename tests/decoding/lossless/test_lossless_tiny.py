@@ -135,7 +135,7 @@ class Remembering:
     seconds.
     """
 
-    threads, rounds, buckets, foresee = 1, None, None, None
+    threads, rounds, buckets, foresee, batches = 1, None, None, None, False
 
     def __init__(self, engine: Engine, change: Change) -> None:
         self.manifest = engine.manifest

@@ -56,6 +56,7 @@ class ScriptedEngine:
     rounds: DeviceRounds | None = None
     buckets: Sequence[int] | None = None
     foresee: Callable[[int, Array], None] | None = None
+    batches = False
 
     def __init__(
         self,

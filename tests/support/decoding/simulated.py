@@ -60,6 +60,7 @@ class Spent:
     tokens: int = 0
     rounds: int = 0
     drafts: int = 0
+    nodes: int = 0  # verified, where they are counted
 
     def __add__(self, other: Spent) -> Spent:
         return Spent(*(a + b for a, b in zip(vars(self).values(), vars(other).values(), strict=True)))

@@ -35,6 +35,7 @@ class OrtEngine:
 
     rounds = None
     buckets = None
+    batches = False
 
     def __init__(self, directory: Path, manifest: Manifest, *, threads: int = 0, exact: bool | None = None) -> None:
         """`exact`: emit the tokens of autoregressive decoding with every method, bit for bit; None: in int8 only."""

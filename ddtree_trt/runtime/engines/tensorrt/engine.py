@@ -56,6 +56,7 @@ class TrtEngine:
     threads = 1
     rounds = None
     foresee = None
+    batches = True
 
     def __init__(self, manifest: Manifest, loaded: Loaded) -> None:
         """Takes ownership of `loaded`, which `close` releases."""

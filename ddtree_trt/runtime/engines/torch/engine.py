@@ -43,6 +43,7 @@ class TorchEngine:
     """The `Engine` protocol in PyTorch. One thread calls it."""
 
     foresee = None
+    batches = True
 
     def __init__(self, manifest: Manifest, weights: Weights, device: torch.device) -> None:
         """`weights` by the names of `weight_layout`, on the device and in the manifest's precision."""

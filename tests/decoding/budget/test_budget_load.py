@@ -1,0 +1,77 @@
+"""Automatic budgets under load, on a simulated GPU: as fast as the best fixed budget, whatever it is, and never slow.
+
+Costs are those of a roofline, time is simulated, and drafters are of all qualities. How many requests are side by side
+decides what is best: on this GPU the whole tree for one, eight nodes for sixteen, and few or none for 64.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+import pytest
+from roofline import Gpu, automatic, fixed, serve
+from simulated import GOOD, LIAR, Quality, Request, Spent
+
+GPU = Gpu()
+FIXED = (0, 1, 3, 7, 15, 31, 63)  # every one fills a bucket; 0 is autoregressive decoding
+MIDDLING, WEAK = Quality(0.75, 0.05), Quality(0.5, 0.1)
+TRAFFIC = {
+    "good": (GOOD, GOOD),
+    "middling": (MIDDLING, MIDDLING),
+    "weak": (WEAK, WEAK),
+    "useless": (LIAR, LIAR),
+    "half of it useless": (GOOD, LIAR),
+}
+
+
+def requests(traffic: str, slots: int) -> list[Request]:
+    count = max(16, 4 * slots if slots < 64 else 2 * slots)
+    lengths = np.random.default_rng(3).integers(96, 193, count)
+    return [Request(TRAFFIC[traffic][i % 2], int(n), i) for i, n in enumerate(lengths)]
+
+
+def per_second(spent: Spent) -> float:
+    return spent.tokens / spent.seconds
+
+
+@functools.cache
+def fixed_speeds(traffic: str, slots: int) -> dict[int, float]:
+    """Tokens a second by budget, of those that come into question: many slots, and useless drafts, take small ones."""
+    budgets = FIXED[: 3 if traffic == "useless" else 5 if slots == 64 else 6 if slots == 16 else len(FIXED)]
+    return {nodes: per_second(serve(GPU, requests(traffic, slots), slots, fixed(nodes))) for nodes in budgets}
+
+
+@pytest.mark.parametrize("slots", [1, 4, 16, 64])
+@pytest.mark.parametrize("traffic", TRAFFIC)
+def test_automatic_budgets_are_as_fast_as_the_best_fixed_one(traffic: str, slots: int) -> None:
+    speeds = fixed_speeds(traffic, slots)
+    speed = per_second(serve(GPU, requests(traffic, slots), slots, automatic(GPU, slots)))
+    assert speed >= 0.97 * max(speeds.values())
+    assert speed >= 0.97 * speeds[0]
+
+
+def test_the_best_fixed_budget_depends_on_the_load() -> None:
+    """So that the test above cannot be passed by any one of them."""
+    best = [max(speeds, key=speeds.__getitem__) for speeds in (fixed_speeds("good", n) for n in (1, 16, 64))]
+    assert best[0] > best[1] > best[2]
+    assert max(fixed_speeds("middling", 64).items(), key=lambda each: each[1])[0] == 0
+
+
+@pytest.mark.parametrize("slots", [2, 4, 16])
+def test_good_requests_after_useless_ones_draft_as_on_a_fresh_engine(slots: int) -> None:
+    good = [Request(GOOD, 128, 1000 + i) for i in range(6 * slots)]
+    fresh = serve(GPU, good, slots, automatic(GPU, slots))
+    used = automatic(GPU, slots)
+    serve(GPU, [Request(LIAR, 128, i) for i in range(10 * slots)], slots, used)
+    assert per_second(serve(GPU, good, slots, used)) >= 0.95 * per_second(fresh)
+
+
+def test_drafting_ends_under_load_and_trees_shrink() -> None:
+    drafts, nodes = [], []
+    for slots in (4, 16, 64):
+        spent = serve(GPU, requests("middling", slots), slots, automatic(GPU, slots))
+        drafts.append(spent.drafts / spent.rounds / slots)
+        nodes.append(spent.nodes / max(1, spent.drafts))
+    assert drafts[0] > 0.95 and drafts[1] > 0.9 and drafts[2] < 0.1
+    assert nodes[0] > 2 * nodes[1]
