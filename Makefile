@@ -69,7 +69,7 @@ fmt: $(VENV)/.stamp-dev
 
 # The parts of the documents that are made of tables in the sources, and the site in build/site. Any warning ends it.
 docs: $(VENV)/.stamp-dev
-	$(BIN)/python tools/parameter_table.py
+	$(BIN)/python tools/documents/parameter_table.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 bench: $(VENV)/.stamp-dev

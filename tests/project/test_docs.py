@@ -37,6 +37,6 @@ def anchors(path: Path) -> set[str]:
 def test_links_lead_somewhere(path: Path) -> None:
     for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", path.read_text(encoding="utf-8")):
         there = path.parent / target if target else path
-        made = there.name == "cli.md"  # by tools/docs_site.py
+        made = there.name == "cli.md"  # by tools/documents/docs_site.py
         assert made or there.exists(), f"{path.name} links to {target}"
         assert not anchor or anchor in anchors(there), f"{path.name} links to {target}#{anchor}"

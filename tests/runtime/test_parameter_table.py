@@ -17,7 +17,7 @@ from ddtree_trt.runtime.structured.record import Structure, StructuredOutput
 from ddtree_trt.runtime.values import Biases, Choice, Flag, Integer, Kind, NodeCount, Number, Texts, TokenIds
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
 from ddtree_trt.triton import inputs
-from tools import parameter_table as tool
+from tools.documents import parameter_table as tool
 
 ROOT = Path(__file__).resolve().parents[2]
 BODIES: dict[Any, type[ChatRequest] | type[CompletionRequest]] = {"chat": ChatRequest, "completions": CompletionRequest}

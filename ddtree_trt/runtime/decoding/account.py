@@ -51,15 +51,8 @@ class Savings:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        self.promised = 0.0  # to probes of the round that is under way
+        self.promised = 0.0  # to probes of the round of several slots that is under way
         self.trend = 0.1  # recent mean gain of a slot's draft in a pass with others, in single tokens
-
-    def pays(self, price_s: float) -> bool:
-        """Whether they suffice for a probe; then its price is promised to it."""
-        if self.seconds - self.promised < price_s:
-            return False
-        self.promised += price_s
-        return True
 
     def add(self, costs: Costs) -> None:
         """Save for a single-token round."""
@@ -113,10 +106,13 @@ class Account:
         return self.looking
 
     def _affords_probe(self, costs: Costs) -> bool:
-        if self._savings.pays(costs.trial_s * 2 ** min(self._failed, PATIENCE)):
-            return True
-        self._savings.add(costs)
-        return False
+        price_s, savings = costs.trial_s * 2 ** min(self._failed, PATIENCE), self._savings
+        if savings.seconds - savings.promised < price_s:
+            savings.add(costs)
+            return False
+        if self._slots > 1:
+            savings.promised += price_s
+        return True
 
     def most_nodes(self, costs: Costs) -> int:
         """Most nodes that the next round may draft and verify."""
@@ -129,7 +125,6 @@ class Account:
         self._matches = 0
         if self.probing or self.looking:
             self._savings.seconds -= cost_s - costs.single_s
-            self._savings.promised = 0.0
         if self.looking:
             self.looking = False
             return

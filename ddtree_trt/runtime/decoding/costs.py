@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile
 
 
-@dataclass(frozen=True)
-class Load:
+class Load(NamedTuple):
     """How many slots are in the passes of a round."""
 
     slots: int = 1  # in the verification

@@ -21,8 +21,8 @@ requests together take least time when each takes least.
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,8 +32,7 @@ from ddtree_trt.runtime.decoding.costs import Load
 from ddtree_trt.runtime.tree import DraftTree
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """One slot's part in a round."""
 
     budget: Budget
@@ -44,11 +43,11 @@ class Turn:
 
 def plan(turns: Sequence[Turn], *, one_pass: bool) -> Plan:
     """The plan of a round. `one_pass`: whether the engine takes all slots in one pass, else one after the other."""
-    autos = {i: t.budget for i, t in enumerate(turns) if t.drafts and isinstance(t.budget, AutoBudget)}
-    for budget in autos.values():
-        budget.shared.savings.promised = 0.0
+    if not one_pass or len(turns) == 1:
+        return Plan(turns)
+    autos = {i: turn.budget for i, turn in enumerate(turns) if turn.drafts and isinstance(turn.budget, AutoBudget)}
     crowd = {i: budget for i, budget in autos.items() if budget.shared.weighs_load}
-    return _Crowd(turns, crowd) if one_pass and len(turns) > 1 and crowd else Plan(turns)
+    return _Crowd(turns, crowd) if crowd else Plan(turns)
 
 
 class Plan:
@@ -57,12 +56,9 @@ class Plan:
     def __init__(self, turns: Sequence[Turn]) -> None:
         self._turns = turns
 
-    def ceilings(self, skipped: Container[int] = ()) -> list[int]:
+    def ceilings(self) -> list[int]:
         """Most nodes worth drafting for, for each turn; 0 skips the drafter."""
-        return [
-            turn.budget.ceiling(turn.past, turn.left) if turn.drafts and i not in skipped else 0
-            for i, turn in enumerate(self._turns)
-        ]
+        return [budget.ceiling(past, left) if drafts else 0 for budget, past, left, drafts in self._turns]
 
     def choose(self, trees: Sequence[DraftTree | None]) -> list[int]:
         """How many nodes of each turn's tree, in pop order, to verify; None is a slot without a draft."""
@@ -80,17 +76,21 @@ class _Crowd(Plan):
         super().__init__(turns)
         self._autos = autos
         self._shared = next(iter(autos.values())).shared
+        self._shared.savings.promised = 0.0
         self._past = sum(turn.past for turn in turns) // len(turns)
         self._costs = self._shared.costs.round(self._past, len(turns))
         self._drafting = 0
 
-    def ceilings(self, skipped: Container[int] = ()) -> list[int]:
+    def ceilings(self) -> list[int]:
         stopped = sum(budget.stopped for budget in self._autos.values())
         willing = sum(turn.drafts for turn in self._turns) - stopped
         load = Load(len(self._turns), max(1, willing))
-        nodes = super().ceilings(skipped=self._autos)
-        for i, budget in self._autos.items():
-            nodes[i] = budget.ceiling(self._past, self._turns[i].left, load)
+        nodes = [0] * len(self._turns)
+        for i, (budget, past, left, drafts) in enumerate(self._turns):
+            if i in self._autos:
+                nodes[i] = self._autos[i].ceiling(self._past, left, load)
+            elif drafts:
+                nodes[i] = budget.ceiling(past, left)
         for i in self._least_promising(nodes):
             nodes[i] = self._autos[i].put_off()
         self._drafting = sum(n > 0 for n in nodes)

@@ -90,11 +90,6 @@ class _SlotRound:
         return behind(self.foreseen, self.proposal.tree)
 
     @property
-    def drafted(self) -> bool:
-        """Whether the proposal is a draft of which a part may be verified."""
-        return self.ceiling > 0 and not self.sequence.finished
-
-    @property
     def plan(self) -> TreePlan:
         """The tree to draft."""
         params = self.sequence.params
@@ -134,11 +129,11 @@ class _SlotRound:
             if constrained:
                 self.proposal = Proposal(self._allowed(self.proposal.tree).cut(self.ceiling))
 
-    def cut(self, nodes: int) -> None:
+    def cut(self, tree: DraftTree, nodes: int) -> None:
         """Keep the first nodes of the proposed tree."""
         s = self.sequence
         with self:
-            tree = self.proposal.tree.cut(nodes)
+            tree = tree.cut(nodes)
             # How long a drawn chain is must not depend on what was drawn: it is cut by the constraint last.
             if s.sampler.matcher is not None and s.method.draws:
                 tree = self._allowed(tree)
@@ -224,10 +219,10 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
     with clock("tree_build"):
         for each, draft in zip(drafting, drafts, strict=True):
             each.propose(draft)
-        chosen = budgets.choose([each.proposal.tree if each.drafted else None for each in slot_rounds])
-        for each, nodes in zip(slot_rounds, chosen, strict=True):
-            if each.drafted:
-                each.cut(nodes)
+        trees = [each.proposal.tree if each.ceiling and not each.sequence.finished else None for each in slot_rounds]
+        for each, tree, nodes in zip(slot_rounds, trees, budgets.choose(trees), strict=True):
+            if tree is not None:
+                each.cut(tree, nodes)
 
     with clock("tree_compile"):
         requests = [VerifyRequest(each.slot, compile_tree(each.root_token, each.tree)) for each in slot_rounds]

@@ -13,7 +13,7 @@ from ddtree_trt.artifact.manifest import Limits, Manifest, load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.toolchain import always_causal, installed_versions
-from ddtree_trt.artifact.verified import verify_for_opening
+from ddtree_trt.artifact.verify import verify_for_opening
 from ddtree_trt.device.memory import plan_manifest
 from ddtree_trt.errors import (
     MAX_THREADS,

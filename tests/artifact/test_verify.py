@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from ddtree_trt import LLM
-from ddtree_trt.artifact import verified
+from ddtree_trt.artifact import verify as verified
 from ddtree_trt.artifact.files import VERIFIED, WEIGHTS
 from ddtree_trt.artifact.manifest import load_manifest
-from ddtree_trt.artifact.verified import verify_for_opening
-from ddtree_trt.artifact.verify import verify_files
+from ddtree_trt.artifact.verify import verify_files, verify_for_opening
 from ddtree_trt.errors import ArtifactError, UsageError
 from ddtree_trt.runtime.engines.load import open_engine
 

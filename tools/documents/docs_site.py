@@ -18,7 +18,7 @@ from typer.cli import get_docs_for_click
 
 from ddtree_trt.cli import app
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OUTSIDE = (
     "CHANGELOG.md",
     "CONTRIBUTING.md",

@@ -1,6 +1,6 @@
 """Write the table of sampling parameters in docs/generation.md from the one in ddtree_trt/runtime/params.py.
 
-    python tools/parameter_table.py
+    python tools/documents/parameter_table.py
 
 The table is the text between `<!-- begin parameters -->` and `<!-- end parameters -->`. A test compares the two.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 from ddtree_trt.runtime.params import BOTH, PARAMETERS, Parameter
 
-DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "generation.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "generation.md"
 BEGIN, END = "<!-- begin parameters -->\n", "\n<!-- end parameters -->"
 HEAD = (
     "| parameter | default | values | meaning | on the device | `run` | HTTP | Triton |\n"

@@ -1,4 +1,4 @@
-"""A picture of the playground for the documents: `tools/playground_picture.py ENGINE MESSAGE PICTURE.png`.
+"""A picture of the playground for the documents: `tools/documents/playground_picture.py ENGINE MESSAGE PICTURE.png`.
 
 Serves the engine, sends the message on the page in Debian's Chromium, shows one of its rounds, and takes the
 picture. Needs the packages chromium, chromium-driver and selenium.

@@ -1,6 +1,6 @@
 """Draw the terminal output of a command as an SVG, for the README.
 
-python tools/terminal_picture.py docs/images/trees.svg -- ddtree-trt run engines/tiny --prompt "…" --show-tree
+python tools/documents/terminal_picture.py docs/images/trees.svg -- ddtree-trt run engines/tiny --prompt "…" --show-tree
 """
 
 from __future__ import annotations

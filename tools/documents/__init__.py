@@ -1,0 +1,1 @@
+"""What makes parts of the documents: pages of the site, tables, pictures."""
