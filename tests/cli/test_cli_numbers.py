@@ -52,6 +52,7 @@ REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("bench", "--max-tokens"): ("1", *NO_SIZE),
     ("bench", "--repeats"): NO_SIZE,
     ("bench", "--seed"): (*NO_COUNT, str(2**64)),
+    ("bench", "--tensor-parallel-size"): (*NO_SIZE, "65"),
     ("bench", "--threads"): NO_COUNT,
     ("bench", "--prompt-tokens"): (*NO_SIZE, "64"),  # an engine's prompts have their own length
     ("bench", "--forced-acceptance"): (*NO_SIZE, "500"),
@@ -63,9 +64,11 @@ REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("check", "--limit"): NO_SIZE,
     ("check", "--max-tokens"): ("5000", *NO_SIZE),
     ("check", "--seeds"): NO_COUNT,
+    ("check", "--tensor-parallel-size"): (*NO_SIZE, "65"),
     ("check", "--threads"): NO_COUNT,
     ("export-triton", "--instances"): NO_SIZE,
     ("export-triton", "--max-queue"): NO_COUNT,
+    ("profile", "--tensor-parallel-size"): (*NO_SIZE, "65"),
     ("profile", "--threads"): NO_COUNT,
     ("run", "--max-tokens"): ("100000", *NO_SIZE),
     ("run", "--temperature"): NO_REAL,
@@ -76,6 +79,7 @@ REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("run", "--top-p"): ("0", *NO_REAL),
     ("run", "--min-p"): NO_REAL,
     ("run", "--seed"): (*NO_COUNT, str(2**64)),
+    ("run", "--tensor-parallel-size"): (*NO_SIZE, "65"),
     ("run", "--threads"): NO_COUNT,
     ("serve", "--port"): (*NO_COUNT, "65536"),
     ("serve", "--max-requests"): NO_SIZE,
@@ -84,6 +88,7 @@ REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("serve", "--request-timeout"): NO_REAL,
     ("serve", "--stall-timeout"): ("0", *NO_REAL),
     ("serve", "--drain-timeout"): NO_REAL,
+    ("serve", "--tensor-parallel-size"): (*NO_SIZE, "65"),
     ("serve", "--threads"): NO_COUNT,
 }
 # Numbers that are given as text.
