@@ -32,7 +32,7 @@ Exact = Annotated[
 ]
 TensorParallelSize = Annotated[
     int,
-    typer.Option(metavar="N", help="torch engines: GPUs over which the target is split, a process for each. 1: not."),
+    typer.Option(metavar="N", help="torch engines: GPUs over which the target is split, each with a process."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

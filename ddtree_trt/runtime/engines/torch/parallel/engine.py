@@ -54,7 +54,7 @@ class ParallelEngine:
     """The `Engine` protocol over all ranks. One thread calls it.
 
     A rank that fails or takes too long ends the engine: that call and all later ones raise EngineError, whose text says
-    which rank failed and how. So does an interrupt in the middle of a pass.
+    which rank failed and how. Ctrl-C waits for the end of a pass, and the engine goes on.
     """
 
     batches = True
