@@ -85,7 +85,7 @@ def test_bad_tensors_get_a_sentence(server: TritonServer, body: dict[str, Any], 
     [
         ("tiny", {"beam_width": 4}, "beam search is not supported"),
         ("tiny", {"bad_words": ["no", "never"]}, "banned words are not supported"),
-        ("tiny", {"guided_decoding_guide_type": "json"}, "guided decoding is not supported"),
+        ("tiny", {"guided_decoding_guide_type": "xml"}, "guided_decoding_guide_type must be one of json, "),
         ("tiny", {"return_context_logits": True}, "logits stay in the engine"),
         ("tiny", {"lora_task_id": 0}, "LoRA adapters are not supported"),
         ("tiny", {"image_url_input": "http://x"}, "the model reads text only"),
