@@ -3,9 +3,10 @@
     python tools/load_test.py ENGINE_DIR --concurrency 200 --seconds 120
 
 Starts `ddtree-trt serve` on a free loopback port, asks every prompt once alone, then keeps `concurrency` requests under
-way: whole and streamed, greedy and sampled, clients that leave in the middle, and wrong calls. Fails when an answer is
-an error, a greedy one is not the text the prompt got alone, a slot or a waiting place is not released, the resident
-memory grows, or the server does not end with exit code 0 on SIGTERM. Prints the figures as JSON.
+way: whole and streamed, greedy and sampled, answers held to a JSON schema, calls of tools where the engine's chat
+template takes tools, clients that leave in the middle, and wrong calls. Fails when an answer is an error, a greedy one
+is not what the prompt got alone, one that is held to a schema does not satisfy it, a slot or a waiting place is not
+released, the resident memory grows, or the server does not end with exit code 0 on SIGTERM. Prints the figures as JSON.
 """
 
 from __future__ import annotations
@@ -35,6 +36,23 @@ MAX_CONCURRENCY, MAX_SECONDS, MAX_REQUESTS = 512, 600, 200_000
 MAX_TOKENS = 48
 GROWTH_BYTES = 16 << 20  # of resident memory, from the second quarter of the run to the last: the allocator's noise
 KINDS = ("whole", "whole", "streamed", "streamed", "streamed", "sampled", "leaving", "wrong")
+THING = {
+    "type": "object",
+    "properties": {"thing": {"enum": ["trays", "plates", "cards"]}, "number": {"type": "integer", "maximum": 999}},
+    "required": ["thing", "number"],
+    "additionalProperties": False,
+}
+# Requests that not every engine can serve, with their fields; both are greedy.
+HELD: dict[str, dict[str, Any]] = {
+    "schema": {"response_format": {"type": "json_schema", "json_schema": {"name": "thing", "schema": THING}}},
+    "tools": {
+        "tools": [{"type": "function", "function": {"name": "count", "parameters": THING}}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+    },
+}
+HELD_PROMPTS = 4
+HELD_TOKENS = 120  # enough for the longest answer of the schema
 
 
 @dataclass
@@ -108,10 +126,21 @@ def _percentiles(values: list[float]) -> dict[str, float]:
 class Load:
     """Clients that ask a server at random, and check its answers."""
 
-    def __init__(self, client: httpx.AsyncClient, report: Report, texts: dict[str, str], end: float, seed: int) -> None:
+    def __init__(
+        self,
+        client: httpx.AsyncClient,
+        report: Report,
+        texts: dict[str, str],
+        held: dict[str, dict[str, str]],
+        end: float,
+        seed: int,
+    ) -> None:
+        """`texts`: prompt → the answer it got alone; `held`: kind of `HELD` → prompt → the answer it got alone."""
         self._client = client
         self._report = report
         self._texts = texts
+        self._held = held
+        self._kinds = KINDS + tuple(held)
         self._prompts = sorted(texts)
         self._end = end
         self._seed = seed
@@ -120,7 +149,7 @@ class Load:
         """Send one request after another until the time is over."""
         rng = random.Random(self._seed * 1000 + number)
         while time.monotonic() < self._end and sum(self._report.requests.values()) < MAX_REQUESTS:
-            kind, prompt = rng.choice(KINDS), rng.choice(self._prompts)
+            kind, prompt = rng.choice(self._kinds), rng.choice(self._prompts)
             try:
                 await getattr(self, f"_{kind}")(prompt)
             except (httpx.HTTPError, AssertionError, KeyError, ValueError) as error:
@@ -156,6 +185,20 @@ class Load:
         self._report.latency_s.append(time.monotonic() - start)
         return text
 
+    async def _schema(self, prompt: str) -> None:
+        await self._ask_held("schema", prompt)
+
+    async def _tools(self, prompt: str) -> None:
+        await self._ask_held("tools", prompt)
+
+    async def _ask_held(self, kind: str, prompt: str) -> None:
+        alone = self._held[kind]
+        prompt = sorted(alone)[len(prompt) % len(alone)]
+        start = time.monotonic()
+        answer = await ask_held(self._client, kind, prompt)
+        self._report.latency_s.append(time.monotonic() - start)
+        assert answer == alone[prompt], f"another answer for {prompt!r}: {answer!r}"
+
     async def _leaving(self, prompt: str) -> None:
         fields = {"stream": True, "max_tokens": 500, "ignore_eos": True}
         async with self._client.stream("POST", "/v1/chat/completions", json=body(prompt, **fields)) as r:
@@ -177,6 +220,33 @@ async def ask(client: httpx.AsyncClient, prompt: str) -> str:
     return str(r.json()["choices"][0]["message"]["content"])
 
 
+async def ask_held(client: httpx.AsyncClient, kind: str, prompt: str) -> str | None:
+    """The JSON that an answer consists of, or the arguments of its call; None where the server does not offer it."""
+    r = await client.post("/v1/chat/completions", json=body(prompt, **HELD[kind]) | {"max_tokens": HELD_TOKENS})
+    if r.status_code == 400 and r.json()["error"]["param"] in HELD[kind]:
+        return None
+    assert r.status_code == 200, f"status {r.status_code}: {r.text}"
+    choice = r.json()["choices"][0]
+    if choice["finish_reason"] == "length":  # a model that reasons
+        return str(choice["message"]["content"])
+    (text,) = [call["function"]["arguments"] for call in choice["message"].get("tool_calls", [])] or [
+        choice["message"]["content"]
+    ]
+    assert {type(value) for value in json.loads(text).values()} == {str, int}, f"not of the schema: {text!r}"
+    return str(text)
+
+
+async def held_alone(client: httpx.AsyncClient, prompts: list[str]) -> dict[str, dict[str, str]]:
+    """Kind of `HELD` that the server offers → prompt → the answer it gets alone."""
+    found: dict[str, dict[str, str]] = {}
+    for kind in HELD:
+        answers = {prompt: await ask_held(client, kind, prompt) for prompt in prompts[:HELD_PROMPTS]}
+        kept = {prompt: answer for prompt, answer in answers.items() if answer is not None}
+        if kept:
+            found[kind] = kept
+    return found
+
+
 async def figures(client: httpx.AsyncClient) -> dict[str, float]:
     page = (await client.get("/metrics")).text
     return {k: float(v) for k, _, v in (x.rpartition(" ") for x in page.splitlines() if not x.startswith("#"))}
@@ -196,9 +266,10 @@ async def load(url: str, concurrency: int, seconds: float, prompts: list[str], s
     limits = httpx.Limits(max_connections=concurrency + 1, max_keepalive_connections=concurrency + 1)
     async with httpx.AsyncClient(base_url=url, timeout=300, limits=limits) as client:
         texts = {prompt: await ask(client, prompt) for prompt in prompts}
+        held = await held_alone(client, prompts)
         report, before, start = Report(concurrency, seconds), await figures(client), time.monotonic()
         watcher = asyncio.create_task(watch(client, report, min(1.0, seconds / 20)))
-        under_load = Load(client, report, texts, start + seconds, seed)
+        under_load = Load(client, report, texts, held, start + seconds, seed)
         await asyncio.gather(*(under_load.worker(i) for i in range(concurrency)))
         report.seconds = time.monotonic() - start
         watcher.cancel()

@@ -57,6 +57,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"ignore_eos": "yes"}, "ignore_eos must be true or false"),
     ({"echo": None}, "echo must be true or false"),
     ({"skip_special_tokens": 0}, "skip_special_tokens must be true or false"),
+    ({"keep_special_tokens": ["x"]}, "keep_special_tokens must hold token ids"),
     ({"logprobs": 21}, "logprobs must be from 0 to 20"),
     ({"logprobs": True}, f"logprobs {INTEGER}"),
     ({"prompt_logprobs": -1}, "prompt_logprobs must be from 0 to 20"),

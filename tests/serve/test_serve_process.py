@@ -13,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 from command_line import in_this_process
+from dictation import QWEN3_CODER, with_template
 from pacing import WAIT_S, wait_for
 from serving import LONG, ProcessServer, metrics
 
@@ -139,10 +140,11 @@ def test_without_the_extra_the_command_names_it(tiny_engine: Path) -> None:
     assert done.stderr == f"error: the server needs the Python package uvicorn; {install_with('serve')}\n"
 
 
-def test_a_crowd_of_clients(tiny_engine: Path) -> None:
-    report = load_test.run(tiny_engine, concurrency=48, seconds=4, prompts=8)
+def test_a_crowd_of_clients(tiny_engine: Path, tmp_path: Path) -> None:
+    engine = with_template(tiny_engine, tmp_path / "engine", QWEN3_CODER)
+    report = load_test.run(engine, concurrency=48, seconds=4, prompts=8)
     assert report.failures() == []
-    assert report.tokens > 0 and set(report.requests) == set(load_test.KINDS)
+    assert report.tokens > 0 and set(report.requests) == {*load_test.KINDS, *load_test.HELD}
     assert max(running for _, _, running, _ in report.samples) <= 8
 
 

@@ -13,30 +13,39 @@ from ddtree_trt.runtime.chat.xml_calls import parameter_types
 from ddtree_trt.runtime.structured.record import StructuredOutput, Tag
 
 _ANY_OBJECT = {"type": "object"}
+# As Python writes JSON, and with it the templates. A model that must call may else write white space without end.
+_ONE_LINE = {
+    "whitespace_pattern": None,
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
 _BARE_BEGIN = '{"name":'
 
 
 def tagged_json(use: ToolUse, thinking: Thinking) -> StructuredOutput | None:
     """The constraint for calls that `TaggedJson` reads; None where the answer is free."""
-    if (begin := _beginning(use, thinking, TOOL_CALL)) is None:
-        return None
-    after, opening = begin
-    tags = [
-        Tag(f'{opening}\n{{"name": {json.dumps(tool.name)}, "arguments": ', schema, f"}}\n{END_OF_CALL}")
-        for tool, schema in _schemas(use)
-    ]
-    separator = "\n" + TOOL_CALL[: len(TOOL_CALL) - len(opening)]
-    return _of_tags(tags, use, after, separator)
+    return _json(use, thinking, (TOOL_CALL, '\n{"name":', "arguments", f"}}\n{END_OF_CALL}"), "\n")
 
 
 def bare_json(use: ToolUse, thinking: Thinking) -> StructuredOutput | None:
     """The constraint for calls that `BareJson` reads; None where the answer is free."""
-    if (begin := _beginning(use, thinking, _BARE_BEGIN)) is None:
+    return _json(use, thinking, (_BARE_BEGIN, "", "parameters", "}"), "; ")
+
+
+def _json(use: ToolUse, thinking: Thinking, call: tuple[str, str, str, str], between: str) -> StructuredOutput | None:
+    """The constraint for calls of one object each. `call`: how one begins, what follows up to the name, what the
+    arguments are called, and how it ends."""
+    opening, to_name, arguments, end = call
+    if (begin := _beginning(use, thinking, opening)) is None:
         return None
-    after, opening = begin
-    tags = [Tag(f'{opening} {json.dumps(tool.name)}, "parameters": ', schema, "}") for tool, schema in _schemas(use)]
-    separator = "; " + _BARE_BEGIN[: len(_BARE_BEGIN) - len(opening)]
-    return _of_tags(tags, use, after, separator)
+    after, first = begin
+    tags = tuple(
+        Tag(f'{first}{to_name} {json.dumps(tool.name)}, "{arguments}": ', schema, end) for tool, schema in _schemas(use)
+    )
+    separator = between + opening[: len(opening) - len(first)]
+    most = None if use.parallel else 1
+    return StructuredOutput(tags=tags, at_least=1, at_most=most, separator=separator, after=after)
 
 
 def xml(use: ToolUse, thinking: Thinking) -> StructuredOutput | None:
@@ -67,17 +76,13 @@ def _beginning(use: ToolUse, thinking: Thinking, opening: str) -> tuple[str | No
     return (None if thinking == "never" else END_OF_THINKING), opening
 
 
-def _schemas(use: ToolUse) -> list[tuple[Tool, Mapping[str, Any]]]:
+def _schemas(use: ToolUse) -> list[tuple[Tool, dict[str, Any]]]:
     """The tools with the schemas that their arguments are held to."""
-    return [
-        (tool, tool.parameters if tool.parameters and (tool.strict or use.choice == "required") else _ANY_OBJECT)
-        for tool in use.tools
-    ]
-
-
-def _of_tags(tags: list[Tag], use: ToolUse, after: str | None, separator: str) -> StructuredOutput:
-    most = None if use.parallel else 1
-    return StructuredOutput(tags=tuple(tags), at_least=1, at_most=most, separator=separator, after=after)
+    found = []
+    for tool in use.tools:
+        schema = tool.parameters if tool.parameters and (tool.strict or use.choice == "required") else _ANY_OBJECT
+        found.append((tool, {"x-guidance": _ONE_LINE, **schema}))
+    return found
 
 
 def _text(text: str) -> str:
@@ -98,7 +103,7 @@ def _xml_parameters(prefix: str, schema: Mapping[str, Any], rules: list[str]) ->
         rule = f"{prefix}_{j}"
         kinds = parameter_types(schema, name)
         if kinds and "string" not in kinds and isinstance(of_value, Mapping):
-            definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+            definitions = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
             rules.append(f'{rule}: %json {json.dumps({**definitions, **of_value})} "\\n</parameter>\\n"')
         elif kinds == {"string"} and _texts(of_value):
             words = " | ".join(map(_text, _texts(of_value)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,19 @@ class ChatMessage:
         if message == cls():
             message.content = ""
         return message
+
+    def to_dict(self) -> dict[str, Any]:
+        """The message as OpenAI's API has it, to be put behind the others of its chat."""
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in self.tool_calls
+        ]
+        parts = {"reasoning_content": self.reasoning_content, "tool_calls": calls or None}
+        return {
+            "role": "assistant",
+            "content": self.content,
+            **{name: part for name, part in parts.items() if part is not None},
+        }
 
 
 def joined(events: Iterable[Event]) -> list[Event]:

@@ -19,8 +19,8 @@ def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 def _message(place: int, given: Mapping[str, Any]) -> dict[str, Any]:
     message = {name: value for name, value in given.items() if value is not None}
     calls = message.pop("tool_calls", [])
-    if calls and "content" not in message:
-        message["content"] = ""
+    if calls or "reasoning_content" in message:
+        message.setdefault("content", "")
     for name in ("role", "content"):
         if not isinstance(message.get(name), str):
             raise UsageError(

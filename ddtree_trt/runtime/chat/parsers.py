@@ -13,7 +13,8 @@ TOOL_PARSERS = (HERMES, QWEN3_CODER, LLAMA3_JSON)
 QWEN3, DEEPSEEK_R1 = "qwen3", "deepseek_r1"
 REASONING_PARSERS = (QWEN3, DEEPSEEK_R1)
 
-_JSON_IN_TAGS = re.compile(r"<tool_call>(?:\\n|\s)*\{+\s*\\*[\"'](?:name|arguments)")
+# Templates may end one of their texts behind the tag and begin another, in which quotes are escaped or not.
+_JSON_IN_TAGS = re.compile(r"<tool_call>(?:\\+n|[\s\"'{}-])*\{\s*\\*[\"'](?:name|arguments)")
 _PARAMETERS = re.compile(r"\\*[\"']parameters\\*[\"']\s*:")
 
 
@@ -28,8 +29,8 @@ def tool_parser(name: str, template: str) -> str | None:
     `none`, and where none is known."""
     if name != AUTO:
         return None if name == NONE else name
-    if "<function=" in template and "<parameter=" in template:
-        return QWEN3_CODER
+    if "<function=" in template:
+        return QWEN3_CODER if "<parameter=" in template and "<tool_call>" in template else None
     if _JSON_IN_TAGS.search(template):
         return HERMES
     if "<|python_tag|>" in template or ("<|start_header_id|>" in template and _PARAMETERS.search(template)):

@@ -243,8 +243,12 @@ class Message(_Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _calls_need_no_content(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("tool_calls") and data.get("content") is None:
+    def _other_parts_need_no_content(cls, data: Any) -> Any:
+        if (
+            isinstance(data, dict)
+            and data.get("content") is None
+            and (data.get("tool_calls") or data.get("reasoning_content"))
+        ):
             return {**data, "content": ""}
         return data
 

@@ -1,0 +1,129 @@
+"""Constraints for calls: the grammar library allows what the parsers read as calls of the schema, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from engine_builds import PACKAGED
+
+from ddtree_trt.runtime.chat.constraints import bare_json, tagged_json, xml
+from ddtree_trt.runtime.chat.json_calls import BareJson, TaggedJson
+from ddtree_trt.runtime.chat.reader import Thinking, ToolFormat, read_message
+from ddtree_trt.runtime.chat.tools import ToolUse, read_use
+from ddtree_trt.runtime.chat.xml_calls import XmlCalls
+from ddtree_trt.runtime.structured.compiler import GrammarCompiler
+from ddtree_trt.runtime.structured.record import StructuredOutput
+from ddtree_trt.runtime.text.codec import TextCodec
+
+VALUE = {"$ref": "#/$defs/value"}
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "f",
+            "strict": True,
+            "parameters": {
+                "type": "object",
+                "properties": {"text": {"type": "string"}, "n": {"type": "integer"}, "unit": {"enum": ["c", "f"]}},
+                "required": ["text"],
+                "additionalProperties": False,
+            },
+        },
+    },
+    {"type": "function", "function": {"name": "g.h"}},
+]
+Maker = Callable[[ToolUse, Thinking], StructuredOutput | None]
+
+
+@cache
+def compiler() -> tuple[TextCodec, GrammarCompiler]:
+    codec = TextCodec(PACKAGED / "tokenizer", {})
+    return codec, GrammarCompiler(codec.tokenizer, len(codec.tokenizer), frozenset({2}))
+
+
+def allows(constraint: StructuredOutput, text: str) -> bool:
+    """Whether the whole text satisfies the constraint from its beginning on, and may end there."""
+    codec, grammars = compiler()
+    ids = [*codec.encode(text), 2]
+    return grammars.matcher(replace(constraint, after=None), frozenset({2})).allowed_length(ids) == len(ids)
+
+
+def hermes(name: str, arguments: dict[str, Any]) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {json.dumps(arguments)}}}\n</tool_call>'
+
+
+def llama(name: str, arguments: dict[str, Any]) -> str:
+    return f'{{"name": "{name}", "parameters": {json.dumps(arguments)}}}'
+
+
+def coder(name: str, arguments: dict[str, Any]) -> str:
+    texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
+    body = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in texts.items())
+    return f"<tool_call>\n<function={name}>\n{body}</function>\n</tool_call>"
+
+
+Write = Callable[[str, dict[str, Any]], str]
+FORMATS: dict[str, tuple[Maker, Write, str, ToolFormat]] = {
+    "hermes": (tagged_json, hermes, "\n", TaggedJson()),
+    "llama3_json": (bare_json, llama, "; ", BareJson()),
+    "qwen3_coder": (xml, coder, "\n", XmlCalls(read_use(TOOLS, None, None).schemas)),
+}
+GOOD: list[tuple[str, dict[str, Any]]] = [
+    ("f", {"text": "a\nb </div> <x", "n": -3, "unit": "f"}),
+    ("f", {"text": "", "unit": "c"}),
+    ("g.h", {}),
+]
+BAD: list[tuple[str, dict[str, Any]]] = [("f", {"n": 3}), ("f", {"text": "x", "n": "3x"}), ("f", {"text": "x", "z": 1})]
+BAD += [("other", {}), ("f", {"text": "x", "unit": "k"})]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_must_be_a_call(name: str) -> None:
+    make, write, between, tools = FORMATS[name]
+    constraint = make(read_use(TOOLS, "required", None), "never")
+    assert constraint is not None and constraint.after is None
+    whole = between.join(write(*call) for call in GOOD)
+    assert allows(constraint, whole)
+    read = read_message(whole, "never", tools)
+    assert [(c.name, json.loads(c.arguments)) for c in read.tool_calls] == GOOD and read.content is None
+    for call in BAD:
+        assert not allows(constraint, write(*call)), call
+    for text in ("", "Hello", whole + " so", whole[:-1]):
+        assert not allows(constraint, text)
+    one = make(read_use(TOOLS, "required", False), "never")
+    assert one is not None and allows(one, write(*GOOD[0])) and not allows(one, whole)
+    named = make(read_use(TOOLS, {"type": "function", "function": {"name": "g.h"}}, None), "open")
+    assert named is not None and named.after == "</think>"
+    assert allows(named, write("g.h", {})) and not allows(named, write("f", {"text": "x"}))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_may_be_a_call(name: str) -> None:
+    """Free up to the first call's opening, then calls; free altogether where no tool is strict."""
+    make, write, between, _ = FORMATS[name]
+    constraint = make(read_use(TOOLS, "auto", None), "possible")
+    assert constraint is not None and constraint.after
+    whole = between.join(write(*call) for call in GOOD)
+    assert whole.startswith(constraint.after) and allows(constraint, whole.removeprefix(constraint.after))
+    for call in BAD:
+        assert not allows(constraint, write(*call).removeprefix(constraint.after)), call
+    loose = [{"type": "function", "function": {**t["function"], "strict": False}} for t in TOOLS]  # type: ignore[dict-item]
+    assert make(read_use(loose, "auto", None), "possible") is None
+
+
+def test_xml_values_of_other_schemas() -> None:
+    """Definitions are found; where a schema says nothing of parameters, they have any names."""
+    schema = {"properties": {"v": {"type": "array", "items": VALUE}}, "$defs": {"value": {"type": "boolean"}}}
+    tools = [
+        {"type": "function", "function": {"name": "f", "parameters": schema}},
+        {"type": "function", "function": {"name": "g", "parameters": {"type": "object"}}},
+    ]
+    constraint = xml(read_use(tools, "required", None), "never")
+    assert constraint is not None
+    assert allows(constraint, coder("f", {"v": [True, False]})) and not allows(constraint, coder("f", {"v": [1]}))
+    assert allows(constraint, coder("g", {"any": "x", "thing": 5}))
