@@ -52,6 +52,7 @@ HELD: dict[str, dict[str, Any]] = {
     },
 }
 HELD_PROMPTS = 4
+HELD_TOKENS = 120  # enough for the longest answer of the schema
 
 
 @dataclass
@@ -221,13 +222,13 @@ async def ask(client: httpx.AsyncClient, prompt: str) -> str:
 
 async def ask_held(client: httpx.AsyncClient, kind: str, prompt: str) -> str | None:
     """The JSON that an answer consists of, or the arguments of its call; None where the server does not offer it."""
-    r = await client.post("/v1/chat/completions", json=body(prompt, **HELD[kind]))
+    r = await client.post("/v1/chat/completions", json=body(prompt, **HELD[kind]) | {"max_tokens": HELD_TOKENS})
     if r.status_code == 400 and r.json()["error"]["param"] in HELD[kind]:
         return None
     assert r.status_code == 200, f"status {r.status_code}: {r.text}"
     choice = r.json()["choices"][0]
     if choice["finish_reason"] == "length":  # a model that reasons
-        return json.dumps(choice["message"])
+        return str(choice["message"]["content"])
     (text,) = [call["function"]["arguments"] for call in choice["message"].get("tool_calls", [])] or [
         choice["message"]["content"]
     ]

@@ -83,6 +83,10 @@ def read_call(scanner: Scanner, call: CallWriter) -> Steps[None]:
 
 
 def end_of_tag(scanner: Scanner) -> Steps[None]:
-    """Read `</tool_call>`, which may be missing where the text ends."""
-    if (yield from scanner.peek()):
-        yield from scanner.expect(END_OF_CALL)
+    """Read `</tool_call>`, of which any part may be missing where the text ends."""
+    if not (yield from scanner.peek()) or (yield from scanner.accept(END_OF_CALL)):
+        return
+    rest = scanner.text[scanner.at :]
+    if not (scanner.ended and END_OF_CALL.startswith(rest)):
+        raise Malformed
+    scanner.at += len(rest)

@@ -53,6 +53,7 @@ CASES: list[tuple[str, ToolFormat, str, str | None, list[tuple[str, str]]]] = [
     ("empty", HERMES, "", "", []),
     ("one", HERMES, '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>', None, [("f", '{"a": 1}')]),
     ("no end of the tag", HERMES, '<tool_call>{"name":"f","arguments":{}}', None, [("f", "{}")]),
+    ("half an end of the tag", HERMES, '<tool_call>{"name":"f","arguments":{}}\n</tool_', None, [("f", "{}")]),
     (
         "two between words, arguments first, other fields",
         HERMES,

@@ -10,9 +10,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from typer.testing import CliRunner
 
-from ddtree_trt.cli import app
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import CompletionOutput
@@ -151,24 +149,3 @@ def test_hostile_constraints_end_in_a_sentence_or_an_output(llm: LLM, fields: di
         assert found[0].finish_reason in ("length", "stop")
     (free,) = llm.generate([PROMPT], SamplingParams(max_tokens=2))[0].outputs
     assert len(free.token_ids) == 2
-
-
-def test_the_command_line(tiny_engine: Path, tmp_path: Path) -> None:
-    file = tmp_path / "schema.json"
-    file.write_text(json.dumps(SCHEMA))
-
-    def run(*options: str) -> str:
-        arguments = ["run", str(tiny_engine), "-p", "cards?", "--json", "--max-tokens", "300", *options]
-        result = CliRunner().invoke(app, arguments)
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            return str(result.exception)
-        return str(json.loads(result.stdout)["outputs"][0]["text"])
-
-    jsonschema.validate(json.loads(run("--json-schema", str(file))), SCHEMA)
-    jsonschema.validate(json.loads(run("--json-schema", json.dumps(SCHEMA))), SCHEMA)
-    assert run("--choice", "few", "--choice", "many") in ("few", "many")
-    assert re.fullmatch("[a-c]{4}", run("--regex", "[a-c]{4}"))
-    assert run("--grammar", 'start: "x" "y"') == "xy"
-    assert run("--regex", "a", "--choice", "b") == "--regex and --choice are two constraints on the output; give one"
-    missing = run("--json-schema", str(tmp_path / "none.json"))
-    assert "cannot be read (No such file or directory); name a file, or give the text" in missing
