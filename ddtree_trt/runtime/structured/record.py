@@ -113,8 +113,10 @@ class StructuredOutput:
         is not given. Raises UsageError for an unknown name."""
         given = {("json_schema" if name == "json" else name): v for name, v in values.items() if v is not None}
         known = {field.name for field in dataclasses.fields(cls)}
-        if (unknown := next((name for name in given if name not in known), None)) is not None:
-            raise UsageError(f"structured: unknown name {shown(unknown)}; known are json, {', '.join(sorted(known))}")
+        if unknown := [name for name in given if name not in known]:
+            raise UsageError(
+                f"structured: unknown name {shown(unknown[0])}; known are json, {', '.join(sorted(known))}"
+            )
         if "json" in values and values.get("json_schema") is not None:
             raise UsageError("structured: json and json_schema are the same; give one of them")
         tags = given.get("tags", ())
