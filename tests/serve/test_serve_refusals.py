@@ -74,6 +74,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({**USER, "functions": []}, "functions", "Unsupported parameter"),
     ({**USER, "reasoning_effort": "low"}, "reasoning_effort", "Unsupported parameter"),
     ({**USER, "service_tier": "auto"}, "service_tier", "Unsupported parameter"),
+    ({**USER, "response_format": {"type": "xml"}}, "response_format", "type must be one of text, json_object"),
     ({**USER, "store": True}, "store", "should be False"),
     ({**USER, "stream": "yes"}, "stream", "valid boolean, not 'yes'"),
     ({**USER, "stream_options": {"include_usage": True}}, "stream_options", "needs stream: true"),
