@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from pacing import wait_for
 
 from ddtree_trt import LLM
 from ddtree_trt.artifact import verify as verified
@@ -22,12 +23,14 @@ ALWAYS = -(1 << 62)  # nanoseconds: every file counts as settled
 
 @pytest.fixture
 def engine(tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An engine directory without a record, whose files count as settled."""
+    """An engine directory without a record, whose files count as settled. What is written later has a later time."""
     monkeypatch.setattr(verified, "_SETTLED_NS", ALWAYS)
     monkeypatch.delenv(verified.SWITCH, raising=False)
     directory = tmp_path / "e"
     shutil.copytree(tiny_engine, directory)
     (directory / VERIFIED).unlink(missing_ok=True)
+    last = max(path.stat().st_ctime_ns for path in directory.iterdir())
+    wait_for(lambda: (tmp_path / "probe").write_bytes(b"") == 0 and (tmp_path / "probe").stat().st_ctime_ns > last)
     return directory
 
 

@@ -53,20 +53,30 @@ def cli(capsys: pytest.CaptureFixture[str]) -> Cli:
 
 
 @contextlib.contextmanager
-def scripted(lines: list[bytes], status: int = 200, hold: int = 0) -> Iterator[tuple[str, list[Any]]]:
-    """(URL, bodies received) of a server that answers every request alike, once `hold` requests are there together."""
+def scripted(
+    lines: list[bytes], status: int = 200, hold: int = 0, refuse_every: int = 0
+) -> Iterator[tuple[str, list[Any]]]:
+    """(URL, bodies received) of a server that answers every request alike, once `hold` requests are there together, and
+    refuses each one with a multiple of `refuse_every` as its number."""
     received: list[Any] = []
     together = threading.Barrier(hold) if hold else None
+    counting = threading.Lock()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self._answer(200, [b'{"data": [{"id": "other"}]}'])
 
         def do_POST(self) -> None:
-            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            if together is not None and len(received) > 1:  # the first one is the warm-up
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with counting:
+                received.append(body)
+                number = len(received)
+            if together is not None and number > 1:  # the first one is the warm-up
                 together.wait(120)
-            self._answer(status, lines)
+            if refuse_every and number % refuse_every == 0:
+                self._answer(429, [b'{"error": {"message": "come back later"}}'])
+            else:
+                self._answer(status, lines)
 
         def _answer(self, status: int, parts: list[bytes]) -> None:
             self.send_response(status)
@@ -138,12 +148,12 @@ def test_no_server() -> None:
         run_load(LoadSettings(url=url, concurrency=(1,)))
 
 
-def test_refused_requests_are_counted(tiny_engine: Path) -> None:
-    with thread_server(tiny_engine, max_requests=1, round_s=0.05) as small:
-        settings = LoadSettings(url=small.url, concurrency=(6,), methods=("ar",), requests=6, max_tokens=4)
+def test_refused_requests_are_counted() -> None:
+    with scripted(ANSWER, refuse_every=2) as (url, _):
+        settings = LoadSettings(url=url, concurrency=(3,), methods=("default",), requests=6, max_tokens=7)
         (run,) = run_load(settings).runs
-    assert len(run.answered) + sum(run.errors.values()) == 6 and run.answered
-    assert all(error.startswith("HTTP 429: ") for error in run.errors)
+    assert len(run.answered) == 3 and run.errors == {"HTTP 429: come back later": 3}
+    assert run.tokens_per_s == 3 * 7 / run.seconds
 
 
 def test_the_command_starts_a_server_of_its_own(cli: Cli, tiny_engine: Path, tmp_path: Path) -> None:
