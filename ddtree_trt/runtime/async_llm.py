@@ -14,7 +14,6 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.request_maker import Request
-from ddtree_trt.runtime.submission import Submission
+from ddtree_trt.runtime.submission import Active, Submission
 from ddtree_trt.runtime.text.codec import Prompt, Tools
 
 _log = logging.getLogger(__name__)
@@ -35,13 +34,6 @@ _log = logging.getLogger(__name__)
 
 class QueueFull(DDTreeError):
     """The queue holds `max_waiting` sequences."""
-
-
-@dataclass
-class _Active:
-    request: Request
-    submission: Submission
-    ended: int = 0  # its sequences that are no longer counted in `_admitted`
 
 
 class AsyncLLM:
@@ -90,7 +82,7 @@ class AsyncLLM:
         # The condition guards what follows; the worker waits on it.
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
-        self._active: dict[str, _Active] = {}
+        self._active: dict[str, Active] = {}
         self._admitted = 0  # sequences submitted and not ended
         self._closing = False
         self._closed = False
@@ -205,7 +197,7 @@ class AsyncLLM:
             tools=tools,
         )
         submission = Submission(request.request_id, lambda: self._command(lambda: self.core.cancel(request)))
-        active = _Active(request, submission)
+        active = Active(request, submission)
         with self._wake:
             self._check_room(params.n)
             if request.request_id in self._active:
@@ -328,7 +320,7 @@ class AsyncLLM:
         except BaseException:  # SystemExit too: this thread serves all requests
             _log.exception("on_finished failed for request %r", request.request_id)
 
-    def _count_ended(self, active: _Active) -> None:
+    def _count_ended(self, active: Active) -> None:
         """Count sequences that have ended since the last call, and forget a finished request."""
         ended = sum(s.finished for s in active.request.sequences)
         if ended > active.ended:
@@ -338,7 +330,7 @@ class AsyncLLM:
                 if active.request.finished:
                     del self._active[active.request.request_id]
 
-    def _hand_over(self, active: _Active, item: RequestOutput | Exception) -> None:
+    def _hand_over(self, active: Active, item: RequestOutput | Exception) -> None:
         try:
             active.submission.deliver(item)
         except RuntimeError:  # the caller's event loop has been closed

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 
 from ddtree_trt.runtime.outputs import RequestOutput
+from ddtree_trt.runtime.request_maker import Request
 
 
 class Submission:
@@ -87,3 +89,12 @@ async def iterate_parts(submissions: Sequence[Submission]) -> AsyncIterator[tupl
         for place, submission in enumerate(submissions):
             if not submission.finished and (part := submission.take()) is not None:
                 yield place, part
+
+
+@dataclass
+class Active:
+    """A submitted request that has not ended."""
+
+    request: Request
+    submission: Submission
+    ended: int = 0  # its sequences that no longer count as running or waiting

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -40,7 +40,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"tags": [TAG], "separator": None, "after": 3}, "after must be a text, not 3"),
     ({"regex": "a", "after": ""}, "after is empty"),
     ({"pattern": "a"}, "unknown name 'pattern'; known are json, after, "),
-    ({None: "a"}, "unknown name None; known are"),
+    ({cast(str, None): "a"}, "unknown name None; known are"),
     ({"json": {}, "json_schema": {}}, "json and json_schema are the same"),
 ]
 
