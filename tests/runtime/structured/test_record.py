@@ -11,7 +11,7 @@ from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.structured.record import MAX_CHARACTERS, StructuredOutput, Tag
 
 TAG = {"begin": "<a>", "schema": True, "end": "</a>"}
-WRONG: list[tuple[dict[str, Any], str]] = [
+WRONG: list[tuple[dict[Any, Any], str]] = [
     ({}, "exactly one of json_schema, json_object, regex, choice, grammar, tags is needed, and none was given"),
     ({"json_object": False}, "and none was given"),
     ({"regex": "a", "choice": ["b"]}, "not regex and choice"),
@@ -46,7 +46,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("values", "reason"), WRONG, ids=[reason[:40] for _, reason in WRONG])
-def test_what_is_refused(values: dict[str, Any], reason: str) -> None:
+def test_what_is_refused(values: dict[Any, Any], reason: str) -> None:
     with pytest.raises(UsageError, match=reason) as caught:
         SamplingParams.from_mapping({"structured": values})
     assert str(caught.value).startswith("structured")
