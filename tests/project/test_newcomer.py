@@ -54,7 +54,7 @@ class Newcomer(Shell):
 
     def _serve(self) -> str:
         if self.server is None:
-            command = [str(self.bin / "ddtree-trt"), "serve", "engines/tiny", "--port", "0"]
+            command = [str(self.bin / "ddtree-trt"), "serve", "engines/tiny", "--playground", "--port", "0"]
             self.server = subprocess.Popen(
                 command, cwd=self.home, env=self.environment, stdout=subprocess.PIPE, text=True
             )
