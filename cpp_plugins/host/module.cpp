@@ -70,8 +70,8 @@ nb::tuple best_prefix(const Input& log_weights, const Input& depths, const Input
                       const Input& verify_s, const std::optional<Input>& filled, int64_t least) {
     const Nodes nodes = checked_nodes(log_weights, depths, ratios);
     const ddtree::RoundCosts costs = checked_costs(draft_s, verify_s, filled, nodes.n);
-    const ddtree::Prefix best = ddtree::best_prefix(nodes.log_weights, nodes.depths, nodes.n, nodes.ratios,
-                                                    nodes.deepest, costs, least);
+    const ddtree::Prefix best =
+        ddtree::best_prefix(nodes.log_weights, nodes.depths, nodes.n, nodes.ratios, nodes.deepest, costs, least);
     return nb::make_tuple(best.nodes, best.expected_tokens);
 }
 
@@ -79,8 +79,7 @@ nb::tuple best_rows(const Input& gains, double tokens, double draft_s, const Inp
                     const std::optional<Input>& filled, int64_t least) {
     const double* added = checked<double>(gains, "gains", "[n]", 1);
     const int64_t n = extent(gains, 0);
-    const ddtree::Prefix best =
-        ddtree::best_rows(added, n, tokens, checked_costs(draft_s, verify_s, filled, n), least);
+    const ddtree::Prefix best = ddtree::best_rows(added, n, tokens, checked_costs(draft_s, verify_s, filled, n), least);
     return nb::make_tuple(best.nodes, best.expected_tokens);
 }
 
