@@ -90,7 +90,7 @@ def _json(text: str) -> None:
         ({"guided_grammar": 'root ::= "<" [a-f] [a-f] ">"'}, lambda text: re.fullmatch("<[a-f]{2}>", text)),
         ({"structured_outputs": {"grammar": 'start: "<" /[a-f]{2}/ ">"'}}, lambda t: re.fullmatch("<[a-f]{2}>", t)),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
 def test_vllms_names_on_both_endpoints(client: openai.OpenAI, fields: dict[str, Any], check: Any) -> None:
     common: dict[str, Any] = {"model": "tiny", "temperature": 1.0, "seed": 5, "max_tokens": 300, "extra_body": fields}
