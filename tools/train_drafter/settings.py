@@ -33,8 +33,8 @@ class DrafterSettings:
     seconds: float = 0.0  # where not 0, the schedule's length by the clock in place of `steps`
     warmup: int = 15
     decay: float = 0.3  # the last part of the steps
-    adam_rate: float = 2e-3
-    muon_rate: float = 0.01
+    adam_rate: float = 6e-4
+    muon_rate: float = 0.003
     weight_decay: float = 0.2
     tap_dropout: float = 0.1  # of the tapped channels, the same ones all through an answer
     sequences: int = 8  # of one micro-batch
