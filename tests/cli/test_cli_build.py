@@ -27,9 +27,9 @@ def run(*args: object, cwd: Path | None = None) -> subprocess.CompletedProcess[s
 
 
 @pytest.fixture(scope="module")
-def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder_of_work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory in which `ddtree-trt build --target tiny` was run."""
-    directory = tmp_path_factory.mktemp("workplace")
+    directory = tmp_path_factory.mktemp("folder_of_work")
     built = run("build", "--target", "tiny", cwd=directory)
     assert built.returncode == 0, built.stderr
     (why,), (first, second) = built.stderr.splitlines(), built.stdout.splitlines()
@@ -39,8 +39,8 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_inspect(workplace: Path) -> None:
-    shown = run("inspect", "engines/tiny", cwd=workplace)
+def test_inspect(folder_of_work: Path) -> None:
+    shown = run("inspect", "engines/tiny", cwd=folder_of_work)
     assert (shown.returncode, shown.stderr) == (0, "")
     lines = shown.stdout.splitlines()
     assert lines[0] == "tiny: onnxruntime fp32 engine at engines/tiny, every file verified"
@@ -50,8 +50,8 @@ def test_inspect(workplace: Path) -> None:
     assert "tiny/target (packaged)" in shown.stdout
 
 
-def test_inspect_json(cli: Cli, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(workplace)
+def test_inspect_json(cli: Cli, folder_of_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder_of_work)
     report = json.loads(cli("inspect", "engines/tiny", "--json")[1])
     manifest, memory = report["manifest"], report["memory"]
     dims, drafter, limits = manifest["target_dims"], manifest["drafter_dims"], Limits(**manifest["limits"])
@@ -63,16 +63,16 @@ def test_inspect_json(cli: Cli, workplace: Path, monkeypatch: pytest.MonkeyPatch
     assert report["has_profile"] is True
 
 
-def test_limits_on_the_command_line(cli: Cli, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(workplace)
+def test_limits_on_the_command_line(cli: Cli, folder_of_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder_of_work)
     args = ["--max-seq-len", 300, "--max-tree-budget", 1, "--max-batch", 3, "--output", "small"]
     assert cli("build", "--target", "tiny", *args)[0] == 0
-    limits = json.loads((workplace / "small" / "manifest.json").read_text())["limits"]
+    limits = json.loads((folder_of_work / "small" / "manifest.json").read_text())["limits"]
     assert (limits["max_seq_len"], limits["max_tree_budget"], limits["max_batch"]) == (300, 1, 3)
 
 
-def test_second_build_needs_force(cli: Cli, workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(workplace)
+def test_second_build_needs_force(cli: Cli, folder_of_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder_of_work)
     code, _, err = cli("build", "--target", "tiny")
     assert code == 1
     why, error = err.splitlines()
@@ -114,12 +114,12 @@ def test_doctor() -> None:
     assert all(name in shown.stdout for name in names)
 
 
-def test_bars_on_a_terminal_only(workplace: Path) -> None:
+def test_bars_on_a_terminal_only(folder_of_work: Path) -> None:
     """On a terminal stderr carries progress; stdout is the same three lines either way."""
     leader, follower = pty.openpty()
     command = [sys.executable, "-m", "ddtree_trt.cli", "build", "--target", "tiny", "--force"]
     env = {**os.environ, "TERM": "xterm", "CUDA_VISIBLE_DEVICES": ""}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=follower, cwd=workplace, env=env) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=follower, cwd=folder_of_work, env=env) as process:
         os.close(follower)
         drawn = b""
         while True:
@@ -139,9 +139,9 @@ def test_bars_on_a_terminal_only(workplace: Path) -> None:
     assert second == "next: ddtree-trt run engines/tiny"
 
 
-def test_a_closed_pipe_is_no_error(workplace: Path) -> None:
+def test_a_closed_pipe_is_no_error(folder_of_work: Path) -> None:
     command = f"{sys.executable} -m ddtree_trt.cli inspect engines/tiny --json | head -c 1"
-    shown = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=workplace)
+    shown = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=folder_of_work)
     assert (shown.stdout, shown.stderr) == ("{", "")
 
 

@@ -107,7 +107,8 @@ class Account:
 
     def _affords_probe(self, costs: Costs) -> bool:
         price_s, savings = costs.trial_s * 2 ** min(self._failed, PATIENCE), self._savings
-        if savings.seconds - savings.promised < price_s:
+        promised_s = savings.promised if self._slots > 1 else 0.0
+        if savings.seconds - promised_s < price_s:
             savings.add(costs)
             return False
         if self._slots > 1:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.structured.matcher import GrammarMatcher, Mask, Matcher
 
 
@@ -74,7 +75,10 @@ class DelayedMatcher(Matcher):
         self._tail, rest = self._opening.feed(self._tail, token)
         if rest is not None:
             self._tail = None
-            self._inner = self._inner.behind_text(rest) or self._inner
+            matcher = self._inner.behind_text(rest)
+            if matcher is None:
+                raise UsageError(f"structured: token {token} has behind the opening what the constraint does not allow")
+            self._inner = matcher
 
     def _opened(self, path: Sequence[int]) -> tuple[int, GrammarMatcher | None]:
         """How many tokens of the path lead to the opening's end, and the matcher behind them. Without an opening's end:

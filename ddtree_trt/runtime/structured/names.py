@@ -17,7 +17,7 @@ def _response_format(value: Any) -> StructuredOutput | None:
     allowed = {"text": {"type"}, "json_object": {"type"}, "json_schema": {"type", "json_schema"}}
     if not isinstance(kind, str) or kind not in allowed:
         raise UsageError(f"structured: type must be one of {', '.join(allowed)}, not {shown(value)}")
-    if extra := sorted(set(value) - allowed[kind]):
+    if extra := [name for name in value if name not in allowed[kind]]:
         raise UsageError(f"structured: a format of type {kind!r} has no {shown(extra[0])}")
     if kind == "text":
         return None
@@ -26,7 +26,7 @@ def _response_format(value: Any) -> StructuredOutput | None:
     named = value.get("json_schema")
     if not isinstance(named, Mapping) or named.get("schema") is None:
         raise UsageError("structured: json_schema must be an object with a schema")
-    if extra := sorted(set(named) - {"name", "description", "schema", "strict"}):
+    if extra := [name for name in named if name not in ("name", "description", "schema", "strict")]:
         raise UsageError(f"structured: json_schema has no {shown(extra[0])}")
     return StructuredOutput(json_schema=named["schema"])
 

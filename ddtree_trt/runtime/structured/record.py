@@ -117,7 +117,7 @@ class StructuredOutput:
             raise UsageError(
                 f"structured: unknown name {shown(unknown[0])}; known are json, {', '.join(sorted(known))}"
             )
-        if "json" in values and values.get("json_schema") is not None:
+        if values.get("json") is not None and values.get("json_schema") is not None:
             raise UsageError("structured: json and json_schema are the same; give one of them")
         tags = given.get("tags", ())
         if isinstance(tags, list | tuple):

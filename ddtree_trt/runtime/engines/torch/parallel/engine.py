@@ -137,8 +137,7 @@ class ParallelEngine:
         return self._engine.draftable_length(slot)
 
     def truncate(self, slot: int, length: int) -> None:
-        self._engine.truncate(slot, length)
-        self._later(Call.TRUNCATE, slot, length)
+        self._later(lambda: self._engine.truncate(slot, length), Call.TRUNCATE, slot, length)
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
         def work() -> Verdict:
@@ -154,8 +153,7 @@ class ParallelEngine:
         return [self._whole(verdict, number) for number, verdict in enumerate(verdicts)]
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
-        self._engine.commit(slot, path, taps=taps)
-        self._later(Call.COMMIT, slot, taps, path)
+        self._later(lambda: self._engine.commit(slot, path, taps=taps), Call.COMMIT, slot, taps, path)
 
     def warm_up(self, progress: Progress = no_progress) -> None:
         """On GPUs: run a prompt's chunk, a tree and a draft, so that libraries are initialised. Nothing is captured."""
@@ -173,14 +171,15 @@ class ParallelEngine:
 
     def close(self) -> None:
         """Release the memory of all ranks and end their processes."""
-        if self._failure is None:
-            try:
+        try:
+            if self._failure is None:
                 self._followers.let_end()
                 self._together(lambda: None, Call.CLOSE)
                 self._followers.join()
-            finally:
+        finally:
+            if self._failure is None:
                 self._end("it was closed")
-        self._engine.close()
+            self._engine.close()
 
     def _whole(self, verdict: Verdict, number: int) -> Verdict:
         """A verdict with whole rows of logits, gathered from all ranks when the first of them is read; `number` is its
@@ -196,9 +195,10 @@ class ParallelEngine:
         rows = LazyRows(len(verdict.logits), self.manifest.target_dims.vocab_size, fetch)
         return Verdict(verdict.choices, rows)
 
-    def _later(self, call: Call, *values: ArrayLike) -> None:
-        """Add a call, done here, that needs no other rank, to what the others are sent next."""
+    def _later(self, work: Callable[[], None], call: Call, *values: ArrayLike) -> None:
+        """Do this rank's part of a call that needs no other rank, and add the call to what the others are sent next."""
         with interrupts_deferred(), self._in_step():
+            work()
             self._add(call, *values)
 
     def _together(self, work: Callable[[], _Result], call: Call, *values: ArrayLike) -> _Result:

@@ -52,7 +52,11 @@ class Group(Shard):
                 device_id=device if on_gpu else None,
             )
             # The host reads control data: it does not pass through a GPU.
-            self._control = dist.new_group(backend="gloo", timeout=self._timeout) if on_gpu else None
+            try:
+                self._control = dist.new_group(backend="gloo", timeout=self._timeout) if on_gpu else None
+            except BaseException:
+                dist.destroy_process_group()  # nothing else could: there is no group to leave
+                raise
         self._record = torch.zeros(record, dtype=torch.int32)
 
     def all_reduce(self, x: Tensor) -> Tensor:
