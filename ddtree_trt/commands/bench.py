@@ -42,7 +42,7 @@ class _MeasureByDefault(TyperGroup):
         return super().parse_args(ctx, ["load" if load else "run", *args])
 
 
-app = typer.Typer(cls=_MeasureByDefault, help="Measure an engine, its methods, its peers, and servers under load.")
+app = typer.Typer(cls=_MeasureByDefault, help="Measure an engine, its peers, and servers under load.")
 app.command("load")(load)
 
 

@@ -24,10 +24,11 @@ class RunCommand(TyperCommand):
     """The command `run`; `--example` without a number is the first."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        numbered = []
-        for word, following in zip(args, [*args[1:], ""], strict=True):
-            bare = word == "--example" and not following.lstrip("-").isdecimal()
-            numbered.append("--example=1" if bare else word)
+        following = [*args[1:], ""]
+        numbered = [
+            "--example=1" if word == "--example" and not following[place].lstrip("-").isdecimal() else word
+            for place, word in enumerate(args)
+        ]
         return super().parse_args(ctx, numbered)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from ddtree_trt.errors import UsageError, shown
@@ -80,9 +81,12 @@ class RequestMaker:
         self._manifest = engine.manifest
         self._budgets = budgets
         self._count = 0
-        self.grammars = GrammarCompiler(
-            codec.tokenizer, self._manifest.target_dims.vocab_size, frozenset(self._manifest.stop_token_ids)
-        )
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler:
+        """The compiler of requests' constraints."""
+        vocab_size, stops = self._manifest.target_dims.vocab_size, frozenset(self._manifest.stop_token_ids)
+        return GrammarCompiler(self._codec.tokenizer, vocab_size, stops)
 
     def make(
         self,

@@ -139,6 +139,8 @@ FIELDS: dict[str, tuple[Any, str]] = {
     "tree_width": (2, "never"),
     "max_tree_depth": (2, "never"),
     "draft_length": (2, "never"),
+    "structured": ({"regex": "a+"}, "never"),
+    "keep_special_tokens": ((3,), "always"),
 }
 
 

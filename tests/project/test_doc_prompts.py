@@ -35,10 +35,10 @@ def in_shell(block: str) -> Iterator[Prompt]:
     for line in joined.splitlines():
         line = line.removeprefix("$ ").strip()
         if line.startswith("curl "):
-            (body,) = (json.loads(w) for w in shlex.split(line) if w.startswith("{"))
-            for key in ("messages", "text_input", "prompt"):
-                if key in body:
-                    yield chat(body[key]) if key == "messages" else body[key]
+            for body in (json.loads(w) for w in shlex.split(line) if w.startswith("{")):
+                for key in ("messages", "text_input", "prompt"):
+                    if key in body:
+                        yield chat(body[key]) if key == "messages" else body[key]
         elif re.search(r"ddtree-trt run (?!engines/(?!tiny\b))", line):
             for option in re.finditer(r"(?:--prompt|-p)[ =](\"[^\"]*\"|'[^']*'|\S+)", line):
                 if (text := option[1].strip("\"'")) != "…" and "$" not in text:

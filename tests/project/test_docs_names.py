@@ -55,7 +55,7 @@ FOREIGN = {  # options of other programs
     *("--exit-on-error", "--exit-timeout-secs"),  # tritonserver
     "--no-deps",  # pip
     *("--target-seconds", "--data-seconds", "--drafter-seconds", "--init", "--reference"),  # tools/
-    *("--packaged", "--dspark-seconds", "--eagle3-seconds", "--tune-body", "--document"),  # tools/
+    *("--cpu-clock", "--packaged", "--dspark-seconds", "--eagle3-seconds", "--tune-body", "--document"),  # tools/
     *("--share", "--steps", "--hours", "--workers", "--layers", "--block", "--taps", "--size"),  # tools/train_drafter
 }
 

@@ -234,7 +234,7 @@ def test_it_is_started_early_only_where_there_is_a_template(
     def stop(*_: object, **__: object) -> None:
         raise EngineError("enough seen")
 
-    monkeypatch.setattr(server, "AsyncLLM", stop)
+    monkeypatch.setattr("ddtree_trt.serve.app.AsyncLLM", stop)
     monkeypatch.setattr(llm, "LLM", stop)
     options = ServeOptions(port=0)
     with server.listen(options) as listener, pytest.raises(EngineError, match="enough seen"):

@@ -132,9 +132,9 @@ def test_every_parameter_reaches_the_engine(server: ThreadServer, monkeypatch: p
     seen: list[SamplingParams] = []
     submit = server.llm.submit
 
-    def watched(prompt: Any, params: SamplingParams, request_id: str) -> Any:
+    def watched(prompt: Any, params: SamplingParams, request_id: str, **others: Any) -> Any:
         seen.append(params)
-        return submit(prompt, params, request_id)
+        return submit(prompt, params, request_id, **others)
 
     monkeypatch.setattr(server.llm, "submit", watched)
     assert server.chat(**asked, logprobs=True, top_logprobs=3).status_code == 200

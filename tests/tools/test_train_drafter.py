@@ -252,6 +252,7 @@ def test_loss_falls_and_a_stopped_run_goes_on_as_if_it_had_not(
     llama: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_num_threads(1)
+    before = signal.getsignal(signal.SIGTERM)
     (tmp_path / "whole").mkdir()
     (tmp_path / "parts").mkdir()
     whole, parts = share_data(work, tmp_path / "whole"), share_data(work, tmp_path / "parts")
@@ -280,7 +281,7 @@ def test_loss_falls_and_a_stopped_run_goes_on_as_if_it_had_not(
         assert torch.equal(value, state["model"][name]), name
     assert all(map(torch.equal, expected["average"], state["average"]))
     assert torch.equal(expected["worker"]["momentum"], state["worker"]["momentum"])
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.slow

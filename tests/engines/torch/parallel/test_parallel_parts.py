@@ -164,10 +164,14 @@ def test_trees_arrive_as_they_were_sent() -> None:
 
 def test_an_interrupt_waits_for_the_end_of_a_pass() -> None:
     done = []
-    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
-        os.kill(os.getpid(), signal.SIGINT)
-        done.append(True)
-    assert done and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+            os.kill(os.getpid(), signal.SIGINT)
+            done.append(True)
+        assert done and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 # Refusals, before any process is started
