@@ -28,7 +28,7 @@ class Codec(Letters):
     def __init__(self, *_: Any) -> None:
         pass
 
-    def encode(self, prompt: list[int], chat_template_kwargs: object = None) -> list[int]:
+    def encode(self, prompt: list[int], chat_template_kwargs: object = None, tools: object = None) -> list[int]:
         return list(prompt)
 
 

@@ -93,6 +93,7 @@ def beginning(source: Path, settings: Settings = SETTINGS) -> tuple[Drafter, Tab
 
 def share_data(work: Path, path: Path) -> Path:
     """A new folder for checkpoints beside the data of `work`."""
+    path.mkdir(exist_ok=True)
     (path / "data").symlink_to(work / "data")
     (path / "validation.safetensors").symlink_to(work / "validation.safetensors")
     return path
@@ -253,8 +254,6 @@ def test_loss_falls_and_a_stopped_run_goes_on_as_if_it_had_not(
 ) -> None:
     torch.set_num_threads(1)
     before = signal.getsignal(signal.SIGTERM)
-    (tmp_path / "whole").mkdir()
-    (tmp_path / "parts").mkdir()
     whole, parts = share_data(work, tmp_path / "whole"), share_data(work, tmp_path / "parts")
     model, tables = beginning(llama)
     train(model, tables, SETTINGS, whole, MASK, workers=1)
