@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.artifact.files import newest_engine
-from ddtree_trt.commands.options.common import DeviceRounds, Exact, NewestByDefault, Threads
+from ddtree_trt.commands.options.common import DeviceRounds, Exact, NewestByDefault, TensorParallelSize, Threads
 from ddtree_trt.commands.options.replicas import (
     CpusPerReplica,
     GpusPerReplica,
@@ -35,6 +35,7 @@ def run_batch(
     ] = ServeOptions.model_name,
     device_rounds: DeviceRounds = ServeOptions.device_rounds,
     exact: Exact = ServeOptions.exact,
+    tensor_parallel_size: TensorParallelSize = ServeOptions.tensor_parallel_size,
     threads: Threads = ServeOptions.threads,
     replicas: Replicas = None,
     max_replicas: MaxReplicas = None,
@@ -46,6 +47,7 @@ def run_batch(
         model_name=served_model_name,
         device_rounds=check_device_rounds(device_rounds),
         exact=exact,
+        tensor_parallel_size=tensor_parallel_size,
         threads=threads,
     )
     many = replica_options(replicas, cpus_per_replica, gpus_per_replica, max_replicas)

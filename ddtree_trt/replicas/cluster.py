@@ -40,12 +40,12 @@ def connected() -> Iterator[bool]:
         ray.shutdown()
 
 
-def resources_per_replica(backend: str, replicas: ReplicaOptions) -> tuple[float, float]:
-    """CPUs and GPUs of each replica, as given, else by what the cluster has now."""
+def resources_per_replica(backend: str, replicas: ReplicaOptions, ranks: int = 1) -> tuple[float, float]:
+    """CPUs and GPUs of each replica, as given, else by what the cluster has now. `ranks`: processes of an engine."""
     total, largest = _resources()
     gpus = replicas.gpus_per_replica
     if gpus is None:
-        gpus = 1.0 if backend in _FOR_GPUS and (backend != "torch" or total["GPU"]) else 0.0
+        gpus = float(ranks) if backend in _FOR_GPUS and (backend != "torch" or total["GPU"]) else 0.0
     cpus = replicas.cpus_per_replica
     if cpus is None:
         cpus = min(total["CPU"] / replicas.most, largest["CPU"])
@@ -53,10 +53,10 @@ def resources_per_replica(backend: str, replicas: ReplicaOptions) -> tuple[float
     return cpus, gpus
 
 
-def check_room(backend: str, replicas: ReplicaOptions) -> None:
+def check_room(backend: str, replicas: ReplicaOptions, ranks: int = 1) -> None:
     """Raises UsageError where a cluster that does not grow has no room for as many replicas as there may be."""
     total, _ = _resources()
-    for kind, each in zip(total, resources_per_replica(backend, replicas), strict=True):
+    for kind, each in zip(total, resources_per_replica(backend, replicas, ranks), strict=True):
         if each * replicas.most > total[kind]:
             raise UsageError(
                 f"{replicas.most} replicas of {each:g} {kind}s need {each * replicas.most:g}, and this machine has "

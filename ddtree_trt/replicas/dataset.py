@@ -25,8 +25,8 @@ def answers_by_ray(
     backend = load_manifest(engine_dir).backend
     with connected() as started:
         if started:
-            check_room(backend, replicas)
-        cpus, gpus = resources_per_replica(backend, replicas)
+            check_room(backend, replicas, options.tensor_parallel_size)
+        cpus, gpus = resources_per_replica(backend, replicas, options.tensor_parallel_size)
         options = replace(options, threads=options.threads or max(1, int(cpus)))
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False

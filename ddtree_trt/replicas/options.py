@@ -15,7 +15,7 @@ class ReplicaOptions:
     max_replicas: int | None = None  # engines at most, started as requests queue; None: always `replicas`
     target_ongoing_requests: float | None = None  # per engine; above it more are started. None: the engine's slots
     cpus_per_replica: float | None = None  # None: the cluster's, divided among the replicas
-    gpus_per_replica: float | None = None  # None: 1 for an engine that needs one, else 0
+    gpus_per_replica: float | None = None  # None: one for each process of an engine that needs it, else 0
 
     def __post_init__(self) -> None:
         check_range("replicas", self.replicas, 1, MAX_COUNT)

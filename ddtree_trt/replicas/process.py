@@ -36,13 +36,13 @@ def serve_replicas(engine_dir: Path, options: ServeOptions, replicas: ReplicaOpt
         port = listener.getsockname()[1]
     with connected() as started:
         if started:
-            check_room(manifest.backend, replicas)
+            check_room(manifest.backend, replicas, options.tensor_parallel_size)
         elif serve.status().applications:
             raise UsageError(
                 "Ray Serve runs applications on this cluster already; deploy beside them with: "
                 f"serve run ddtree_trt.replicas.deployment:app engine_dir={engine_dir.resolve()}"
             )
-        cpus, gpus = resources_per_replica(manifest.backend, replicas)
+        cpus, gpus = resources_per_replica(manifest.backend, replicas, options.tensor_parallel_size)
         serve.start(
             http_options={"host": options.host, "port": port}, logging_config=LoggingConfig(log_level="WARNING")
         )

@@ -101,6 +101,7 @@ REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("run", "--threads"): NO_COUNT,
     ("run-batch", "--seed"): (*NO_COUNT, str(2**64)),
     ("run-batch", "--threads"): NO_COUNT,
+    ("run-batch", "--tensor-parallel-size"): (*NO_SIZE, "65"),
     ("run-batch", "--replicas"): NO_SIZE,
     ("run-batch", "--max-replicas"): ("1", *NO_SIZE),  # fewer than the replicas
     ("run-batch", "--cpus-per-replica"): NO_REAL,

@@ -61,6 +61,7 @@ def test_what_a_replica_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of("onnxruntime", ReplicaOptions(1)) == (16.0, 0.0), "no more than one machine has"
     assert of("onnxruntime", ReplicaOptions(1, max_replicas=5)) == (4.0, 0.0)
     assert of("torch", ReplicaOptions(2)) == (12.0, 1.0)
+    assert of("torch", ReplicaOptions(2), ranks=2) == (12.0, 2.0)
     assert of("tensorrt", ReplicaOptions(2, cpus_per_replica=0.5, gpus_per_replica=0.25)) == (0.5, 0.25)
     machines({"CPU": 2.0})
     assert of("torch", ReplicaOptions(4)) == (0.5, 0.0)

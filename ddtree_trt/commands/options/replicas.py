@@ -24,7 +24,7 @@ CpusPerReplica = Annotated[
     float | None, typer.Option(metavar="X", help="Default: the cluster's CPUs, divided among the replicas.")
 ]
 GpusPerReplica = Annotated[
-    float | None, typer.Option(metavar="X", help="Default: 1 for an engine that needs one, else 0.")
+    float | None, typer.Option(metavar="X", help="Default: what an engine needs: 1, --tensor-parallel-size, or 0.")
 ]
 
 
