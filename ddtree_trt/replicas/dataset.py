@@ -27,7 +27,7 @@ def answers_by_ray(
         if started:
             check_room(backend, replicas, options.tensor_parallel_size)
         cpus, gpus = resources_per_replica(backend, replicas, options.tensor_parallel_size)
-        options = replace(options, threads=options.threads or max(1, int(cpus)))
+        options = replace(options, threads=options.threads or max(1, int(cpus) // options.tensor_parallel_size))
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         context.print_on_execution_start = False

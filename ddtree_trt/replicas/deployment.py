@@ -72,7 +72,7 @@ def application(engine_dir: Path, options: ServeOptions, replicas: ReplicaOption
     manifest = load_manifest(engine_dir)
     slots = manifest.limits.max_batch
     cpus, gpus = resources_per_replica(manifest.backend, replicas, options.tensor_parallel_size)
-    engine_options = replace(options, threads=options.threads or max(1, int(cpus)))
+    engine_options = replace(options, threads=options.threads or max(1, int(cpus) // options.tensor_parallel_size))
     logging_config = LoggingConfig(log_level="WARNING", enable_access_log=options.access_log)
     engines = serve.deployment(
         name="Engine",

@@ -26,6 +26,7 @@ from ddtree_trt.serve.limits import OPEN, Gate
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.openai.body import read
 from ddtree_trt.serve.options import ServeOptions
+from ddtree_trt.serve.playground.routes import PAGE
 
 _KEY_CHARACTERS = 4096  # of a prompt's beginning, by which its engine is chosen
 _ANSWER_S = 5.0  # timeout for /health and /metrics: with no engine running nothing would answer
@@ -58,7 +59,7 @@ class Ingress:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._without_requests(scope, receive, send)
-        elif scope["path"] in OPEN:
+        elif scope["path"] in (*OPEN, *PAGE):  # without a key, so without a body
             try:
                 await asyncio.wait_for(self._watch(scope, receive, send), _ANSWER_S)
             except asyncio.TimeoutError:
@@ -123,7 +124,7 @@ async def _key(request: Request) -> str:
     except ApiError:
         return ""
     if isinstance(body.prompt_cache_key, str) and body.prompt_cache_key:
-        return body.prompt_cache_key[:_KEY_CHARACTERS]
+        return json.dumps(body.prompt_cache_key)[:_KEY_CHARACTERS]  # any text, lone surrogates too, as ASCII
     beginning = _first_turn(body.messages) if isinstance(body.messages, list) else body.prompt
     if isinstance(beginning, str | list) and beginning:
         return json.dumps(beginning[:_KEY_CHARACTERS])[:_KEY_CHARACTERS]

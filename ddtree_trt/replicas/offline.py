@@ -76,6 +76,9 @@ def map_prompts(
         "model_name": options.model_name,
         "exact": options.exact,
         "device_rounds": options.device_rounds,
+        "tool_parser": options.tool_parser,
+        "reasoning_parser": options.reasoning_parser,
+        "tensor_parallel_size": options.tensor_parallel_size,
     }
     with open_parts(output, len(parts), run) as made:
         missing = made.missing()

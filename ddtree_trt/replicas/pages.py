@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Metric
-from prometheus_client.exposition import choose_encoder
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-ACCEPT = "application/openmetrics-text; version=1.0.0"  # the format `merge` reads
+from ddtree_trt.serve.metrics import page_encoder
+
+ACCEPT = "application/openmetrics-text; version=1.0.0; escaping=allow-utf-8"  # the format `merge` reads
 LABEL = "replica"
 
 
@@ -18,7 +19,7 @@ def merge(pages: Sequence[tuple[str, str]], accept: str) -> tuple[bytes, str]:
     Args:
         pages: the name of each replica and its page, in OpenMetrics' format.
     """
-    encode, content_type = choose_encoder(accept)
+    encode, content_type = page_encoder(accept)
     registry = CollectorRegistry()
     registry.register(_Pages(pages))
     return encode(registry), content_type

@@ -11,6 +11,7 @@ from ddtree_trt.replicas.engine_app import Call, EngineApp
 from ddtree_trt.replicas.requests import OfflineRequest, answer_line
 from ddtree_trt.serve.options import ServeOptions
 
+_END_S = 10.0  # for requests to notice that their engine has ended
 PARTS_AT_A_TIME = 2  # per engine: while the last rows of one part are decoded, those of the next take the free slots
 
 
@@ -30,9 +31,18 @@ class PartWorker:
         return asyncio.run_coroutine_threadsafe(self._answer(requests), self._loop).result()
 
     def close(self) -> None:
-        asyncio.run_coroutine_threadsafe(self._app.stop(), self._loop).result()
+        """End the engine and the parts under way, whose callers get an error or what was answered."""
+        asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+
+    async def _end(self) -> None:
+        await self._app.stop()
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        if rest:  # what they wait for has ended
+            _, late = await asyncio.wait(rest, timeout=_END_S)
+            for task in late:
+                task.cancel()
 
     async def _answer(self, requests: list[OfflineRequest]) -> str:
         tasks = [asyncio.ensure_future(self._one(request)) for request in requests]

@@ -6,7 +6,7 @@ Requests are counted when they end, on the engine's worker thread, so cancelled 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -101,8 +101,17 @@ class Metrics:
 
     def page(self, accept: str) -> tuple[bytes, str]:
         """The metrics page in the best format that the scraper accepts, and its content type."""
-        encode, content_type = choose_encoder(accept)
+        encode, content_type = page_encoder(accept)
         return encode(self.registry), content_type
+
+
+def page_encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
+    """The encoder of the best format that a scraper accepts, and its content type. A colon is a letter of names, as in
+    vLLM's: it is not escaped, whether or not the scraper says so."""
+    kinds = [kind.strip() for kind in accept.split(",")]
+    plain = "application/openmetrics-text"
+    unescaped = [f"{k}; escaping=allow-utf-8" if k.startswith(plain) and "escaping=" not in k else k for k in kinds]
+    return choose_encoder(", ".join(unescaped))
 
 
 def _buckets(manifest: Manifest) -> dict[figures.Unit, Sequence[float]]:

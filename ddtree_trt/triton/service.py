@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from ddtree_trt.errors import DDTreeError, UsageError
+from ddtree_trt.errors import DDTreeError, MissingDependency, UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.triton.metrics import (
@@ -154,7 +154,7 @@ class Service:
             self._finish(
                 job.reply, job.ended_by or "shutdown", job.timeout_message() if job.ended_by == "timeout" else ""
             )
-        except UsageError as error:
+        except (UsageError, MissingDependency) as error:
             self._finish(job.reply, "refused", error)
         except QueueFull as error:
             self._finish(job.reply, "overloaded", error)
@@ -169,6 +169,8 @@ class Service:
     async def _forward(self, job: _Job) -> str:
         """Send the request's responses; returns the outcome."""
         whole: RequestOutput | None = None
+        if job.call.params.structured is not None:  # compiling takes its time, which others should not wait
+            await asyncio.to_thread(self._llm.core.maker.grammars.compile, job.call.params.structured)
         with self._llm.submit(job.call.prompt, job.call.params) as submission:
             async for part in submission:
                 started, cpu = time.perf_counter(), time.thread_time()

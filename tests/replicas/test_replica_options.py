@@ -106,8 +106,9 @@ async def test_requests_that_share_a_beginning_share_a_key() -> None:
     long = "word " * 2000
     assert await key(f'{{"prompt": "{long}"}}') == await key(f'{{"prompt": "{long} and more"}}')
     assert await key('{"prompt": [1, 2]}') not in (await key('{"prompt": [1, 3]}'), "")
-    assert await key(f'{{"prompt": "{long}", "prompt_cache_key": "mine"}}') == "mine"
-    assert await key('{"prompt": "x", "prompt_cache_key": "mine"}') == "mine"
+    assert await key(f'{{"prompt": "{long}", "prompt_cache_key": "mine"}}') == '"mine"'
+    assert await key('{"prompt": "x", "prompt_cache_key": "mine"}') == '"mine"'
+    assert await key('{"prompt_cache_key": "\\ud800"}') == '"\\ud800"'
 
 
 async def test_what_says_nothing_of_its_prompt_has_no_key() -> None:

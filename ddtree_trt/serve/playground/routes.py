@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from importlib.resources import files
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from ddtree_trt.runtime.chat.tools import ToolUse
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.decoding.methods import METHODS
 from ddtree_trt.runtime.structured.names import STRUCTURED, given_name
@@ -50,6 +52,11 @@ class PlaygroundRequest(ChatRequest):
     n: Literal[1] | None = None
     tools: None = None
     tool_choice: None = None
+    parallel_tool_calls: None = None
+    max_completion_tokens: None = None
+    logprobs: None = None
+    stream: None = None
+    stream_options: None = None
 
 
 def install(app: FastAPI, service: Service) -> None:
@@ -97,6 +104,9 @@ async def _rounds(service: Service, request: Request, body: PlaygroundRequest) -
         ids = await service.encode(messages[-1]["content"], "messages")
     given = body.sampling()
     params = service.params(given, service.max_seq_len - len(ids), {})
+    if params.structured is not None:
+        structured = service.chat_format.constraint(ToolUse(), service.chat_format.thinking(ids), params.structured)
+        params = replace(params, structured=structured)
     await service.compile(params, given_name(given) or STRUCTURED)
     seen: deque[Round] = deque()  # filled on the engine's thread, emptied here
     request_id = new_id("playground")
