@@ -15,9 +15,13 @@ with two arms, of which one, single tokens, is known. The rule is bounded both w
   more than that share, and the time until the next probe is the price of a probe divided by the share.
 
 In a pass with others a slot's share of the time counts (`crowd`), and the number of slots changes. A balance keeps its
-worth in tokens, and what stopped among many slots is tried again among half as many. A slot that stops leaves its part
-of the draft to the others, which may then stop as well, one after the other. So where the drafts of all together gain,
-bad luck of one may cost `COMMON_STAKE`.
+worth in tokens, and what stopped among many slots is tried again among half as many. Each request's own evidence does
+not suffice there: where a draft costs more than a pass, a round that may lose `TRIAL` at most is too small to gain, and
+a slot that stops leaves its part of the rows to the others, which may then stop as well, one after the other. So what
+drafts of all slots gained lately decides how a request begins. While they gain, its first draft is as large as is
+expected to pay, and bad luck may cost it `COMMON_STAKE`, or as much as `UNLUCKY` trials. Where they lose, a first draft
+that may cost more than `TRIAL` is a probe. So good requests after many useless ones may wait long where a draft costs
+several passes: a probe of one slot pays the rows of all.
 
 A useless drafter then costs less than 5 % of an answer of 48 tokens. Where even the smallest round that could pay may
 lose more than TRIAL, it is that round that a request's first draft costs.
@@ -36,7 +40,8 @@ from ddtree_trt.runtime.decoding.costs import Costs
 from ddtree_trt.runtime.tree import DraftTree
 
 STAKE = 0.9  # most loss of a request before it stops drafting, in single-token passes
-COMMON_STAKE = 2.5  # the same of a request in a pass with others, while their drafts gain
+COMMON_STAKE = 2.5  # the same of a request in a pass with others, while their drafts gain ...
+UNLUCKY = 4  # ... or so many trials without gain, where they cost more
 COMMON_MEMORY = 256  # rounds of single slots by which it is known whether they do
 TRIAL = 2.0  # most loss of a round after a round without gain, in single-token passes
 PROOF = 3.0  # gain of a request, in single-token passes, before others learn from it: less may be luck
@@ -52,7 +57,7 @@ class Savings:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.promised = 0.0  # to probes of the round of several slots that is under way
-        self.trend = 0.1  # recent mean gain of a slot's draft in a pass with others, in single tokens
+        self.trend = 0.02  # recent mean gain of a slot's draft in a pass with others, in single tokens
 
     def add(self, costs: Costs) -> None:
         """Save for a single-token round."""
@@ -72,6 +77,7 @@ class Account:
         self._latest_gained = False  # whether the latest draft gained
         self._slots = self._stopped_among = 1  # slots of the current round, and of the one at which drafting stopped
         self._single_s = 0.0  # this slot's share of a round without drafts, among so many slots
+        self._drafted = False  # whether it has drafted yet
         self.stopped = False  # whether the request makes single tokens, except for probes
         self.probing = False  # whether the current round is a probe
         self.looking = False  # whether it drafts only to see what is expected of a draft now
@@ -95,7 +101,8 @@ class Account:
         """Whether the next round drafts. If not, it is a single-token round, which saves for probes."""
         if not costs.least:
             return False
-        if not self.stopped:
+        first_lost = not self._drafted and self._others_lose and costs.trial_s > TRIAL * costs.single_s
+        if not self.stopped and not first_lost:
             return True
         self.probing = self._affords_probe(costs)
         return self.probing
@@ -117,12 +124,17 @@ class Account:
 
     def most_nodes(self, costs: Costs) -> int:
         """Most nodes that the next round may draft and verify."""
-        return costs.max_nodes if self.gains or self._latest_gained else costs.affordable(TRIAL * costs.single_s)
+        if self.gains or self._latest_gained or self._others_gain:
+            return costs.max_nodes
+        if self._slots > 1 and (self.probing or self.looking):
+            return costs.max_nodes  # from the savings, which go into debt
+        return costs.affordable(TRIAL * costs.single_s)
 
     def settle(self, costs: Costs, cost_s: float, tokens: int) -> None:
         """Book a drafting round of `cost_s` that committed `tokens` tokens."""
         gain_s = tokens * costs.single_s - cost_s
         self._latest_gained = gain_s > 0
+        self._drafted = True
         self._matches = 0
         if self.probing or self.looking:
             self._savings.seconds -= cost_s - costs.single_s
@@ -139,16 +151,27 @@ class Account:
         else:
             weight = 1 - 1 / MEMORY if self._balance_s > 0 else 1.0
             self._balance_s = weight * self._balance_s + gain_s
-            self.stopped = self._balance_s < -self._stake * costs.single_s
+            self.stopped = self._balance_s < -self._stake_s(costs)
         self._stopped_among = self._slots
         self.proved = not self.stopped and self._balance_s > PROOF * costs.single_s
         if self.gains:
             self._resumed = 0
 
     @property
-    def _stake(self) -> float:
-        """Most loss of the request in single-token passes."""
-        return STAKE if self._slots == 1 or self._savings.trend <= 0 else COMMON_STAKE
+    def _others_gain(self) -> bool:
+        """Whether the round is one with others, and drafts in such rounds gain."""
+        return self._slots > 1 and self._savings.trend > 0
+
+    @property
+    def _others_lose(self) -> bool:
+        """The same of rounds with others in which drafts do not gain."""
+        return self._slots > 1 and self._savings.trend <= 0
+
+    def _stake_s(self, costs: Costs) -> float:
+        """Most loss of the request before it stops drafting."""
+        if self._others_gain:
+            return max(COMMON_STAKE * costs.single_s, UNLUCKY * costs.trial_s)
+        return STAKE * costs.single_s
 
     def match(self, costs: Costs) -> None:
         """Book a token that the draft which ended drafting had at its position; enough of them resume drafting."""

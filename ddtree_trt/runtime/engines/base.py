@@ -119,8 +119,8 @@ class Engine(Protocol):
 
     @property
     def batches(self) -> bool:
-        """Whether budgets of several slots are chosen together, because a call takes all its slots in one pass, in
-        which every slot has as many rows as the one with most; else each is chosen as if it were alone."""
+        """Whether a call takes all its slots in one pass, in which every slot has as many rows as the one with most;
+        else it takes one slot after the other."""
 
     @property
     def rounds(self) -> DeviceRounds | None:

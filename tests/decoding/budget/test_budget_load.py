@@ -1,7 +1,8 @@
-"""Automatic budgets under load, on a simulated GPU: as fast as the best fixed budget, whatever it is, and never slow.
+"""Automatic budgets under load, on simulated machines: as fast as the best fixed one, whatever it is, and never slow.
 
-Costs are those of a roofline, time is simulated, and drafters are of all qualities. How many requests are side by side
-decides what is best: on this GPU the whole tree for one, eight nodes for sixteen, and few or none for 64.
+Time is simulated, and drafters are of all qualities. How many requests are side by side decides what is best: on the
+GPU the whole tree for one, eight nodes for sixteen, and few or none for 64. On the processor a draft of many slots
+costs several passes: only a drafter that is nearly always right is worth it there, and then large trees are.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ import functools
 
 import numpy as np
 import pytest
-from roofline import Gpu, automatic, fixed, serve
+from roofline import Gpu, Machine, Processor, automatic, fixed, serve
 from simulated import GOOD, LIAR, Quality, Request, Spent
 
-GPU = Gpu()
+GPU, PROCESSOR = Gpu(), Processor()
 FIXED = (0, 1, 3, 7, 15, 31, 63)  # every one fills a bucket; 0 is autoregressive decoding
-MIDDLING, WEAK = Quality(0.75, 0.05), Quality(0.5, 0.1)
+SURE, MIDDLING, WEAK = Quality(0.985, 0.004), Quality(0.75, 0.05), Quality(0.5, 0.1)
 TRAFFIC = {
+    "sure": (SURE, SURE),
     "good": (GOOD, GOOD),
     "middling": (MIDDLING, MIDDLING),
     "weak": (WEAK, WEAK),
@@ -26,7 +28,7 @@ TRAFFIC = {
 
 
 def requests(traffic: str, slots: int) -> list[Request]:
-    count = max(16, 4 * slots if slots < 64 else 2 * slots)
+    count = max(16, 4 * slots)
     lengths = np.random.default_rng(3).integers(96, 193, count)
     return [Request(TRAFFIC[traffic][i % 2], int(n), i) for i, n in enumerate(lengths)]
 
@@ -36,35 +38,48 @@ def per_second(spent: Spent) -> float:
 
 
 @functools.cache
-def fixed_speeds(traffic: str, slots: int) -> dict[int, float]:
+def fixed_speeds(machine: Gpu | Processor, traffic: str, slots: int) -> dict[int, float]:
     """Tokens a second by budget, of those that come into question: many slots, and useless drafts, take small ones."""
     budgets = FIXED[: 3 if traffic == "useless" else 5 if slots == 64 else 6 if slots == 16 else len(FIXED)]
-    return {nodes: per_second(serve(GPU, requests(traffic, slots), slots, fixed(nodes))) for nodes in budgets}
+    return {nodes: per_second(serve(machine, requests(traffic, slots), slots, fixed(nodes))) for nodes in budgets}
 
 
 @pytest.mark.parametrize("slots", [1, 4, 16, 64])
 @pytest.mark.parametrize("traffic", TRAFFIC)
-def test_automatic_budgets_are_as_fast_as_the_best_fixed_one(traffic: str, slots: int) -> None:
-    speeds = fixed_speeds(traffic, slots)
-    speed = per_second(serve(GPU, requests(traffic, slots), slots, automatic(GPU, slots)))
-    assert speed >= 0.97 * max(speeds.values())
+@pytest.mark.parametrize("machine", [GPU, PROCESSOR], ids=["gpu", "processor"])
+def test_automatic_budgets_are_as_fast_as_the_best_fixed_one(
+    machine: Gpu | Processor, traffic: str, slots: int
+) -> None:
+    speeds = fixed_speeds(machine, traffic, slots)
+    speed = per_second(serve(machine, requests(traffic, slots), slots, automatic(machine, slots)))
+    # There drafting gains a tenth at most, and not if some of the slots do without.
+    hardest = machine == PROCESSOR and traffic == "sure" and slots == 64
+    assert speed >= (0.96 if hardest else 0.97) * max(speeds.values())
     assert speed >= 0.97 * speeds[0]
 
 
 def test_the_best_fixed_budget_depends_on_the_load() -> None:
     """So that the test above cannot be passed by any one of them."""
-    best = [max(speeds, key=speeds.__getitem__) for speeds in (fixed_speeds("good", n) for n in (1, 16, 64))]
+    best = [max(speeds, key=speeds.__getitem__) for speeds in (fixed_speeds(GPU, "good", n) for n in (1, 16, 64))]
     assert best[0] > best[1] > best[2]
-    assert max(fixed_speeds("middling", 64).items(), key=lambda each: each[1])[0] == 0
+    assert max(fixed_speeds(GPU, "middling", 64).items(), key=lambda each: each[1])[0] == 0
+    assert max(fixed_speeds(PROCESSOR, "sure", 64).items(), key=lambda each: each[1])[0] == 15
+    assert max(fixed_speeds(PROCESSOR, "good", 16).items(), key=lambda each: each[1])[0] == 0
 
 
-@pytest.mark.parametrize("slots", [2, 4, 16])
-def test_good_requests_after_useless_ones_draft_as_on_a_fresh_engine(slots: int) -> None:
-    good = [Request(GOOD, 128, 1000 + i) for i in range(6 * slots)]
-    fresh = serve(GPU, good, slots, automatic(GPU, slots))
-    used = automatic(GPU, slots)
-    serve(GPU, [Request(LIAR, 128, i) for i in range(10 * slots)], slots, used)
-    assert per_second(serve(GPU, good, slots, used)) >= 0.95 * per_second(fresh)
+@pytest.mark.parametrize(
+    ("machine", "quality", "slots"),
+    [(GPU, GOOD, 2), (GPU, GOOD, 4), (GPU, GOOD, 16), (PROCESSOR, SURE, 2), (PROCESSOR, SURE, 4)],
+    ids=lambda value: type(value).__name__ if isinstance(value, Gpu | Processor) else "",
+)
+def test_good_requests_after_useless_ones_draft_as_on_a_fresh_engine(
+    machine: Machine, quality: Quality, slots: int
+) -> None:
+    good = [Request(quality, 128, 1000 + i) for i in range(6 * slots)]
+    fresh = serve(machine, good, slots, automatic(machine, slots))
+    used = automatic(machine, slots)
+    serve(machine, [Request(LIAR, 128, i) for i in range(10 * slots)], slots, used)
+    assert per_second(serve(machine, good, slots, used)) >= 0.95 * per_second(fresh)
 
 
 def test_drafting_ends_under_load_and_trees_shrink() -> None:

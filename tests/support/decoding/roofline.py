@@ -1,8 +1,11 @@
-"""Rounds of many slots on a simulated GPU: real budgets in simulated time, no clock is read.
+"""Rounds of many slots on simulated machines: real budgets in simulated time, no clock is read.
 
-A pass takes as long as reading its bytes or multiplying its rows, whichever is longer: about constant until there are
-rows enough to be bound by arithmetic, then in proportion to them. The figures are an H200's for a target of 8 billion
-parameters with a block drafter of 5 layers, about as published; the shares that kernels reach are assumptions.
+A GPU's pass takes as long as reading its bytes or multiplying its rows, whichever is longer: about constant until there
+are rows enough to be bound by arithmetic, then in proportion to them. The figures are an H200's for a target of 8
+billion parameters with a block drafter of 5 layers, about as published; the shares that kernels reach are assumptions.
+
+A processor's pass is bound by arithmetic from the first row on, and a draft of many slots costs several passes. The
+figures are those of the packaged pair with PyTorch on one core, as measured.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from simulated import DEPTH, NODES, Request, Spent, Text, descend
 
@@ -19,9 +23,25 @@ from ddtree_trt.runtime.decoding.crowd import Turn, plan
 from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile
 from ddtree_trt.runtime.tree import EMPTY, DraftTree
 
-BUCKETS = buckets(1 + NODES)
+BUCKETS = tuple(buckets(1 + NODES))
 CONTEXTS = (64, 512, 2048)
 PROMPT = 200  # tokens
+
+
+class Machine(Protocol):
+    """Seconds of passes over all slots, which hold `context` tokens together."""
+
+    @property
+    def buckets(self) -> Sequence[int] | None:
+        """Tree tokens that passes are padded to."""
+
+    def verify_s(self, slots: int, tokens: int, context: int) -> float:
+        """A pass whose widest tree has that many tokens."""
+
+    def draft_s(self, slots: int, context: int) -> float: ...
+
+    def profile(self, most: int) -> LatencyProfile:
+        """What `measure` would find for up to `most` slots."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +55,9 @@ class Network:
 
 @dataclass(frozen=True)
 class Gpu:
-    """Seconds of passes."""
+    """A GPU that pads trees to buckets."""
 
+    buckets: tuple[int, ...] = BUCKETS
     bytes_s: float = 4.8e12 * 0.85
     flops_s: float = 990e12 * 0.65
     launch_s: float = 0.3e-3
@@ -50,27 +71,46 @@ class Gpu:
         return self.launch_s + max(read / self.bytes_s, rows * network.row_flops / self.flops_s)
 
     def verify_s(self, slots: int, tokens: int, context: int) -> float:
-        """A pass whose widest tree has that many tokens, padded to the next bucket."""
-        padded = next(size for size in BUCKETS if size >= tokens)
+        padded = next(size for size in self.buckets if size >= tokens)
         return self._pass_s(self.target, slots * padded, context)
 
     def draft_s(self, slots: int, context: int) -> float:
         return self._pass_s(self.drafter, slots * self.block, context)
 
     def profile(self, most: int) -> LatencyProfile:
-        """What `measure` would find for up to `most` slots."""
-        counts = [n for n in (2, 4, 8, 16, 32, 64, 128) if n <= most]
-        return LatencyProfile(
-            "fingerprint",
-            "machine",
-            tuple(self._cost(1, context) for context in CONTEXTS),
-            tuple(self._cost(slots, CONTEXTS[0]) for slots in counts),
-        )
+        return _profile(self, most, [size for size in self.buckets if size in (1, 2, 4, 8, 16, 32, 48, 64, 65)])
 
-    def _cost(self, slots: int, context: int) -> ContextCost:
-        sizes = tuple(size for size in BUCKETS if size in (1, 2, 4, 8, 16, 32, 48, 64, 65))
-        verify_s = tuple(self.verify_s(slots, size, slots * context) for size in sizes)
-        return ContextCost(context, self.draft_s(slots, slots * context), sizes, verify_s, slots=slots)
+
+@dataclass(frozen=True)
+class Processor:
+    """A processor that pads no tree."""
+
+    buckets: None = None
+    pass_s: float = 2.3e-3
+    slot_s: float = 0.2e-3
+    rows_s: float = 0.06e-3  # of a slot with more rows than one: another kernel
+    row_s: float = 0.085e-3
+    draft_pass_s: float = 1.4e-3
+    block_s: float = 0.67e-3
+
+    def verify_s(self, slots: int, tokens: int, context: int) -> float:
+        return self.pass_s + slots * (self.slot_s + self.rows_s * (tokens > 1) + self.row_s * (tokens - 1))
+
+    def draft_s(self, slots: int, context: int) -> float:
+        return self.draft_pass_s + slots * self.block_s
+
+    def profile(self, most: int) -> LatencyProfile:
+        return _profile(self, most, (1, 2, 3, 5, 9, 17, 33, 65))
+
+
+def _profile(machine: Machine, most: int, sizes: Sequence[int]) -> LatencyProfile:
+    def cost(slots: int, context: int) -> ContextCost:
+        verify_s = tuple(machine.verify_s(slots, size, slots * context) for size in sizes)
+        return ContextCost(context, machine.draft_s(slots, slots * context), tuple(sizes), verify_s, slots=slots)
+
+    counts = [n for n in (2, 4, 8, 16, 32, 64, 128) if n <= most]
+    contexts, batches = [cost(1, context) for context in CONTEXTS], [cost(n, CONTEXTS[0]) for n in counts]
+    return LatencyProfile("fingerprint", "machine", tuple(contexts), tuple(batches))
 
 
 class _Slot:
@@ -93,20 +133,20 @@ class _Slot:
         return len(path)
 
 
-def serve(gpu: Gpu, requests: Sequence[Request], slots: int, make_budget: Callable[[], Budget]) -> Spent:
+def serve(machine: Machine, requests: Sequence[Request], slots: int, make_budget: Callable[[], Budget]) -> Spent:
     """The requests, always `slots` of them side by side: until there are fewer. `drafts` counts those of all slots."""
     running = [_Slot(request, make_budget()) for request in requests[:slots]]
     waiting = deque(requests[slots:])
     spent = Spent()
     while len(running) == slots:
-        spent += _round(gpu, running)
+        spent += _round(machine, running)
         running = [slot for slot in running if slot.made < slot.tokens]
         while waiting and len(running) < slots:
             running.append(_Slot(waiting.popleft(), make_budget()))
     return spent
 
 
-def _round(gpu: Gpu, running: Sequence[_Slot]) -> Spent:
+def _round(machine: Machine, running: Sequence[_Slot]) -> Spent:
     context = sum(PROMPT + slot.made for slot in running)
     budgets = plan([slot.turn for slot in running], one_pass=True)
     ceilings = budgets.ceilings()
@@ -115,14 +155,15 @@ def _round(gpu: Gpu, running: Sequence[_Slot]) -> Spent:
         slot.tree = EMPTY if tree is None else tree.cut(n)
     drafts = sum(n > 0 for n in ceilings)
     widest = max(len(slot.tree) for slot in running)
-    seconds = gpu.verify_s(len(running), 1 + widest, context) + (gpu.draft_s(drafts, context) if drafts else 0.0)
+    seconds = machine.verify_s(len(running), 1 + widest, context)
+    seconds += machine.draft_s(drafts, context) if drafts else 0.0
     tokens = sum(slot.advance(n > 0) for slot, n in zip(running, ceilings, strict=True))
     return Spent(seconds, tokens, 1, drafts, sum(len(slot.tree) for slot in running))
 
 
-def automatic(gpu: Gpu, slots: int) -> Callable[[], Budget]:
+def automatic(machine: Machine, slots: int) -> Callable[[], Budget]:
     """Makes the budgets of an engine's requests."""
-    return AutoBudgets(gpu.profile(slots), NODES, DEPTH, buckets=BUCKETS).for_sequence
+    return AutoBudgets(machine.profile(slots), NODES, DEPTH, buckets=machine.buckets).for_sequence
 
 
 def fixed(nodes: int) -> Callable[[], Budget]:

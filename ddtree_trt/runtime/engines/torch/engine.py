@@ -44,6 +44,7 @@ class TorchEngine:
     """The `Engine` protocol in PyTorch. One thread calls it."""
 
     foresee = None
+    batches = True
 
     def __init__(self, manifest: Manifest, weights: Weights, device: torch.device, shard: Shard = ALONE) -> None:
         """`weights` by the names of `weight_layout`, on the device and in the manifest's precision. `shard`: the part
@@ -53,8 +54,6 @@ class TorchEngine:
         # Latencies depend on the device: the toolchain is a part of the latency profile's fingerprint.
         self.manifest = replace(manifest, toolchain={**manifest.toolchain, "device": device_name(device)})
         self.device = device
-        # On a CPU slots chose worse together than each for itself: the measured costs of batches mislead there.
-        self.batches = device.type == "cuda"
         self.threads = 1 if device.type == "cuda" else torch.get_num_threads()
         self.limits, dims, draft_dims = manifest.limits, manifest.target_dims, manifest.drafter_dims
         dtype = DTYPES[manifest.precision]

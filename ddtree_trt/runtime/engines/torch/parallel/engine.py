@@ -57,6 +57,7 @@ class ParallelEngine:
     which rank failed and how. Ctrl-C waits for the end of a pass, and the engine goes on.
     """
 
+    batches = True
     foresee = None
     rounds = None  # rounds on the device have no host that could lead other ranks
 
@@ -74,7 +75,6 @@ class ParallelEngine:
         toolchain = {**engine.manifest.toolchain, RANKS: str(group.size)}
         self.manifest = replace(manifest, toolchain=toolchain)
         self.threads = engine.threads
-        self.batches = engine.batches
         self._engine = engine
         self._group = group
         self._followers = followers
