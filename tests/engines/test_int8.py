@@ -31,7 +31,7 @@ from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.build.graph.lowering_int8 import BLOCK, EVEN_RANGE, LARGEST, Int8Graph, quantize_channels
-from ddtree_trt.build.graph.ops import Rows, Table
+from ddtree_trt.build.graph.ops import Fine, Rows, Table
 from ddtree_trt.build.graph.rotation import rotate
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.check import check_engine
@@ -53,14 +53,16 @@ class Memory:
         return onnx.numpy_helper.from_array(np.ascontiguousarray(make()), key)
 
 
-def session(weight: NDArray[np.float32], *, head: bool = False, rows: Rows = "plain") -> ort.InferenceSession:
+def session(
+    weight: NDArray[np.float32], *, head: bool = False, rows: Rows = "plain", fine: Fine | None = None
+) -> ort.InferenceSession:
     """One product with a weight [in, out]: `y` [1, R, out] of rows `x` [1, R, in]."""
     g = Int8Graph("product", Memory())
     g.input("x", "float32", [1, "R", weight.shape[0]])
     if head:
         g.head("x", Table("lm_head", "table", lambda: weight.T, weight.shape[::-1]), "y")
     else:
-        g.linear("x", "weight", lambda: weight, "y", rows)
+        g.linear("x", "weight", lambda: weight, "y", rows, fine)
     g.output("y", "float32", [1, "R", weight.shape[1]])
     return ort.InferenceSession(g.model().SerializeToString(), session_options(1), providers=["CPUExecutionProvider"])
 
@@ -149,6 +151,19 @@ def test_even_rows_have_one_scale() -> None:
     whole = np.clip(np.rint(x * (LARGEST / EVEN_RANGE)), -LARGEST - 1, LARGEST).astype(np.int64)
     expected = (whole @ values.astype(np.int64)) * (EVEN_RANGE / LARGEST) * scales
     np.testing.assert_allclose(run(session(weight, rows="even"), x), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.usefixtures("processor")
+def test_fine_outputs_have_no_error_of_their_weights() -> None:
+    """Only that of the rows remains, which is the same in all outputs; the others are as without fine ones."""
+    rng = np.random.default_rng(2)
+    weight, x = rng.standard_normal((WIDTH, OUTPUTS), dtype=np.float32), rng.standard_normal((9, WIDTH))
+    found, plain = (run(session(weight, fine=fine), x.astype(np.float32)) for fine in ((OUTPUTS - 8, 8), None))
+    whole, row_scales = rounded_rows(x.astype(np.float32))
+    of_rows = (whole * row_scales.astype(np.float64)) @ weight
+    np.testing.assert_allclose(found[:, -8:], of_rows[:, -8:], rtol=0, atol=1e-3)
+    np.testing.assert_array_equal(found[:, :-8], plain[:, :-8])
+    assert np.abs(plain - of_rows)[:, -8:].max() > 10 * np.abs(found - of_rows)[:, -8:].max()
 
 
 @pytest.mark.parametrize("width", [128, 192, 33])

@@ -41,16 +41,23 @@ class RoundedTruth(Truth):
                         weight = values.T @ weight
                         if module.bias is not None:
                             module.bias.copy_(values.T @ module.bias)
-                    self._set(module, weight, self._cut if norm is layer.post_attention_layernorm else self._round)
+                    cut = self._cut if norm is layer.post_attention_layernorm else self._round
+                    self._set(module, weight, cut, twice=module is attention.v_proj)
                 self._set(attention.o_proj, stream.T @ attention.o_proj.weight @ outputs, self._round)
                 self._set(mlp.down_proj, stream.T @ mlp.down_proj.weight @ inner, lambda x: self._round(x @ inner))
                 for norm in (layer.input_layernorm, layer.post_attention_layernorm):
                     norm.weight.fill_(1)
 
     @staticmethod
-    def _set(module: Any, weight: torch.Tensor, prepare: Any) -> None:
-        values, scale = quantize_channels(np.ascontiguousarray(weight.detach().numpy().T))
-        module.weight = torch.nn.Parameter(torch.from_numpy(np.ascontiguousarray((values * scale).T)))
+    def _set(module: Any, weight: torch.Tensor, prepare: Any, *, twice: bool = False) -> None:
+        """`twice`: what rounding takes from the weight is rounded and added."""
+        exact = np.ascontiguousarray(weight.detach().numpy().T)
+        values, scale = quantize_channels(exact)
+        rounded = values * scale
+        if twice:
+            values, scale = quantize_channels(exact - rounded)
+            rounded += values * scale
+        module.weight = torch.nn.Parameter(torch.from_numpy(np.ascontiguousarray(rounded.T)))
         module.register_forward_pre_hook(lambda _, inputs: prepare(inputs[0]))
 
     @staticmethod

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.build.graph.lowering_onnxruntime import MICROSOFT, OnnxRuntimeGraph
-from ddtree_trt.build.graph.ops import Attention, Make, Rows, Table
+from ddtree_trt.build.graph.ops import Attention, Fine, Make, Rows, Table
 from ddtree_trt.build.graph.rotation import rotate, rotation_matrix
 
 LARGEST = 127  # of a quantised value, to either side of zero
@@ -55,7 +55,9 @@ class Int8Graph(OnnxRuntimeGraph):
         start, axis = (self.constant(f"{n}.{v}", np.array([v], np.int64)) for n, v in (("start", 0), ("axis", 1)))
         return self.op("Slice", [rows, start, size, axis], [out])
 
-    def linear(self, x: str, key: str, make: Make, out: str, rows: Rows = "plain") -> str:
+    def linear(self, x: str, key: str, make: Make, out: str, rows: Rows = "plain", fine: Fine | None = None) -> str:
+        if fine is not None:
+            return self._fine(x, key, make, out, fine)
         if rows == "even":
             return self._multiply(x, self._float("even", EVEN_RANGE / LARGEST), key, make, out)
         return self._uneven(x, key, make, out) if rows == "uneven" else self._scaled(x, key, make, out)
@@ -71,6 +73,15 @@ class Int8Graph(OnnxRuntimeGraph):
         parts = self.reshape(x, [0, 0, -1, block], f"{out}.blocks")
         x = self.reshape(self.product(parts, matrix, f"{out}.rotated"), [0, 0, -1], f"{out}.even")
         return self._scaled(x, key, lambda: np.ascontiguousarray(rotate(weight.T, block).T), out)
+
+    def _fine(self, x: str, key: str, make: Make, out: str, fine: Fine) -> str:
+        """As `_scaled`, where the last outputs add a second product with what rounding took from their weights."""
+        first, last = fine
+        both = self._scaled(x, key, lambda: with_remainders(make(), last), f"{out}.both")
+        rest, rounded, remainders = self.split(
+            both, (first, last, last), [f"{out}.{p}" for p in ("rest", "rounded", "off")]
+        )
+        return self.concat([rest, self.op("Add", [rounded, remainders], [f"{out}.fine"])], out, axis=-1)
 
     def _scaled(self, x: str, key: str, make: Make, out: str) -> str:
         """The product of rows that are quantised with a scale each.
@@ -116,3 +127,10 @@ def quantize_channels(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], ND
     for row, source in zip(values, weight, strict=True):  # row by row: the largest weight is not held twice
         np.rint(source / scale, out=row, casting="unsafe")
     return values, scale
+
+
+def with_remainders(weight: NDArray[np.float32], last: int) -> NDArray[np.float32]:
+    """The weight [in, out], and behind it what `quantize_channels` takes from its last columns: [in, out + last]."""
+    columns = weight[:, -last:]
+    values, scale = quantize_channels(columns)
+    return np.concatenate((weight, columns - values * scale), axis=1)

@@ -15,7 +15,7 @@ from onnx import ModelProto
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.scales import QuantizedWeights, join_scales
-from ddtree_trt.build.graph.ops import Attention, Graph, Rows, Table
+from ddtree_trt.build.graph.ops import Attention, Fine, Graph, Rows, Table
 from ddtree_trt.build.graph.rotation import Rotation, Weights, rotate
 from ddtree_trt.models.decoder import BODY, EMBEDDING, HEAD, Part, TransformerDims, decoder_layers, final_norm
 from ddtree_trt.models.drafters import heads
@@ -65,7 +65,7 @@ class Network:
         count = self.dims.experts.count
         return np.concatenate([self.weights(s) for s in part.sources]).reshape(count, -1, part.shape[-1])
 
-    def linear(self, x: str, name: str, *sources: str, out: str, rows: Rows = "plain") -> str:
+    def linear(self, x: str, name: str, *sources: str, out: str, rows: Rows = "plain", fine: Fine | None = None) -> str:
         """x [..., in] times one or several projections side by side, by their Hugging Face names.
 
         Quantised projections are multiplied as they are stored, and one by one where no single product can replace
@@ -75,7 +75,7 @@ class Network:
         each = [quantized.scales(source) if quantized else None for source in sources]
         found = [scales for scales in each if scales is not None]
         if quantized is None or not found:
-            return self.g.linear(x, self.prefix + name, lambda: self.joined(*sources), out, rows)
+            return self.g.linear(x, self.prefix + name, lambda: self.joined(*sources), out, rows, fine)
         shared = join_scales(found) if len(found) == len(sources) else None
         if shared is None:
             parts = [self.linear(x, source, source, out=f"{source}.out") for source in sources]
@@ -109,8 +109,9 @@ class Network:
     def qkv(self, index: int, h: str) -> tuple[str, str, str]:
         """Queries, keys and values [N, rows, heads · D] of rows h [N, rows, H], before rotary embedding."""
         g, d, parts, layer = self.g, self.dims, self.layers[index], self.name(index)
-        # Not said to be even: of a product with errors, those in values cost the most.
-        qkv = self.linear(h, f"{layer}.qkv", *parts.qkv.sources, out=f"{layer}.qkv.out")
+        # Not said to be even, and values fine: of a product with errors, those in values cost the most.
+        queries, keys, values = d.qkv_widths
+        qkv = self.linear(h, f"{layer}.qkv", *parts.qkv.sources, out=f"{layer}.qkv.out", fine=(queries + keys, values))
         if bias := parts.qkv_bias:
             key = f"{self.prefix}{layer}.{bias.name}"
             qkv = g.op("Add", [qkv, g.weight(key, lambda: self.joined(*bias.sources))], [f"{layer}.qkv.biased"])

@@ -39,6 +39,7 @@ Shape = Sequence[int | str]
 # What is known of rows that are multiplied by a weight. `even`: their mean square is 1 and no value is many times
 # larger than the others. `uneven`: some values are.
 Rows = Literal["plain", "even", "uneven"]
+Fine = tuple[int, int]  # numbers of outputs: the first ones, and the last ones, whose errors cost the most
 Make = Callable[[], np.ndarray]  # returns an array when it is needed: float32, or the bytes of quantised values
 
 
@@ -151,9 +152,10 @@ class Graph(ABC):
         padded = self.op("Pad", [x, after, "", axis], [f"{out}.padded"])
         return self.op("Slice", [self.product(padded, weight, f"{out}.products"), start, end, axis], [out])
 
-    def linear(self, x: str, key: str, make: Make, out: str, rows: Rows = "plain") -> str:
+    def linear(self, x: str, key: str, make: Make, out: str, rows: Rows = "plain", fine: Fine | None = None) -> str:
         """A projection of a layer: rows x [..., in] times the weight [in, out] that `make` returns, which is stored
-        under `key` in whatever form this graph multiplies it in. `rows`: what x is known to be."""
+        under `key` in whatever form this graph multiplies it in. `rows`: what x is known to be. `fine`: which outputs
+        are worth a more precise product than others, where products are rounded."""
         return self.product(x, self.weight(key, make), out)
 
     def linear_quantized(self, x: str, weight: str, scales: Scales, out: str) -> str:

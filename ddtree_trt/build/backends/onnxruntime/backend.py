@@ -82,16 +82,19 @@ class OnnxRuntimeBuild:
         return Written(names, self._toolchain)
 
 
+VALUES = "self_attn.v_proj.weight"  # of a layer, rounded and then its remainders
+
+
 def weight_bytes(shapes: Mapping[str, tuple[int, ...]], precision: PrecisionName) -> int:
     """Bytes of a network's tensors in the weight file. In int8 a projection [out, in] takes a byte per value and a
-    scale per output; so does the head, which is stored apart from the embedding even when tied to it. A language model
-    has two matrices [H, H] for its rotation."""
+    scale per output, that of values twice; so does the head, which is stored apart from the embedding even when tied to
+    it. A language model has two matrices [H, H] for its rotation."""
     sizes = {name: FLOAT_BYTES * math.prod(shape) for name, shape in shapes.items()}
     if PRECISIONS[precision].quantized:
         heads = {HEAD: shapes[EMBEDDING]} if EMBEDDING in shapes else {}
         for name, shape in {**heads, **shapes}.items():
             if len(shape) == 2 and name not in (EMBEDDING, OWN_EMBEDDING, FC) and not is_of_head(name):
-                sizes[name] = math.prod(shape) + FLOAT_BYTES * shape[0]
+                sizes[name] = (math.prod(shape) + FLOAT_BYTES * shape[0]) * (2 if name.endswith(VALUES) else 1)
         if EMBEDDING in shapes:
             sizes["rotation"] = 2 * FLOAT_BYTES * shapes[EMBEDDING][1] ** 2
     return sum(sizes.values())
