@@ -27,7 +27,7 @@ Files = Annotated[list[Path], typer.Argument(metavar="FILE", help="Results writt
 
 
 class _MeasureByDefault(TyperGroup):
-    """`bench ENGINE_DIR …` measures, a server under load where --concurrency or --rate is given; `bench merge …` and
+    """`bench ENGINE_DIR …` measures, a server under load where an option of LOAD_OPTIONS is given; `bench merge …` and
     `bench report …` work on results."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

@@ -14,7 +14,7 @@ from ddtree_trt.commands.options.outputs import STDOUT, Json, Markdown, Plot, pr
 from ddtree_trt.errors import UsageError
 from ddtree_trt.terminal import printing as terminal
 
-LOAD_OPTIONS = ("--concurrency", "--rate")  # either makes `bench` this command
+LOAD_OPTIONS = ("--url", "--concurrency", "--rate")  # each makes `bench` this command
 _D = LoadSettings
 
 
