@@ -16,6 +16,8 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from ddtree_trt.bench.load.server import started_server
+
 PROMPTS = (
     "There are 6 drawers, each with 32 cards. How many cards are there?",
     "There are 8 trays on the table, each with 41 plates. What is the total number of plates?",
@@ -78,18 +80,9 @@ def main() -> None:
     parser.add_argument("--aiperf", type=Path, required=True, help="AIPerf's program")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the figures of each prompt")
     options = parser.parse_args()
-    command = [sys.executable, "-m", "ddtree_trt", "serve", str(options.engine), "--port", "0", "--vllm-metrics"]
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server,
-    ):
-        try:
-            assert server.stdout is not None
-            url = server.stdout.readline().split()[-1]
-            summary = profile(options.aiperf.resolve(), options.engine, url, Path(folder))
-            page = urllib.request.urlopen(f"{url}/metrics", timeout=60).read().decode()
-        finally:
-            server.terminate()
+    with tempfile.TemporaryDirectory() as folder, started_server(str(options.engine), "--vllm-metrics") as url:
+        summary = profile(options.aiperf.resolve(), options.engine, url, Path(folder))
+        page = urllib.request.urlopen(f"{url}/metrics", timeout=60).read().decode()
     if differences := compare(summary, page):
         sys.exit("AIPerf and the server differ: " + "; ".join(differences))
     print(f"AIPerf {summary['aiperf_version']}: {REQUESTS} requests, figures as the server counted them")

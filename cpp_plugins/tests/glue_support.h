@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "attention_plugin.h"
+#include "attention_creator.h"
 #include "ddtree/round.h"
 
 using namespace ddtree::trt;

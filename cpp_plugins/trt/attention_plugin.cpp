@@ -12,8 +12,6 @@ namespace {
 using nvinfer1::PluginField;
 using nvinfer1::PluginFieldType;
 
-std::string number(int64_t value) { return std::to_string(value); }
-
 // The dimensions of the inputs, from either kind of TensorRT's descriptions.
 using InputDims = std::array<Dims, AttentionPlugin::kInputs>;
 
@@ -31,9 +29,9 @@ InputDims dims_of(const Desc* inputs, Of of) {
 AttentionPlugin::AttentionPlugin(const AttentionAttributes& attributes, TensorRTPhase phase)
     : attributes_(attributes), phase_(phase) {
     const auto& a = attributes_;
-    timing_cache_id_ = std::string(kName) + "-" + kVersion + "-q" + number(a.num_q_heads) + "-kv" +
-                       number(a.num_kv_heads) + "-d" + number(a.head_dim) + "-t" + number(a.max_tree) + "-m" +
-                       number(a.mask_mode);
+    timing_cache_id_ = std::string(kName) + "-" + kVersion + "-q" + std::to_string(a.num_q_heads) + "-kv" +
+                       std::to_string(a.num_kv_heads) + "-d" + std::to_string(a.head_dim) + "-t" +
+                       std::to_string(a.max_tree) + "-m" + std::to_string(a.mask_mode);
     describe_fields();
 }
 
@@ -100,8 +98,8 @@ std::string AttentionPlugin::fault(const Dims* dims) const {
     constexpr int32_t kRanks[kInputs] = {4, 4, 4, 4, 4, 1, 1, 3};
     for (int32_t i = 0; i < kInputs; ++i) {
         if (dims[i].nbDims != kRanks[i]) {
-            return "input " + number(i) + " must have " + number(kRanks[i]) + " dimensions, found " +
-                   number(dims[i].nbDims);
+            return "input " + std::to_string(i) + " must have " + std::to_string(kRanks[i]) + " dimensions, found " +
+                   std::to_string(dims[i].nbDims);
         }
     }
     const auto& a = attributes_;
@@ -139,28 +137,29 @@ std::string AttentionPlugin::fault(const Dims* dims) const {
     for (const Rule& rule : rules) {
         const int64_t found = dims[rule.input].d[rule.dimension];
         if (found >= 0 && rule.expected >= 0 && found != rule.expected) {
-            return "dimension " + number(rule.dimension) + " of input " + number(rule.input) + " must be " +
-                   rule.meaning + " = " + number(rule.expected) + ", found " + number(found);
+            return "dimension " + std::to_string(rule.dimension) + " of input " + std::to_string(rule.input) +
+                   " must be " + rule.meaning + " = " + std::to_string(rule.expected) + ", found " +
+                   std::to_string(found);
         }
     }
     if (n >= 0 && slots >= 0 && n > slots) {
-        return "N = " + number(n) + " sequences need a cache slot each, found " + number(slots);
+        return "N = " + std::to_string(n) + " sequences need a cache slot each, found " + std::to_string(slots);
     }
     if (t > a.max_tree) {
-        return "T = " + number(t) + " is above max_tree = " + number(a.max_tree);
+        return "T = " + std::to_string(t) + " is above max_tree = " + std::to_string(a.max_tree);
     }
     if (capacity >= 0 && t > capacity) {
-        return "T = " + number(t) + " new tokens do not fit a cache of " + number(capacity) + " rows";
+        return "T = " + std::to_string(t) + " new tokens do not fit a cache of " + std::to_string(capacity) + " rows";
     }
     if (a.mask_mode == static_cast<int32_t>(MaskMode::tree)) {
         const int64_t words = dims[kTreeMask].d[2];
         const int64_t rows = dims[kTreeMask].d[1];
         if (rows >= 0 && t >= 0 && rows != t) {
-            return "tree_mask has " + number(rows) + " rows for T = " + number(t);
+            return "tree_mask has " + std::to_string(rows) + " rows for T = " + std::to_string(t);
         }
         if (words >= 0 && words < (static_cast<int64_t>(a.max_tree) + 31) / 32) {
-            return "tree_mask has " + number(words) + " words, max_tree = " + number(a.max_tree) + " needs " +
-                   number((static_cast<int64_t>(a.max_tree) + 31) / 32);
+            return "tree_mask has " + std::to_string(words) + " words, max_tree = " + std::to_string(a.max_tree) +
+                   " needs " + std::to_string((static_cast<int64_t>(a.max_tree) + 31) / 32);
         }
     }
     return {};
@@ -268,136 +267,6 @@ int32_t AttentionPlugin::enqueue(const PluginTensorDesc* input_descs, const Plug
     call.workspace_bytes = static_cast<size_t>(std::max<int64_t>(attributes_.workspace_bytes, 0));
     const Status status = tree_attention(call, stream);
     return status == Status::ok ? 0 : failure(kName, text(status));
-}
-
-AttentionCreator::AttentionCreator() {
-    for (const char* name : {"num_q_heads", "num_kv_heads", "head_dim", "max_tree"}) {
-        fields_.emplace_back(name, nullptr, PluginFieldType::kINT32, 1);
-    }
-    fields_.emplace_back("scale", nullptr, PluginFieldType::kFLOAT32, 1);
-    fields_.emplace_back("mask_mode", nullptr, PluginFieldType::kINT32, 1);
-    collection_.nbFields = static_cast<int32_t>(fields_.size());
-    collection_.fields = fields_.data();
-}
-
-namespace {
-
-// Reads one attribute, for which the ONNX parser and the engine may pass a wider type. Returns an error text, or none.
-std::string read(const PluginField& field, int32_t& value) {
-    if (field.data == nullptr || field.length != 1) {
-        return std::string(field.name) + " must have one value";
-    }
-    if (field.type == PluginFieldType::kINT32) {
-        value = *static_cast<const int32_t*>(field.data);
-        return {};
-    }
-    if (field.type == PluginFieldType::kINT64) {
-        const int64_t wide = *static_cast<const int64_t*>(field.data);
-        value = static_cast<int32_t>(wide);
-        return value == wide ? std::string() : std::string(field.name) + " is out of range";
-    }
-    return std::string(field.name) + " must be an integer";
-}
-
-std::string read(const PluginField& field, float& value) {
-    if (field.data == nullptr || field.length != 1) {
-        return std::string(field.name) + " must have one value";
-    }
-    if (field.type == PluginFieldType::kFLOAT32) {
-        value = *static_cast<const float*>(field.data);
-        return {};
-    }
-    if (field.type == PluginFieldType::kFLOAT64) {
-        value = static_cast<float>(*static_cast<const double*>(field.data));
-        return {};
-    }
-    return std::string(field.name) + " must be a float";
-}
-
-std::string read(const PluginField& field, int64_t& value) {
-    if (field.data == nullptr || field.length != 1 || field.type != PluginFieldType::kINT64) {
-        return std::string(field.name) + " must have one 64-bit integer";
-    }
-    value = *static_cast<const int64_t*>(field.data);
-    return value >= AttentionAttributes::kUnknown ? std::string() : std::string(field.name) + " must not be negative";
-}
-
-std::string parse(const nvinfer1::PluginFieldCollection* fields, TensorRTPhase phase, AttentionAttributes& a) {
-    if (fields == nullptr || (fields->nbFields > 0 && fields->fields == nullptr)) {
-        return "no attributes given";
-    }
-    struct Slot {
-        const char* name;
-        int32_t* integer;
-        float* real;
-        bool found;
-    };
-    Slot slots[] = {{"num_q_heads", &a.num_q_heads, nullptr, false},
-                    {"num_kv_heads", &a.num_kv_heads, nullptr, false},
-                    {"head_dim", &a.head_dim, nullptr, false},
-                    {"max_tree", &a.max_tree, nullptr, false},
-                    {"scale", nullptr, &a.scale, false},
-                    {"mask_mode", &a.mask_mode, nullptr, false}};
-    for (int32_t i = 0; i < fields->nbFields; ++i) {
-        const PluginField& field = fields->fields[i];
-        const std::string name = field.name == nullptr ? "" : field.name;
-        if (name == "workspace_bytes" && phase == TensorRTPhase::kRUNTIME) {
-            const std::string wrong = read(field, a.workspace_bytes);
-            if (!wrong.empty()) {
-                return wrong;
-            }
-            continue;
-        }
-        Slot* slot = std::find_if(std::begin(slots), std::end(slots), [&](const Slot& s) { return name == s.name; });
-        if (slot == std::end(slots)) {
-            return "unknown attribute '" + name + "'";
-        }
-        const std::string wrong = slot->integer != nullptr ? read(field, *slot->integer) : read(field, *slot->real);
-        if (!wrong.empty()) {
-            return wrong;
-        }
-        slot->found = true;
-    }
-    for (const Slot& slot : slots) {
-        if (!slot.found) {
-            return std::string("attribute ") + slot.name + " is missing";
-        }
-    }
-    if (a.num_kv_heads < 1 || a.num_q_heads < a.num_kv_heads || a.num_q_heads % a.num_kv_heads != 0) {
-        return "num_q_heads must be a multiple of num_kv_heads, found " + number(a.num_q_heads) + " and " +
-               number(a.num_kv_heads);
-    }
-    if (a.head_dim != 64 && a.head_dim != 128) {
-        return "head_dim must be 64 or 128, found " + number(a.head_dim);
-    }
-    if (a.max_tree < 1) {
-        return "max_tree must be positive, found " + number(a.max_tree);
-    }
-    if (!(a.scale > 0.0f && a.scale < 1e6f)) {
-        return "scale must be positive and finite, found " + std::to_string(a.scale);
-    }
-    if (a.mask_mode < 0 || a.mask_mode > 2) {
-        return "mask_mode must be 0 (tree), 1 (causal) or 2 (none), found " + number(a.mask_mode);
-    }
-    return {};
-}
-
-}  // namespace
-
-nvinfer1::IPluginV3* AttentionCreator::createPlugin(const char*, const nvinfer1::PluginFieldCollection* fields,
-                                                    TensorRTPhase phase) noexcept {
-    try {
-        AttentionAttributes attributes;
-        const std::string wrong = parse(fields, phase, attributes);
-        if (!wrong.empty()) {
-            failure(AttentionPlugin::kName, wrong);
-            return nullptr;
-        }
-        return new AttentionPlugin(attributes, phase);
-    } catch (const std::exception& error) {
-        failure(AttentionPlugin::kName, error.what());
-        return nullptr;
-    }
 }
 
 }  // namespace ddtree::trt

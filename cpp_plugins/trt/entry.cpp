@@ -1,7 +1,7 @@
 // The two symbols TensorRT looks up in a plugin library. Their visibility is spelled out because TENSORRTAPI expands to
 // nothing here, and creators are listed rather than registered because the registering macro loses a namespace.
 
-#include "attention_plugin.h"
+#include "attention_creator.h"
 #include "ddtree/abi.h"
 
 namespace {

@@ -138,7 +138,8 @@ class BenchSettings:
             raise UsageError("tensor_parallel_size is for an engine directory, not for random weights; leave one out")
         if self.tensor_parallel_size > 1 and self.device_rounds in ("on", "both"):
             raise UsageError(
-                f"device_rounds {self.device_rounds} is for whole targets, and tensor_parallel_size splits it"
+                f"device_rounds {self.device_rounds} is for whole targets, and tensor_parallel_size splits it; use "
+                "auto or off"
             )
         if self.backend == "torch" and self.exact is not None:
             raise UsageError("exact can be chosen for engines of the onnxruntime backend; leave it out")

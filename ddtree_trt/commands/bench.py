@@ -11,8 +11,8 @@ from typer.core import TyperGroup
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.bench.settings import DEVICE_ROUNDS_MEASURED, RANDOM_BACKENDS, BenchSettings, Shard
 from ddtree_trt.commands.bench_load import LOAD_OPTIONS, load
-from ddtree_trt.commands.options.common import Exact, TensorParallelSize, listing, numbers, words
-from ddtree_trt.commands.options.outputs import STDOUT, folders_of, prepare_folders, write_text
+from ddtree_trt.commands.options.common import Exact, NewestByDefault, TensorParallelSize, listing, numbers, words
+from ddtree_trt.commands.options.outputs import STDOUT, Json, Markdown, Plot, prepare_outputs, write_text
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import BASELINES, METHODS
 from ddtree_trt.terminal import printing as terminal
@@ -22,17 +22,12 @@ if TYPE_CHECKING:
 
 _DEFAULT = BenchSettings  # class attributes are the fields' defaults
 
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result; - is stdout.")]
-Markdown = Annotated[
-    Path | None, typer.Option("--markdown", metavar="FILE", help="Write tables in Markdown; - is stdout.")
-]
 Latex = Annotated[Path | None, typer.Option("--latex", metavar="FILE", help="Write the paper's table; - is stdout.")]
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="DIR", help="Draw pictures into a directory.")]
 Files = Annotated[list[Path], typer.Argument(metavar="FILE", help="Results written with --json.")]
 
 
 class _MeasureByDefault(TyperGroup):
-    """`bench ENGINE_DIR …` measures, a server under load where --concurrency or --rate is given; `bench merge …` and
+    """`bench ENGINE_DIR …` measures, a server under load where an option of LOAD_OPTIONS is given; `bench merge …` and
     `bench report …` work on results."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -48,9 +43,7 @@ app.command("load")(load)
 
 @app.command("run")
 def run(
-    engine_dir: Annotated[
-        Path | None, typer.Argument(metavar="ENGINE_DIR", help="Default: the newest engine under engines/.")
-    ] = None,
+    engine_dir: NewestByDefault = None,
     methods: Annotated[
         str | None,
         typer.Option(
@@ -241,12 +234,7 @@ class _Outputs:
         return STDOUT in (self._json, self._markdown, self._latex)
 
     def prepare(self) -> None:
-        if self._plot is not None:
-            from ddtree_trt.bench.reporting.plots import require_matplotlib
-
-            require_matplotlib()
-        prepare_folders(folders_of((self._json, self._markdown, self._latex)))
-        prepare_folders([self._plot] if self._plot else [])
+        prepare_outputs((self._json, self._markdown, self._latex), self._plot)
 
     def write(self, results: list[BenchResult]) -> None:
         from ddtree_trt.bench.reporting import latex

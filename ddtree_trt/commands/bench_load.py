@@ -10,11 +10,11 @@ import typer
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.bench.load.settings import BASELINE, DEFAULT_METHOD, LoadSettings
 from ddtree_trt.commands.options.common import listing, numbers, words
-from ddtree_trt.commands.options.outputs import STDOUT, folders_of, prepare_folders, write_text
+from ddtree_trt.commands.options.outputs import STDOUT, Json, Markdown, Plot, prepare_outputs, write_text
 from ddtree_trt.errors import UsageError
 from ddtree_trt.terminal import printing as terminal
 
-LOAD_OPTIONS = ("--concurrency", "--rate")  # either makes `bench` this command
+LOAD_OPTIONS = ("--url", "--concurrency", "--rate")  # each makes `bench` this command
 _D = LoadSettings
 
 
@@ -57,11 +57,9 @@ def load(
     seed: Annotated[
         int, typer.Option(metavar="N", help="Of the arrivals, the order of prompts and the requests.")
     ] = _D.seed,
-    json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result; - is stdout.")] = None,
-    markdown: Annotated[
-        Path | None, typer.Option("--markdown", metavar="FILE", help="Write a table in Markdown; - is stdout.")
-    ] = None,
-    plot: Annotated[Path | None, typer.Option("--plot", metavar="DIR", help="Draw pictures into a directory.")] = None,
+    json: Json = None,
+    markdown: Markdown = None,
+    plot: Plot = None,
 ) -> None:
     """Measure a server under load: throughput and latencies against concurrent requests or their rate, beside ar."""
     given: dict[str, Any] = {
@@ -82,12 +80,7 @@ def load(
         seed=seed,
         **{name: value for name, value in given.items() if value is not None},
     )
-    if plot is not None:
-        from ddtree_trt.bench.reporting.plots import require_matplotlib
-
-        require_matplotlib()
-    prepare_folders(folders_of((json, markdown)))
-    prepare_folders([plot] if plot else [])
+    prepare_outputs((json, markdown), plot)
 
     from ddtree_trt.bench.load import tables
     from ddtree_trt.bench.load.picture import plot_load

@@ -141,9 +141,15 @@ def _prompt(directory: Path, prompt: str | None, file: Path | None, example: int
         return text
     if file is not None:
         try:
-            return file.read_text(encoding="utf-8")
+            return _not_empty(file.read_text(encoding="utf-8"), f"--prompt-file {file}")
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"cannot read --prompt-file {file}: {error}") from error
     if prompt is None and not sys.stdin.isatty():
-        return sys.stdin.read()
+        return _not_empty(sys.stdin.read(), "stdin")
     return prompt
+
+
+def _not_empty(text: str, origin: str) -> str:
+    if not text.strip():
+        raise UsageError(f"{origin} has no prompt; write one there, or give --prompt")
+    return text

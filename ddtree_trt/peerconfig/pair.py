@@ -18,6 +18,10 @@ class Model:
     name: str  # an absolute path, or a repository of the Hugging Face hub
     revision: str | None = None  # a commit of the hub's repository; None for a path
 
+    def pinned(self, name: str = "revision") -> dict[str, str]:
+        """The revision as a setting of that name; none for a path."""
+        return {} if self.revision is None else {name: self.revision}
+
 
 @dataclass(frozen=True)
 class ServedPair:

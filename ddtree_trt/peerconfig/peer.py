@@ -18,7 +18,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Peer:
-    """An engine that runs DFlash's chain, and how it is told to."""
+    """An engine that runs DFlash's chain, and the configuration for it."""
 
     name: str  # of the command: export-NAME
     title: str

@@ -10,16 +10,15 @@ DRAFTER_REVISION, DRAFT_TOKENS = "speculative-draft-model-revision", "speculativ
 
 
 def _settings(pair: ServedPair) -> Settings:
-    target, drafter = pair.target.revision, pair.drafter.revision
     return {
         "model-path": pair.target.name,
-        **({} if target is None else {"revision": target}),
+        **pair.target.pinned(),
         "dtype": pair.dtype,
         "context-length": pair.max_seq_len,
         "max-running-requests": pair.max_batch,
         ALGORITHM: "DFLASH",
         DRAFTER: pair.drafter.name,
-        **({} if drafter is None else {DRAFTER_REVISION: drafter}),
+        **pair.drafter.pinned(DRAFTER_REVISION),
         DRAFT_TOKENS: pair.draft_length + 1,  # it counts the bonus token too: the block
     }
 

@@ -9,9 +9,8 @@ SPECULATIVE = "speculative_config"
 
 
 def _settings(pair: ServedPair) -> Settings:
-    revision = {} if pair.target.revision is None else {"revision": pair.target.revision}
     return {
-        **revision,
+        **pair.target.pinned(),
         "dtype": pair.dtype,
         "max_seq_len": pair.max_seq_len,
         "max_batch_size": pair.max_batch,

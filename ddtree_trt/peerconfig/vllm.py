@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from ddtree_trt.peerconfig.pair import Model, ServedPair
+from ddtree_trt.peerconfig.pair import ServedPair
 from ddtree_trt.peerconfig.peer import Peer, Settings
 
 SPECULATIVE = "speculative-config"
 
 
-def _revision(model: Model) -> Settings:
-    return {} if model.revision is None else {"revision": model.revision}
-
-
 def _settings(pair: ServedPair) -> Settings:
     return {
         "model": pair.target.name,
-        **_revision(pair.target),
+        **pair.target.pinned(),
         "dtype": pair.dtype,
         "max-model-len": pair.max_seq_len,
         "max-num-seqs": pair.max_batch,
         SPECULATIVE: {
             "method": "dflash",
             "model": pair.drafter.name,
-            **_revision(pair.drafter),
+            **pair.drafter.pinned(),
             "num_speculative_tokens": pair.draft_length,
         },
     }

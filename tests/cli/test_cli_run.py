@@ -49,6 +49,17 @@ def test_every_source_of_a_prompt_gives_the_same_text(cli: Cli, tiny_engine: Pat
     assert len(raw["prompt_token_ids"]) < len(json.loads(outputs[0])["prompt_token_ids"])
 
 
+def test_a_source_without_a_prompt_is_refused(tiny_engine: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "prompt.txt"
+    empty.write_text("\n")
+    for done, origin in (
+        (run("run", tiny_engine, stdin=" \n"), "stdin"),
+        (run("run", tiny_engine, "--prompt-file", empty), f"--prompt-file {empty}"),
+    ):
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"error: {origin} has no prompt; write one there, or give --prompt\n"
+
+
 def test_json_has_text_usage_and_metrics(cli: Cli, tiny_engine: Path) -> None:
     _, out, _ = cli("run", tiny_engine, "--prompt", QUESTION, "--json", "--tree-budget", "8", "--max-tokens", "30")
     data = json.loads(out)

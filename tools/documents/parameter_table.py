@@ -51,6 +51,8 @@ def _cells(row: Parameter) -> list[str]:
 def _http(row: Parameter) -> str:
     if row.http == BOTH:
         return "both"
+    if set(row.http) == set(BOTH) and len(names := {row.http_name(endpoint) for endpoint in row.http}) == 1:
+        return f"both, as `{names.pop()}`"
     return ", ".join(e if row.http_name(e) == row.name else f"`{row.http_name(e)}` of {e}" for e in row.http)
 
 

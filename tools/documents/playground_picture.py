@@ -7,8 +7,6 @@ picture. Needs the packages chromium, chromium-driver and selenium.
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,8 @@ from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
+
+from ddtree_trt.bench.load.server import started_server
 
 WAIT_S = 300.0
 ARGUMENTS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
@@ -30,14 +30,8 @@ def main() -> None:
     parser.add_argument("--round", type=int, default=2, help="the round that is drawn")
     parser.add_argument("--size", default="1280,1000")
     args = parser.parse_args()
-    command = [sys.executable, "-m", "ddtree_trt", "serve", str(args.engine), "--port", "0", "--playground"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        address = server.stdout.readline().split()[-1]  # the line printed when the server is ready ends with it
-        try:
-            take(f"{address}/playground", args)
-        finally:
-            server.terminate()
+    with started_server(str(args.engine), "--playground") as address:
+        take(f"{address}/playground", args)
 
 
 def take(url: str, args: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ from ddtree_trt.bench.load.result import LoadResult, Percentiles, Run
 from ddtree_trt.bench.load.settings import BASELINE
 from ddtree_trt.bench.reporting.plots import BLUE, DPI, GREEN, GREY, ORANGE, PURPLE, RED, WIDTH_IN, sign, style
 
+_COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE)
 _LINES = {"p50": "-", "p90": "--", "p99": ":"}
 _LATENCIES: tuple[tuple[str, Callable[[Run], Percentiles | None]], ...] = (
     ("Time to first token, ms", lambda run: run.first_token_s),
@@ -70,6 +71,3 @@ def draw(result: LoadResult, runs: list[Run], label: str) -> Any:
     environment = result.environment
     sign(figure, f"{result.model} · client on {environment.machine}, load {environment.load_1min:g}")
     return figure
-
-
-_COLOURS = (BLUE, ORANGE, GREEN, RED, PURPLE)

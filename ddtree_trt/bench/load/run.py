@@ -15,7 +15,7 @@ from ddtree_trt.bench.environment import read_environment
 from ddtree_trt.bench.load.arrivals import poisson_arrivals
 from ddtree_trt.bench.load.client import Client, Sent
 from ddtree_trt.bench.load.result import LoadResult, Run
-from ddtree_trt.bench.load.server import started_server
+from ddtree_trt.bench.load.server import limits_for, started_server
 from ddtree_trt.bench.load.settings import DEFAULT_METHOD, Level, LoadSettings
 from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
 from ddtree_trt.errors import DDTreeError
@@ -35,7 +35,7 @@ def run_load(settings: LoadSettings, progress: Progress = no_progress) -> LoadRe
     if settings.url is not None:
         return asyncio.run(_measure(settings, settings.url, prompts, progress))
     assert settings.engine is not None, "an engine where no server runs"
-    with started_server(settings.engine, max(settings.concurrency, default=0)) as url:
+    with started_server(settings.engine, *limits_for(max(settings.concurrency, default=0))) as url:
         return asyncio.run(_measure(settings, url, prompts, progress))
 
 

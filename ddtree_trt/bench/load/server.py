@@ -14,25 +14,28 @@ from ddtree_trt.serve.options import ServeOptions
 _END_S = 60
 
 
-@contextmanager
-def started_server(engine: str, clients: int) -> Iterator[str]:
-    """The URL of a server of an engine on a free port of this machine, which takes `clients` requests at a time; it
-    ends with the block. What the server writes to stderr is shown. Raises DDTreeError where it does not start."""
-    options = {
-        "--port": 0,
+def limits_for(clients: int) -> list[str]:
+    """Options of a server that takes so many requests at a time, however long they take."""
+    limits = {
         "--max-requests": max(ServeOptions.max_requests, 2 * clients),
         "--max-waiting": max(ServeOptions.max_waiting, 2 * clients),
         "--request-timeout": 0,
     }
-    command = [sys.executable, "-m", "ddtree_trt", "serve", engine]
-    command += [str(word) for option in options.items() for word in option]
+    return [str(word) for option in limits.items() for word in option]
+
+
+@contextmanager
+def started_server(engine: str, *options: str) -> Iterator[str]:
+    """The URL of a server of an engine on a free port of this machine, started with further options of `serve`; it
+    ends with the block. What the server writes to stderr is shown. Raises DDTreeError where it does not start."""
+    command = [sys.executable, "-m", "ddtree_trt", "serve", engine, "--port", "0", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as server:
         try:
             assert server.stdout is not None
             ready = server.stdout.readline()
             if not ready:
                 raise DDTreeError(f"ddtree-trt serve {engine} did not start; the line above says why")
-            yield ready.split()[-1]
+            yield ready.split()[-1]  # the line ends with the address
         finally:
             server.send_signal(signal.SIGTERM)
             try:

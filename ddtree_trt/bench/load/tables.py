@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddtree_trt.bench.load.result import LoadResult, Percentiles, Run
 from ddtree_trt.bench.load.settings import BASELINE
-from ddtree_trt.bench.reporting.markdown import Table
+from ddtree_trt.bench.reporting.markdown import Table, markdown_table
 
 LEGEND = (
     "p50 / p90 / p99 of the answered requests, as their clients saw them; a request of an open loop counts from the "
@@ -35,7 +35,7 @@ def notes(result: LoadResult) -> list[str]:
     lines = [
         f"{result.model} at {result.url}: prompts {', '.join(s.prompts)}, at most {s.max_tokens} tokens, temperature "
         f"{s.temperature:g}, seed {s.seed}",
-        f"client on {e.machine}, {e.cores} cores, load {e.load_1min} at the start{' (busy)' if e.busy else ''}; "
+        f"client on {e.machine}, load {e.load_1min} at the start{' (busy)' if e.busy else ''}; "
         f"ddtree-trt {e.product_version}, {e.started}",
     ]
     for run in result.runs:
@@ -45,9 +45,8 @@ def notes(result: LoadResult) -> list[str]:
 
 def markdown(result: LoadResult) -> str:
     """The result as Markdown."""
-    header, rows = overview(result)
-    lines = ["| " + " | ".join(row) + " |" for row in (header, ["---"] * len(header), *rows)]
-    return "\n".join([*lines, "", LEGEND, "", *(f"- {note}" for note in notes(result))]) + "\n"
+    lines = [*markdown_table(overview(result)), "", LEGEND, "", *(f"- {note}" for note in notes(result))]
+    return "\n".join(lines) + "\n"
 
 
 def _line(result: LoadResult, run: Run) -> list[str]:

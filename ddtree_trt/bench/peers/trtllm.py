@@ -1,6 +1,6 @@
 """TensorRT-LLM's LLM API on its PyTorch backend: autoregressive, and DFlash where the engine has such a drafter.
 
-Both are told what `ddtree-trt export-trtllm` writes: an exported directory, or the same settings made here.
+Both run with the settings that `ddtree-trt export-trtllm` writes, read from an exported directory or made here.
 """
 
 from __future__ import annotations

@@ -85,7 +85,8 @@ def groups(result: BenchResult) -> list[tuple[str, list[Row]]]:
 def notes(result: BenchResult) -> list[str]:
     """Sentences to be read with the figures: engine, machine, software, and what was unusual."""
     s, e = result.settings, result.engine
-    lines = [f"{e.name}, {e.backend} {e.precision}, {e.threads} threads; at most {s.max_tokens} new tokens."]
+    threads = f"{e.threads} thread{'s' * (e.threads > 1)}"
+    lines = [f"{e.name}, {e.backend} {e.precision}, {threads}; at most {s.max_tokens} new tokens."]
     for part in result.parts:
         env, shard = part.environment, f"shard {part.shard}: " if part.shard.count > 1 else ""
         where = ", ".join([env.machine, *env.gpus])
@@ -109,7 +110,7 @@ def notes(result: BenchResult) -> list[str]:
 LEGEND = (
     "tokens/s and ms/round: median over prompts [quartiles]. speedup: mean seconds per token of `ar` over the case's, "
     "[95 % bootstrap over prompts]. τ: tokens committed per round, bonus included, mean over prompts. same as ar: "
-    "requests whose tokens are those of `ar` (not told of peers that sample)."
+    "requests whose tokens are those of `ar` (not compared where a peer samples)."
 )
 
 

@@ -92,10 +92,9 @@ def _text(text: str) -> str:
 def _xml_parameters(prefix: str, schema: Mapping[str, Any], rules: list[str]) -> str:
     """The expression of a call's parameters, for which rules are added. They come in the schema's order; where it
     lists none, they may have any name."""
-    value = f"{prefix}[suffix={_text(chr(10) + '</parameter>' + chr(10))}]: /(?s:.*)/"
     properties = schema.get("properties")
     if not isinstance(properties, Mapping):
-        rules.append(value)
+        rules.append(_any_value(prefix))
         return f'("<parameter=" NAME ">\\n" {prefix})*'
     required = schema.get("required")
     parts = []
@@ -109,10 +108,15 @@ def _xml_parameters(prefix: str, schema: Mapping[str, Any], rules: list[str]) ->
             words = " | ".join(map(_text, _texts(of_value)))
             rules.append(f'{rule}: ({words}) "\\n</parameter>\\n"')
         else:
-            rules.append(value.replace(prefix, rule, 1))
+            rules.append(_any_value(rule))
         part = f"{_text(f'<parameter={name}>{chr(10)}')} {rule}"
         parts.append(part if isinstance(required, list) and name in required else f"({part})?")
     return " ".join(parts)
+
+
+def _any_value(rule: str) -> str:
+    """The rule of that name for a parameter of any text, up to its end."""
+    return f"{rule}[suffix={_text(chr(10) + '</parameter>' + chr(10))}]: /(?s:.*)/"
 
 
 def _texts(schema: Any) -> list[str]:

@@ -50,12 +50,13 @@ class ChatFormat:
 
     def check_tools(self, use: ToolUse) -> None:
         """Raises UsageError where tools are given that this engine cannot call."""
-        if use.tools and not self._codec.takes_tools:
-            raise UsageError("tools: this engine's chat template has no place for them; leave them out")
-        if use.tools and self.tool_parser is None:
+        if not use.tools:
+            return
+        self._codec.check_takes_tools()
+        if self.tool_parser is None:
             raise UsageError(
                 "tools: the format in which this engine's model calls them is not recognised by its chat template; "
-                f"start the server with --tool-parser, one of {', '.join(TOOL_PARSERS)}"
+                f"give a tool_parser, to a server as --tool-parser: one of {', '.join(TOOL_PARSERS)}"
             )
 
     @cached_property

@@ -25,8 +25,8 @@ from ddtree_trt.runtime.structured.matcher import Mask, Matcher
 
 Row = NDArray[np.float32]  # [V]
 _NOT_FINITE = (
-    "the target's logits are not finite; rebuild the engine from an undamaged checkpoint, one of fp16, in which states "
-    "above 65504 overflow, with --precision bf16 or fp32"
+    "the target's logits are not finite; rebuild the engine from an undamaged checkpoint, or an engine in fp16, in "
+    "which states above 65504 overflow, with --precision bf16 or fp32"
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 Mask = NDArray[np.bool_]  # [V]
 MAX_REASON = 400  # characters of the library's reason in a message
+_QUOTED = re.compile(r"\s*\d+ \| ")  # a numbered line of a grammar
 
 
 class Matcher(ABC):
@@ -130,6 +132,9 @@ def _check(state: LLMatcher) -> None:
 
 
 def reason_line(text: str) -> str:
-    """The library's reason in one line."""
-    line = printable(" ".join(text.split()))
+    """The library's reason in one line, without the lines that quote what was given and point into it."""
+    lines = text.splitlines()
+    marks = {place for place, line in enumerate(lines) if set(line.strip()) == {"^"}}  # they point into the line above
+    said = (line for i, line in enumerate(lines) if not marks & {i, i + 1} and not _QUOTED.match(line))
+    line = printable(" ".join(" ".join(said).split()))
     return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}…"

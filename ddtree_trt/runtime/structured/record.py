@@ -1,4 +1,4 @@
-"""StructuredOutput, the constraint that a request's output has to satisfy, and the names that clients give it by."""
+"""StructuredOutput, the constraint that a request's output has to satisfy, and the check of a value that states one."""
 
 from __future__ import annotations
 

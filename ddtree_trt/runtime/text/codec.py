@@ -94,8 +94,7 @@ class TextCodec:
             raise UsageError("this engine's tokenizer has no chat template; give the prompt as text")
         variables = {**self.tokenizer.special_tokens_map, **self._template_args, **given}
         if tools:
-            if not self.takes_tools:
-                raise UsageError("tools: this engine's chat template has no place for them; leave them out")
+            self.check_takes_tools()
             variables["tools"] = [dict(tool) for tool in tools]
         return chat_template.render(template, prepared, variables)
 
@@ -121,6 +120,11 @@ class TextCodec:
         if isinstance(template, dict) and "tool_use" in template:
             return True
         return "tools" in (self._template_variables or ())
+
+    def check_takes_tools(self) -> None:
+        """Raises UsageError where no chat template reads the tools of a chat."""
+        if not self.takes_tools:
+            raise UsageError("tools: this engine's chat template has no place for them; leave them out")
 
     @cached_property
     def takes_names(self) -> bool:

@@ -41,7 +41,7 @@ async def _events(
                     a.usage = None  # sent as null, as OpenAI does
             if all(s.finished for s in submissions):
                 metrics = service.acceptance(list(latest.values()))
-                if last is not None:  # vLLM's object is sent once, with the usage: its readers take one of two for none
+                if last is not None:  # vLLM's object is sent once, with the usage, as its readers expect
                     metrics.speculative_decoding = None
                 answers[-1].metrics = metrics
             if answers:

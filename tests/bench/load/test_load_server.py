@@ -177,6 +177,7 @@ def test_wrong_calls_of_the_command(cli: Cli, tiny_engine: Path) -> None:
     for arguments, message in (
         ((str(tiny_engine), "--rate", "1", "--url", "http://127.0.0.1:1"), "give no ENGINE_DIR"),
         (("--rate", "x"), "--rate must be numbers separated by commas"),
+        (("--url", "http://127.0.0.1:1"), "give numbers of concurrent requests with --concurrency, or rates with"),
         ((str(tiny_engine), "--concurrency=0"), "--concurrency must be from 1 to 4096, not 0"),
         (("no-engine", "--rate", "1", "--prompts", "nothing"), "nothing"),
     ):

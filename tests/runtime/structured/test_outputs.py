@@ -149,3 +149,18 @@ def test_hostile_constraints_end_in_a_sentence_or_an_output(llm: LLM, fields: di
         assert found[0].finish_reason in ("length", "stop")
     (free,) = llm.generate([PROMPT], SamplingParams(max_tokens=2))[0].outputs
     assert len(free.token_ids) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"regex": "("}, 'at 1(8): invalid regex "(" (in regex): regex parse error: error: unclosed group'),
+        ({"grammar": "start: foo"}, 'at 1(8): unknown name: "foo"'),
+        ({"grammar": 'start: "a" | b\nb: ^'}, "2(4): lexer error"),
+        ({"json_schema": {"type": "string", "pattern": "("}}, "regex parse error: error: unclosed group"),
+    ],
+)
+def test_a_reason_of_the_library_is_one_line_without_quotations(llm: LLM, fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError) as error:
+        outputs(llm, StructuredOutput(**fields))
+    assert str(error.value).endswith(f" cannot be used: {reason}")
