@@ -55,7 +55,7 @@ class ChatFormat:
         if use.tools and self.tool_parser is None:
             raise UsageError(
                 "tools: the format in which this engine's model calls them is not recognised by its chat template; "
-                f"start the server with --tool-parser, one of {', '.join(TOOL_PARSERS)}"
+                f"state it with --tool-parser, one of {', '.join(TOOL_PARSERS)}"
             )
 
     @cached_property

@@ -131,7 +131,7 @@ def test_engines_that_cannot_call() -> None:
     use = read_use([tool()], None, None)
     with pytest.raises(UsageError, match="tools: this engine's chat template has no place for them"):
         ChatFormat(codec_of("{{ messages[0].content }}")).check_tools(use)
-    with pytest.raises(UsageError, match="not recognised by its chat template; start the server with --tool-parser"):
+    with pytest.raises(UsageError, match="not recognised by its chat template; state it with --tool-parser"):
         ChatFormat(codec_of("{{ tools }}{{ messages[0].content }}")).check_tools(use)
     with pytest.raises(UsageError, match="has no place for them"):
         codec_of("{{ messages[0].content }}").encode([{"role": "user", "content": "x"}], tools=[tool()])
