@@ -5,17 +5,21 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import json
+from collections import Counter
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from pacing import WAIT_S, wait_for
+from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 from serving import LONG
 
 from ddtree_trt import LLM, SamplingParams
+from ddtree_trt.serve.playground.routes import PAGE
 
 ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
 
@@ -29,8 +33,20 @@ QUESTION = "There are 8 trays on the table, each with 41 plates. What is the tot
 @pytest.fixture(scope="module")
 def served(tiny_engine: Path) -> Iterator[Replicas]:
     """Two engines of half a processor each, so that two processors have room for more."""
-    options = ("--replicas", "2", "--cpus-per-replica", "0.5", "--max-requests", "20", "--max-waiting", "40")
-    with private_cluster(), Replicas(tiny_engine, *options, "--drain-timeout", str(WAIT_S)) as server:
+    options = (
+        "--replicas",
+        "2",
+        "--cpus-per-replica",
+        "0.5",
+        "--max-requests",
+        "20",
+        "--max-waiting",
+        "40",
+        "--playground",
+        "--vllm-metrics",
+    )
+    options += ("--playground", "--vllm-metrics", "--drain-timeout", str(WAIT_S))
+    with private_cluster(), Replicas(tiny_engine, *options) as server:
         assert "2 replicas of 8 slots" in server.ready, server.process.communicate()
         yield server
         server.terminate()
@@ -85,13 +101,12 @@ def test_the_answers_are_the_engine_s(served: Replicas, client: httpx.Client, ti
 
 def refusals(client: httpx.Client) -> dict[str, float]:
     """The refusals that the metrics count, by status, of all engines and ingresses."""
-    found: dict[str, float] = {}
+    found: Counter[str] = Counter()
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:
             if sample.name == "ddtree_requests_refused_total":
-                status = sample.labels["status"]
-                found[status] = found.get(status, 0) + sample.value
-    return found
+                found[sample.labels["status"]] += sample.value  # type: ignore[assignment]  # a number
+    return dict(found)
 
 
 def test_errors_are_the_server_s(client: httpx.Client) -> None:
@@ -160,6 +175,44 @@ def test_an_engine_killed_in_mid_stream(served: Replicas, client: httpx.Client, 
     assert answer.status_code == 200
     wait_for(lambda: len(served.running()) == 2 and lost not in served.running())
     assert kept in served.running()
+
+
+@pytest.mark.parametrize("path", PAGE)
+def test_the_playground_s_page_passes_the_ingress(client: httpx.Client, path: str) -> None:
+    answer = client.get(path)
+    name, media_type = PAGE[path]
+    assert answer.status_code == 200 and answer.headers["content-type"] == media_type
+    assert answer.content == (files("ddtree_trt.serve.playground") / "page" / name).read_bytes()
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+def test_the_playground_shows_an_engine_s_rounds(client: httpx.Client, tiny_engine: Path) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+    with LLM(tiny_engine) as llm:
+        expected = llm.generate([messages], SamplingParams(max_tokens=60))[0].outputs[0].text
+    assert client.get("/playground/engine").json()["model"] == "tiny"
+    answer = client.post("/playground/rounds", json={"messages": messages, "max_tokens": 60})
+    *parts, done = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    records = [json.loads(part) for part in parts]
+    assert done == "[DONE]" and "".join(record["text"] for record in records) == expected
+    assert sum(len(record["rounds"]) for record in records) > 1
+
+
+@pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
+def test_the_engines_figures_have_vllm_s_names_too(served: Replicas, client: httpx.Client, accept: str) -> None:
+    assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}).status_code == 200
+    wait_for(lambda: any(figures["ddtree_generation_tokens_total"] for figures in served.figures().values()))
+    page = client.get("/metrics", headers={"Accept": accept})
+    assert page.headers["content-type"].startswith(accept.split(";")[0])
+    parse = text_string_to_metric_families if accept == "text/plain" else openmetrics.text_string_to_metric_families
+    families = {family.name: family for family in parse(page.text)}
+    for name in ("generation_tokens", "prompt_tokens"):
+        aliases = [s for s in families[f"vllm:{name}"].samples if s.name == f"vllm:{name}_total"]
+        assert len(aliases) == 2 and all((s.labels["model_name"], s.labels["engine"]) == ("tiny", "0") for s in aliases)
+        own = {s.labels["replica"]: s.value for s in families[f"ddtree_{name}"].samples if s.name.endswith("_total")}
+        assert {s.labels["replica"]: s.value for s in aliases}.items() <= own.items()
+        assert sum(s.value for s in aliases) > 0
+    assert families["vllm:time_to_first_token_seconds"].type == "histogram"
 
 
 def test_too_many_requests_are_answered_429(served: Replicas, client: httpx.Client) -> None:
