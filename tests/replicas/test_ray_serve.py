@@ -34,18 +34,9 @@ QUESTION = "There are 8 trays on the table, each with 41 plates. What is the tot
 def served(tiny_engine: Path) -> Iterator[Replicas]:
     """Two engines of half a processor each, so that two processors have room for more."""
     options = (
-        "--replicas",
-        "2",
-        "--cpus-per-replica",
-        "0.5",
-        "--max-requests",
-        "20",
-        "--max-waiting",
-        "40",
-        "--playground",
-        "--vllm-metrics",
+        "--replicas 2 --cpus-per-replica 0.5 --max-requests 20 --max-waiting 40 --playground --vllm-metrics".split()
     )
-    options += ("--playground", "--vllm-metrics", "--drain-timeout", str(WAIT_S))
+    options += ["--drain-timeout", str(WAIT_S)]
     with private_cluster(), Replicas(tiny_engine, *options) as server:
         assert "2 replicas of 8 slots" in server.ready, server.process.communicate()
         yield server
