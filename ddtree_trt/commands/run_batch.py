@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.artifact.files import newest_engine
+from ddtree_trt.commands.options.chats import ReasoningParser, ToolParser
 from ddtree_trt.commands.options.common import DeviceRounds, Exact, NewestByDefault, TensorParallelSize, Threads
 from ddtree_trt.commands.options.replicas import (
     CpusPerReplica,
@@ -37,6 +38,8 @@ def run_batch(
     exact: Exact = ServeOptions.exact,
     tensor_parallel_size: TensorParallelSize = ServeOptions.tensor_parallel_size,
     threads: Threads = ServeOptions.threads,
+    tool_parser: ToolParser = ServeOptions.tool_parser,
+    reasoning_parser: ReasoningParser = ServeOptions.reasoning_parser,
     replicas: Replicas = None,
     max_replicas: MaxReplicas = None,
     cpus_per_replica: CpusPerReplica = None,
@@ -49,6 +52,8 @@ def run_batch(
         exact=exact,
         tensor_parallel_size=tensor_parallel_size,
         threads=threads,
+        tool_parser=tool_parser,
+        reasoning_parser=reasoning_parser,
     )
     many = replica_options(replicas, cpus_per_replica, gpus_per_replica, max_replicas)
     directory = newest_engine() if engine_dir is None else engine_dir

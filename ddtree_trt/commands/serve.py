@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.artifact.files import newest_engine
+from ddtree_trt.commands.options.chats import ReasoningParser, ToolParser
 from ddtree_trt.commands.options.common import DeviceRounds, Exact, NewestByDefault, TensorParallelSize, Threads
 from ddtree_trt.commands.options.replicas import (
     CpusPerReplica,
@@ -17,7 +18,6 @@ from ddtree_trt.commands.options.replicas import (
     replica_options,
 )
 from ddtree_trt.errors import MissingDependency, install_with
-from ddtree_trt.runtime.chat.parsers import REASONING_PARSERS, TOOL_PARSERS
 from ddtree_trt.runtime.params import check_device_rounds
 from ddtree_trt.serve.options import ServeOptions
 
@@ -57,19 +57,8 @@ def serve(
     exact: Exact = _D.exact,
     tensor_parallel_size: TensorParallelSize = _D.tensor_parallel_size,
     threads: Threads = _D.threads,
-    tool_parser: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help=f"How the model calls tools: auto, by its template; none; {', '.join(TOOL_PARSERS)}.",
-        ),
-    ] = _D.tool_parser,
-    reasoning_parser: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help=f"How it writes its reasoning: auto; none, as content; {', '.join(REASONING_PARSERS)}."
-        ),
-    ] = _D.reasoning_parser,
+    tool_parser: ToolParser = _D.tool_parser,
+    reasoning_parser: ReasoningParser = _D.reasoning_parser,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = _D.access_log,
     playground: Annotated[
         bool, typer.Option("--playground", help="Also serve /playground, a page that draws each round's tree.")

@@ -55,7 +55,7 @@ class EngineApp:
     """
 
     def __init__(self, engine_dir: Path, options: ServeOptions) -> None:
-        self.llm, self.gate = open_app(engine_dir, options)
+        self.llm, self.gate = open_app(engine_dir, options, counts_answers=False)
         self._life = LifespanOn(Config(self.gate, lifespan="on", log_config=None))
 
     async def start(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,11 +90,14 @@ class Ingress:
 
     async def _pass_on(self, call: Call, key: str, send: Send) -> None:
         """Send an engine's answer to a call. Raises ApiError where there is none, or none that is whole."""
+        begun = time.perf_counter()
+        status = 0
         answer = self._respond.options(session_id=key).remote(call)
         assert isinstance(answer, DeploymentResponseGenerator)
         try:
             async for messages in answer:
                 for message in messages:
+                    status = message.get("status", status)
                     await send(_without_request_id(message))
         except BackPressureError as error:
             text = "all engines are busy and as many requests wait as may; try again later"
@@ -106,6 +110,8 @@ class Ingress:
             raise _lost() from error
         finally:
             answer.cancel()  # a client that disconnected; without effect on an answer that is whole
+        if call.method == "POST" and status == 200:
+            self._metrics.took(time.perf_counter() - begun)
 
 
 class _Prompt(BaseModel):

@@ -52,7 +52,8 @@ def map_prompts(
         engine_dir: the engine; with replicas at the same path on every machine.
         source: JSON lines, as `read_requests` takes them.
         output: JSON lines in the form of OpenAI's batch output. Until it appears, whole, there is a folder beside it.
-        options: those of the server that concern the engine: `model_name`, `threads`, `device_rounds` and `exact`.
+        options: those of the server that concern the engine and its answers: `model_name`, `threads`, `device_rounds`,
+            `exact`, `tensor_parallel_size`, `tool_parser` and `reasoning_parser`.
         replicas: engines on a Ray cluster; None: one in this process.
         seed: from which the seeds of requests that state none follow.
         progress: gets the parts that are finished.

@@ -100,7 +100,7 @@ class SamplingParams:
     min_tokens: int = Parameter(
         0,
         Integer(0),
-        "Bans stop tokens and ignores stop strings until reached.",
+        "Bans stop tokens and ignores stop strings until reached, but where a constraint allows only the end.",
         tensors=("min_tokens", "min_length"),
     ).field()
     temperature: float = Parameter(

@@ -81,7 +81,8 @@ class Sequence:
         if self.params.logprobs is not None and logits is not None:
             self.logprobs.append(logprob(logits, token, self.params.logprobs))
         enough = len(self.output) >= self.params.min_tokens
-        ends = enough and (token in self.eos_ids or token in self.params.stop_token_ids)
+        closed = self.sampler.matcher is not None and self.sampler.matcher.ended
+        ends = (enough or closed) and (token in self.eos_ids or token in self.params.stop_token_ids)
         silent = ends and not self.params.include_stop_str_in_output
         stop = self.stream.push(token, silent=silent, may_stop=enough)
         if stop is not None:
@@ -89,7 +90,7 @@ class Sequence:
             self._drop_tokens()
         elif ends:
             self._finish("stop", None if token in self.eos_ids else token)
-        elif self.sampler.matcher is not None and self.sampler.matcher.ended:
+        elif closed:
             self._finish("stop", None)
         elif len(self.output) >= self.max_tokens:
             self._finish("length", None)

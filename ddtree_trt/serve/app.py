@@ -32,10 +32,14 @@ from ddtree_trt.serve.playground import routes as playground
 from ddtree_trt.serve.service import Service
 
 
-def open_app(engine_dir: Path, options: ServeOptions, progress: Progress = no_progress) -> tuple[AsyncLLM, Gate]:
-    """Load an engine; returns it and its ASGI application. `progress` and errors are those of AsyncLLM."""
+def open_app(
+    engine_dir: Path, options: ServeOptions, progress: Progress = no_progress, *, counts_answers: bool = True
+) -> tuple[AsyncLLM, Gate]:
+    """Load an engine; returns it and its ASGI application. `progress` and errors are those of AsyncLLM. Without
+    `counts_answers` its metrics count no HTTP answers, because whoever calls the application does."""
     manifest = load_manifest(engine_dir)
-    metrics = Metrics(manifest, (options.model_name or manifest.name) if options.vllm_metrics else None)
+    vllm_model = (options.model_name or manifest.name) if options.vllm_metrics else None
+    metrics = Metrics(manifest, vllm_model, answers=counts_answers)
     chat_template.start_for(engine_dir)  # at the same time as the engine is loaded
     llm = AsyncLLM(
         engine_dir,

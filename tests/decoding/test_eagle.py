@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import TARGET_DIMS, make_eagle, make_target
+from languages import Compiler, constrained, letters
 from scripted import completion, finish
 from truth import FALSE_ALARM, chi_square, distribution
 
@@ -25,6 +26,7 @@ from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
+from ddtree_trt.runtime.structured.record import StructuredOutput
 
 PROMPT = [5, 9, 2, 40, 7]
 LAYERS = 8
@@ -211,6 +213,59 @@ def test_draws_have_the_targets_distribution(liar: Any, kind: str) -> None:
         finish(scheduler, [asked])
         counts[tuple(asked.output)] += 1
     assert drafts.passes > 0
+    assert chi_square(counts, expected) > FALSE_ALARM
+
+
+END = TARGET_DIMS.vocab_size - 1
+LETTERS = Compiler(letters(TARGET_DIMS.vocab_size), END)
+WORDS = StructuredOutput(regex="([a-e]{2,6}|x(y|z)*w)[f-k]{3}(m|n){0,4}(ZZ)?")  # no token has a Z
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"temperature": 0.9, "top_p": 0.9, "min_tokens": 60}])
+def test_constrained_output_is_that_of_ar(liar: Any, kind: str, options: dict[str, Any]) -> None:
+    """The same tokens, greedy and drawn, also where the constraint ends before min_tokens; nodes that are not allowed
+    are not verified."""
+    engine, drafts = liar(kind)
+    trees: list[Round] = []
+
+    def output(seed: int, **method: Any) -> list[int]:
+        params = SamplingParams(max_tokens=60, seed=seed, **method, **options)
+        asked = completion(engine, PROMPT, params, eos=[END], sampler=constrained(WORDS, LETTERS))
+        asked.on_round = trees.append
+        finish(Scheduler(engine), [asked])
+        assert asked.finish_reason == ("length" if len(asked.output) == 60 else "stop")
+        return asked.output
+
+    for seed in range(2):
+        expected = output(seed, method="ar")
+        for budget in (2, 12):
+            assert output(seed, method="eagle", tree_budget=budget) == expected
+    assert drafts.passes > 0
+    assert {int(token) for each in trees for token in each.tree.token_ids} <= {*range(26), END}
+
+
+def test_constrained_draws_have_the_targets_distribution(liar: Any) -> None:
+    engine, drafts = liar("good")
+    few = constrained(StructuredOutput(regex="(a|b)(c|d)(e|f)"), LETTERS)
+    options: dict[str, Any] = {"temperature": 1.0}
+
+    def joint(output: tuple[int, ...]) -> dict[tuple[int, ...], float]:
+        if len(output) == 3:
+            return {output: 1.0}
+        drafts.oracle.truncate(0, 0)
+        logits = drafts.oracle.prefill(0, np.array([*PROMPT, *output]), rows="last", taps=False).logits[-1]
+        allowed = (2 * len(output), 2 * len(output) + 1)
+        row = [float(x) if token in allowed else -np.inf for token, x in enumerate(logits)]
+        p = distribution(row, SamplingParams(**options), PROMPT, output)
+        return {k: p[t] * q for t in allowed for k, q in joint((*output, t)).items()}
+
+    expected, counts, scheduler = joint(()), Counter[tuple[int, ...]](), Scheduler(engine)
+    for seed in range(120):
+        params = SamplingParams(method="eagle", tree_budget=6, max_tokens=9, seed=seed, **options)
+        asked = completion(engine, PROMPT, params, eos=[END], sampler=few)
+        finish(scheduler, [asked])
+        counts[tuple(asked.output)] += 1
     assert chi_square(counts, expected) > FALSE_ALARM
 
 

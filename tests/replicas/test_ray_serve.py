@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import json
+from collections import Counter
 from collections.abc import Iterator
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from pacing import WAIT_S, wait_for
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
 from serving import LONG
 
 from ddtree_trt import LLM, SamplingParams
+from ddtree_trt.serve.playground.routes import PAGE
 
 ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
 
@@ -27,7 +33,10 @@ QUESTION = "There are 8 trays on the table, each with 41 plates. What is the tot
 @pytest.fixture(scope="module")
 def served(tiny_engine: Path) -> Iterator[Replicas]:
     """Two engines of half a processor each, so that two processors have room for more."""
-    options = ("--replicas", "2", "--cpus-per-replica", "0.5", "--max-requests", "20", "--drain-timeout", str(WAIT_S))
+    options = (
+        "--replicas 2 --cpus-per-replica 0.5 --max-requests 20 --max-waiting 40 --playground --vllm-metrics".split()
+    )
+    options += ["--drain-timeout", str(WAIT_S)]
     with private_cluster(), Replicas(tiny_engine, *options) as server:
         assert "2 replicas of 8 slots" in server.ready, server.process.communicate()
         yield server
@@ -81,16 +90,38 @@ def test_the_answers_are_the_engine_s(served: Replicas, client: httpx.Client, ti
     assert len(client.get("/v1/models").headers.get_list("x-request-id")) == 1
 
 
+def refusals(client: httpx.Client) -> dict[str, float]:
+    """The refusals that the metrics count, by status, of all engines and ingresses."""
+    found: Counter[str] = Counter()
+    for family in text_string_to_metric_families(client.get("/metrics").text):
+        for sample in family.samples:
+            if sample.name == "ddtree_requests_refused_total":
+                found[sample.labels["status"]] += sample.value  # type: ignore[assignment]  # a number
+    return dict(found)
+
+
 def test_errors_are_the_server_s(client: httpx.Client) -> None:
+    """Each is counted once, whether an engine refused the request or the ingress."""
+
     def refused(path: str, body: bytes) -> tuple[int, str | None]:
         answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
         return answer.status_code, answer.json()["error"]["code"]
 
+    before = refusals(client)
     assert refused("/v1/completions", b"{") == (400, "invalid_json")
     assert refused("/v1/completions", b'{"prompt": "x", "colour": 1}') == (400, "unknown_parameter")
     assert refused("/v1/completions", b'{"prompt": "x", "max_tokens": 99999}') == (400, "context_length_exceeded")
     assert refused("/v1/nothing", b"{}") == (404, None)
     assert refused("/v1/completions", b" " * (5 << 20)) == (413, "body_too_large")
+    with contextlib.ExitStack() as streams:  # each has more than half of the sequences that an engine takes
+        many = {**STREAM, "prompt": ["x"] * 30}
+        codes = [200]
+        while codes[-1] == 200:
+            answer = streams.enter_context(client.stream("POST", "/v1/completions", json=many))
+            codes.append(answer.status_code)
+        assert codes[-1] == 429 and len(codes) <= 4 and int(answer.headers["retry-after"]) >= 1
+    counted = {status: count - before.get(status, 0) for status, count in refusals(client).items()}
+    assert counted == {"400": 3, "404": 1, "413": 1, "429": 1}
 
 
 def test_a_conversation_stays_with_its_engine(served: Replicas, client: httpx.Client) -> None:
@@ -137,14 +168,52 @@ def test_an_engine_killed_in_mid_stream(served: Replicas, client: httpx.Client, 
     assert kept in served.running()
 
 
+@pytest.mark.parametrize("path", PAGE)
+def test_the_playground_s_page_passes_the_ingress(client: httpx.Client, path: str) -> None:
+    answer = client.get(path)
+    name, media_type = PAGE[path]
+    assert answer.status_code == 200 and answer.headers["content-type"] == media_type
+    assert answer.content == (files("ddtree_trt.serve.playground") / "page" / name).read_bytes()
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+def test_the_playground_shows_an_engine_s_rounds(client: httpx.Client, tiny_engine: Path) -> None:
+    messages = [{"role": "user", "content": QUESTION}]
+    with LLM(tiny_engine) as llm:
+        expected = llm.generate([messages], SamplingParams(max_tokens=60))[0].outputs[0].text
+    assert client.get("/playground/engine").json()["model"] == "tiny"
+    answer = client.post("/playground/rounds", json={"messages": messages, "max_tokens": 60})
+    *parts, done = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
+    records = [json.loads(part) for part in parts]
+    assert done == "[DONE]" and "".join(record["text"] for record in records) == expected
+    assert sum(len(record["rounds"]) for record in records) > 1
+
+
+@pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
+def test_the_engines_figures_have_vllm_s_names_too(served: Replicas, client: httpx.Client, accept: str) -> None:
+    assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}).status_code == 200
+    wait_for(lambda: any(figures["ddtree_generation_tokens_total"] for figures in served.figures().values()))
+    page = client.get("/metrics", headers={"Accept": accept})
+    assert page.headers["content-type"].startswith(accept.split(";")[0])
+    parse = text_string_to_metric_families if accept == "text/plain" else openmetrics.text_string_to_metric_families
+    families = {family.name: family for family in parse(page.text)}
+    for name in ("generation_tokens", "prompt_tokens"):
+        aliases = [s for s in families[f"vllm:{name}"].samples if s.name == f"vllm:{name}_total"]
+        assert len(aliases) == 2 and all((s.labels["model_name"], s.labels["engine"]) == ("tiny", "0") for s in aliases)
+        own = {s.labels["replica"]: s.value for s in families[f"ddtree_{name}"].samples if s.name.endswith("_total")}
+        assert {s.labels["replica"]: s.value for s in aliases}.items() <= own.items()
+        assert sum(s.value for s in aliases) > 0
+    assert families["vllm:time_to_first_token_seconds"].type == "histogram"
+
+
 def test_too_many_requests_are_answered_429(served: Replicas, client: httpx.Client) -> None:
     body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True}
+    before = refusals(client).get("429", 0)
     with concurrent.futures.ThreadPoolExecutor(32) as pool, httpx.Client(base_url=served.url, timeout=WAIT_S) as many:
         codes = [a.status_code for a in pool.map(lambda _: many.post("/v1/completions", json=body), range(48))]
     assert set(codes) <= {200, 429} and codes.count(200) >= 20
+    assert refusals(client).get("429", 0) - before == codes.count(429)
     page = client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}).text
-    refused = [line for line in page.splitlines() if line.startswith("ddtree_requests_refused_total") and "429" in line]
-    assert sum(float(line.split()[-1]) for line in refused) == codes.count(429)
     assert page.rstrip().endswith("# EOF")
 
 

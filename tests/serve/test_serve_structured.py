@@ -152,3 +152,20 @@ def test_without_the_library_the_answer_says_what_to_install(
     assert answer.status_code == 400
     assert "pip install '.[structured]'" in answer.json()["error"]["message"]
     assert server.chat(max_tokens=2).status_code == 200
+
+
+@pytest.mark.parametrize("method", ["ar", "ddtree", "dflash"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_output_that_must_end_ends_before_min_tokens(server: ThreadServer, method: str, stream: bool) -> None:
+    """Behind the word only a stop token is allowed, which min_tokens would forbid."""
+    (stop,) = server.llm.codec.encode("x")
+    body = {"guided_regex": "cards?(x)?", "stop_token_ids": [stop], "min_tokens": 20, "max_tokens": 40, "n": 2}
+    answer = server.chat(PROMPT, **body, method=method, temperature=0.7, seed=1, stream=stream)
+    assert answer.status_code == 200, answer.text
+    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    choices = [c for event in events for c in event["choices"]] if stream else answer.json()["choices"]
+    assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["stop", "stop"]
+    text = "".join(
+        c["delta"].get("content") or "" if stream else c["message"]["content"] for c in choices if c["index"] == 0
+    )
+    assert text in ("card", "cards")

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ddtree_trt.bench.load.settings import no_url
 from ddtree_trt.bench.prompts import BenchPrompt
 from ddtree_trt.errors import DDTreeError, MissingDependency, install_with
 
@@ -50,7 +51,8 @@ class Client:
     """A connection pool to one server. Use with `async with`."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        """`url`: with or without /v1. Raises MissingDependency where httpx is not installed."""
+        """`url`: with or without /v1. Raises UsageError where it is none, MissingDependency where httpx is not
+        installed."""
         try:
             import httpx
         except ImportError as error:
@@ -59,7 +61,10 @@ class Client:
         headers = {} if not api_key else {"Authorization": f"Bearer {api_key}"}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._errors = httpx.HTTPError
-        self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=_TIMEOUT_S, limits=limits)
+        try:
+            self._http = httpx.AsyncClient(base_url=self.url, headers=headers, timeout=_TIMEOUT_S, limits=limits)
+        except httpx.InvalidURL as error:
+            raise no_url(url, str(error)) from error
 
     async def __aenter__(self) -> Client:
         return self

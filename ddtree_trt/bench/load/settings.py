@@ -32,6 +32,27 @@ class Level:
         return f"{self.concurrency} concurrent" if self.rate is None else f"{self.rate:g} requests/s"
 
 
+def check_url(url: str) -> None:
+    """Raises UsageError for anything but the address of a server."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise no_url(url, str(error)) from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise no_url(url)
+    if parts.query or parts.fragment:
+        raise no_url(url, "what follows ? or # cannot be in it")
+    if port == 0:
+        raise no_url(url, "no server has port 0")
+
+
+def no_url(url: str, why: str = "") -> UsageError:
+    """The error for a text that is no address of a server."""
+    reason = f": {why}" if why else ""
+    return UsageError(f"--url must be a URL such as http://localhost:8000, not {shown(url)}{reason}")
+
+
 @dataclass(frozen=True)
 class LoadSettings:
     """Settings of a measurement. Raises UsageError for a value out of range."""
@@ -71,9 +92,7 @@ class LoadSettings:
         if not self.methods:
             raise UsageError(f"--methods must name at least one, or {DEFAULT_METHOD}")
         if self.url is not None:
-            parts = urlsplit(self.url)
-            if parts.scheme not in ("http", "https") or not parts.netloc:
-                raise UsageError(f"--url must be a URL such as http://localhost:8000, not {shown(self.url)}")
+            check_url(self.url)
 
     @property
     def levels(self) -> tuple[Level, ...]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 from typing import Any
 
 
@@ -66,16 +67,20 @@ class ChatMessage:
 
     @classmethod
     def of(cls, events: Iterable[Event]) -> ChatMessage:
-        message = cls()
+        parts: dict[type[Event], list[Event]] = {Reasoning: [], Content: []}
+        calls: list[tuple[CallBegin, list[Event]]] = []
         for event in events:
-            if isinstance(event, Reasoning):
-                message.reasoning_content = (message.reasoning_content or "") + event.text
-            elif isinstance(event, Content):
-                message.content = (message.content or "") + event.text
-            elif isinstance(event, CallBegin):
-                message.tool_calls.append(ToolCall(event.id, event.name))
+            if isinstance(event, CallBegin):
+                calls.append((event, []))
+            elif isinstance(event, CallArguments):
+                calls[event.index][1].append(event)
             else:
-                message.tool_calls[event.index].arguments += event.text
+                parts[type(event)].append(event)
+        message = cls(
+            _text(parts[Content]) or None,
+            _text(parts[Reasoning]) or None,
+            [ToolCall(begin.id, begin.name, _text(arguments)) for begin, arguments in calls],
+        )
         if message == cls():
             message.content = ""
         return message
@@ -97,12 +102,14 @@ class ChatMessage:
 def joined(events: Iterable[Event]) -> list[Event]:
     """The events with neighbours that say more of the same made one."""
     found: list[Event] = []
-    for event in events:
-        last = found[-1] if found else None
-        if isinstance(event, Reasoning | Content) and type(event) is type(last):
-            found[-1] = type(event)(last.text + event.text)
-        elif isinstance(event, CallArguments) and isinstance(last, CallArguments) and event.index == last.index:
-            found[-1] = CallArguments(event.index, last.text + event.text)
+    for _, group in groupby(events, lambda event: (type(event), getattr(event, "index", None))):
+        first, *more = group
+        if isinstance(first, CallBegin):
+            found += [first, *more]
         else:
-            found.append(event)
+            found.append(replace(first, text=_text([first, *more])))
     return found
+
+
+def _text(events: Iterable[Event]) -> str:
+    return "".join(event.text for event in events if not isinstance(event, CallBegin))

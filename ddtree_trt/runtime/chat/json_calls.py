@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ddtree_trt.runtime.chat.json_text import Malformed
 from ddtree_trt.runtime.chat.reader import CallWriter, MessageReader
-from ddtree_trt.runtime.chat.scanner import Malformed, Scanner, Steps
+from ddtree_trt.runtime.chat.scanner import Scanner, Steps
 
 TOOL_CALL, END_OF_CALL = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
@@ -54,13 +55,13 @@ def read_call(scanner: Scanner, call: CallWriter) -> Steps[None]:
     arguments: list[str] | None = None
     while True:
         yield from scanner.space()
-        key = yield from scanner.json_value()
+        key = yield from scanner.json_string()
         yield from scanner.space()
         yield from scanner.expect(":")
         yield from scanner.space()
         if key == "name" and name is None:
-            name = yield from scanner.json_value()
-            if not isinstance(name, str) or not name:
+            name = yield from scanner.json_string()
+            if not name:
                 raise Malformed
             if arguments is not None:
                 call.begin(name)
@@ -71,9 +72,10 @@ def read_call(scanner: Scanner, call: CallWriter) -> Steps[None]:
                 raise Malformed
             if name is not None:
                 call.begin(name)
-            yield from scanner.json_object(arguments.append if name is None else call.arguments)
+            read = scanner.braces if call.sent else scanner.json_value
+            yield from read(arguments.append if name is None else call.arguments)
         else:
-            yield from scanner.json_value()
+            yield from scanner.json_value(lambda _: None)
         yield from scanner.space()
         if (yield from scanner.accept("}")):
             break

@@ -15,7 +15,8 @@ from ddtree_trt.runtime.chat.events import (
     Reasoning,
     joined,
 )
-from ddtree_trt.runtime.chat.scanner import Malformed, Scanner, Steps
+from ddtree_trt.runtime.chat.json_text import Malformed
+from ddtree_trt.runtime.chat.scanner import Scanner, Steps
 
 THINK, END_OF_THINKING = "<think>", "</think>"
 
@@ -33,10 +34,16 @@ class ToolFormat(Protocol):
 class CallWriter:
     """Takes one call as it is read. From `begin` on the call is well-formed as far as its arguments go."""
 
-    def __init__(self, index: int, write: Callable[[Event], None]) -> None:
+    def __init__(self, index: int, write: Callable[[Event], None], live: bool) -> None:
         self.begun = False
         self._index = index
         self._write = write
+        self._live = live
+
+    @property
+    def sent(self) -> bool:
+        """Whether the call's beginning has been sent, so that it stays a call whatever follows."""
+        return self.begun and self._live
 
     def begin(self, name: str) -> None:
         self.begun = True
@@ -53,6 +60,9 @@ class MessageReader:
     A call is a call from its end on, when it is known to be well-formed; a text that looks like one and is not is
     content. With `live` a call is one as soon as its name and the beginning of its arguments have been read, and its
     arguments follow as they are written: if they turn out not to be JSON, they have been sent.
+
+    The time it takes is proportional to the text's length, whatever the text: a reading that fails ends at the first
+    character that cannot belong to a call, so that few openings of calls are read by more than one.
     """
 
     def __init__(
@@ -66,15 +76,12 @@ class MessageReader:
         self._live = live
         self._parallel = parallel
         self._found: list[Event] = []
-        self._calling = False
         self._said = False  # any content
-        self._blank = ""  # white space that is content if more follows
+        self._blank: list[str] = []  # white space that is content if more follows
         self._reading = self._read()
 
     def push(self, text: str) -> list[Event]:
         """Add the next piece of the text; returns what it says."""
-        if not self._calling:
-            self.scanner.forget()
         self.scanner.add(text)
         return self._step()
 
@@ -96,7 +103,7 @@ class MessageReader:
         else:
             yield from self.scanner.until((), self.content)
         if not self.calls:
-            self._say(self._blank)
+            self._say("".join(self._blank))
 
     def _read_reasoning(self) -> Steps[None]:
         """Read the reasoning, without the line breaks that templates put at its ends and behind it."""
@@ -108,15 +115,14 @@ class MessageReader:
             self.content(space)
             return
         yield from self._line_breaks()
-        held = ""
+        held: list[str] = []
 
         def think(text: str) -> None:
-            nonlocal held
-            text = held + text
             kept = text.rstrip("\n")
-            held = text[len(kept) :]
             if kept:
-                self._found.append(Reasoning(kept))
+                self._found.append(Reasoning("".join(held) + kept))
+                held.clear()
+            held.append(text[len(kept) :])
 
         if (yield from scanner.until((END_OF_THINKING,), think)):
             yield from self._line_breaks()
@@ -130,12 +136,12 @@ class MessageReader:
         if self._tools is None:
             self._say(text)
             return
-        text = self._blank + text
-        if self.calls and not self._said:
-            text = text.lstrip()
         kept = text.rstrip()
-        self._blank = text[len(kept) :]
-        self._say(kept)
+        if kept:
+            before = "".join(self._blank) + kept
+            self._say(before.lstrip() if self.calls and not self._said else before)
+            self._blank.clear()
+        self._blank.append(text[len(kept) :])
 
     def _say(self, text: str) -> None:
         if text:
@@ -145,7 +151,7 @@ class MessageReader:
     def call(self, before: str, read: Callable[[CallWriter], Steps[None]]) -> Steps[bool]:
         """Read a call; returns whether it is one. Where it is not, `before`, which was read in front of it, is content,
         and what follows is still to be read."""
-        start, index = self.scanner.at, self.calls
+        index = self.calls
         kept: list[Event] = []
         left_out = index > 0 and not self._parallel
 
@@ -153,17 +159,16 @@ class MessageReader:
             if not left_out:
                 (self._found if self._live else kept).append(event)
 
-        call = CallWriter(index, write)
-        self._calling = True
+        call = CallWriter(index, write, self._live)
+        self.scanner.keep()
         try:
             yield from read(call)
         except Malformed:
-            if not (self._live and call.begun):
-                self.scanner.at = start
+            if not call.sent:
+                self.scanner.rewind()
                 self.content(before)
                 return False
-        finally:
-            self._calling = False
+        self.scanner.release()
         self._found += kept
         self.calls += 1
         return True

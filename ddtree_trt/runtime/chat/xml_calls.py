@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 from ddtree_trt.runtime.chat.json_calls import TOOL_CALL, end_of_tag
+from ddtree_trt.runtime.chat.json_text import Malformed, parse
 from ddtree_trt.runtime.chat.reader import CallWriter, MessageReader
-from ddtree_trt.runtime.chat.scanner import Malformed, Scanner, Sink, Steps, parse
+from ddtree_trt.runtime.chat.scanner import Scanner, Sink, Steps
 
 _FUNCTION, _END_OF_FUNCTION = "<function=", "</function>"
 _PARAMETER, _END_OF_PARAMETER = "<parameter=", "</parameter>"
@@ -18,6 +19,7 @@ _WORDS: Mapping[str, Any] = {"True": True, "False": False, "None": None}  # Pyth
 _OF_JSON: Mapping[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"
 }  # fmt: skip
+_Known = set[tuple[int, bool]]  # the place behind a parameter's mark, and whether the call is in a tag
 
 
 class XmlCalls:
@@ -33,10 +35,13 @@ class XmlCalls:
 
     def read(self, reader: MessageReader) -> Steps[None]:
         scanner = reader.scanner
+        known: _Known = set()
         while mark := (yield from scanner.until((TOOL_CALL, _FUNCTION), reader.content)):
-            yield from reader.call(mark, partial(self._call, scanner, mark == TOOL_CALL))
+            yield from reader.call(mark, partial(self._call, scanner, mark == TOOL_CALL, known))
 
-    def _call(self, scanner: Scanner, tagged: bool, call: CallWriter) -> Steps[None]:
+    def _call(self, scanner: Scanner, tagged: bool, known: _Known, call: CallWriter) -> Steps[None]:
+        """Read a call behind its first mark. `known`: the parameters to which readings have come so far; one that comes
+        to the same again would go on as the first did, which was of no call."""
         if tagged:
             yield from scanner.space()
             yield from scanner.expect(_FUNCTION)
@@ -48,6 +53,9 @@ class XmlCalls:
         call.begin(function)
         brace = "{"
         while not ends:
+            if (scanner.place, tagged) in known:
+                raise Malformed
+            known.add((scanner.place, tagged))
             parameter = yield from _name(scanner)
             call.arguments(f"{brace}{json.dumps(parameter, ensure_ascii=False)}: ")
             brace = ", "

@@ -209,7 +209,10 @@ class Sampler:
             x[ids] = seen - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
         x[self._bias_ids] += self._bias
         if self._left > 0:
+            ends = x[self._banned]
             x[self._banned] = -np.inf
+            if self.matcher is not None and not np.isfinite(x.max()):  # the constraint allows the end only
+                x[self._banned] = ends
         return x
 
 

@@ -104,6 +104,12 @@ def test_pictures_show_every_run(tmp_path: Path) -> None:
         ({"concurrency": (1,), "requests": 0}, "--requests must be from 1"),
         ({"concurrency": (1, 8), "requests": 7}, "--requests 7 are fewer than 8 clients; give at least as many"),
         ({"concurrency": (1,), "url": "localhost:8000"}, "--url must be a URL such as http://localhost:8000"),
+        ({"concurrency": (1,), "url": "http://:8000"}, "--url must be a URL such as http://localhost:8000, not"),
+        ({"concurrency": (1,), "url": "http://h:99999"}, "not 'http://h:99999': Port out of range 0-65535"),
+        ({"concurrency": (1,), "url": "http://h:port"}, "not 'http://h:port': Port could not be cast"),
+        ({"concurrency": (1,), "url": "http://h:0"}, "not 'http://h:0': no server has port 0"),
+        ({"concurrency": (1,), "url": "http://[::1"}, "not 'http://[::1': Invalid IPv6 URL"),
+        ({"concurrency": (1,), "url": "http://h/v1?x=1"}, "what follows ? or # cannot be in it"),
     ],
 )
 def test_wrong_settings_are_refused(given: dict[str, Any], message: str) -> None:

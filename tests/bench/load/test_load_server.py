@@ -178,8 +178,11 @@ def test_wrong_calls_of_the_command(cli: Cli, tiny_engine: Path) -> None:
         ((str(tiny_engine), "--rate", "1", "--url", "http://127.0.0.1:1"), "give no ENGINE_DIR"),
         (("--rate", "x"), "--rate must be numbers separated by commas"),
         (("--url", "http://127.0.0.1:1"), "give numbers of concurrent requests with --concurrency, or rates with"),
+        (("--rate", "1", "--url", "http://127.0.0.1:99999"), "not 'http://127.0.0.1:99999': Port out of range"),
+        (("--rate", "1", "--url", "http://127.0.0.1:x"), "--url must be a URL such as http://localhost:8000"),
+        (("--rate", "1", "--url", "http://é" + "x" * 70), ": Invalid IDNA hostname"),
         ((str(tiny_engine), "--concurrency=0"), "--concurrency must be from 1 to 4096, not 0"),
         (("no-engine", "--rate", "1", "--prompts", "nothing"), "nothing"),
     ):
         code, _, errors = cli("bench", *arguments)
-        assert code == 2 and message in errors, errors
+        assert code == 2 and message in errors and errors.count("\n") == 1, errors

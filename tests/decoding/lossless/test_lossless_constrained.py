@@ -16,6 +16,7 @@ from scripted import ScriptedEngine, completion, finish
 from scripted_models import Adversarial, Drafter, Good, MarkovTarget, Useless
 from truth import FALSE_ALARM, chi_square, distribution
 
+from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.structured.record import StructuredOutput
@@ -53,8 +54,10 @@ def engine(method: str, target: MarkovTarget, drafter: Drafter) -> ScriptedEngin
     return ScriptedEngine(target, drafter, kind="autoregressive" if method.startswith("draft-model") else "dflash")
 
 
-def outputs(engine: ScriptedEngine, params: SamplingParams, batch: int = 1) -> list[list[int]]:
-    completions = [completion(engine, PROMPT, params, eos=[END], index=i, sampler=SAMPLER) for i in range(batch)]
+def outputs(
+    engine: ScriptedEngine, params: SamplingParams, batch: int = 1, sampler: type[Sampler] = SAMPLER
+) -> list[list[int]]:
+    completions = [completion(engine, PROMPT, params, eos=[END], index=i, sampler=sampler) for i in range(batch)]
     finish(Scheduler(engine), completions)
     assert all(c.finish_reason == "stop" for c in completions)
     return [c.output for c in completions]
@@ -144,6 +147,32 @@ def test_every_method_gives_the_tokens_of_ar(name: str, options: str, in_place: 
         for method in methods:
             made = InPlaceEngine(target, drafter) if in_place else engine(method, target, drafter)
             assert outputs(made, SamplingParams(**METHODS[method], **common), 3) == expected
+
+
+# Behind "acd" the expression goes on, but no token of the vocabulary does: only the end is allowed.
+NO_TOKEN_ON = constrained(StructuredOutput(regex="(a|b)cd(gg)?"), COMPILER)
+BEYOND: dict[str, dict[str, Any]] = {
+    "greedy": {"min_tokens": 9},
+    "drawn": {"temperature": 1.0, "min_tokens": 9},
+    "filtered": {"temperature": 0.9, "top_k": 3, "top_p": 0.9, "min_tokens": 9},
+}
+
+
+@pytest.mark.parametrize("options", BEYOND)
+@pytest.mark.parametrize("method", METHODS)
+def test_an_output_that_must_end_ends_before_min_tokens(method: str, options: str) -> None:
+    """The constraint wins: what is drawn is drawn from what it allows."""
+    target = MarkovTarget(vocab_size=V, seed=1)
+    made = engine(method, target, Good(target))
+    counts: Counter[int] = Counter()
+    for seed in range(60):
+        params = SamplingParams(seed=seed, **METHODS[method], **BEYOND[options])
+        for output in outputs(made, params, 2, NO_TOKEN_ON):
+            assert output[1:] == [2, 3, END] and output[0] in (0, 1)
+            counts[output[0]] += 1
+    row = [x if token in (0, 1) else -math.inf for token, x in enumerate(target.row(PROMPT))]
+    first = distribution(row, SamplingParams(**BEYOND[options]), PROMPT, ())
+    assert chi_square(counts, {token: p for token, p in enumerate(first) if p > 0}) > FALSE_ALARM
 
 
 def test_greedy_is_the_best_allowed_token() -> None:

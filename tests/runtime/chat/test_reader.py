@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from ddtree_trt.runtime.chat.events import CallArguments, CallBegin, ChatMessage, Event, joined
 from ddtree_trt.runtime.chat.json_calls import BareJson, TaggedJson
+from ddtree_trt.runtime.chat.json_text import JsonText, Malformed
 from ddtree_trt.runtime.chat.reader import MessageReader, Thinking, ToolFormat, read_message
 from ddtree_trt.runtime.chat.xml_calls import XmlCalls
 
@@ -252,3 +254,91 @@ def test_reasoning_without_an_end_is_reasoning() -> None:
     assert parts(read_message("<think>\n\n</think>\n\nx", "possible", None)) == (None, "x", [])
     assert parts(read_message("x <think> y </think>", "possible", None)) == (None, "x <think> y </think>", [])
     assert parts(read_message("<think>x</think>", "never", None)) == (None, "<think>x</think>", [])
+
+
+@settings(max_examples=200, deadline=None)
+@given(JSON, st.booleans(), st.data())
+def test_a_json_text_is_read_as_by_python(value: Any, ascii_only: bool, data: st.DataObject) -> None:
+    """Texts of values with a character changed or left out: the same are refused, and where a value ends is found."""
+    text = json.dumps({"": value}, ensure_ascii=ascii_only, indent=data.draw(st.sampled_from([None, 1])))
+    place = data.draw(st.integers(0, len(text)))
+    text = text[:place] + data.draw(st.sampled_from(["", '"', "\\", "}", "]", ",", "0", "-", "e", "\n", "x"])) + text[
+        place + data.draw(st.integers(0, 1)) :
+    ]  # fmt: skip
+    try:
+        _, length = json.JSONDecoder(parse_constant=no_number).raw_decode(text)
+    except ValueError:
+        length = None
+    cut = data.draw(st.integers(0, len(text)))
+    reader, read = JsonText(), 0
+    try:
+        for piece in (text[:cut], text[cut:]):
+            read += reader.read(piece, 0)
+        found = read if reader.done else None
+    except Malformed:
+        found = None
+    assert found == (length if text.startswith(("{", "[", '"')) else found)
+
+
+def no_number(name: str) -> Any:
+    raise ValueError(name)
+
+
+ARGUMENTS = '{"name": "f", "arguments": {"a": '
+LONG_TEXTS: dict[str, tuple[ToolFormat, str, str]] = {  # a format, how a text begins, and what it then repeats
+    "an object that never closes": (HERMES, '<tool_call>{"x": {"a": 1', ', "b": [2, "<tool_call>"]'),
+    "a string that never closes": (HERMES, '<tool_call>{"x": "', "a <tool_call> {"),
+    "openings in openings": (HERMES, "", "<tool_call>" + ARGUMENTS),
+    "openings in objects": (HERMES, "", '<tool_call>{"x": {"y": '),
+    "openings in words": (HERMES, "", '<tool_call>{"x":'),
+    "openings with escapes": (HERMES, "", '<tool_call>{"x": "\\"'),
+    "braces": (HERMES, "<tool_call>", '{"a":'),
+    "calls that lack the end of their tag": (HERMES, "", '<tool_call>{"name": "f", "arguments": {}} - '),
+    "calls": (HERMES, "", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> and '),
+    "bare openings": (LLAMA, "", "<|python_tag|>" + ARGUMENTS),
+    "parameters without an end": (XML, "", "<function=f>\n<parameter=text>\n"),
+    "parameters in tags": (XML, "", "<tool_call>\n<function=f>\n<parameter=text>\nx\n</parameter>\n"),
+}
+
+
+@pytest.mark.parametrize("pieces", [1, 7, None], ids=["characters", "pieces", "whole"])
+@pytest.mark.parametrize(("tools", "begin", "repeated"), LONG_TEXTS.values(), ids=LONG_TEXTS)
+def test_reading_is_linear(tools: ToolFormat, begin: str, repeated: str, pieces: int | None) -> None:
+    """Twice the text is twice the work: lines of the readers' code that run, and characters that are copied with the
+    next piece."""
+    for live in (False, True):
+        work = [reading(tools, begin + repeated * n, pieces, live) for n in (40, 80)]
+        assert work[1] < 2.3 * work[0], work
+
+
+def reading(tools: ToolFormat, text: str, size: int | None, live: bool) -> int:
+    """How much work it takes to read a text in pieces of a size."""
+    work = 0
+
+    def count(frame: Any, event: str, _: Any) -> Any:
+        nonlocal work
+        if "runtime/chat" not in frame.f_code.co_filename:
+            return None
+        work += event == "line"
+        return count
+
+    reader = MessageReader("never", tools, live=live)
+    size = size or len(text)
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for start in range(0, len(text), size):
+            reader.push(text[start : start + size])
+            work += len(reader.scanner.text)
+        reader.end()
+    finally:
+        sys.settrace(before)
+    return work
+
+
+def test_arguments_that_are_no_json_are_sent_up_to_their_end() -> None:
+    text = '<tool_call>{"name": "f", "arguments": {"a": True, "b": "}"}}</tool_call>\nend'
+    reader = MessageReader("never", HERMES, live=True)
+    message = ChatMessage.of(reader.push(text) + reader.end())
+    assert parts(message) == (None, "end", [("f", '{"a": True, "b": "}"}')])
+    assert parts(read_message(text, "never", HERMES)) == (None, text, [])
