@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.models.drafters.eagle3 import EXPANDED
 from ddtree_trt.runtime.decoding.budget import Decision
 from ddtree_trt.runtime.decoding.crowd import Plan, Turn, plan
 from ddtree_trt.runtime.decoding.methods import Proposal
@@ -104,7 +103,7 @@ class _SlotRound:
             k = max(k, min(width, self.ceiling))
         length = min(self.plan.longest_path, s.budget.levels or self.ceiling)
         return DraftRequest(
-            self.slot, last_token, k, length, s.sampler.draft, width or EXPANDED, anywhere=policy.anywhere
+            self.slot, last_token, k, length, s.sampler.draft, self.plan.expanded, anywhere=policy.anywhere
         )
 
     def round_request(self) -> RoundRequest:
