@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -88,9 +89,9 @@ class _SlotRound:
         """The tree to verify."""
         return behind(self.foreseen, self.proposal.tree)
 
-    @property
+    @cached_property
     def plan(self) -> TreePlan:
-        """The tree to draft."""
+        """The tree to draft, from when the ceiling is known."""
         params = self.sequence.params
         return TreePlan(self.ceiling, self.sequence.method.policy(params.tree), params.deepest, params.tree_width)
 
@@ -98,12 +99,13 @@ class _SlotRound:
         s = self.sequence
         k = s.method.candidates(self.ceiling, s.params.stochastic)
         last_token = self.foreseen[-1] if self.foreseen else self.root_token
-        policy, width = self.plan.policy, self.plan.width or self.plan.policy.width
+        plan = self.plan
+        width = plan.width or plan.policy.width
         if width is not None:
             k = max(k, min(width, self.ceiling))
-        length = min(self.plan.longest_path, s.budget.levels or self.ceiling)
+        length = min(plan.longest_path, s.budget.levels or self.ceiling)
         return DraftRequest(
-            self.slot, last_token, k, length, s.sampler.draft, self.plan.expanded, anywhere=policy.anywhere
+            self.slot, last_token, k, length, s.sampler.draft, plan.expanded, anywhere=plan.policy.anywhere
         )
 
     def round_request(self) -> RoundRequest:
