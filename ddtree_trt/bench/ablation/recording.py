@@ -76,6 +76,12 @@ def _commit(engine: Engine, token_ids: Sequence[int], end: int) -> None:
         engine.prefill(0, piece, rows="none", taps=True)
 
 
+def _chooses(token_ids: Sequence[int]) -> Callable[[int], int | None]:
+    """A target's choices along a walk: these tokens, whatever the nodes."""
+    following = iter(token_ids)
+    return lambda node: next(following, None)
+
+
 def replay_rounds(texts: Sequence[RecordedText], make_tree: MakeTree) -> Rounds:
     """The rounds that decoding these texts takes with such trees."""
     lengths, nodes, expected = [], list[int](), list[float]()
@@ -83,9 +89,7 @@ def replay_rounds(texts: Sequence[RecordedText], make_tree: MakeTree) -> Rounds:
         place, found = text.start, list[int]()
         while (left := len(text.token_ids) - 1 - place) > 0:
             tree = make_tree(text.drafts[place - text.start])
-            following = iter(text.token_ids[place + 1 :])
-            accepted = len(descend(tree, lambda node, following=following: next(following, None))) - 1  # type: ignore[misc]
-            found.append(min(accepted + 1, left))
+            found.append(min(len(descend(tree, _chooses(text.token_ids[place + 1 :]))), left))
             nodes.append(len(tree))
             expected.append(1 + float(np.exp(tree.log_weights).sum()))
             place += found[-1]
