@@ -21,6 +21,7 @@ from ddtree_trt.runtime.decoding.sampling import Row
 from ddtree_trt.runtime.engines.base import (
     Draft,
     DraftRequest,
+    Draw,
     DrawnFrom,
     Engine,
     RoundRequest,
@@ -58,6 +59,16 @@ class Round:
 
 
 Watcher = Callable[[Round], None]
+
+
+def request_draft(slot: int, token: int, plan: TreePlan, k: int, levels: int | None, draw: Draw) -> DraftRequest:
+    """The draft behind a token that a tree is made of, with at least `k` candidates per position. `levels`: the most of
+    a drafter by levels."""
+    width = plan.width or plan.policy.width
+    if width is not None:
+        k = max(k, min(width, plan.budget))
+    length = min(plan.longest_path, levels or plan.budget)
+    return DraftRequest(slot, token, k, length, draw, plan.expanded, anywhere=plan.policy.anywhere)
 
 
 class _SlotRound:
@@ -99,14 +110,7 @@ class _SlotRound:
         s = self.sequence
         k = s.method.candidates(self.ceiling, s.params.stochastic)
         last_token = self.foreseen[-1] if self.foreseen else self.root_token
-        plan = self.plan
-        width = plan.width or plan.policy.width
-        if width is not None:
-            k = max(k, min(width, self.ceiling))
-        length = min(plan.longest_path, s.budget.levels or self.ceiling)
-        return DraftRequest(
-            self.slot, last_token, k, length, s.sampler.draft, plan.expanded, anywhere=plan.policy.anywhere
-        )
+        return request_draft(self.slot, last_token, self.plan, k, s.budget.levels, s.sampler.draft)
 
     def round_request(self) -> RoundRequest:
         params, sampler = self.sequence.params, self.sequence.sampler
