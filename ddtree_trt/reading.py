@@ -18,14 +18,17 @@ import types
 import typing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from ddtree_trt.errors import DDTreeError, Shown
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 MAX_JSON_BYTES = 4 << 20  # of a configuration or manifest; real ones have some kilobytes
 MAX_NESTING = 64  # levels of objects and lists; real files have less than ten
 _SHOWN_CHARACTERS = 120  # of a foreign value in one message
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound="DataclassInstance")
 
 
 class _ShownJson(Shown):
@@ -157,11 +160,11 @@ def _finite(text: str) -> float:
 
 
 def _no_repeated_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        repeated = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"{shown(repeated)} is there twice")
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{shown(name)} is there twice")
+        found[name] = value
     return found
 
 
@@ -172,7 +175,7 @@ def read_record(cls: type[_T], data: Any, source: Source, path: str = "", **kind
     """
     if not isinstance(data, dict):
         raise source.fault(f"{path or 'it'} must be an object, found {shown(data)}")
-    required, hints = _layout(cls)  # type: ignore[arg-type]
+    required, hints = _layout(cls)
     unknown, missing = sorted(data.keys() - hints.keys()), sorted(required - data.keys())
     if unknown or missing:
         raise source.fault(f"{path or 'it'} has unknown fields {shown(unknown)}, lacks fields {shown(missing)}")

@@ -8,13 +8,16 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ddtree_trt.bench.contender import Outcome
 from ddtree_trt.bench.environment import EngineInfo, Environment
 from ddtree_trt.bench.settings import BenchSettings, Case, Shard
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.drafters.kinds import KindName
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 SCHEMA_VERSION = 1
 
@@ -139,13 +142,13 @@ def _part(data: dict[str, Any]) -> Part:
     return Part(_record(Shard, data["shard"]), environment, data["contenders"], tuple(data["skipped"]))
 
 
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound="DataclassInstance")
 
 
 def _record(cls: type[_T], data: dict[str, Any]) -> _T:
     """A frozen record from its JSON; lists become tuples. Raises TypeError for unknown fields, and for missing ones
     without a default: a default is the value of older files, which lack the field."""
-    fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    fields = dataclasses.fields(cls)
     expected = {f.name for f in fields}
     needed = {f.name for f in fields if f.default is dataclasses.MISSING}
     if not needed <= data.keys() <= expected:

@@ -51,8 +51,8 @@ def ablate(
 ) -> None:
     """Compare ways to make trees, node for node.
 
-    At equal nodes, depths, candidates, budgets and temperatures. Trees are compared by replay of recorded drafts, so
-    that the comparison has no noise; only times are measured.
+    At equal nodes, depths, candidates, budgets and temperatures. Trees are compared by replay of known texts, so that
+    the comparison has no noise; only times are measured.
     """
     lists: dict[str, Any] = {
         "budgets": numbers("--budgets", budgets, int),

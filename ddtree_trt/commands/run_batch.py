@@ -24,12 +24,13 @@ from ddtree_trt.serve.options import ServeOptions
 
 def run_batch(
     engine_dir: NewestByDefault = None,
+    *,
     input_file: Annotated[
         Path, typer.Option("--input-file", "-i", metavar="FILE", help="JSON lines: requests of the server's API.")
-    ] = ...,  # type: ignore[assignment]
+    ],
     output_file: Annotated[
         Path, typer.Option("--output-file", "-o", metavar="FILE", help="JSON lines: an answer for each request.")
-    ] = ...,  # type: ignore[assignment]
+    ],
     seed: Annotated[int, typer.Option(metavar="N", help="From it follow the seeds of requests that state none.")] = 0,
     served_model_name: Annotated[
         str | None, typer.Option(metavar="NAME", help="What requests call the model. Default: the engine's name.")

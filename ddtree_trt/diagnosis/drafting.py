@@ -145,7 +145,7 @@ def _format_agreement(session: Session, encoded: Sequence[list[int]], max_tokens
 
 def _formats(session: Session, prompts: Sequence[BenchPrompt]) -> Iterator[tuple[str, list[list[int]]]]:
     """(name, encoded prompts) of each format that differs from the engine's own."""
-    chats = [p.opening for p in prompts if isinstance(p.opening[0], dict)]
+    chats = [chat for p in prompts if (chat := [m for m in p.opening if isinstance(m, dict)])]
     if not chats:
         return
     own = [session.codec.encode(chat) for chat in chats]
@@ -156,7 +156,7 @@ def _formats(session: Session, prompts: Sequence[BenchPrompt]) -> Iterator[tuple
             continue
         if encoded != own:
             yield f"--chat-template-arg {name}={str(value).lower()}", encoded
-    yield "no chat template", [session.codec.encode(chat[-1]["content"]) for chat in chats]  # type: ignore[index]
+    yield "no chat template", [session.codec.encode(chat[-1]["content"]) for chat in chats]
 
 
 def wiring_trials(

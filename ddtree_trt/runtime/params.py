@@ -302,8 +302,10 @@ class SamplingParams:
     @property
     def deepest(self) -> int | None:
         """Most tokens of a path in a round's tree; None for as many as the drafter has."""
-        limits = [limit for limit in (self.max_tree_depth, self.draft_length) if limit is not None]
-        return min(limits, default=None)
+        depth, length = self.max_tree_depth, self.draft_length
+        if depth is None or length is None:
+            return length if depth is None else depth
+        return min(depth, length)
 
     @property
     def wanted_tokens(self) -> int:

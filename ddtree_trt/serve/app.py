@@ -68,7 +68,7 @@ def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions) -> Gate:
         await asyncio.to_thread(service.close)
 
     # No redirects to paths with or without a slash: their host would be that of the Host header.
-    app = FastAPI(
+    app = _App(
         title="ddtree-trt", version=__version__, lifespan=life, docs_url=None, redoc_url=None, redirect_slashes=False
     )
     gate = Gate(app, options, metrics)
@@ -109,20 +109,16 @@ def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions) -> Gate:
     if options.playground:
         playground.install(app, service)
 
-    _describe_bodies(app)
     return gate
 
 
-def _describe_bodies(app: FastAPI) -> None:
-    """Add the bodies, which the endpoints parse themselves, to OpenAPI's description."""
-    described = app.openapi
+class _App(FastAPI):
+    """The application, whose description has the bodies that the endpoints parse themselves."""
 
-    def openapi() -> dict[str, Any]:
-        schema = described()
+    def openapi(self) -> dict[str, Any]:
+        schema = super().openapi()
         schema["components"]["schemas"] |= request_schemas(ChatRequest, CompletionRequest)
         return schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
 
 
 def _body_schema(model: type[BaseModel]) -> dict[str, Any]:

@@ -23,8 +23,9 @@ from ddtree_trt.bench.ablation.picture import draw
 from ddtree_trt.bench.ablation.policies import BEAM, CHAIN, EAGLE2, HEAP, POLICIES, without_conditions
 from ddtree_trt.bench.ablation.recording import RecordedText, record, replay_rounds
 from ddtree_trt.bench.ablation.result import AblationResult, BuildRow, TimeRow, TreeRow, lines, markdown, tables
-from ddtree_trt.bench.ablation.run import Trees, build_times, limits_for, run_ablation
+from ddtree_trt.bench.ablation.run import build_times, limits_for, run_ablation
 from ddtree_trt.bench.ablation.settings import AblationSettings
+from ddtree_trt.bench.ablation.trees import Trees
 from ddtree_trt.bench.prompts import load_prompts
 from ddtree_trt.bench.session import Session
 from ddtree_trt.build.compile import BuildRequest, compile_engine
@@ -189,7 +190,7 @@ def test_plans_are_for_their_trees() -> None:
 def test_an_engine_without_trees_is_refused(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     manifest = make_manifest(6, "autoregressive", 4, Limits())
     monkeypatch.setattr("ddtree_trt.bench.ablation.run.load_manifest", lambda _: manifest)
-    with pytest.raises(UsageError, match="autoregressive drafter, which drafts anew for each tree"):
+    with pytest.raises(UsageError, match="autoregressive drafter, which drafts chains; ablate compares trees"):
         run_ablation(AblationSettings(str(tiny_engine)))
 
 

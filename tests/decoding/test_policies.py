@@ -15,6 +15,7 @@ from scripted_models import Conditional, Good, MarkovTarget
 
 from ddtree_trt import _native
 from ddtree_trt.runtime.candidates import NO_ROW, Bilinear, Candidates, LinkedRows, Marginals
+from ddtree_trt.runtime.decoding import loop
 from ddtree_trt.runtime.decoding.budget import AutoBudgets
 from ddtree_trt.runtime.decoding.policies import EAGLE2, HEAP, POLICIES, Policy, TreePlan
 from ddtree_trt.runtime.params import SamplingParams
@@ -179,6 +180,21 @@ def test_a_request_shapes_its_trees(options: dict[str, Any], sizes: int, conditi
     engine = ScriptedEngine(target, drafter)
     generate(engine, [1, 2], SamplingParams(max_tokens=30, **{"method": "ddtree", **options}))
     assert next(call.tokens for call in engine.calls if call.verb == "verify") == 1 + sizes
+
+
+def test_a_rounds_tree_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is drafted by is what it is made by, and making the plan is a good part of a round's own time."""
+    plans: list[TreePlan] = []
+
+    def counted(*args: Any) -> TreePlan:
+        plans.append(TreePlan(*args))
+        return plans[-1]
+
+    monkeypatch.setattr(loop, "TreePlan", counted)
+    target = MarkovTarget(vocab_size=4)
+    engine = ScriptedEngine(target, Good(target))
+    generate(engine, [1, 2], SamplingParams(max_tokens=30, method="ddtree", tree_budget=6))
+    assert len(plans) == verbs(engine)["draft"] > 3
 
 
 def test_a_token_by_token_drafter_makes_no_pass_beyond_the_draft_length() -> None:

@@ -41,6 +41,16 @@ class Environment:
         words = [str(self.directory / "bin" / program), *map(str, arguments)]
         return subprocess.run(words, cwd=cwd, env=inherited, capture_output=True, text=True, timeout=SECONDS)
 
+    def install(self, *arguments: object) -> None:
+        """Install what the arguments name."""
+        result = self.run("python", *PIP, "install", "--quiet", "--no-compile", *arguments, cwd=self.directory)
+        assert result.returncode == 0, result.stderr
+
+
+def empty_environment(directory: Path) -> Environment:
+    venv.create(directory, with_pip=True)
+    return Environment(directory)
+
 
 @pytest.fixture(scope="session")
 def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
@@ -55,9 +65,12 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
 @pytest.fixture(scope="session")
 def installed(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Environment:
     """The wheel and what it depends on, in an environment that was empty."""
-    environment = Environment(tmp_path_factory.mktemp("environment"))
-    venv.create(environment.directory, with_pip=True)
-    words = (*PIP, "install", "--quiet", "--no-compile", distributions.wheel)
-    result = environment.run("python", *words, cwd=environment.directory)
-    assert result.returncode == 0, result.stderr
+    environment = empty_environment(tmp_path_factory.mktemp("environment"))
+    environment.install(distributions.wheel)
     return environment
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Environment:
+    """An environment without packages."""
+    return empty_environment(tmp_path / "environment")

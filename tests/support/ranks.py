@@ -12,7 +12,7 @@ import torch
 
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.runtime.engines.torch.parallel.engine import ParallelEngine
-from ddtree_trt.runtime.engines.torch.parallel.follower import obey
+from ddtree_trt.runtime.engines.torch.parallel.follower import HERE, Post, obey
 from ddtree_trt.runtime.engines.torch.parallel.followers import Followers
 from ddtree_trt.runtime.engines.torch.parallel.group import Group, Meeting
 from ddtree_trt.runtime.engines.torch.parallel.part import open_part
@@ -83,6 +83,17 @@ class TwoRanks:
         self._follower.process.kill()
         self._follower.process.join()
         self._group.disband()
+
+
+def hang(post: Post, rank_0: Connection) -> None:
+    """In place of `follow`: a process that reports nothing."""
+    rank_0.recv()
+
+
+def hang_when_started(post: Post, rank_0: Connection) -> None:
+    """In place of `follow`: a process that starts and does not meet the others."""
+    rank_0.send(HERE)
+    rank_0.recv()
 
 
 def _serve(meeting: Meeting, rank_0: Connection) -> None:

@@ -6,6 +6,7 @@ python tools/documents/terminal_picture.py docs/images/trees.svg -- ddtree-trt r
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shlex
 import subprocess
@@ -24,7 +25,7 @@ def main() -> None:
     options = parser.parse_args()
     environment = {**os.environ, "FORCE_COLOR": "1", "COLUMNS": str(options.columns), "TERM": "xterm-256color"}
     done = subprocess.run(options.command, env=environment, capture_output=True, text=True, check=True)
-    console = Console(record=True, width=options.columns, file=open(os.devnull, "w"))  # noqa: SIM115
+    console = Console(record=True, width=options.columns, file=io.StringIO())
     console.print(Text(f"$ {shlex.join(options.command)}", style="bold"))
     lines = done.stdout.rstrip().splitlines()
     console.print(Text.from_ansi("\n".join(lines[: options.lines])))

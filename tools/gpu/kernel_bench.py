@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ class AttentionCase:
         self.calls: list[tuple[Tensor, ...]] = []  # q, k, v, cache_k, cache_v, out
         self.dense: list[list[Tensor]] = []  # q, keys, values of SDPA
         capacity, rows = past + 256, slice(0, past + tokens)
-        normal = lambda *shape: torch.randn(*shape, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+        normal = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
         for _ in range(max(4, -(-COLD_BYTES // self.kv_bytes))):
             q, k, v = normal(1, tokens, HQ, DIM), normal(1, tokens, HKV, DIM), normal(1, tokens, HKV, DIM)
             cache_k, cache_v = normal(1, HKV, capacity, DIM), normal(1, HKV, capacity, DIM)
@@ -157,22 +158,27 @@ def round_stages(budget: int) -> dict[str, Any]:
     """Times of tree build, packed mask and walk."""
     n, length, width, tokens, calls = 1, 15, 64, 1 + budget, 20
     log_probs = torch.randn(n, length, width, device="cuda").log_softmax(-1).sort(-1, descending=True)[0].contiguous()
-    integer = lambda *shape: torch.zeros(*shape, dtype=torch.int32, device="cuda")  # noqa: E731
+    integer = partial(torch.zeros, dtype=torch.int32, device="cuda")
     candidates = torch.randint(0, 150_000, (n, length, width), dtype=torch.int32, device="cuda")
     ids, parents, depths, positions, path = (integer(n, tokens) for _ in range(5))
     weights = torch.zeros(n, tokens, dtype=torch.float64, device="cuda")
     counts, lengths, bonus, root, past = (integer(n) for _ in range(5))
     mask, choices = integer(n, tokens, -(-tokens // 32)), integer(n, tokens)
-    build = lambda: [  # noqa: E731
-        torch.ops.ddtree.build_tree(
-            log_probs, candidates, root, None, past, ids, parents, depths, positions, weights, counts
-        )
-        for _ in range(calls)
-    ]
-    pack = lambda: [torch.ops.ddtree.packed_mask(parents, mask) for _ in range(calls)]  # noqa: E731
-    walk = lambda: [  # noqa: E731
-        torch.ops.ddtree.walk(parents, ids, choices, counts, None, path, lengths, bonus, None) for _ in range(calls)
-    ]
+
+    def build() -> None:
+        for _ in range(calls):
+            torch.ops.ddtree.build_tree(
+                log_probs, candidates, root, None, past, ids, parents, depths, positions, weights, counts
+            )
+
+    def pack() -> None:
+        for _ in range(calls):
+            torch.ops.ddtree.packed_mask(parents, mask)
+
+    def walk() -> None:
+        for _ in range(calls):
+            torch.ops.ddtree.walk(parents, ids, choices, counts, None, path, lengths, bonus, None)
+
     stages = {"build_tree": milliseconds(build, calls), "packed_mask": milliseconds(pack, calls)}
     # The walk down the most probable path: the longest one.
     spine = candidates[0, :, 0]

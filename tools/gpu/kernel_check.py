@@ -11,6 +11,7 @@ import argparse
 import ctypes
 import json
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,10 @@ class Attention:
     ) -> None:
         rng = np.random.default_rng(seed)
         make = torch.Generator(device).manual_seed(seed)
-        normal = lambda *shape: torch.randn(*shape, generator=make, device=device).to(dtype)  # noqa: E731
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=make, device=device).to(dtype)
+
         self.mode, self.scale, self.capacity, slots = mode, dim**-0.5, capacity, n + 1
         self.q, self.k, self.v = (normal(n, tokens, heads, dim) for heads in (hq, hkv, hkv))
         self.full_k, self.full_v = normal(slots, hkv, capacity, dim), normal(slots, hkv, capacity, dim)
@@ -178,7 +182,7 @@ def check_trees(device: str, host: ctypes.CDLL, cases: int) -> dict[str, Any]:
         candidates = rng.integers(0, 5, shape).astype(np.int32)
         budgets = rng.integers(0, tokens, batch).astype(np.int32)
         roots = rng.integers(0, 5, batch).astype(np.int32)
-        dev = lambda a: torch.tensor(a, device=device)  # noqa: E731
+        dev = partial(torch.tensor, device=device)
         ids, parents, depths = (torch.full((batch, tokens), -7, dtype=torch.int32, device=device) for _ in range(3))
         weights = torch.full((batch, tokens), float("nan"), dtype=torch.float64, device=device)
         counts = torch.full((batch,), -7, dtype=torch.int32, device=device)

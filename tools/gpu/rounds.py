@@ -78,7 +78,10 @@ def _refuse(*_: object) -> DrawnFrom:
 def spread(times_s: list[float]) -> dict[str, float]:
     """Median and the tenth and ninetieth percentile, in milliseconds."""
     ordered = sorted(1e3 * t for t in times_s)
-    at = lambda share: ordered[min(len(ordered) - 1, int(share * len(ordered)))]  # noqa: E731
+
+    def at(share: float) -> float:
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
     return {"median": statistics.median(ordered), "low": at(0.1), "high": at(0.9)}
 
 

@@ -17,6 +17,7 @@ from ddtree_trt.runtime.engines.base import DraftRequest, Draw, Engine
 from ddtree_trt.runtime.tree import DraftTree, descend
 
 MakeTree = Callable[[Candidates], DraftTree]
+DraftBehind = Callable[["RecordedText", int], Candidates]  # of a text and the number of a token of it
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class RecordedText:
 
     token_ids: tuple[int, ...]
     start: int  # number of the prompt's tokens
-    drafts: tuple[Candidates, ...]  # drafts[i] is behind token start + i
+    drafts: tuple[Candidates, ...] = ()  # drafts[i] is behind token start + i; () where they are made for each tree
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def record(
         engine.truncate(0, 0)
         drafts = []
         for place in range(start, len(token_ids) - 1):
-            _commit(engine, token_ids, place)
+            commit(engine, token_ids, place)
             found = engine.draft([DraftRequest(0, token_ids[place], top_k, length, draw)])
             drafts.append(found[0].candidates)
         recorded.append(RecordedText(tuple(token_ids), start, tuple(drafts)))
@@ -68,7 +69,12 @@ def record(
     return recorded
 
 
-def _commit(engine: Engine, token_ids: Sequence[int], end: int) -> None:
+def recorded_draft(text: RecordedText, place: int) -> Candidates:
+    """What was drafted behind a token."""
+    return text.drafts[place - text.start]
+
+
+def commit(engine: Engine, token_ids: Sequence[int], end: int) -> None:
     """Commit the tokens up to `end`."""
     chunk = engine.manifest.limits.prefill_chunk
     for begin in range(engine.length(0), end, chunk):
@@ -76,16 +82,22 @@ def _commit(engine: Engine, token_ids: Sequence[int], end: int) -> None:
         engine.prefill(0, piece, rows="none", taps=True)
 
 
-def replay_rounds(texts: Sequence[RecordedText], make_tree: MakeTree) -> Rounds:
+def _chooses(token_ids: Sequence[int]) -> Callable[[int], int | None]:
+    """A target's choices along a walk: these tokens, whatever the nodes."""
+    following = iter(token_ids)
+    return lambda node: next(following, None)
+
+
+def replay_rounds(
+    texts: Sequence[RecordedText], make_tree: MakeTree, draft_behind: DraftBehind = recorded_draft
+) -> Rounds:
     """The rounds that decoding these texts takes with such trees."""
     lengths, nodes, expected = [], list[int](), list[float]()
     for text in texts:
         place, found = text.start, list[int]()
         while (left := len(text.token_ids) - 1 - place) > 0:
-            tree = make_tree(text.drafts[place - text.start])
-            following = iter(text.token_ids[place + 1 :])
-            accepted = len(descend(tree, lambda node, following=following: next(following, None))) - 1  # type: ignore[misc]
-            found.append(min(accepted + 1, left))
+            tree = make_tree(draft_behind(text, place))
+            found.append(min(len(descend(tree, _chooses(text.token_ids[place + 1 :]))), left))
             nodes.append(len(tree))
             expected.append(1 + float(np.exp(tree.log_weights).sum()))
             place += found[-1]

@@ -140,7 +140,7 @@ def _times(rows: Sequence[TimeRow]) -> Table:
 
 
 LEGEND = (
-    "τ: tokens committed per round, bonus included, mean over texts, from drafts recorded behind every token of the "
+    "τ: tokens committed per round, bonus included, mean over texts, by replay of drafts behind the tokens of the "
     "target's own greedy texts: exactly the rounds that decoding takes. beam: the best of its widths. eagle2 expands "
     "10 nodes per depth. Times are medians over prompts."
 )

@@ -6,7 +6,6 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -18,10 +17,11 @@ from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.artifact.precisions import PLAN_BACKENDS
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.bench.ablation.policies import BEAM, EAGLE2, HEAP, POLICIES, TriedPolicy, without_conditions
-from ddtree_trt.bench.ablation.recording import RecordedText, Rounds, record, replay_rounds
-from ddtree_trt.bench.ablation.result import AblationResult, BuildRow, TimeRow, TreeRow
+from ddtree_trt.bench.ablation.recording import RecordedText, record
+from ddtree_trt.bench.ablation.redrafting import LevelTrees
+from ddtree_trt.bench.ablation.result import AblationResult, BuildRow, TimeRow
 from ddtree_trt.bench.ablation.settings import AblationSettings
+from ddtree_trt.bench.ablation.trees import Trees
 from ddtree_trt.bench.environment import describe_engine, read_environment
 from ddtree_trt.bench.prompts import BenchPrompt, digest, load_prompts
 from ddtree_trt.bench.reporting.summary import summarize
@@ -30,12 +30,13 @@ from ddtree_trt.bench.runner import WHOLE, Measurement
 from ddtree_trt.bench.session import EngineContender, Session
 from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.errors import UsageError
+from ddtree_trt.models.drafters.eagle3 import EXPANDED
 from ddtree_trt.runtime.candidates import Candidates, Marginals
-from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, DDTREE
+from ddtree_trt.runtime.decoding.methods import AUTO, AUTOREGRESSIVE, Method, resolve_method
 from ddtree_trt.runtime.engines.base import DrawnFrom
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.tree import DraftTree, best_tree, compile_tree
+from ddtree_trt.runtime.tree import best_tree, compile_tree
 
 BUILDS = 60  # drafts of which trees are built to measure the parts of a build
 
@@ -43,15 +44,16 @@ BUILDS = 60  # drafts of which trees are built to measure the parts of a build
 def run_ablation(settings: AblationSettings, progress: Progress = no_progress) -> AblationResult:
     """Answer every question for an engine.
 
-    Raises UsageError for an engine whose drafter drafts no blocks, for budgets that its plans do not take, and for
+    Raises UsageError for an engine whose drafter drafts no trees, for budgets that its plans do not take, and for
     prompts of which none fits; ArtifactError for an engine that cannot be opened.
     """
     directory = Path(settings.engine)
     manifest = load_manifest(directory)
-    if not DDTREE.serves(manifest.drafter_kind):
+    method = resolve_method(AUTO, manifest.drafter_kind)
+    if not method.branches:
         raise UsageError(
-            f"{directory} has an {manifest.drafting.title}, which drafts anew for each tree; ablate compares trees "
-            "made of one draft, as block drafters give it"
+            f"{directory} has an {manifest.drafting.title}, which drafts chains; ablate compares trees: give an engine "
+            "with a block drafter or an EAGLE-3 drafter"
         )
     limits = limits_for(directory, manifest, settings.budgets[-1])
     engine = open_engine(directory, threads=settings.threads, exact=settings.exact, limits=limits)
@@ -67,16 +69,23 @@ def run_ablation(settings: AblationSettings, progress: Progress = no_progress) -
             )
         environment = read_environment()
         texts = _texts(session, [encoded[p.id] for p in fitting], settings, progress)
-        recorded = record(session.engine, texts, settings.budgets[-1], _most_probable, progress)
-        trees = Trees(recorded, settings, manifest.drafting.longest_draft, progress)
-        budgets, temperatures = _times(session, fitting, settings, progress)
+        trees: Trees
+        if manifest.drafting.by_levels:
+            recorded = record(session.engine, texts[:1], EXPANDED, _most_probable, progress)
+            trees = LevelTrees(
+                [RecordedText(tuple(ids), start) for ids, start in texts], settings, session.engine, progress
+            )
+        else:
+            recorded = record(session.engine, texts, settings.budgets[-1], _most_probable, progress)
+            trees = Trees(recorded, settings, manifest.drafting.longest_draft, progress)
+        budgets, temperatures = _times(session, method, fitting, settings, progress)
         return AblationResult(
             settings=settings,
             engine=describe_engine(session.manifest, session.engine),
             environment=environment,
             texts=len(fitting),
             tokens=sum(len(ids) - start for ids, start in texts),
-            draft_length=manifest.drafting.longest_draft,
+            draft_length=trees.length,
             notes=tuple(_notes(manifest, limits, len(prompts) - len(fitting))),
             policies=trees.policies(),
             depths=trees.depths(),
@@ -112,6 +121,11 @@ def limits_for(directory: Path, manifest: Manifest, nodes: int) -> Limits:
 
 def _notes(manifest: Manifest, limits: Limits, skipped: int) -> list[str]:
     notes = []
+    if manifest.drafting.by_levels:
+        notes.append(
+            "The drafter drafts level by level: each tree has drafts of its own, made where its rounds came to, and "
+            "parts of tree_build are those of the first text's drafts."
+        )
     if limits != manifest.limits:
         notes.append(
             f"The engine was built for trees of {manifest.limits.max_tree_budget} nodes; with {limits.max_tree_budget} "
@@ -140,75 +154,6 @@ def _most_probable(log_probs: NDArray[np.float32], token_ids: NDArray[np.int32],
     return DrawnFrom(int(token_ids[0]), token_ids[:1], np.ones(1))
 
 
-class Trees:
-    """The questions that replays answer."""
-
-    def __init__(
-        self, texts: Sequence[RecordedText], settings: AblationSettings, length: int, progress: Progress
-    ) -> None:
-        """`length`: L, the most tokens of a path."""
-        self._texts = texts
-        self._settings = settings
-        self._length = length
-        self._progress = progress
-
-    def policies(self) -> tuple[TreeRow, ...]:
-        """Every policy at every number of nodes."""
-        return self._rows("policies", [(p, n, self._length) for n in self._settings.budgets for p in POLICIES])
-
-    def depths(self) -> tuple[TreeRow, ...]:
-        """The heap at every depth and number of nodes."""
-        depths = sorted({*(d for d in self._settings.depths if d < self._length), self._length})
-        return self._rows("depths", [(HEAP, n, d) for n in self._settings.budgets for d in depths])
-
-    def conditionals(self) -> tuple[TreeRow, ...]:
-        """The heap over both where the drafter states conditionals and the marginals they are made of."""
-        plain = [_without_conditions(text) for text in self._texts]
-        marginals = [text for text in plain if text is not None]
-        if len(marginals) < len(plain):
-            return ()
-        cases = [(HEAP, n, self._length) for n in self._settings.budgets]
-        return self._rows("marginals", cases, (marginals, "marginals")) + self._rows("conditionals", cases)
-
-    def _rows(
-        self,
-        stage: str,
-        cases: Sequence[tuple[TriedPolicy, int, int]],
-        other: tuple[Sequence[RecordedText], str] | None = None,
-    ) -> tuple[TreeRow, ...]:
-        texts, kind = other or (self._texts, kind_of(self._texts))
-        rows = []
-        for number, case in enumerate(cases):
-            self._progress(f"replay {stage}", number, len(cases))
-            rows.append(_row(texts, kind, *case))
-        self._progress(f"replay {stage}", len(cases), len(cases))
-        return tuple(rows)
-
-
-def kind_of(texts: Sequence[RecordedText]) -> str:
-    """What the candidates of recorded texts are: marginals or conditionals."""
-    return "marginals" if all(isinstance(d, Marginals) for text in texts for d in text.drafts) else "conditionals"
-
-
-def _row(texts: Sequence[RecordedText], kind: str, policy: TriedPolicy, nodes: int, depth: int) -> TreeRow:
-    tried: list[tuple[int, Rounds]] = []
-    for width in policy.widths(nodes):
-        tried.append((width, replay_rounds(texts, partial(_make, policy, nodes, depth, width))))
-    width, best = max(tried, key=lambda each: each[1].tau)
-    shown = width if policy in (EAGLE2, BEAM) else None
-    return TreeRow(policy.name, kind, nodes, depth, shown, best.tau, best.nodes, best.expected, best.histogram)
-
-
-def _make(policy: TriedPolicy, nodes: int, depth: int, width: int, candidates: Candidates) -> DraftTree:
-    return policy.make(candidates, nodes, depth, width)
-
-
-def _without_conditions(text: RecordedText) -> RecordedText | None:
-    drafts = [without_conditions(candidates) for candidates in text.drafts]
-    plain = tuple(each for each in drafts if each is not None)
-    return replace(text, drafts=plain) if len(plain) == len(drafts) else None
-
-
 def build_times(texts: Sequence[RecordedText], budgets: Sequence[int]) -> tuple[BuildRow, ...]:
     """The times of the parts of a build at every number of nodes."""
     drafts = [draft for text in texts for draft in text.drafts]
@@ -233,26 +178,27 @@ def _build_s(candidates: Candidates, nodes: int) -> tuple[float, float, float]:
     times.append(time.perf_counter())
     tree = best_tree(copied, nodes)
     times.append(time.perf_counter())
-    compile_tree(0, tree).packed_mask  # noqa: B018 - computed for its time
+    _ = compile_tree(0, tree).packed_mask  # computed for its time
     times.append(time.perf_counter())
     return times[1] - times[0], times[2] - times[1], times[3] - times[2]
 
 
 def _times(
-    session: Session, prompts: Sequence[BenchPrompt], settings: AblationSettings, progress: Progress
+    session: Session, method: Method, prompts: Sequence[BenchPrompt], settings: AblationSettings, progress: Progress
 ) -> tuple[tuple[TimeRow, ...], tuple[TimeRow, ...]]:
     """(every number of nodes at temperature 0, the fastest of them at every temperature), decoded."""
     chosen = prompts[: settings.timed_prompts]
     if not chosen:
         return (), ()
-    by_budget = _measured(session, chosen, settings, settings.budgets, (0.0,), progress)
-    trees = [row for row in by_budget if row.case.startswith(f"{DDTREE.name}@")]
+    by_budget = _measured(session, method, chosen, settings, settings.budgets, (0.0,), progress)
+    trees = [row for row in by_budget if row.case.startswith(f"{method.name}@")]
     fastest = int(max(trees, key=lambda row: row.tokens_per_s).case.rpartition("@")[2])
-    return by_budget, _measured(session, chosen, settings, (fastest,), settings.temperatures, progress)
+    return by_budget, _measured(session, method, chosen, settings, (fastest,), settings.temperatures, progress)
 
 
 def _measured(
     session: Session,
+    method: Method,
     prompts: Sequence[BenchPrompt],
     settings: AblationSettings,
     budgets: tuple[int, ...],
@@ -261,7 +207,7 @@ def _measured(
 ) -> tuple[TimeRow, ...]:
     plan = BenchSettings(
         engine=settings.engine,
-        methods=(DDTREE.name,),
+        methods=(method.name,),
         budgets=budgets,
         temperatures=temperatures,
         prompts=settings.prompts,

@@ -6,6 +6,8 @@ open would count every page read so far as this process's memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -101,7 +103,7 @@ def read_float32(name: str, tensor: StoredTensor) -> NDArray[np.float32]:
     check_dtype(name, tensor)
     if tensor.size == 0:
         return np.empty(tensor.shape, np.float32)
-    values = decode(_mapped(name, tensor))
+    values = decode(map_values(name, tensor))
     check_finite(name, tensor, values)
     return values.reshape(tensor.shape)
 
@@ -118,11 +120,20 @@ def check_finite(name: str, tensor: StoredTensor, values: NDArray[np.float32]) -
 
 def read_bytes(name: str, tensor: StoredTensor) -> NDArray[np.uint8]:
     """A copy of one quantised tensor as it is stored. Raises CheckpointError when it cannot be read."""
-    return np.array(_mapped(name, tensor), np.uint8).reshape(tensor.shape)
+    return np.array(map_values(name, tensor), np.uint8).reshape(tensor.shape)
 
 
-def _mapped(name: str, tensor: StoredTensor) -> NDArray[Any]:
-    try:
+def map_values(name: str, tensor: StoredTensor) -> NDArray[Any]:
+    """The stored values [size] of one tensor, read when they are used. Raises CheckpointError when they cannot be."""
+    with mapping(name, tensor):
         return tensor.mapped()
+
+
+@contextmanager
+def mapping(name: str, tensor: StoredTensor) -> Iterator[None]:
+    """A block that maps a tensor's place in its file. Raises CheckpointError where the file is not as its header
+    says."""
+    try:
+        yield
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{tensor.file} changed while it was read: {name}: {error}") from error

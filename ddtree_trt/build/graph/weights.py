@@ -63,7 +63,7 @@ class WeightFile:
         position = self._file.tell()
         offset = -(-position // ALIGNMENT) * ALIGNMENT
         self._file.write(bytes(offset - position))
-        data = memoryview(array.reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+        data = array.reshape(-1).view(np.uint8).data
         for start in range(0, len(data), _WRITE_BLOCK):
             block = data[start : start + _WRITE_BLOCK]
             self._file.write(block)

@@ -59,6 +59,11 @@ class Eagle3Dims(TransformerDims):
         return (len(self.tap_layers) or TAPS) * (self.target_hidden_size or self.hidden_size)
 
 
+def most_expanded(width: int, levels: int) -> int:
+    """Most nodes that a draft expands, `width` in a pass: the nodes of all levels but the last."""
+    return width * (levels - 1)
+
+
 def default_tap_layers(num_target_layers: int) -> tuple[int, ...]:
     """The target layers whose outputs a published EAGLE-3 drafter reads when its config.json names none: an early, a
     middle and a late one. EAGLE's own code counts them one higher, by the layer that reads them. Meaningful from 7

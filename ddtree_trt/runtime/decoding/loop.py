@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.models.drafters.eagle3 import EXPANDED
 from ddtree_trt.runtime.decoding.budget import Decision
 from ddtree_trt.runtime.decoding.crowd import Plan, Turn, plan
 from ddtree_trt.runtime.decoding.methods import Proposal
@@ -21,6 +21,7 @@ from ddtree_trt.runtime.decoding.sampling import Row
 from ddtree_trt.runtime.engines.base import (
     Draft,
     DraftRequest,
+    Draw,
     DrawnFrom,
     Engine,
     RoundRequest,
@@ -60,6 +61,16 @@ class Round:
 Watcher = Callable[[Round], None]
 
 
+def request_draft(slot: int, token: int, plan: TreePlan, k: int, levels: int | None, draw: Draw) -> DraftRequest:
+    """The draft behind a token that a tree is made of, with at least `k` candidates per position. `levels`: the most of
+    a drafter by levels."""
+    width = plan.width or plan.policy.width
+    if width is not None:
+        k = max(k, min(width, plan.budget))
+    length = min(plan.longest_path, levels or plan.budget)
+    return DraftRequest(slot, token, k, length, draw, plan.expanded, anywhere=plan.policy.anywhere)
+
+
 class _SlotRound:
     """One sequence's share of a round."""
 
@@ -89,9 +100,9 @@ class _SlotRound:
         """The tree to verify."""
         return behind(self.foreseen, self.proposal.tree)
 
-    @property
+    @cached_property
     def plan(self) -> TreePlan:
-        """The tree to draft."""
+        """The tree to draft, from when the ceiling is known."""
         params = self.sequence.params
         return TreePlan(self.ceiling, self.sequence.method.policy(params.tree), params.deepest, params.tree_width)
 
@@ -99,13 +110,7 @@ class _SlotRound:
         s = self.sequence
         k = s.method.candidates(self.ceiling, s.params.stochastic)
         last_token = self.foreseen[-1] if self.foreseen else self.root_token
-        policy, width = self.plan.policy, self.plan.width or self.plan.policy.width
-        if width is not None:
-            k = max(k, min(width, self.ceiling))
-        length = min(self.plan.longest_path, s.budget.levels or self.ceiling)
-        return DraftRequest(
-            self.slot, last_token, k, length, s.sampler.draft, width or EXPANDED, anywhere=policy.anywhere
-        )
+        return request_draft(self.slot, last_token, self.plan, k, s.budget.levels, s.sampler.draft)
 
     def round_request(self) -> RoundRequest:
         params, sampler = self.sequence.params, self.sequence.sampler

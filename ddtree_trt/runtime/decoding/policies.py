@@ -14,6 +14,8 @@ from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from ddtree_trt.models.drafters.eagle3 import EXPANDED
+
 if TYPE_CHECKING:
     from ddtree_trt.runtime.candidates import Candidates
     from ddtree_trt.runtime.tree import DraftTree
@@ -92,6 +94,11 @@ class TreePlan:
     def longest_path(self) -> int:
         """Most tokens of a path in a tree of this plan."""
         return self.budget if self.max_depth is None else min(self.budget, self.max_depth)
+
+    @property
+    def expanded(self) -> int:
+        """Most nodes that a pass of a drafter by levels expands."""
+        return self.width or self.policy.width or EXPANDED
 
     def grow(self, candidates: Candidates) -> DraftTree:
         """The tree. Raises ValueError for candidates that cannot be used."""

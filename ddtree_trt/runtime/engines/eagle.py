@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.errors import EngineError
+from ddtree_trt.models.drafters.eagle3 import most_expanded
 from ddtree_trt.runtime.candidates import LinkedRows
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import Drafter
@@ -105,7 +106,8 @@ class EagleDrafter(Drafter):
         context.states = context.states[:waiting] if waiting else None
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """A pass for every level of each slot's tree but the last."""
+        """A pass for every level of each slot's tree but the last. Raises EngineError where a request asks for more
+        nodes to be expanded than the drafter has rows for."""
         return [self._draft(request) for request in requests]
 
     def warm_up(self, slot: int, budget: int) -> None:
@@ -127,10 +129,14 @@ class EagleDrafter(Drafter):
         if context.states is None:
             raise EngineError(f"slot {slot} has no new target states to draft from")
         following = [*context.tokens[len(context.behind) + 1 :], request.bonus_token]
+        if (wanted := most_expanded(request.width, request.length)) > self._most_nodes:
+            raise EngineError(
+                f"a draft of {request.length} levels with {request.width} nodes expanded in each may need {wanted} "
+                f"rows, and the drafter has {self._most_nodes}"
+            )
         growth = _Growth(self._absorb(slot, context, following, request.top_k))
         for _ in range(1, request.length):
-            room = min(request.width, self._most_nodes - len(growth.token_ids))
-            nodes = growth.expand(room, anywhere=request.anywhere)
+            nodes = growth.expand(request.width, anywhere=request.anywhere)
             if nodes is None:
                 break
             growth.add(self._network.expand(slot, nodes, request.top_k))
@@ -153,12 +159,12 @@ class _Growth:
 
     def expand(self, count: int, *, anywhere: bool) -> Nodes | None:
         """Choose the `count` most probable candidates, of the last level or with `anywhere` of all rows, that were not
-        expanded; their nodes and all before. None where there is no candidate, or `count` is 0."""
+        expanded; their nodes and all before. None where there is no candidate."""
         weights = np.concatenate(self._log_probs).astype(np.float64) + np.concatenate(self._weights)[:, None]
         weights[self._next_rows >= 0] = -np.inf
         if not anywhere:
             weights[: self._latest] = -np.inf
-        order = np.argsort(-weights, axis=None, kind="stable")[: max(count, 0)]  # ties to the shallower
+        order = np.argsort(-weights, axis=None, kind="stable")[:count]  # ties to the shallower
         order = order[np.isfinite(weights.flat[order])]
         if not len(order):
             return None

@@ -67,8 +67,9 @@ class TextCodec:
             raise UsageError(f"a prompt is text, token ids or chat messages, not {type(prompt).__name__}")
         if set(map(type, prompt)) == {int}:  # a fast path: the general one takes a microsecond per item
             return list(cast(Sequence[int], prompt))
-        if prompt and all(isinstance(item, Mapping) for item in prompt):
-            return self.encode(self.render(prompt, chat_template_kwargs, tools))  # type: ignore[arg-type]
+        chat = [item for item in prompt if isinstance(item, Mapping)]
+        if chat and len(chat) == len(prompt):
+            return self.encode(self.render(chat, chat_template_kwargs, tools))
         ids = [as_integer(item) for item in prompt]
         if (wrong := next((place for place, token in enumerate(ids) if token is None), None)) is not None:
             raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 import re
 import struct
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from checkpoints import make_drafter, make_target, refusal
 from gguf_files import make_gguf, tensors_of
 
+from ddtree_trt.build.checkpoint.gguf import quantised
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.checkpoint.tokenizer import find_tokenizer
 from ddtree_trt.build.compile import BuildRequest, compile_engine
@@ -65,6 +67,30 @@ def test_a_file_that_is_cut_short_anywhere(file: Path) -> None:
         assert "the file is damaged or cut short, fetch it again" in refusal(file)
     file.write_bytes(data[:-40])
     assert re.search(r"'[\w.]+' ends \d+ bytes behind the end of the file; ", refusal(file))
+
+
+def test_a_file_that_changes_after_its_header_was_read(file: Path) -> None:
+    read = load_checkpoint(file)
+    os.truncate(file, 4096)
+    for name in read.shapes:  # quantised and plain ones
+        with pytest.raises(CheckpointError, match=f"{file} changed while it was read: "):
+            read.tensor(name)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=f"{file} changed while it was read: .*No such file"):
+        read.tensor(name)
+
+
+def test_a_conversion_that_fails_is_not_called_a_changed_file(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a defect of the gguf package or of its use, and no other file would help."""
+
+    def convert(rows: Any) -> Any:
+        raise ValueError("cannot reshape")
+
+    read = load_checkpoint(file)
+    monkeypatch.setattr(quantised, "_converter", lambda kind: convert)
+    name = next(name for name, shape in read.shapes.items() if len(shape) == 2)
+    with pytest.raises(ValueError, match="cannot reshape"):
+        read.tensor(name)
 
 
 def test_damaged_counts_do_not_count(file: Path) -> None:

@@ -140,12 +140,15 @@ def test_a_row_sees_its_ancestors_and_itself(bonus: int, policy: str) -> None:
         assert {paths[j] for j in np.flatnonzero(nodes.sees[i])} == {path[:n] for n in range(2, len(path) + 1)}
 
 
-def test_a_draft_expands_no_more_nodes_than_there_is_room_for() -> None:
+def test_a_draft_that_may_expand_more_nodes_than_there_are_rows_for_is_an_error() -> None:
     network = Scripted()
-    drafter = EagleDrafter(network, 64, 5)
+    drafter = EagleDrafter(network, 64, 15)
     drafter.learn(0, np.array([1]), np.array([[10.0]]))
+    with pytest.raises(EngineError, match=r"7 levels with 3 nodes .* need 18 rows, .* has 15"):
+        drafter.draft([request(7, width=3, length=7)])
+    assert not network.absorbed and not network.expanded
     drafter.draft([request(7, width=3, length=6)])
-    assert len(network.expanded[-1].token_ids) == 5
+    assert len(network.expanded[-1].token_ids) == 15
 
 
 def test_a_row_has_a_tokens_states_and_the_token_behind_it() -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact.number_bytes import decode
 from ddtree_trt.artifact.safetensor_header import StoredTensor
-from ddtree_trt.build.checkpoint.tensorfile import FLOATS, check_finite
+from ddtree_trt.build.checkpoint.tensorfile import FLOATS, check_finite, map_values, mapping
 from ddtree_trt.errors import CheckpointError, MissingDependency, install_with
 from ddtree_trt.reading import Source
 
@@ -35,7 +35,7 @@ def tensor_types() -> dict[int, TensorType]:
         found = TensorType(kind.name, block, block_bytes)
         try:
             _converter(found)(np.zeros((1, block_bytes), np.uint8))
-        except NotImplementedError:
+        except NotImplementedError:  # the package's word for a type that it knows by name and size only
             continue
         types[int(kind)] = found
     return types
@@ -54,24 +54,18 @@ def read_values(name: str, tensor: StoredTensor, kind: TensorType) -> NDArray[np
 
     Raises CheckpointError when it cannot be read or holds NaN or Inf.
     """
-    try:
-        values = _floats(tensor) if kind.name in FLOATS else _dequantised(tensor, kind)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{tensor.file} changed while it was read: {name}: {error}") from error
+    values = decode(map_values(name, tensor)) if kind.name in FLOATS else _dequantised(name, tensor, kind)
     check_finite(name, tensor, values)
     return values.reshape(tensor.shape)
 
 
-def _floats(tensor: StoredTensor) -> NDArray[np.float32]:
-    return decode(tensor.mapped())
-
-
-def _dequantised(tensor: StoredTensor, kind: TensorType) -> NDArray[np.float32]:
+def _dequantised(name: str, tensor: StoredTensor, kind: TensorType) -> NDArray[np.float32]:
     """The values [n] of a quantised tensor, converted a few rows at a time."""
     convert, width = _converter(kind), tensor.shape[-1]
     row_bytes = width // kind.block * kind.block_bytes
     shape = (tensor.size // width, row_bytes)
-    stored = np.memmap(tensor.file, np.uint8, mode="r", offset=tensor.offset, shape=shape)
+    with mapping(name, tensor):
+        stored = np.memmap(tensor.file, np.uint8, mode="r", offset=tensor.offset, shape=shape)
     values = np.empty((shape[0], width), np.float32)
     step = max(_ROWS_BYTES // row_bytes, 1)
     with np.errstate(all="ignore"):  # what is not finite is refused by name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_builds import PACKAGED, build_torch_engine
+from ranks import hang, hang_when_started
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.engines.base import VerifyRequest
+from ddtree_trt.runtime.engines.torch.parallel import followers
 from ddtree_trt.runtime.engines.torch.parallel.control import Call
 from ddtree_trt.runtime.engines.torch.parallel.engine import ParallelEngine
 from ddtree_trt.runtime.llm import LLM
@@ -116,6 +119,37 @@ def test_a_rank_that_does_not_answer_ends_the_engine(directory: Path) -> None:
             engine.verify([VerifyRequest(0, TREE)])
     assert not process.is_alive()
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("work", "opening", "meeting", "said"),
+    [
+        (hang, "1", 60.0, r"rank 1 of 2 \(process \d+\) did not report 'here' within 1 s; .* DDTREE_OPENING_SECONDS"),
+        (hang_when_started, "1e6", 1.0, "the other ranks did not answer within 1 s"),
+    ],
+)
+def test_a_rank_that_hangs_while_it_opens_ends_in_an_error(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, work: Any, opening: str, meeting: float, said: str
+) -> None:
+    monkeypatch.setattr(followers, "follow", work)
+    monkeypatch.setenv(followers.OPENING, opening)
+    with pytest.raises(EngineError, match=f"an engine of 2 ranks could not be opened: {said}"):
+        ParallelEngine.open(directory, load_manifest(directory), 2, threads=1, timeout_s=meeting)
+    assert not multiprocessing.active_children()
+    monkeypatch.undo()
+    ParallelEngine.open(directory, load_manifest(directory), 2, threads=1).close()  # it leaves nothing behind
+
+
+def test_the_time_for_opening_grows_with_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(followers.OPENING, raising=False)
+    assert followers.opening_limit_s(0) == 600
+    assert followers.opening_limit_s(140 * 10**9) == 600 + 2800
+    monkeypatch.setenv(followers.OPENING, "90.5")
+    assert followers.opening_limit_s(140 * 10**9) == 90.5
+    for text in ("0", "-1", "inf", "nan", "soon"):
+        monkeypatch.setenv(followers.OPENING, text)
+        with pytest.raises(UsageError, match=f"OPENING_SECONDS must be a number .* above 0, not '{text}'"):
+            followers.opening_limit_s(0)
 
 
 def test_the_other_ranks_end_with_rank_0(directory: Path) -> None:

@@ -40,7 +40,7 @@ from ddtree_trt.runtime.engines.torch.parallel.control import (
     verify_values,
 )
 from ddtree_trt.runtime.engines.torch.parallel.follower import HERE, READY, Post
-from ddtree_trt.runtime.engines.torch.parallel.followers import Followers
+from ddtree_trt.runtime.engines.torch.parallel.followers import Followers, opening_limit_s
 from ddtree_trt.runtime.engines.torch.parallel.group import TIMEOUT_S, Group, Meeting
 from ddtree_trt.runtime.engines.torch.parallel.part import open_part, whole_rows
 from ddtree_trt.runtime.engines.torch.parallel.split import check_split
@@ -91,9 +91,11 @@ class ParallelEngine:
         starts. Each takes a GPU of this machine, or where it has none some of the processor's threads, `threads` each.
 
         Raises UsageError for an engine that cannot be split so, too few GPUs, or a process that has a process group
-        already, and what `TorchEngine.open` raises.
+        already, EngineError for ranks that fail or take longer than `opening_limit_s`, and what `TorchEngine.open`
+        raises.
         """
         check_split(manifest, size)
+        opening_s = opening_limit_s(manifest.files[artifact.TORCH_WEIGHTS].size)
         devices = _devices(size)
         if torch.distributed.is_initialized():
             raise UsageError(
@@ -107,7 +109,7 @@ class ParallelEngine:
         folder = tempfile.TemporaryDirectory(prefix="ddtree-ranks-")
         meeting = Meeting(str(Path(folder.name) / "store"), size, timeout_s)
         posts = [Post(r, meeting, directory, manifest, str(devices[r]), threads) for r in range(1, size)]
-        followers = Followers(posts)
+        followers = Followers(posts, opening_s)
         group: Group | None = None
         try:
             followers.expect(HERE)  # starting processes takes longer than the timeout of a group may be
@@ -117,6 +119,8 @@ class ParallelEngine:
         except BaseException as error:
             lost = isinstance(error, (EngineError, RuntimeError, OSError))
             found = followers.find_failure() if lost else None
+            if found is None and _timed_out(error):
+                found = f"the other ranks did not answer within {timeout_s:g} s ({error})"
             followers.kill()
             if group is not None:
                 group.leave()
@@ -236,7 +240,7 @@ class ParallelEngine:
     def _cause(self, error: Exception) -> str:
         """Why a call failed: what the other ranks say, else this rank's error."""
         text = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if isinstance(error, RuntimeError) and "timed out" in text.lower():
+        if _timed_out(error):
             return f"the other ranks did not answer within {self._group.timeout_s:g} s ({text})"
         lost = isinstance(error, (RuntimeError, OSError))  # what torch.distributed and a closed pipe raise
         found = self._followers.find_failure() if lost else None
@@ -247,6 +251,12 @@ class ParallelEngine:
         self._followers.kill()
         self._group.leave()
         self._clean_up()
+
+
+def _timed_out(error: BaseException) -> bool:
+    """Whether it is torch.distributed's error of a wait for other ranks that took too long."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
 
 
 def _devices(size: int) -> list[torch.device]:

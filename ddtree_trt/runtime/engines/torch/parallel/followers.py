@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
+import os
 import signal
 import threading
 import time
@@ -11,13 +13,27 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from multiprocessing.context import SpawnProcess
 
-from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.errors import EngineError, UsageError, shown
 from ddtree_trt.runtime.engines.torch.parallel.follower import Post, follow
 
 _NAME = "ddtree-rank-"
 _NOT_BEGUN = ' before it began: a script that opens such an engine must do so under if __name__ == "__main__":'
+OPENING = "DDTREE_OPENING_SECONDS"  # environment: how long the other ranks may take to open an engine
+_OPENING_S = 600.0  # where it says nothing, and besides the time that a slow disk takes for the weights
+_SLOW_DISK = 50e6  # bytes per second
 _REPORT_S = 5.0  # from a broken connection to what its cause is known by
 _CLOSE_S = 10.0  # how long a follower may take to release its part
+
+
+def opening_limit_s(weight_bytes: int) -> float:
+    """Seconds that ranks may take from their start until they have opened an engine with so many bytes of weights.
+    Raises UsageError where the environment's number is none."""
+    if not (text := os.environ.get(OPENING, "")):
+        return _OPENING_S + weight_bytes / _SLOW_DISK
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < math.inf:
+            return seconds
+    raise UsageError(f"the environment variable {OPENING} must be a number of seconds above 0, not {shown(text)}")
 
 
 class _Follower:
@@ -26,7 +42,7 @@ class _Follower:
     def __init__(self, post: Post, size: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
-        self._name = f"rank {post.rank} of {size}"
+        self.name = f"rank {post.rank} of {size}"
         self._began = False  # whether it has reported anything but an error
         self._report: str | None = None  # of an error
         self.process: SpawnProcess = context.Process(
@@ -51,26 +67,30 @@ class _Follower:
             while self._report is None and self.connection.poll():
                 self._report = self.connection.recv()
         if self._report is not None:
-            return f"{self._name} failed: {self._report}"
+            return f"{self.name} failed: {self._report}"
         code = self.process.exitcode
         if code is None:
             return None
         how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"{self._name} {how}{'' if self._began or code < 0 else _NOT_BEGUN}"
+        return f"{self.name} {how}{'' if self._began or code < 0 else _NOT_BEGUN}"
 
 
 class Followers:
     """One process per rank from 1 on."""
 
-    def __init__(self, posts: Sequence[Post]) -> None:
-        """Start them. Raises UsageError in a process that is itself being started as one: the script that it imports
-        opens an engine."""
+    def __init__(self, posts: Sequence[Post], opening_s: float) -> None:
+        """Start them; within `opening_s` seconds they must have sent all reports that are expected.
+
+        Raises UsageError in a process that is itself being started as one: the script that it imports opens an engine.
+        """
         if multiprocessing.current_process().name.startswith(_NAME):
             raise UsageError(
                 "the other ranks of an engine import the script that opens it: put what the script runs under "
                 'if __name__ == "__main__":'
             )
         self._closing = False
+        self._opening_s = opening_s
+        self._deadline = time.monotonic() + opening_s
         self._each: list[_Follower] = []
         try:
             for post in posts:
@@ -86,9 +106,20 @@ class Followers:
 
     def expect(self, report: str) -> None:
         """Wait until every follower has sent this report. Raises EngineError where one has failed instead, which
-        `find_failure` explains."""
-        if not all([follower.expect(report) for follower in self._each]):
-            raise EngineError(f"a rank has not reported that it is {report}")
+        `find_failure` explains, and where one has sent nothing when the time for opening is over."""
+        waiting = {follower.connection: follower for follower in self._each}
+        while waiting:
+            found = wait(list(waiting), max(self._deadline - time.monotonic(), 0))
+            if not found:
+                names = ", ".join(f"{each.name} (process {each.process.pid})" for each in waiting.values())
+                raise EngineError(
+                    f"an engine of {1 + len(self._each)} ranks could not be opened: {names} did not report {report!r} "
+                    f"within {self._opening_s:g} s; if it is only slow, set {OPENING} to more seconds"
+                )
+            for follower in [waiting[each] for each in waiting if each in found]:
+                if not follower.expect(report):
+                    raise EngineError(f"a rank has not reported that it is {report}")
+                del waiting[follower.connection]
 
     def ring(self) -> None:
         """Tell every follower that a record follows. Raises OSError where one has ended."""

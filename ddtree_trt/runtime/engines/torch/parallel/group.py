@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from ddtree_trt.runtime.engines.torch.parallel.shard import Shard
 
@@ -42,10 +43,14 @@ class Group(Shard):
         self.timeout_s = meeting.timeout_s
         self._timeout = timedelta(seconds=meeting.timeout_s)
         on_gpu = device.type == "cuda"
+        store, *_ = next(rendezvous(f"file://{meeting.file}", rank, meeting.size))
+        store.set(f"rank {rank}", "here")
+        # Before the group: one that could not be made keeps its number, and other processes know the next by another.
+        store.wait([f"rank {each}" for each in range(meeting.size)], self._timeout)
         with _on_loopback():
             dist.init_process_group(
                 "nccl" if on_gpu else "gloo",
-                init_method=f"file://{meeting.file}",
+                store=store,
                 rank=rank,
                 world_size=meeting.size,
                 timeout=self._timeout,
