@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numerics import Truth
 
-from ddtree_trt.build.graph.lowering_int8 import BLOCK, EVEN_RANGE, LARGEST, quantize_channels
+from ddtree_trt.build.graph.lowering_int8 import BLOCK, LARGEST, quantize_channels
 from ddtree_trt.build.graph.rotation import rotation_matrix
 
 
@@ -41,8 +41,7 @@ class RoundedTruth(Truth):
                         weight = values.T @ weight
                         if module.bias is not None:
                             module.bias.copy_(values.T @ module.bias)
-                    cut = self._cut if norm is layer.post_attention_layernorm else self._round
-                    self._set(module, weight, cut, twice=module is attention.v_proj)
+                    self._set(module, weight, self._round, twice=module is attention.v_proj)
                 self._set(attention.o_proj, stream.T @ attention.o_proj.weight @ outputs, self._round)
                 self._set(mlp.down_proj, stream.T @ mlp.down_proj.weight @ inner, lambda x: self._round(x @ inner))
                 for norm in (layer.input_layernorm, layer.post_attention_layernorm):
@@ -64,8 +63,3 @@ class RoundedTruth(Truth):
     def _round(x: torch.Tensor) -> torch.Tensor:
         largest = x.abs().amax(-1, keepdim=True)
         return torch.round(x / largest * LARGEST) * largest / LARGEST
-
-    @staticmethod
-    def _cut(x: torch.Tensor) -> torch.Tensor:
-        step = EVEN_RANGE / LARGEST
-        return torch.clamp(torch.round(x / step), -LARGEST - 1, LARGEST) * step

@@ -1,9 +1,9 @@
 """ONNX Runtime's lowering with matrix products in 8-bit integers: W8A8, for CPUs.
 
-Weights are quantised once, with a scale for each output channel; activations as they come, with a scale for each row or
-one that is known beforehand. So the other rows of a pass do not change a row's product, as they would with one scale
-for a whole tensor (`DynamicQuantizeMatMul`), and sums of integers are exact. Everything but products of rows and
-weights stays in float32: embedding, norms, attention, caches.
+Weights are quantised once, with a scale for each output channel; activations as they come, with a scale for each row.
+So the other rows of a pass do not change a row's product, as they would with one scale for a whole tensor
+(`DynamicQuantizeMatMul`), and sums of integers are exact. Everything but products of rows and weights stays in float32:
+embedding, norms, attention, caches.
 
 A row with a few values far larger than the others has no good scale. Hidden states are such rows, so the residual
 stream is rotated (`rotation.py`), which costs nothing; what comes out of SwiGLU is too, and is rotated as it comes, in
@@ -21,15 +21,12 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.build.graph.lowering_onnxruntime import MICROSOFT, OnnxRuntimeGraph
-from ddtree_trt.build.graph.ops import Attention, Fine, Make, Rows, Table
+from ddtree_trt.build.graph.ops import Attention, Fine, Make, Table
 from ddtree_trt.build.graph.rotation import rotate, rotation_matrix
 
 LARGEST = 127  # of a quantised value, to either side of zero
 _ZERO_POINT = 128  # of activations
 BLOCK = 64  # values of an uneven row that are rotated together, or the largest divisor of both
-# Of an even row, to either side of zero. Its values are about normally distributed: one of 16,000 is larger, and is cut
-# off. With a scale for each row the error would be smaller, and a product would take four more operators.
-EVEN_RANGE = 4.0
 
 
 class Int8Graph(OnnxRuntimeGraph):
@@ -55,12 +52,10 @@ class Int8Graph(OnnxRuntimeGraph):
         start, axis = (self.constant(f"{n}.{v}", np.array([v], np.int64)) for n, v in (("start", 0), ("axis", 1)))
         return self.op("Slice", [rows, start, size, axis], [out])
 
-    def linear(self, x: str, key: str, make: Make, out: str, rows: Rows = "plain", fine: Fine | None = None) -> str:
+    def linear(self, x: str, key: str, make: Make, out: str, uneven: bool = False, fine: Fine | None = None) -> str:
         if fine is not None:
             return self._fine(x, key, make, out, fine)
-        if rows == "even":
-            return self._multiply(x, self._float("even", EVEN_RANGE / LARGEST), key, make, out)
-        return self._uneven(x, key, make, out) if rows == "uneven" else self._scaled(x, key, make, out)
+        return self._uneven(x, key, make, out) if uneven else self._scaled(x, key, make, out)
 
     def head(self, x: str, table: Table, out: str) -> str:
         return self._scaled(x, table.key, lambda: table.make().T, out)
@@ -91,13 +86,16 @@ class Int8Graph(OnnxRuntimeGraph):
         """
         axis = self.constant("last_axis", np.array([-1], np.int64))
         largest = self.op("ReduceMax", [self.op("Abs", [x], [f"{out}.abs"]), axis], [f"{out}.largest"])
-        rows = self.op("Div", [x, largest], [f"{out}.relative"])
-        relative = self._multiply(rows, self._float("unit", 1 / LARGEST), key, make, f"{out}.product")
-        return self.op("Mul", [relative, largest], [out])
+        relative = self.op("Div", [x, largest], [f"{out}.relative"])
+        step = self.constant("unit", np.array(1 / LARGEST, np.float32))
+        middle = self.constant("middle", np.array(_ZERO_POINT, np.uint8))
+        rows = self.op("QuantizeLinear", [relative, step, middle], [f"{out}.rows"])
+        product = self._multiply(rows, (step, middle), key, make, f"{out}.product")
+        return self.op("Mul", [product, largest], [out])
 
-    def _multiply(self, x: str, step: str, key: str, make: Make, out: str) -> str:
-        """Rows x [..., in], rounded to multiples of `step` and cut off at 127 of them, times the float32 weight
-        [in, out] that `make` returns, quantised."""
+    def _multiply(self, rows: str, meaning: tuple[str, str], key: str, make: Make, out: str) -> str:
+        """Quantised rows [..., in], whose scale and zero point are `meaning`, times the float32 weight [in, out] that
+        `make` returns, quantised."""
         scales: list[NDArray[np.float32]] = []
 
         def quantized() -> NDArray[np.int8]:
@@ -107,15 +105,11 @@ class Int8Graph(OnnxRuntimeGraph):
 
         weight = self.weight(f"{key}.int8", quantized, "int8")
         scale = self.weight(f"{key}.scale", lambda: scales[0], "float32")
-        middle = self.constant("middle", np.array(_ZERO_POINT, np.uint8))
-        rows = self.op("QuantizeLinear", [x, step, middle], [f"{out}.rows"])
         # A zero point of its own: where sums of bytes overflow, the runtime makes weight and zero point unsigned, and
         # would do it twice to one that is shared.
         zero = self.constant(f"{key}.zero", np.array(0, np.int8))
+        step, middle = meaning
         return self.op("MatMulIntegerToFloat", [rows, weight, step, scale, middle, zero], [out], domain=MICROSOFT)
-
-    def _float(self, name: str, value: float) -> str:
-        return self.constant(name, np.array(value, np.float32))
 
 
 def quantize_channels(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:

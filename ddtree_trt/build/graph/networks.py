@@ -15,7 +15,7 @@ from onnx import ModelProto
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.scales import QuantizedWeights, join_scales
-from ddtree_trt.build.graph.ops import Attention, Fine, Graph, Rows, Table
+from ddtree_trt.build.graph.ops import Attention, Fine, Graph, Table
 from ddtree_trt.build.graph.rotation import Rotation, Weights, rotate
 from ddtree_trt.models.decoder import BODY, EMBEDDING, HEAD, Part, TransformerDims, decoder_layers, final_norm
 from ddtree_trt.models.drafters import heads
@@ -37,16 +37,13 @@ class Network:
         prefix: str,
         body: str = BODY,
         quantized: QuantizedWeights | None = None,
-        normed: Rows = "plain",
     ) -> None:
-        """`normed`: what rows are that come out of the stream's norms."""
         self.g = graph
         self.dims = dims
         self.weights = weights
         self.prefix = prefix
         self.body = body
         self.quantized = quantized
-        self.normed = normed
         self.layers = decoder_layers(dims, body)
         rotary, half = (dims.head_dim, dims.rope_theta, limits.cache_rows, dims.rope_scaling), dims.head_dim // 2
         key = f"{prefix}rotary.{half}.{dims.rope_theta:g}"
@@ -65,7 +62,7 @@ class Network:
         count = self.dims.experts.count
         return np.concatenate([self.weights(s) for s in part.sources]).reshape(count, -1, part.shape[-1])
 
-    def linear(self, x: str, name: str, *sources: str, out: str, rows: Rows = "plain", fine: Fine | None = None) -> str:
+    def linear(self, x: str, name: str, *sources: str, out: str, uneven: bool = False, fine: Fine | None = None) -> str:
         """x [..., in] times one or several projections side by side, by their Hugging Face names.
 
         Quantised projections are multiplied as they are stored, and one by one where no single product can replace
@@ -75,7 +72,7 @@ class Network:
         each = [quantized.scales(source) if quantized else None for source in sources]
         found = [scales for scales in each if scales is not None]
         if quantized is None or not found:
-            return self.g.linear(x, self.prefix + name, lambda: self.joined(*sources), out, rows, fine)
+            return self.g.linear(x, self.prefix + name, lambda: self.joined(*sources), out, uneven, fine)
         shared = join_scales(found) if len(found) == len(sources) else None
         if shared is None:
             parts = [self.linear(x, source, source, out=f"{source}.out") for source in sources]
@@ -109,7 +106,7 @@ class Network:
     def qkv(self, index: int, h: str) -> tuple[str, str, str]:
         """Queries, keys and values [N, rows, heads · D] of rows h [N, rows, H], before rotary embedding."""
         g, d, parts, layer = self.g, self.dims, self.layers[index], self.name(index)
-        # Not said to be even, and values fine: of a product with errors, those in values cost the most.
+        # Of a product with errors, those in values cost the most.
         queries, keys, values = d.qkv_widths
         qkv = self.linear(h, f"{layer}.qkv", *parts.qkv.sources, out=f"{layer}.qkv.out", fine=(queries + keys, values))
         if bias := parts.qkv_bias:
@@ -153,10 +150,10 @@ class Network:
             chosen = self.linear(h, f"{layer}.router", *parts.router.sources, out=f"{layer}.router.out")
             projections = (partial(self.stacked, parts.gate_up), partial(self.stacked, parts.down))
             return g.experts(h, chosen, key, projections, self.dims.experts, f"{layer}.mlp")
-        both = self.linear(h, f"{layer}.gate_up", *parts.gate_up.sources, out=f"{layer}.gate_up.out", rows=self.normed)
+        both = self.linear(h, f"{layer}.gate_up", *parts.gate_up.sources, out=f"{layer}.gate_up.out")
         gate, up = g.split(both, [width, width], [f"{layer}.gate", f"{layer}.up"])
         inner = g.swiglu(gate, up, f"{layer}.swiglu")
-        return self.linear(inner, f"{layer}.down", *parts.down.sources, out=f"{layer}.mlp", rows="uneven")
+        return self.linear(inner, f"{layer}.down", *parts.down.sources, out=f"{layer}.mlp", uneven=True)
 
 
 def embedding_table(dims: TransformerDims, weights: Weights, prefix: str) -> Table:
@@ -194,8 +191,7 @@ def build_target_graph(
     g.row_inputs("T", limits.max_tokens_per_pass, masked=True)
     rows = g.input(names.ROWS, g.integers, ["R"])
     rotation = Rotation(dims, weights) if g.rotates else None
-    normed: Rows = "even" if rotation else "plain"
-    net = Network(g, dims, rotation or weights, limits, prefix, quantized=quantized, normed=normed)
+    net = Network(g, dims, rotation or weights, limits, prefix, quantized=quantized)
     eps = dims.rms_norm_eps
 
     x = g.embed(embedding_table(dims, weights, prefix), token_ids, "embedded")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -36,9 +36,6 @@ TYPES = {
 }
 
 Shape = Sequence[int | str]
-# What is known of rows that are multiplied by a weight. `even`: their mean square is 1 and no value is many times
-# larger than the others. `uneven`: some values are.
-Rows = Literal["plain", "even", "uneven"]
 Fine = tuple[int, int]  # numbers of outputs: the first ones, and the last ones, whose errors cost the most
 Make = Callable[[], np.ndarray]  # returns an array when it is needed: float32, or the bytes of quantised values
 
@@ -152,10 +149,11 @@ class Graph(ABC):
         padded = self.op("Pad", [x, after, "", axis], [f"{out}.padded"])
         return self.op("Slice", [self.product(padded, weight, f"{out}.products"), start, end, axis], [out])
 
-    def linear(self, x: str, key: str, make: Make, out: str, rows: Rows = "plain", fine: Fine | None = None) -> str:
+    def linear(self, x: str, key: str, make: Make, out: str, uneven: bool = False, fine: Fine | None = None) -> str:
         """A projection of a layer: rows x [..., in] times the weight [in, out] that `make` returns, which is stored
-        under `key` in whatever form this graph multiplies it in. `rows`: what x is known to be. `fine`: which outputs
-        are worth a more precise product than others, where products are rounded."""
+        under `key` in whatever form this graph multiplies it in. Where products are rounded: `uneven`
+        says that some values of a row are many times larger than the others, `fine` which outputs are worth a more
+        precise product than others."""
         return self.product(x, self.weight(key, make), out)
 
     def linear_quantized(self, x: str, weight: str, scales: Scales, out: str) -> str:
