@@ -1,30 +1,35 @@
 """Compare the next-token distributions of two engines of one model over prose.
 
-    python tools/quality.py ENGINE REFERENCE [--text FILE ...] [--tokens N] [--window N]
+    python tools/quality.py ENGINE REFERENCE [--text FILE ...] [--tokens N] [--window N] [--threads N]
 
 Both engines read the same windows of text. Printed are the mean Kullback-Leibler divergence from the reference to the
 engine in nats a token, the share of tokens after which both have the same best token, and the perplexity of each. The
-default text is the prose of this repository's documentation.
+default text is the prose of this repository's documentation. Last comes the time of a single token in each: medians of
+passes that take turns, of use where the machine has nothing else to do.
 """
 
 from __future__ import annotations
 
 import argparse
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.engines.base import Engine
+from ddtree_trt.runtime.engines.base import Engine, VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.text.codec import TextCodec
+from ddtree_trt.runtime.tree import TokenTree, chain_parents
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGES = ("architecture.md", "generation.md", "serving.md", "deployment.md")
+PAST, TURNS, IN_A_ROW = 100, 60, 5  # of the timed passes
 SHORTEST = 200  # characters of a paragraph of prose
 MARKUP = tuple("#|`-<!0123456789")  # what headings, tables, lists, code and comments begin with
 BLOCKS = ("```", "<!--", "\n|")  # what else is in paragraphs that hold code, comments or tables
@@ -72,6 +77,23 @@ def log_probs(engine: Engine, token_ids: NDArray[np.int64]) -> NDArray[np.float3
     return logits
 
 
+def token_times(engines: Sequence[Engine]) -> list[float]:
+    """Median seconds of a single token of each engine, behind PAST others. Uses slot 0 of each."""
+    tree = TokenTree(np.array([1], np.int64), chain_parents(1), np.zeros(1, np.int32))
+    times: list[list[float]] = [[] for _ in engines]
+    for engine in engines:
+        engine.prefill(0, np.ones(PAST, np.int64), rows="none", taps=False)
+    for _ in range(TURNS):
+        for engine, spent in zip(engines, times, strict=True):
+            start = time.perf_counter()
+            for _ in range(IN_A_ROW):
+                engine.verify([VerifyRequest(0, tree)])
+            spent.append((time.perf_counter() - start) / IN_A_ROW)
+    for engine in engines:
+        engine.truncate(0, 0)
+    return [median(spent) for spent in times]
+
+
 def _parts(token_ids: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
     return (token_ids[start : start + size] for start in range(0, len(token_ids), size))
 
@@ -92,20 +114,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--tokens", type=int, default=5120, help="at most so many tokens of the text")
     parser.add_argument("--window", type=int, default=512, help="tokens that are read from an empty cache")
+    parser.add_argument("--threads", type=int, default=0, help="of both engines; 0 leaves it to them")
     args = parser.parse_args(arguments)
     text = "\n\n".join(p.read_text(encoding="utf-8") for p in args.text) if args.text else documentation()
     token_ids = TextCodec(args.reference, {}).encode(text)[: args.tokens]
-    with closing(open_engine(args.engine)) as engine, closing(open_engine(args.reference)) as reference:
+    threads = args.threads
+    with (
+        closing(open_engine(args.engine, threads=threads)) as engine,
+        closing(open_engine(args.reference, threads=threads)) as reference,
+    ):
         if engine.manifest.target.sha256 != reference.manifest.target.sha256:
             parser.error(f"{args.engine} and {args.reference} are engines of different targets")
         try:
             found = compare(engine, reference, token_ids, args.window)
         except UsageError as error:
             parser.error(str(error))
+        own_s, reference_s = token_times((engine, reference))
+        ratio = f"{own_s / reference_s:.2f} (threads: {engine.threads} and {reference.threads})"
     print(
         f"{found.tokens} tokens: divergence {found.divergence:.4f} nats a token, same best token {found.same_best:.1%}"
     )
     print(f"perplexity {found.perplexity:.2f}, of the reference {found.reference_perplexity:.2f}")
+    print(f"a single token {own_s * 1e3:.2f} ms, of the reference {reference_s * 1e3:.2f}: {ratio}")
 
 
 if __name__ == "__main__":

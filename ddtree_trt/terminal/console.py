@@ -55,7 +55,7 @@ def closing_line(m: RequestMetrics) -> str:
         parts.append(f"{m.decode_tokens_per_s:.0f} tokens/s")
     where = " on the device" if m.on_device else ""
     parts += [
-        f"{m.rounds} rounds{where}",
+        f"{m.rounds} round{'s' * (m.rounds != 1)}{where}",
         f"{m.mean_acceptance_length:.2f} tokens/round",
         f"budget {m.mean_budget:.1f}",
     ]

@@ -149,10 +149,11 @@ LEGEND = (
 def lines(result: AblationResult) -> list[str]:
     """Sentences to be read with the tables."""
     e, env = result.engine, result.environment
+    threads = f"{e.threads} thread{'s' * (e.threads > 1)}"
     where = ", ".join([env.machine, *env.gpus])
     found = [
         LEGEND,
-        f"{e.name}, {e.backend} {e.precision}, {e.threads} threads; {result.texts} texts of {result.tokens} tokens in "
+        f"{e.name}, {e.backend} {e.precision}, {threads}; {result.texts} texts of {result.tokens} tokens in "
         f"all; the drafter drafts {result.draft_length} tokens.",
         f"{where}; ddtree-trt {env.product_version}; {env.started}, load {env.load_1min}.",
     ]

@@ -177,8 +177,15 @@ class _SlotRound:
             engine.foresee(self.slot, result.path[result.emitted :][: len(s.foreseen)])
         with self:
             self._observe(result)
-            if s.on_round is not None:
-                s.on_round(Round(self.root_token, self.tree, path, s.bonus_token, s.budget.last))
+
+    def show(self) -> None:
+        """Call the watcher, if the sequence has one, with the round that is committed."""
+        s, result = self.sequence, self.result
+        if s.on_round is None or result is None:
+            return
+        with self:
+            path = result.path[: result.emitted]
+            s.on_round(Round(self.root_token, self.tree, path, s.bonus_token, s.budget.last))
 
     def _observe(self, result: Walk) -> None:
         """Show the budget the walk below the node that was drafted behind. If the walk did not come there, nothing was
@@ -239,6 +246,9 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
     with clock("commit"):
         for each in slot_rounds:
             each.commit(engine)
+
+    for each in slot_rounds:  # what watchers do is no part of a stage
+        each.show()
 
 
 def accept(
