@@ -31,6 +31,8 @@ from ddtree_trt.runtime.decoding.budget import AutoBudget, Budget
 from ddtree_trt.runtime.decoding.costs import Load
 from ddtree_trt.runtime.tree import DraftTree
 
+DOUBT = 1.05  # how much faster a round must be without some drafts, while drafts gain: one not made teaches nothing
+
 
 class Turn(NamedTuple):
     """One slot's part in a round."""
@@ -121,6 +123,8 @@ class _Crowd(Plan):
         rates = (slots + sure + added) / (draft_s + verify_s[widths])  # [F + 1, W]: the best so many draft
         if not others:
             rates[0] = slots / verify_s[0]
+        if self._shared.savings.trend > 0:
+            rates[-1] *= DOUBT
         most, width = divmod(int(rates.argmax()), len(widths))
         return [free[i] for i in order[most:, width]]
 

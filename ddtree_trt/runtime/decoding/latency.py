@@ -34,7 +34,7 @@ from ddtree_trt.runtime.decoding.timing import REPETITIONS, fill, time_rounds
 from ddtree_trt.runtime.engines.base import Engine
 
 PROFILE_VERSION = 3  # 3: passes of several slots
-CONTEXTS = (64, 512, 2048, 8192, 32768)
+CONTEXTS = (64, 256, 1024, 4096, 16384)
 BATCHES_S = (3.0, 20.0)  # passes of several slots are measured for about so long, and no number of slots for longer
 _MAX_BYTES = 1 << 20  # of the file; a real one has some kilobytes
 _log = logging.getLogger(__name__)
