@@ -168,6 +168,11 @@ def language_model_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
     return shapes_of((embedding(dims), *layers, final_norm(dims), *(() if tied else (head(dims),))))
 
 
+def is_of_values(name: str) -> bool:
+    """Whether a tensor of a checkpoint is the projection of a layer's values."""
+    return name.endswith("self_attn.v_proj.weight")
+
+
 def shapes_of(parts: Iterable[Part]) -> Shapes:
     """Shapes of the checkpoint's tensors that parts are made of, in their order."""
     return {name: shape for part in parts for name, shape in part.shapes.items()}

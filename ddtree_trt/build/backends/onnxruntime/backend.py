@@ -16,7 +16,7 @@ from ddtree_trt.artifact.toolchain import always_causal, installed_versions
 from ddtree_trt.build.backends.base import Written
 from ddtree_trt.device.buffers import FLOAT_BYTES
 from ddtree_trt.errors import UsageError
-from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
+from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims, is_of_values
 from ddtree_trt.models.drafters.dflash import FC, OWN_EMBEDDING
 from ddtree_trt.models.drafters.heads import is_of_head
 
@@ -82,9 +82,6 @@ class OnnxRuntimeBuild:
         return Written(names, self._toolchain)
 
 
-VALUES = "self_attn.v_proj.weight"  # of a layer, rounded and then its remainders
-
-
 def weight_bytes(shapes: Mapping[str, tuple[int, ...]], precision: PrecisionName) -> int:
     """Bytes of a network's tensors in the weight file. In int8 a projection [out, in] takes a byte per value and a
     scale per output, that of values twice; so does the head, which is stored apart from the embedding even when tied to
@@ -94,7 +91,7 @@ def weight_bytes(shapes: Mapping[str, tuple[int, ...]], precision: PrecisionName
         heads = {HEAD: shapes[EMBEDDING]} if EMBEDDING in shapes else {}
         for name, shape in {**heads, **shapes}.items():
             if len(shape) == 2 and name not in (EMBEDDING, OWN_EMBEDDING, FC) and not is_of_head(name):
-                sizes[name] = (math.prod(shape) + FLOAT_BYTES * shape[0]) * (2 if name.endswith(VALUES) else 1)
+                sizes[name] = (math.prod(shape) + FLOAT_BYTES * shape[0]) * (2 if is_of_values(name) else 1)
         if EMBEDDING in shapes:
             sizes["rotation"] = 2 * FLOAT_BYTES * shapes[EMBEDDING][1] ** 2
     return sum(sizes.values())
