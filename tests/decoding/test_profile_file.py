@@ -50,6 +50,7 @@ DAMAGED = [
     *(damaged("contexts.0.tree_tokens.1", value) for value in [*NUMBERS[:-3], 0, 1, 2.5, 10**10]),
     *(damaged("contexts.1.context", value) for value in ["x", None, 0, -1, 1.5, 64, 10**400]),
     *(damaged("batches.0.slots", value) for value in ["x", None, 0, -1, 1, 1.5, 8, 10**400]),
+    damaged("batches.1.context", 128),
     *(damaged("batches.1.tree_tokens", value) for value in [[2], [1, 2], [], 5]),
     damaged("contexts.0.slots", 2),
     *(damaged("contexts", value) for value in list[Any](("x", None, 5, [], {}, [5], [None], [[]]))),

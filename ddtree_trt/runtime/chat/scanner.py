@@ -132,12 +132,18 @@ class Scanner:
                 raise Malformed
 
     def json_string(self) -> Steps[str]:
-        """Read a JSON string; returns the text that it stands for. Raises Malformed for anything else."""
+        """Read a JSON string; returns the text that it stands for. Raises Malformed for anything else, and for a text
+        that no answer could hold: an escape may be half of a character."""
         if (yield from self.peek()) != '"':
             raise Malformed
         pieces: list[str] = []
         yield from self.json_value(pieces.append)
-        return str(parse("".join(pieces)))
+        text = str(parse("".join(pieces)))
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise Malformed from None
+        return text
 
     def braces(self, sink: Sink) -> Steps[None]:
         """Read from a brace to the one that closes it, whatever is between but for brackets in JSON strings, passed to

@@ -57,12 +57,25 @@ class Savings:
     def __init__(self) -> None:
         self.seconds = 0.0
         self.promised = 0.0  # to probes of the round of several slots that is under way
-        self.trend = 0.02  # recent mean gain of a slot's draft in a pass with others, in single tokens
+        # Recent means of a slot's draft in a pass with others. They begin with a small gain, so that drafts of a new
+        # engine are made as if they gained; one round of some slots that lose is enough to end that.
+        self._tokens = 1.02
+        self._price = 1.0  # in single tokens, by the profile
 
     def add(self, costs: Costs) -> None:
         """Save for a single-token round."""
         most_s = 2**PATIENCE * costs.trial_s
         self.seconds = max(self.seconds, min(self.seconds + SHARE * costs.single_s, most_s))
+
+    def book(self, costs: Costs, cost_s: float, tokens: int) -> None:
+        """Take a slot's draft in a pass with others."""
+        self._tokens += (tokens - self._tokens) / COMMON_MEMORY
+        self._price += (cost_s / costs.single_s / costs.dearness - self._price) / COMMON_MEMORY
+
+    def trend(self, dearness: float) -> float:
+        """Recent mean gain of a slot's draft in a pass with others, in single tokens, where rounds with drafts are so
+        much dearer than in the profile. That is learnt from rounds: drafts that were taken to lose may have gained."""
+        return self._tokens - dearness * self._price
 
 
 class Account:
@@ -77,7 +90,7 @@ class Account:
         self._latest_gained = False  # whether the latest draft gained
         self._slots = self._stopped_among = 1  # slots of the current round, and of the one at which drafting stopped
         self._single_s = 0.0  # this slot's share of a round without drafts, among so many slots
-        self._drafted = False  # whether it has drafted yet
+        self.drafted = False  # whether it has drafted yet
         self.stopped = False  # whether the request makes single tokens, except for probes
         self.probing = False  # whether the current round is a probe
         self.looking = False  # whether it drafts only to see what is expected of a draft now
@@ -101,7 +114,7 @@ class Account:
         """Whether the next round drafts. If not, it is a single-token round, which saves for probes."""
         if not costs.least:
             return False
-        first_lost = not self._drafted and self._others_lose and costs.trial_s > TRIAL * costs.single_s
+        first_lost = not self.drafted and self._others_lose(costs) and costs.trial_s > TRIAL * costs.single_s
         if not self.stopped and not first_lost:
             return True
         self.probing = self._affords_probe(costs)
@@ -124,7 +137,7 @@ class Account:
 
     def most_nodes(self, costs: Costs) -> int:
         """Most nodes that the next round may draft and verify."""
-        if self.gains or self._latest_gained or self._others_gain:
+        if self.gains or self._latest_gained or self._others_gain(costs):
             return costs.max_nodes
         if self._slots > 1 and (self.probing or self.looking):
             return costs.max_nodes  # from the savings, which go into debt
@@ -134,7 +147,7 @@ class Account:
         """Book a drafting round of `cost_s` that committed `tokens` tokens."""
         gain_s = tokens * costs.single_s - cost_s
         self._latest_gained = gain_s > 0
-        self._drafted = True
+        self.drafted = True
         self._matches = 0
         if self.probing or self.looking:
             self._savings.seconds -= cost_s - costs.single_s
@@ -142,7 +155,7 @@ class Account:
             self.looking = False
             return
         if self._slots > 1:
-            self._savings.trend += (gain_s / costs.single_s - self._savings.trend) / COMMON_MEMORY
+            self._savings.book(costs, cost_s, tokens)
         if self.probing:
             self.probing = False
             self.stopped = gain_s <= 0
@@ -157,19 +170,17 @@ class Account:
         if self.gains:
             self._resumed = 0
 
-    @property
-    def _others_gain(self) -> bool:
+    def _others_gain(self, costs: Costs) -> bool:
         """Whether the round is one with others, and drafts in such rounds gain."""
-        return self._slots > 1 and self._savings.trend > 0
+        return self._slots > 1 and self._savings.trend(costs.dearness) > 0
 
-    @property
-    def _others_lose(self) -> bool:
+    def _others_lose(self, costs: Costs) -> bool:
         """The same of rounds with others in which drafts do not gain."""
-        return self._slots > 1 and self._savings.trend <= 0
+        return self._slots > 1 and self._savings.trend(costs.dearness) <= 0
 
     def _stake_s(self, costs: Costs) -> float:
         """Most loss of the request before it stops drafting."""
-        if self._others_gain:
+        if self._others_gain(costs):
             return max(COMMON_STAKE * costs.single_s, UNLUCKY * costs.trial_s)
         return STAKE * costs.single_s
 
@@ -181,7 +192,7 @@ class Account:
             self._resume(costs.single_s)
 
     def _resume(self, single_s: float) -> None:
-        """Draft again, until a round loses."""
+        """Draft again; alone until a round loses, among others until the request has lost what is left of its stake."""
         self.stopped = False
         self._balance_s = -STAKE * single_s
 

@@ -214,15 +214,15 @@ class AutoBudget:
     @property
     def must_draft(self) -> bool:
         """Whether this round drafts, whatever is expected of it: it is a probe, or the request's first draft."""
-        first = not len(self._drafted) and self._costs.trial_s <= TRIAL * self._costs.single_s
+        first = not self._account.drafted and self._costs.trial_s <= TRIAL * self._costs.single_s
         return self._account.probing or first
 
     @property
     def outlook(self) -> NDArray[np.float64]:
         """Tokens [W] that drafts of `CostModel.widths` nodes are expected to add, this round's not yet known."""
-        if not len(self._drafted):
+        if not self._account.drafted:
             return np.minimum(self.shared.outlook.tokens, self._costs.deepest)
-        if not self._outlook.rounds:
+        if not self._outlook.rounds:  # it drafted alone
             self._outlook.learn(self._at_widths(self.weigh(self._drafted)))
         return np.minimum(self._outlook.tokens, self._costs.deepest)
 
@@ -241,8 +241,9 @@ class AutoBudget:
 
     def settle(self, tree: DraftTree, accepted: NDArray[np.float64], nodes: int, cost_s: float) -> None:
         """Take the choice of `nodes` nodes of a weighed tree, for which the slot pays `cost_s` above a single token."""
-        for outlook in (self._outlook, self.shared.outlook):
-            outlook.learn(self._at_widths(accepted))
+        self._outlook.learn(self._at_widths(accepted))
+        if len(tree):  # one that a constraint left nothing of says nothing about others' drafts
+            self.shared.outlook.learn(self._at_widths(accepted))
         self._took(nodes, tree)
         expected = 1 + float(accepted[:nodes].sum())
         single_s = self._costs.single_s

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile
+from ddtree_trt.runtime.decoding.pace import PROFILED, Pace, Ratios
 
 
 class Load(NamedTuple):
@@ -37,6 +38,7 @@ class Costs:
     least: int  # fewest nodes that pay if all possible ones are accepted; 0 where no number does
     deepest: int  # depth below which an accepted node adds no token
     level_s: float = 0.0  # each level of a tree that is drafted level by level; not in `draft_s` unless `at_depth`
+    dearness: float = 1.0  # of rounds with drafts against those without, as rounds took, over that of the profile
 
     @property
     def max_nodes(self) -> int:
@@ -68,6 +70,17 @@ class RoundCosts:
 
     draft_s: NDArray[np.float64]  # [slots + 1]: a draft for so many of them
     verify_s: NDArray[np.float64]  # [1 + max_nodes]: a verification whose widest tree has n nodes
+    dearness: float = 1.0  # as in `Costs`
+    hope: float = 1.0  # how much faster rounds without drafts may well be, against those with them
+
+    def round_s(self, drafting: int, nodes: int) -> float:
+        """A round in which so many slots draft, and whose widest tree has so many nodes."""
+        return float(self.draft_s[drafting] + self.verify_s[nodes])
+
+    def paced(self, pace: Pace) -> RoundCosts:
+        """The costs of rounds that take longer, or less long, than the profile says."""
+        ratios = pace.ratios
+        return RoundCosts(self.draft_s * ratios.drafted, _paced(self.verify_s, ratios), ratios.dearness, pace.hope)
 
 
 @dataclass(frozen=True)
@@ -94,9 +107,12 @@ class _Measured:
 class CostModel:
     """The latency profile, interpolated over the measured contexts and numbers of slots.
 
-    Where passes are padded, a tree costs as much as the next larger size: the curve is flat up to that size. A longer
-    context adds to a pass of several slots what it adds for one, for each of them: slots read their own caches. Beyond
-    the most slots that were measured, costs are in proportion to their number.
+    Where passes are padded, a tree costs as much as the next larger size: the curve is flat up to that size.
+
+    Several slots were measured at one context. A longer one adds for each of them what it adds for one, since slots
+    read their own caches; a shorter one is taken to cost the same, because what one slot saves is mostly noise when
+    taken times their number. Beyond the most slots that were measured, costs are in proportion to their number. How
+    long rounds of several slots really took corrects all these (`pace`).
     """
 
     STEP = 64  # tokens of context over which costs are taken as constant
@@ -126,20 +142,32 @@ class CostModel:
         self._lengths = np.array([c.context for c in profile.contexts], float)
         self._contexts = [measured(c) for c in profile.contexts]
         self._slots = np.array([1, *(c.slots for c in profile.batches)], float)
-        self._batches = [self._contexts[0], *(measured(c) for c in profile.batches)]
-        self._known: dict[tuple[int, int, Load], Costs] = {}
+        self._context = max((c.context for c in profile.batches), default=0)  # that of the passes of several slots
+        alone = _interpolated(self._contexts, self._lengths, self._context)
+        self._batches = [alone, *(measured(c) for c in profile.batches)]
+        self._known: dict[tuple[int, int, Load, Ratios], Costs] = {}
         self._rounds: dict[tuple[int, int], RoundCosts] = {}
+        self._paces: dict[int, Pace] = {}  # by the bits of a number of slots
 
     def at(self, past: int, left: int | None = None, load: Load = ALONE) -> Costs:
         """Costs at `past` committed tokens, where a round can yield at most `left` ≥ 1 tokens (None: any number)."""
         step, deepest = past // self.STEP, self._max_depth if left is None else min(self._max_depth, left - 1)
-        key = step, deepest, load
+        ratios = self._pace(load.slots).ratios if load.slots > 1 else PROFILED
+        key = step, deepest, load, ratios
         if (found := self._known.get(key)) is None:
-            found = _kept(self._known, self.KEPT, key, self._share((step + 0.5) * self.STEP, deepest, load))
+            found = _kept(self._known, self.KEPT, key, self._share((step + 0.5) * self.STEP, deepest, load, ratios))
         return found
 
     def round(self, past: int, slots: int) -> RoundCosts:
         """Costs of a round of that many slots, which hold `past` tokens on average."""
+        return self._profiled(past, slots).paced(self._pace(slots))
+
+    def learn(self, past: int, slots: int, drafting: int, nodes: int, seconds: float) -> None:
+        """Take the time of a round of several slots, of which `drafting` drafted, and whose widest tree had `nodes`."""
+        expected_s = self._profiled(past, slots).round_s(drafting, min(nodes, self._nodes[-1]))
+        self._pace(slots).learn(drafting > 0, seconds / expected_s)
+
+    def _profiled(self, past: int, slots: int) -> RoundCosts:
         key = past // self.STEP, slots
         if (found := self._rounds.get(key)) is None:
             each = [self._of((key[0] + 0.5) * self.STEP, n) for n in range(1, slots + 1)]
@@ -151,30 +179,46 @@ class CostModel:
         """The largest number of nodes verified at the cost of `nodes`."""
         return int(self.filled[nodes])
 
-    def _share(self, past: float, deepest: int, load: Load) -> Costs:
+    def _pace(self, slots: int) -> Pace:
+        """That of so many slots, which begins as that of the nearest number known."""
+        bits = slots.bit_length()
+        if bits not in self._paces:
+            near = min(self._paces, key=lambda known: abs(known - bits), default=None)
+            self._paces[bits] = Pace(None if near is None else self._paces[near])
+        return self._paces[bits]
+
+    def _share(self, past: float, deepest: int, load: Load, ratios: Ratios) -> Costs:
         slots, drafting = load.slots, load.drafting
-        verify, draft = self._of(past, slots).verify_s, self._of(past, drafting)
-        token_s = draft.token_s / drafting
-        single_s, draft_s = float(verify[0]) / slots, draft.draft_s / drafting
+        verify, draft = _paced(self._of(past, slots).verify_s, ratios), self._of(past, drafting)
+        verify = np.maximum(verify, verify[0])
+        token_s = ratios.drafted * draft.token_s / drafting
+        single_s, draft_s = float(verify[0]) / slots, ratios.drafted * draft.draft_s / drafting
         rows_s = verify / drafting + float(verify[0]) * (1 / slots - 1 / drafting)
         chains_s = rows_s + token_s * self._nodes
         pays = (1 + np.minimum(self._nodes, deepest)) * single_s > draft_s + chains_s
         pays[0] = False
         nodes_s, level_s = (rows_s, token_s) if self._by_levels else (chains_s, 0.0)
-        return Costs(single_s, draft_s, nodes_s, self.fill(int(pays.argmax())), deepest, level_s)
+        return Costs(single_s, draft_s, nodes_s, self.fill(int(pays.argmax())), deepest, level_s, ratios.dearness)
 
     def _of(self, past: float, slots: int) -> _Measured:
         """Costs of passes over that many slots with `past` tokens each."""
         one = _interpolated(self._contexts, self._lengths, past)
         if slots == 1:
             return one
-        shortest, beyond = self._batches[0], max(1.0, slots / self._slots[-1])
-        many = _interpolated(self._batches, self._slots, slots)
+        near, far = self._batches[0], _interpolated(self._contexts, self._lengths, max(past, self._context))
+        many, beyond = _interpolated(self._batches, self._slots, slots), max(1.0, slots / self._slots[-1])
         return _Measured(
-            beyond * many.draft_s + slots * max(0.0, one.draft_s - shortest.draft_s),
-            beyond * many.token_s + slots * max(0.0, one.token_s - shortest.token_s),
-            beyond * many.verify_s + slots * np.maximum(0.0, one.verify_s - shortest.verify_s),
+            beyond * many.draft_s + slots * max(0.0, far.draft_s - near.draft_s),
+            beyond * many.token_s + slots * max(0.0, far.token_s - near.token_s),
+            beyond * many.verify_s + slots * np.maximum(0.0, far.verify_s - near.verify_s),
         )
+
+
+def _paced(verify_s: NDArray[np.float64], ratios: Ratios) -> NDArray[np.float64]:
+    """Seconds [1 + max_nodes] of verifying, where rounds without and with drafts take `ratios` of what was measured."""
+    paced = verify_s * ratios.drafted
+    paced[0] = verify_s[0] * ratios.single
+    return paced
 
 
 def _interpolated(costs: Sequence[_Measured], at: NDArray[np.float64], value: float) -> _Measured:

@@ -69,6 +69,9 @@ class Plan:
             for turn, tree in zip(self._turns, trees, strict=True)
         ]
 
+    def took(self, seconds: float, widest: int) -> None:
+        """Learn from the time of the round, whose widest tree had so many nodes."""
+
 
 class _Crowd(Plan):
     """Budgets of a round in which the slots share one pass."""
@@ -122,8 +125,8 @@ class _Crowd(Plan):
         draft_s = self._costs.draft_s[others : others + len(free) + 1, None]
         rates = (slots + sure + added) / (draft_s + verify_s[widths])  # [F + 1, W]: the best so many draft
         if not others:
-            rates[0] = slots / verify_s[0]
-        if self._shared.savings.trend > 0:
+            rates[0] = self._costs.hope * slots / verify_s[0]
+        if self._shared.savings.trend(self._costs.dearness) > 0:
             rates[-1] *= DOUBT
         most, width = divmod(int(rates.argmax()), len(widths))
         return [free[i] for i in order[most:, width]]
@@ -137,6 +140,9 @@ class _Crowd(Plan):
             for i, n in self._choose_rows(together, paid).items():
                 nodes[i] = n
         return nodes
+
+    def took(self, seconds: float, widest: int) -> None:
+        self._shared.costs.learn(self._past, len(self._turns), self._drafting, widest, seconds)
 
     def _choose_rows(self, trees: Mapping[int, DraftTree], paid: int) -> dict[int, int]:
         """The nodes of each turn's tree, of a round whose other trees have up to `paid` nodes."""

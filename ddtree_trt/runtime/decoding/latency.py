@@ -1,7 +1,8 @@
 """The latency profile: times of drafts and verifications on this machine, by tree tokens, context length and slots.
 
-Contexts are measured with one slot. Where an engine takes all slots in one pass, more slots are measured at the
-shortest context: a longer context adds to a pass what it adds for each slot, since a slot reads its own cache.
+Contexts are measured with one slot. Where an engine takes all slots in one pass, more slots are measured at the second
+context, which is nearer to what slots hold than the first. A longer one adds to a pass what it adds for each slot,
+since a slot reads its own cache.
 
 Stored in the engine directory as `profile.json` with the machine's fingerprint. It is not part of the build: a profile
 of another machine, engine or thread count is detected and measured again.
@@ -33,7 +34,7 @@ from ddtree_trt.reading import Between, Source, parse_json, read_json, read_reco
 from ddtree_trt.runtime.decoding.timing import REPETITIONS, fill, time_rounds
 from ddtree_trt.runtime.engines.base import Engine
 
-PROFILE_VERSION = 3  # 3: passes of several slots
+PROFILE_VERSION = 4  # 4: passes of several slots at the second context
 CONTEXTS = (64, 256, 1024, 4096, 16384)
 BATCHES_S = (3.0, 20.0)  # passes of several slots are measured for about so long, and no number of slots for longer
 _MAX_BYTES = 1 << 20  # of the file; a real one has some kilobytes
@@ -78,7 +79,7 @@ class LatencyProfile:
     fingerprint: str
     machine: str
     contexts: tuple[ContextCost, ...]  # rising context length, one slot
-    batches: tuple[ContextCost, ...] = ()  # rising number of slots from 2, at the first context
+    batches: tuple[ContextCost, ...] = ()  # rising number of slots from 2, all at one context
     version: int = PROFILE_VERSION
 
     def to_json(self) -> str:
@@ -109,6 +110,8 @@ def _read(data: object, source: Source) -> LatencyProfile:
         raise source.fault("contexts must hold costs of rising context lengths")
     if any(cost.slots != 1 for cost in profile.contexts) or not _rising((1, *(c.slots for c in profile.batches))):
         raise source.fault("contexts must hold costs of 1 slot, batches those of rising numbers of slots from 2")
+    if len({cost.context for cost in profile.batches}) > 1:
+        raise source.fault("batches must have one context")
     return profile
 
 
@@ -192,10 +195,11 @@ def measure(engine: Engine, *, seconds: float = 6.0, progress: Progress = no_pro
         engine.truncate(0, 0)
         progress("measuring latencies", len(costs), len(contexts) + 1)
         deadline = time.perf_counter() + BATCHES_S[0]
+        context = contexts[:2][-1]
         for slots in _batches(limits.max_batch, costs[0]) if engine.batches else ():
             for slot in range(slots):
-                fill(engine, slot, contexts[0])
-            batches.append(_cost(engine, slots, contexts[0], BATCHES_S[0] / 4))
+                fill(engine, slot, context)
+            batches.append(_cost(engine, slots, context, BATCHES_S[0] / 4))
             if time.perf_counter() > deadline:
                 break
     finally:

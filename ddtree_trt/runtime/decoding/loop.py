@@ -6,6 +6,7 @@ engine runs all five stages on its device, the results are emitted, stopped and 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -223,6 +224,7 @@ def _round_on_device(engine: Engine, sequences: list[Sequence], clock: StageCloc
 
 
 def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
+    start = time.perf_counter()
     with clock("draft"):
         slot_rounds, budgets = _by_slot(engine, sequences)
         drafting = [each for each in slot_rounds if each.ceiling > 0]
@@ -246,6 +248,7 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
     with clock("commit"):
         for each in slot_rounds:
             each.commit(engine)
+    budgets.took(time.perf_counter() - start, max(len(each.tree) for each in slot_rounds))
 
     for each in slot_rounds:  # what watchers do is no part of a stage
         each.show()

@@ -45,7 +45,7 @@ def test_the_cost_model_interpolates_contexts_and_sizes() -> None:
 
 
 def test_costs_of_several_slots_follow_rows_and_slots() -> None:
-    """As measured at the shortest context, between the numbers of slots that were, and in proportion beyond them."""
+    """As measured at one context, between the numbers of slots that were, and in proportion beyond them."""
     profile = make_batched_profile(8, draft_s=0.5, slope=0.01)
     model = CostModel(profile, 64, 7)
     for slots, nodes in ((2, 0), (2, 8), (8, 4), (8, 64)):
@@ -67,10 +67,51 @@ def test_a_longer_context_adds_for_every_slot_what_it_adds_for_one() -> None:
     assert far.draft_s[1:] == pytest.approx(near.draft_s[1:] + 0.1 * np.arange(1, 5))
 
 
+def test_a_shorter_context_than_that_of_several_slots_costs_the_same() -> None:
+    """What one slot seems to save there, times the number of slots, is mostly noise."""
+    batched = make_batched_profile(4)
+    at_first = dataclasses.replace(batched.contexts[0], verify_s=tuple(s / 2 for s in batched.contexts[0].verify_s))
+    second, many = (dataclasses.replace(cost, context=256) for cost in (batched.contexts[0], batched.batches[-1]))
+    model = CostModel(dataclasses.replace(batched, contexts=(at_first, second), batches=(many,)), 64, 7)
+    assert model.round(0, 4).verify_s == pytest.approx(model.round(192, 4).verify_s)
+    assert model.at(0).single_s < model.at(192).single_s, "of one slot it was measured"
+
+
+def test_the_times_of_rounds_correct_the_costs_of_several_slots() -> None:
+    model = CostModel(make_batched_profile(8), 64, 7)
+    before, alone = model.round(0, 8), model.at(0)
+    for _ in range(60):
+        model.learn(0, 8, 0, 0, 1.5 * before.verify_s[0])
+        model.learn(0, 8, 5, 9, 1.2 * (before.draft_s[5] + before.verify_s[9]))
+    after = model.round(0, 8)
+    assert after.verify_s[0] == pytest.approx(1.5 * before.verify_s[0], rel=0.02)
+    assert after.verify_s[1:] == pytest.approx(1.2 * before.verify_s[1:], rel=0.02)
+    assert after.draft_s == pytest.approx(1.2 * before.draft_s, rel=0.02)
+    assert after.dearness == model.at(0, None, Load(8, 8)).dearness == pytest.approx(0.8, rel=0.02)
+    assert model.at(0) is alone, "one slot's are those of the profile"
+
+
+def test_what_is_learnt_holds_for_like_numbers_of_slots_and_begins_others() -> None:
+    model = CostModel(make_batched_profile(8), 64, 7)
+    before = {slots: model.round(0, slots).verify_s[0] for slots in (2, 6, 7, 8)}
+    for _ in range(60):
+        model.learn(0, 7, 0, 0, 2 * before[7])
+    known = CostModel(make_batched_profile(8), 64, 7)
+    known.learn(0, 7, 0, 0, known.round(0, 7).verify_s[0])  # so that only this number is known
+    for _ in range(60):
+        known.learn(0, 7, 0, 0, 2 * before[7])
+    assert known.round(0, 6).verify_s[0] == pytest.approx(2 * before[6], rel=0.02)
+    assert known.round(0, 2).verify_s[0] == pytest.approx(2 * before[2], rel=0.02), "as the nearest one known"
+    assert model.round(0, 8).verify_s[0] == pytest.approx(before[8]), "it was known before"
+
+
+@pytest.mark.parametrize("paced", [False, True])
 @pytest.mark.parametrize(("slots", "drafting"), [(1, 1), (4, 4), (8, 3)])
-def test_the_share_of_a_slot(slots: int, drafting: int) -> None:
+def test_the_share_of_a_slot(slots: int, drafting: int, paced: bool) -> None:
     """Of single tokens one part for each slot, of drafts and their rows one for each that drafts."""
     model = CostModel(make_batched_profile(8), 64, 7)
+    if paced and slots > 1:
+        model.learn(0, slots, 0, 0, 1.1 * model.round(0, slots).verify_s[0])
     share, whole = model.at(0, None, Load(slots, drafting)), model.round(0, slots)
     assert share.single_s == pytest.approx(whole.verify_s[0] / slots)
     for nodes in (1, 5, 64):

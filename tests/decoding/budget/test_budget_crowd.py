@@ -238,3 +238,27 @@ def test_the_loop_gives_slots_of_one_pass_a_common_size_and_stays_lossless(metho
             assert max(max(sizes) for sizes in widths) > 2
             assert all(isinstance(each.budget, AutoBudget) for each in completions if each.drafts)
     assert outputs[True] == outputs[False]
+
+
+def test_the_loop_times_its_rounds_for_the_costs_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In simulated time, on a machine where every pass takes twice as long as the profile says."""
+    engine = ScriptedEngine(target := MarkovTarget(), Good(target))
+    engine.batches = True
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    def spend(verb: str, slots: tuple[int, ...]) -> None:
+        rows = engine.calls[-1].tokens * len(slots)
+        pass_s = {"draft": 0.2 * (0.8 + 0.2 * len(slots)), "verify": 1 + 0.02 * (rows - 1)}
+        clock[0] += 2 * pass_s.get(verb, 0.0)
+
+    engine.fail = spend
+    shared = AutoBudgets(make_batched_profile(4), 64, 3)
+    completions = [completion(engine, [1 + i], SamplingParams(method="ddtree", max_tokens=90)) for i in range(4)]
+    for each in completions:
+        each.budget = shared.for_sequence()
+    profiled = shared.costs.round(0, 4)
+    finish(Scheduler(engine), completions)
+    learnt = shared.costs.round(0, 4)
+    assert learnt.draft_s[1:] / profiled.draft_s[1:] == pytest.approx(2.0, rel=0.05)
+    assert 1.5 < learnt.verify_s[0] / profiled.verify_s[0] < 2.05

@@ -8,6 +8,7 @@ costs several passes: only a drafter that is nearly always right is worth it the
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -52,9 +53,7 @@ def test_automatic_budgets_are_as_fast_as_the_best_fixed_one(
 ) -> None:
     speeds = fixed_speeds(machine, traffic, slots)
     speed = per_second(serve(machine, requests(traffic, slots), slots, automatic(machine, slots)))
-    # There drafting gains a tenth at most, and not if some of the slots do without.
-    hardest = machine == PROCESSOR and traffic == "sure" and slots == 64
-    assert speed >= (0.96 if hardest else 0.97) * max(speeds.values())
+    assert speed >= 0.97 * max(speeds.values())
     assert speed >= 0.97 * speeds[0]
 
 
@@ -80,6 +79,27 @@ def test_good_requests_after_useless_ones_draft_as_on_a_fresh_engine(
     used = automatic(machine, slots)
     serve(machine, [Request(LIAR, 128, i) for i in range(10 * slots)], slots, used)
     assert per_second(serve(machine, good, slots, used)) >= 0.95 * per_second(fresh)
+
+
+@pytest.mark.parametrize(
+    ("machine", "profiled", "traffic", "slots"),
+    [
+        (PROCESSOR, replace(PROCESSOR, slot_s=0.08e-3, pass_s=1.5e-3), "sure", 16),  # single tokens look too cheap
+        (PROCESSOR, replace(PROCESSOR, slot_s=0.08e-3, pass_s=1.5e-3), "good", 4),
+        (PROCESSOR, replace(PROCESSOR, block_s=0.35e-3, row_s=0.05e-3), "good", 64),  # drafts do
+        (GPU, replace(GPU, flops_s=GPU.flops_s * 1.5), "middling", 64),
+        (GPU, replace(GPU, bytes_s=GPU.bytes_s * 1.5), "good", 64),
+        (GPU, replace(GPU, flops_s=GPU.flops_s / 1.5), "good", 64),  # drafts look too dear
+    ],
+)
+def test_rounds_correct_a_profile_that_is_wrong(
+    machine: Gpu | Processor, profiled: Gpu | Processor, traffic: str, slots: int
+) -> None:
+    """By a third or more, as other work on the machine or a short context may make it. Without what rounds show, these
+    come to between 0.65 and 0.8."""
+    speeds = fixed_speeds(machine, traffic, slots)
+    speed = per_second(serve(machine, requests(traffic, slots), slots, automatic(profiled, slots)))
+    assert speed >= 0.95 * max(speeds.values())
 
 
 def test_drafting_ends_under_load_and_trees_shrink() -> None:

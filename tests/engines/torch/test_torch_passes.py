@@ -22,6 +22,7 @@ from ddtree_trt.runtime.engines.lazy_rows import LazyRows
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
 from ddtree_trt.runtime.engines.torch.attention import KernelAttention, Place
+from ddtree_trt.runtime.engines.torch.drafters import TOP_KS
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.params import SamplingParams
@@ -197,6 +198,7 @@ def test_a_single_sequence_finds_every_graph_captured(engine: TorchEngine, monke
     limits, device = engine.limits, engine.device
     sizes = buckets(limits.max_tokens_per_pass)
     monkeypatch.setattr(engine.target, "buckets", sizes)
+    monkeypatch.setattr(engine.drafter, "top_ks", TOP_KS)
     engine.warm_up()
     assert not captured  # a CPU captures nothing
     monkeypatch.setattr(engine, "device", torch.device("cuda"))

@@ -24,7 +24,7 @@ from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile
 from ddtree_trt.runtime.tree import EMPTY, DraftTree
 
 BUCKETS = tuple(buckets(1 + NODES))
-CONTEXTS = (64, 512, 2048)
+CONTEXTS = (64, 256, 1024)
 PROMPT = 200  # tokens
 
 
@@ -109,7 +109,7 @@ def _profile(machine: Machine, most: int, sizes: Sequence[int]) -> LatencyProfil
         return ContextCost(context, machine.draft_s(slots, slots * context), tuple(sizes), verify_s, slots=slots)
 
     counts = [n for n in (2, 4, 8, 16, 32, 64, 128) if n <= most]
-    contexts, batches = [cost(1, context) for context in CONTEXTS], [cost(n, CONTEXTS[0]) for n in counts]
+    contexts, batches = [cost(1, context) for context in CONTEXTS], [cost(n, CONTEXTS[1]) for n in counts]
     return LatencyProfile("fingerprint", "machine", tuple(contexts), tuple(batches))
 
 
@@ -157,6 +157,7 @@ def _round(machine: Machine, running: Sequence[_Slot]) -> Spent:
     widest = max(len(slot.tree) for slot in running)
     seconds = machine.verify_s(len(running), 1 + widest, context)
     seconds += machine.draft_s(drafts, context) if drafts else 0.0
+    budgets.took(seconds, widest)
     tokens = sum(slot.advance(n > 0) for slot, n in zip(running, ceilings, strict=True))
     return Spent(seconds, tokens, 1, drafts, sum(len(slot.tree) for slot in running))
 

@@ -68,6 +68,7 @@ class BlockDrafter(Drafter):
         self._control = Upload(Upload.size(*[(slots,)] * 4), device)
         self._learn_control = [Upload(Upload.size((1,), (1,)), device) for _ in range(slots)]
         self._head = dims.pair_head
+        self.top_ks: Sequence[int] | None = TOP_KS if device.type == "cuda" else None  # None: any number
         self._result = Download(sum(map(math.prod, self._shapes(slots, TOP_KS[-1]))), device)
 
     @property
@@ -127,10 +128,12 @@ class BlockDrafter(Drafter):
         return [Draft(Marginals(floats[0][n, :, : r.top_k], ids[n, :, : r.top_k])) for n, r in enumerate(requests)]
 
     def _candidates(self, wanted: int) -> int:
-        """The candidates per position of a draft that `wanted` are asked of: K of a captured graph, or C."""
+        """The candidates per position of a draft that `wanted` are asked of: C, or K, of a captured graph its K."""
         if self._head is not None:
             return self._head.candidates
-        return min(next((k for k in TOP_KS if k >= wanted), TOP_KS[-1]), self.dims.head_size)
+        if self.top_ks is not None:
+            wanted = next((k for k in self.top_ks if k >= wanted), self.top_ks[-1])
+        return min(wanted, self.dims.head_size)
 
     def _shapes(self, slots: int, top_k: int) -> list[tuple[int, ...]]:
         """The shapes of what `run` returns."""

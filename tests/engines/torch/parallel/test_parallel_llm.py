@@ -146,9 +146,11 @@ def test_the_time_for_opening_grows_with_the_weights(monkeypatch: pytest.MonkeyP
     assert followers.opening_limit_s(140 * 10**9) == 600 + 2800
     monkeypatch.setenv(followers.OPENING, "90.5")
     assert followers.opening_limit_s(140 * 10**9) == 90.5
-    for text in ("0", "-1", "inf", "nan", "soon"):
+    monkeypatch.setenv(followers.OPENING, "1e6")
+    assert followers.opening_limit_s(0) == 1e6
+    for text in ("0", "-1", "1000001", "inf", "nan", "soon"):
         monkeypatch.setenv(followers.OPENING, text)
-        with pytest.raises(UsageError, match=f"OPENING_SECONDS must be a number .* above 0, not '{text}'"):
+        with pytest.raises(UsageError, match=f"OPENING_SECONDS must be .* above 0, at most 1000000, not '{text}'"):
             followers.opening_limit_s(0)
 
 

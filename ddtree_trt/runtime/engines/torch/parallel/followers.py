@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
 import os
 import signal
@@ -20,6 +19,7 @@ _NAME = "ddtree-rank-"
 _NOT_BEGUN = ' before it began: a script that opens such an engine must do so under if __name__ == "__main__":'
 OPENING = "DDTREE_OPENING_SECONDS"  # environment: how long the other ranks may take to open an engine
 _OPENING_S = 600.0  # where it says nothing, and besides the time that a slow disk takes for the weights
+_MOST_S = 1e6  # days; the system's calls that wait take little more
 _SLOW_DISK = 50e6  # bytes per second
 _REPORT_S = 5.0  # from a broken connection to what its cause is known by
 _CLOSE_S = 10.0  # how long a follower may take to release its part
@@ -31,9 +31,12 @@ def opening_limit_s(weight_bytes: int) -> float:
     if not (text := os.environ.get(OPENING, "")):
         return _OPENING_S + weight_bytes / _SLOW_DISK
     with contextlib.suppress(ValueError):
-        if 0 < (seconds := float(text)) < math.inf:
+        if 0 < (seconds := float(text)) <= _MOST_S:
             return seconds
-    raise UsageError(f"the environment variable {OPENING} must be a number of seconds above 0, not {shown(text)}")
+    raise UsageError(
+        f"the environment variable {OPENING} must be a number of seconds above 0, at most {_MOST_S:.0f}, "
+        f"not {shown(text)}"
+    )
 
 
 class _Follower:
