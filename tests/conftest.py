@@ -16,7 +16,7 @@ from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.commands.profile import measure_engine
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.device.survey import Survey
-from ddtree_trt.runtime.decoding import latency as profile
+from ddtree_trt.runtime.decoding.budget import latency as profile
 from ddtree_trt.runtime.llm import LLM
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime import scheduler as scheduling
 from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.core import EngineCore
-from ddtree_trt.runtime.decoding.budget import AutoBudgets
-from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile
+from ddtree_trt.runtime.decoding.budget.automatic import AutoBudgets
+from ddtree_trt.runtime.decoding.budget.latency import ContextCost, LatencyProfile
 from ddtree_trt.runtime.decoding.loop import decode_round
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.params import SamplingParams

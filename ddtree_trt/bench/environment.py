@@ -11,7 +11,7 @@ from ddtree_trt import __version__
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.doctor import diagnose
-from ddtree_trt.runtime.decoding.latency import fingerprint
+from ddtree_trt.runtime.decoding.budget.latency import fingerprint
 from ddtree_trt.runtime.engines.base import Engine
 
 _PEER_PACKAGES = ("torch", "transformers", "tensorrt", "tensorrt_llm", "openai", "datasets")

@@ -11,7 +11,7 @@ from ddtree_trt.commands.options.common import AsJson, EngineDirectory, Exact, T
 from ddtree_trt.terminal import printing as terminal
 
 if TYPE_CHECKING:
-    from ddtree_trt.runtime.decoding.latency import LatencyProfile
+    from ddtree_trt.runtime.decoding.budget.latency import LatencyProfile
 
 
 def profile(
@@ -44,7 +44,7 @@ def measure_engine(
     tensor_parallel_size: int = 1,
 ) -> LatencyProfile:
     """Load the engine, measure it, and store the profile in its directory."""
-    from ddtree_trt.runtime.decoding.latency import measure_and_store
+    from ddtree_trt.runtime.decoding.budget.latency import measure_and_store
     from ddtree_trt.runtime.engines.load import open_engine
 
     engine = open_engine(engine_dir, threads=threads, exact=exact, tensor_parallel_size=tensor_parallel_size)

@@ -11,8 +11,8 @@ from pathlib import Path
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.chat.formats import ChatFormat
-from ddtree_trt.runtime.decoding.budget import AutoBudgets
-from ddtree_trt.runtime.decoding.latency import load_or_measure
+from ddtree_trt.runtime.decoding.budget.automatic import AutoBudgets
+from ddtree_trt.runtime.decoding.budget.latency import load_or_measure
 from ddtree_trt.runtime.decoding.routing import check_mode
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.engines.load import closed_on_failure, open_engine

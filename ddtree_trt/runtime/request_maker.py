@@ -11,7 +11,8 @@ from ddtree_trt.artifact.limits import BUDGETS
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.models.drafters.eagle3 import LEVELS, most_expanded
 from ddtree_trt.runtime.chat.formats import MARKS
-from ddtree_trt.runtime.decoding.budget import AutoBudgets, Budget, FixedBudget
+from ddtree_trt.runtime.decoding.budget.automatic import AutoBudgets
+from ddtree_trt.runtime.decoding.budget.base import Budget, FixedBudget
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
 from ddtree_trt.runtime.decoding.policies import TreePlan

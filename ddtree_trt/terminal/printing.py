@@ -20,7 +20,7 @@ from ddtree_trt.reading import printable
 
 if TYPE_CHECKING:
     from ddtree_trt.build.dryrun import DryRun
-    from ddtree_trt.runtime.decoding.latency import LatencyProfile
+    from ddtree_trt.runtime.decoding.budget.latency import LatencyProfile
 
 
 def print_error(message: str) -> None:

@@ -18,8 +18,8 @@ from truth import FALSE_ALARM, chi_square, distribution
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime import core
-from ddtree_trt.runtime.decoding.costs import CostModel
-from ddtree_trt.runtime.decoding.latency import LatencyProfile
+from ddtree_trt.runtime.decoding.budget.costs import CostModel
+from ddtree_trt.runtime.decoding.budget.latency import LatencyProfile
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines.base import DraftRequest
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine

@@ -18,8 +18,8 @@ from truth import FALSE_ALARM, chi_square, distribution
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.decoding import latency
-from ddtree_trt.runtime.decoding.latency import measure
+from ddtree_trt.runtime.decoding.budget import latency
+from ddtree_trt.runtime.decoding.budget.latency import measure
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.engines.eagle import Level, Nodes
 from ddtree_trt.runtime.engines.load import open_engine

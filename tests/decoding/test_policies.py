@@ -16,7 +16,7 @@ from scripted_models import Conditional, Good, MarkovTarget
 from ddtree_trt import _native
 from ddtree_trt.runtime.candidates import NO_ROW, Bilinear, Candidates, LinkedRows, Marginals
 from ddtree_trt.runtime.decoding import loop
-from ddtree_trt.runtime.decoding.budget import AutoBudgets
+from ddtree_trt.runtime.decoding.budget.automatic import AutoBudgets
 from ddtree_trt.runtime.decoding.policies import EAGLE2, HEAP, POLICIES, Policy, TreePlan
 from ddtree_trt.runtime.params import SamplingParams
 

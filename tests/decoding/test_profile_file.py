@@ -15,8 +15,8 @@ import pytest
 
 from ddtree_trt.artifact.files import PROFILE
 from ddtree_trt.errors import ArtifactError
-from ddtree_trt.runtime.decoding import latency as profiles
-from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile
+from ddtree_trt.runtime.decoding.budget import latency as profiles
+from ddtree_trt.runtime.decoding.budget.latency import ContextCost, LatencyProfile
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.triton.export import ExportRequest, export_triton
 

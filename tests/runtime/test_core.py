@@ -14,7 +14,7 @@ from scripted_models import Good, MarkovTarget
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime import core as core_module
 from ddtree_trt.runtime.core import EngineCore, assemble_core
-from ddtree_trt.runtime.decoding.budget import AutoBudgets
+from ddtree_trt.runtime.decoding.budget.automatic import AutoBudgets
 from ddtree_trt.runtime.decoding.routing import Route
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler

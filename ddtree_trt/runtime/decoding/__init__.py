@@ -1,1 +1,1 @@
-"""The decode loop, its methods, sampling and budgets."""
+"""The decode loop, its methods, tree policies and sampling."""

@@ -14,8 +14,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.runtime.decoding.budget import Decision
-from ddtree_trt.runtime.decoding.crowd import Plan, Turn, plan
+from ddtree_trt.runtime.decoding.budget.base import Decision
+from ddtree_trt.runtime.decoding.budget.crowd import Plan, Turn, plan
 from ddtree_trt.runtime.decoding.methods import Proposal
 from ddtree_trt.runtime.decoding.policies import TreePlan
 from ddtree_trt.runtime.decoding.sampling import Row

@@ -15,9 +15,10 @@ from simulated import CPU, MACHINES, random_tree, walk_with
 
 from ddtree_trt import LLM, SamplingParams, _native
 from ddtree_trt.device.buckets import buckets
-from ddtree_trt.runtime.decoding.budget import AutoBudget, AutoBudgets, Decision
-from ddtree_trt.runtime.decoding.calibration import HIGHEST, LOWEST, Calibration
-from ddtree_trt.runtime.decoding.costs import CostModel
+from ddtree_trt.runtime.decoding.budget.automatic import AutoBudget, AutoBudgets
+from ddtree_trt.runtime.decoding.budget.base import Decision
+from ddtree_trt.runtime.decoding.budget.calibration import HIGHEST, LOWEST, Calibration
+from ddtree_trt.runtime.decoding.budget.costs import CostModel
 from ddtree_trt.runtime.tree import EMPTY, build_tree
 
 

@@ -15,9 +15,9 @@ from scripted_models import MarkovTarget, Useless
 
 from ddtree_trt import LLM
 from ddtree_trt.artifact.files import PROFILE
-from ddtree_trt.runtime.decoding import latency as profiles
-from ddtree_trt.runtime.decoding.costs import CostModel, Load
-from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile, convex_fit, measure
+from ddtree_trt.runtime.decoding.budget import latency as profiles
+from ddtree_trt.runtime.decoding.budget.costs import CostModel, Load
+from ddtree_trt.runtime.decoding.budget.latency import ContextCost, LatencyProfile, convex_fit, measure
 
 
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=10), st.integers(0, 2**32 - 1))

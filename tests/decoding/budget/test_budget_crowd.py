@@ -15,8 +15,9 @@ from simulated import CPU, GPU, random_tree, walk_with
 
 from ddtree_trt import SamplingParams, _native
 from ddtree_trt.device.buckets import buckets
-from ddtree_trt.runtime.decoding.budget import AutoBudget, AutoBudgets, Budget, FixedBudget
-from ddtree_trt.runtime.decoding.crowd import Plan, Turn, plan
+from ddtree_trt.runtime.decoding.budget.automatic import AutoBudget, AutoBudgets
+from ddtree_trt.runtime.decoding.budget.base import Budget, FixedBudget
+from ddtree_trt.runtime.decoding.budget.crowd import Plan, Turn, plan
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.tree import EMPTY, DraftTree
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 from simulated import costs
 
-from ddtree_trt.runtime.decoding.budget import AutoBudgets, AutoDepth
-from ddtree_trt.runtime.decoding.latency import LatencyProfile
+from ddtree_trt.runtime.decoding.budget.automatic import AutoBudgets, AutoDepth
+from ddtree_trt.runtime.decoding.budget.latency import LatencyProfile
 from ddtree_trt.runtime.tree import DraftTree, chain
 
 NODES, DEPTH = 32, 12

@@ -10,7 +10,7 @@ from simulated import CHAINS, CPU, GOOD, MACHINES, Machine, Request, Spent
 
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.runtime import core
-from ddtree_trt.runtime.decoding.budget import AutoBudgets
+from ddtree_trt.runtime.decoding.budget.automatic import AutoBudgets
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.tree import EMPTY, chain
 

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulated import CHAINS, CPU, GOOD, GPU, LIAR, SLOW_CPU, UNSURE, Machine, Quality, Request, Spent, total
 
-from ddtree_trt.runtime.decoding.account import SHARE, STAKE, TRIAL
+from ddtree_trt.runtime.decoding.budget.account import SHARE, STAKE, TRIAL
 
 MACHINES = {"cpu": (CPU, False), "gpu": (GPU, False), **{name: (costs, True) for name, costs in CHAINS.items()}}
 PROFILES = MACHINES | {"slow-cpu": (SLOW_CPU, False)}

@@ -8,7 +8,16 @@ import math
 import numpy as np
 import pytest
 
-from ddtree_trt.runtime.decoding.pace import DRIFT, DRIFT_SHARED, MOST, NOISE, PRIOR, PRIOR_SHARED, SURPRISE, Pace
+from ddtree_trt.runtime.decoding.budget.pace import (
+    DRIFT,
+    DRIFT_SHARED,
+    MOST,
+    NOISE,
+    PRIOR,
+    PRIOR_SHARED,
+    SURPRISE,
+    Pace,
+)
 
 
 def learnt(kinds: list[int], ratios: list[float]) -> Pace:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile
+from ddtree_trt.runtime.decoding.budget.latency import ContextCost, LatencyProfile
 
 SIZES = (1, 2, 3, 5, 9, 17, 33, 65)
 

@@ -18,9 +18,10 @@ from typing import Protocol
 from simulated import DEPTH, NODES, Request, Spent, Text, descend
 
 from ddtree_trt.device.buckets import buckets
-from ddtree_trt.runtime.decoding.budget import AutoBudgets, Budget, FixedBudget
-from ddtree_trt.runtime.decoding.crowd import Turn, plan
-from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile
+from ddtree_trt.runtime.decoding.budget.automatic import AutoBudgets
+from ddtree_trt.runtime.decoding.budget.base import Budget, FixedBudget
+from ddtree_trt.runtime.decoding.budget.crowd import Turn, plan
+from ddtree_trt.runtime.decoding.budget.latency import ContextCost, LatencyProfile
 from ddtree_trt.runtime.tree import EMPTY, DraftTree
 
 BUCKETS = tuple(buckets(1 + NODES))

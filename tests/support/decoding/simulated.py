@@ -13,9 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.runtime import tree as tree_module
-from ddtree_trt.runtime.decoding.budget import AutoBudgets, Budget, FixedBudget
-from ddtree_trt.runtime.decoding.costs import CostModel
-from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile
+from ddtree_trt.runtime.decoding.budget.automatic import AutoBudgets
+from ddtree_trt.runtime.decoding.budget.base import Budget, FixedBudget
+from ddtree_trt.runtime.decoding.budget.costs import CostModel
+from ddtree_trt.runtime.decoding.budget.latency import ContextCost, LatencyProfile
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, build_tree, chain
 
 SIZES = (1, 2, 3, 5, 9, 17, 33, 65)

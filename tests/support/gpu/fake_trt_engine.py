@@ -34,7 +34,7 @@ from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.device.buffers import with_aligned_slots
 from ddtree_trt.errors import MissingDependency
 from ddtree_trt.plugins import library
-from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile, fingerprint
+from ddtree_trt.runtime.decoding.budget.latency import ContextCost, LatencyProfile, fingerprint
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ddtree_trt.runtime.decoding.costs import Costs
+from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.tree import DraftTree
 
 STAKE = 0.9  # most loss of a request before it stops drafting, in single-token passes

@@ -27,8 +27,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ddtree_trt import _native
-from ddtree_trt.runtime.decoding.budget import AutoBudget, Budget
-from ddtree_trt.runtime.decoding.costs import Load
+from ddtree_trt.runtime.decoding.budget.automatic import AutoBudget
+from ddtree_trt.runtime.decoding.budget.base import Budget
+from ddtree_trt.runtime.decoding.budget.costs import Load
 from ddtree_trt.runtime.tree import DraftTree
 
 DOUBT = 1.05  # how much faster a round must be without some drafts, while drafts gain: one not made teaches nothing

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.runtime.decoding.latency import ContextCost, LatencyProfile
-from ddtree_trt.runtime.decoding.pace import PROFILED, Pace, Ratios
+from ddtree_trt.runtime.decoding.budget.latency import ContextCost, LatencyProfile
+from ddtree_trt.runtime.decoding.budget.pace import PROFILED, Pace, Ratios
 
 
 class Load(NamedTuple):

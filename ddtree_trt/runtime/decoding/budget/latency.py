@@ -31,7 +31,7 @@ from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.files import write_atomically
 from ddtree_trt.reading import Between, Source, parse_json, read_json, read_record
-from ddtree_trt.runtime.decoding.timing import REPETITIONS, fill, time_rounds
+from ddtree_trt.runtime.decoding.budget.timing import REPETITIONS, fill, time_rounds
 from ddtree_trt.runtime.engines.base import Engine
 
 PROFILE_VERSION = 4  # 4: passes of several slots at the second context
