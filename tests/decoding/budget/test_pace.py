@@ -83,9 +83,10 @@ def test_it_stays_within_bounds() -> None:
 def test_rounds_without_drafts_are_hoped_for_until_they_are_known() -> None:
     pace = Pace()
     assert pace.hope == 1.0, "neither is known"
-    pace.learn(True, 1.0)
+    for _ in range(2):
+        pace.learn(True, 1.0)
     assert 1.1 < pace.hope < 1.3
-    for _ in range(4):
+    for _ in range(5):
         pace.learn(False, 1.0)
     assert pace.hope == 1.0
     for _ in range(5000):
@@ -97,5 +98,6 @@ def test_one_may_begin_like_another() -> None:
     known = learnt([0, 1] * 20, [2.0] * 40)
     other = Pace(known)
     assert other.ratios == known.ratios
-    other.learn(True, 1.0)
+    for _ in range(2):
+        other.learn(True, 1.0)
     assert other.ratios.drafted < known.ratios.drafted < 2.1

@@ -59,8 +59,8 @@ class Savings:
         self.promised = 0.0  # to probes of the round of several slots that is under way
         # Recent means of a slot's draft in a pass with others. They begin with a small gain, so that drafts of a new
         # engine are made as if they gained; one round of some slots that lose is enough to end that.
-        self._tokens = 1.02
-        self._price = 1.0  # in single tokens, by the profile
+        self._tokens = 0.02
+        self._price = 0.0  # in single tokens, by the profile
 
     def add(self, costs: Costs) -> None:
         """Save for a single-token round."""

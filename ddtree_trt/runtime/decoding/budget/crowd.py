@@ -143,6 +143,8 @@ class _Crowd(Plan):
         return nodes
 
     def took(self, seconds: float, widest: int) -> None:
+        if not next(iter(self._autos.values())).by_rows:
+            return  # what such drafts take depends on their lengths, which the costs of a round do not hold
         self._shared.costs.learn(self._past, len(self._turns), self._drafting, widest, seconds)
 
     def _choose_rows(self, trees: Mapping[int, DraftTree], paid: int) -> dict[int, int]:
@@ -157,7 +159,7 @@ class _Crowd(Plan):
         expected = {i: float(each[:rows].sum()) for i, each in accepted.items()}
         own_s = draft_s - float(self._costs.draft_s[self._drafting - 1])  # what one more slot adds to a draft
         common_s = draft_s * len(trees) / self._drafting - own_s * len(trees)
-        common_s = max(0.0, common_s) + max(0.0, float(verify_s[rows] - verify_s[paid]))
+        common_s = max(0.0, common_s) + float(verify_s[rows] - verify_s[paid])
         total = sum(expected.values())
         chosen = {}
         for i, tree in trees.items():
