@@ -192,7 +192,7 @@ class CostModel:
         verify, draft = _paced(self._of(past, slots).verify_s, ratios), self._of(past, drafting)
         verify = np.maximum(
             verify, verify[0]
-        )  # what a slot may lose is not taken to be less than a single token's time
+        )  # so that a failed draft always loses
         token_s = ratios.drafted * draft.token_s / drafting
         single_s, draft_s = float(verify[0]) / slots, ratios.drafted * draft.draft_s / drafting
         rows_s = verify / drafting + float(verify[0]) * (1 / slots - 1 / drafting)
