@@ -190,9 +190,7 @@ class CostModel:
     def _share(self, past: float, deepest: int, load: Load, ratios: Ratios) -> Costs:
         slots, drafting = load.slots, load.drafting
         verify, draft = _paced(self._of(past, slots).verify_s, ratios), self._of(past, drafting)
-        verify = np.maximum(
-            verify, verify[0]
-        )  # so that a failed draft always loses
+        verify = np.maximum(verify, verify[0])  # so that a failed draft always loses
         token_s = ratios.drafted * draft.token_s / drafting
         single_s, draft_s = float(verify[0]) / slots, ratios.drafted * draft.draft_s / drafting
         rows_s = verify / drafting + float(verify[0]) * (1 / slots - 1 / drafting)
