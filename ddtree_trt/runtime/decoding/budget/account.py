@@ -114,7 +114,8 @@ class Account:
         """Whether the next round drafts. If not, it is a single-token round, which saves for probes."""
         if not costs.least:
             return False
-        first_lost = not self.drafted and self._others_lose(costs) and costs.trial_s > TRIAL * costs.single_s
+        others_lose = self._slots > 1 and not self._others_gain(costs)
+        first_lost = not self.drafted and others_lose and costs.trial_s > TRIAL * costs.single_s
         if not self.stopped and not first_lost:
             return True
         self.probing = self._affords_probe(costs)
@@ -173,10 +174,6 @@ class Account:
     def _others_gain(self, costs: Costs) -> bool:
         """Whether the round is one with others, and drafts in such rounds gain."""
         return self._slots > 1 and self._savings.trend(costs.dearness) > 0
-
-    def _others_lose(self, costs: Costs) -> bool:
-        """The same of rounds with others in which drafts do not gain."""
-        return self._slots > 1 and self._savings.trend(costs.dearness) <= 0
 
     def _stake_s(self, costs: Costs) -> float:
         """Most loss of the request before it stops drafting."""

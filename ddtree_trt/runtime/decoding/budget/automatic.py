@@ -186,9 +186,10 @@ class AutoBudget:
 
     def settle(self, tree: DraftTree, accepted: NDArray[np.float64], nodes: int, cost_s: float) -> None:
         """Take the choice of `nodes` nodes of a weighed tree, for which the slot pays `cost_s` above a single token."""
-        self._outlook.learn(self._at_widths(accepted))
+        expects = self._at_widths(accepted)
+        self._outlook.learn(expects)
         if len(tree):  # one that a constraint left nothing of says nothing about others' drafts
-            self.shared.outlook.learn(self._at_widths(accepted))
+            self.shared.outlook.learn(expects)
         self._took(nodes, tree)
         expected = 1 + float(accepted[:nodes].sum())
         single_s = self._costs.single_s

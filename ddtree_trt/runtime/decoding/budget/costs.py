@@ -202,9 +202,8 @@ class CostModel:
 
     def _of(self, past: float, slots: int) -> _Measured:
         """Costs of passes over that many slots with `past` tokens each."""
-        one = _interpolated(self._contexts, self._lengths, past)
         if slots == 1:
-            return one
+            return _interpolated(self._contexts, self._lengths, past)
         near, far = self._batches[0], _interpolated(self._contexts, self._lengths, max(past, self._context))
         many, beyond = _interpolated(self._batches, self._slots, slots), max(1.0, slots / self._slots[-1])
         return _Measured(
