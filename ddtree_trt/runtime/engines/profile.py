@@ -1,0 +1,152 @@
+"""The latency profile of an engine on this machine: what passes took when it was first opened, and rounds since then.
+
+It is coarse, so that it takes a few seconds. Stored in the engine directory as `profile.json` with a fingerprint; that of
+another machine, engine or thread count is ignored and measured anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.artifact.files import PROFILE
+from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.device.cpu import read_cpu
+from ddtree_trt.errors import ArtifactError
+from ddtree_trt.files import write_atomically
+from ddtree_trt.reading import Between, Source, read_json, read_record
+from ddtree_trt.runtime.engines.base import Engine
+from ddtree_trt.runtime.engines.timing import time_passes
+
+VERSION = 5  # 5: coarse, with corrections
+CONTEXTS = (64, 512)  # tokens
+TREE_TOKENS = (1, 2, 5, 17, 65, 257, 1025)
+_log = logging.getLogger(__name__)
+
+_Seconds = Annotated[float, Between(0, 3600)]
+_Count = Annotated[int, Between(0, 1 << 53)]
+_Positive = Annotated[int, Between(1, 1 << 31)]
+
+
+@dataclass(frozen=True)
+class PassTimes:
+    """Seconds of passes over `slots` slots as a whole, each holding `context` tokens."""
+
+    slots: _Positive
+    context: _Positive
+    draft_s: _Seconds  # a draft, or each pass of a drafter that makes several
+    verify: tuple[tuple[_Positive, Annotated[float, Between(1e-9, 3600)]], ...]  # by the tree tokens of every slot
+
+    def verify_s(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Seconds of trees of so many tokens: linear between the measured sizes and beyond them."""
+        sizes, times = (np.array(column, float) for column in zip(*sorted(self.verify), strict=True))
+        slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else times[0]
+        return np.interp(tokens, sizes, times) + max(0.0, slope) * np.maximum(tokens - sizes[-1], 0)
+
+
+@dataclass(frozen=True)
+class Correction:
+    """How many times as long as in the profile some passes took on average."""
+
+    kind: str  # "draft" or "verify"
+    slots: _Positive  # bits of the number of slots
+    size: _Count  # of a verification: the power of two of its tree tokens
+    ratio: Annotated[float, Between(1e-6, 1e6)]
+    rounds: _Count
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Times of one slot at a short context, `far` behind, and of `many` slots at the short context. Others follow
+    linearly; each slot adds for a longer context what one does, since it reads its own cache."""
+
+    fingerprint: str
+    near: PassTimes
+    far: PassTimes | None = None
+    many: PassTimes | None = None
+    corrections: tuple[Correction, ...] = ()
+    version: int = VERSION
+
+    def at(self, past: int, slots: int, of: Callable[[PassTimes], NDArray[np.float64]]) -> NDArray[np.float64]:
+        """A time of passes over so many slots with `past` tokens each; `of` reads it from those that were measured."""
+        one = of(self.near)
+        seconds = one * slots
+        if self.many and self.many.slots > 1:
+            seconds = one + np.maximum(0, of(self.many) - one) * ((slots - 1) / (self.many.slots - 1))
+        if self.far and self.far.context > self.near.context:
+            a_token = np.maximum(0, of(self.far) - one) / (self.far.context - self.near.context)
+            seconds = seconds + slots * max(0, past - self.near.context) * a_token
+        return seconds
+
+
+def fingerprint(engine: Engine) -> str:
+    """A hash of what a profile depends on: the machine, the engine's graphs and slots, the runtime and its threads."""
+    m = engine.manifest
+    graphs = {name: entry.sha256 for name, entry in m.files.items()}
+    parts = [str(read_cpu()), m.backend, m.toolchain, graphs, engine.threads, m.limits.max_batch]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_or_measure(directory: Path, engine: Engine, progress: Progress = no_progress) -> Profile:
+    """The stored profile if it is this machine's, else a fresh one, which is stored. Measuring takes some seconds, uses
+    the slots and empties them. A file that cannot be read is logged as a warning."""
+    path = directory / PROFILE
+    try:
+        if os.path.lexists(path):
+            source = Source(str(path), ArtifactError, "latencies are measured again")
+            data = read_json(path, source, max_bytes=1 << 20)
+            if not isinstance(data, dict) or data.get("version") != VERSION:
+                raise source.fault(f"it is not of version {VERSION}, the one of this ddtree-trt")
+            stored = read_record(Profile, data, source)
+            if not all(times is None or times.verify for times in (stored.near, stored.far, stored.many)):
+                raise source.fault("it has no times of verifications")
+            if stored.fingerprint == fingerprint(engine):
+                return stored
+    except ArtifactError as error:
+        _log.warning("%s", error)
+    profile = measure(engine, progress)
+    store(directory, profile)
+    return profile
+
+
+def store(directory: Path, profile: Profile) -> None:
+    """Write the profile; where it cannot be written, a warning is logged, and where another process is writing its own,
+    that one stays."""
+    try:
+        folder = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            write_atomically(directory / PROFILE, json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
+        except BlockingIOError:
+            pass
+        finally:
+            os.close(folder)
+    except OSError as error:
+        _log.warning(
+            "%s cannot be written (%s): latencies are measured at every start", directory / PROFILE, error.strerror
+        )
+
+
+def measure(engine: Engine, progress: Progress = no_progress) -> Profile:
+    """Time passes on slots that must all be free."""
+    limits = engine.manifest.limits
+    near, far = (min(context, max(1, limits.max_seq_len // 2)) for context in CONTEXTS)
+    sizes = [tokens for tokens in TREE_TOKENS if tokens <= 1 + limits.max_tree_budget]
+    many = limits.max_batch if engine.batches else 1
+    times: list[PassTimes] = []
+    for slots, context in ((1, near), (1, far), (many, near)):
+        progress("measuring latencies", len(times), 3)
+        draft_s, verify = time_passes(engine, slots, context, sizes)
+        times.append(PassTimes(slots, context, draft_s, tuple(verify)))
+    return Profile(fingerprint(engine), *times)
