@@ -70,37 +70,10 @@ def walk(
     token_ids [T-1] belong to nodes 1..T-1, choices [T] to all nodes. Returns a path [m] that begins with 0.
     """
 
-def best_prefix(
-    log_weights: NDArray[np.float64],
-    depths: NDArray[np.int32],
-    ratios: NDArray[np.float64],
-    draft_s: float,
-    verify_s: NDArray[np.float64],
-    filled: NDArray[np.int64] | None = None,
-    least: int = 0,
-) -> tuple[int, float]:
-    """(nodes, expected tokens) of the beginning of a tree that maximises expected tokens per second; smallest on ties.
-
-    A node [n] is accepted with probability min(1, exp(log_weight) · r_1 · … · r_depth), ratios [D]; verifying i
-    nodes takes verify_s[i], at least n + 1 of them, after draft_s. No fewer than `least` nodes are chosen, as far as
-    there are so many, and of a choice of i nodes the first filled[i], at least n + 1 of them, are verified.
-    """
-
-def best_rows(
-    gains: NDArray[np.float64],
-    tokens: float,
-    draft_s: float,
-    verify_s: NDArray[np.float64],
-    filled: NDArray[np.int64] | None = None,
-    least: int = 0,
-) -> tuple[int, float]:
-    """`best_prefix` for several trees in one pass: (rows, expected tokens), of n rows of which row i holds node i of
-    every tree that has one. gains [n] are the tokens expected of each row, `tokens` those of a round without drafts."""
-
 def acceptances(
     log_weights: NDArray[np.float64], depths: NDArray[np.int32], ratios: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """[n]: the acceptance probabilities of nodes, as `best_prefix` has them."""
+    """[n]: the acceptance probabilities of nodes, min(1, exp(log_weight) · r_1 · … · r_depth) with ratios [D]."""
 
 def tried_mass(
     parents: NDArray[np.int32], log_weights: NDArray[np.float64], path: NDArray[np.int32]

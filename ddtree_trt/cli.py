@@ -21,7 +21,6 @@ from ddtree_trt.commands.doctor import doctor
 from ddtree_trt.commands.export_peer import export_command
 from ddtree_trt.commands.export_triton import export_triton
 from ddtree_trt.commands.inspect import inspect
-from ddtree_trt.commands.profile import profile
 from ddtree_trt.commands.run import RunCommand, run
 from ddtree_trt.commands.run_batch import run_batch
 from ddtree_trt.commands.serve import serve
@@ -106,7 +105,7 @@ def options(
         raise typer.Exit(2)
 
 
-for command in (build, run, serve, run_batch, check, ablate, export_triton, inspect, profile, doctor):
+for command in (build, run, serve, run_batch, check, ablate, export_triton, inspect, doctor):
     app.command(cls=RunCommand if command is run else None)(command)
 for peer in PEERS:
     app.command(f"export-{peer.name}")(export_command(peer))

@@ -29,10 +29,11 @@ from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime import scheduler as scheduling
 from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.core import EngineCore
-from ddtree_trt.runtime.decoding.budget.automatic import AutoBudgets
-from ddtree_trt.runtime.decoding.budget.latency import ContextCost, LatencyProfile
+from ddtree_trt.runtime.decoding.budget.costs import Costs
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets
 from ddtree_trt.runtime.decoding.loop import decode_round
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.profile import PassTimes, Profile
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.stats import StageClock
@@ -144,8 +145,8 @@ def manifest(slots: int) -> Manifest:
 
 def budgets() -> AutoBudgets:
     """Automatic budgets that find about half of NODES worth their cost."""
-    cost = ContextCost(context=1, draft_s=1.0, tree_tokens=(1, NODES // 2, NODES), verify_s=(1.0, 1.0, 4.0))
-    return AutoBudgets(LatencyProfile("idle", "idle", (cost,)), 4 * NODES, LENGTH)
+    times = PassTimes(1, 1, draft_s=1.0, verify=((1, 1.0), (NODES // 2, 1.0), (NODES, 4.0)))
+    return AutoBudgets(Costs(Profile("idle", times), 4 * NODES), 4 * NODES, LENGTH)
 
 
 def started(slots: int, codec: TextCodec, **options: Any) -> tuple[IdleEngine, Scheduler]:

@@ -19,40 +19,7 @@ std::vector<double> factors_of(const double* ratios, int64_t deepest) {
 
 double acceptance(double log_weight, double factor) { return std::min(1.0, std::exp(log_weight) * factor); }
 
-// The best number of rows, of which row i adds gain(i) tokens to the `tokens` of a round without them.
-template <typename Gain>
-Prefix best_rows_of(const Gain& gain, int64_t n, double tokens, const RoundCosts& costs, int64_t least) {
-    Prefix best{0, tokens};
-    double best_rate = 0.0;
-    for (int64_t i = 0; i <= n; ++i) {
-        tokens += i > 0 ? gain(i - 1) : 0.0;
-        const double rate = tokens / (costs.draft_s + costs.verify_s[i]);
-        if (i >= std::min(least, n) && rate > best_rate) {
-            best_rate = rate;
-            best = {i, tokens};
-        }
-    }
-    if (costs.filled != nullptr) {
-        const int64_t filled = std::min(n, costs.filled[best.nodes]);
-        for (; best.nodes < filled; ++best.nodes) best.expected_tokens += gain(best.nodes);
-    }
-    return best;
-}
-
 }  // namespace
-
-Prefix best_prefix(const double* log_weights, const int32_t* depths, int64_t n, const double* ratios, int64_t deepest,
-                   const RoundCosts& costs, int64_t least) {
-    const std::vector<double> factors = factors_of(ratios, deepest);
-    const auto accepted = [&](int64_t i) {
-        return acceptance(log_weights[i], factors[static_cast<size_t>(depths[i])]);
-    };
-    return best_rows_of(accepted, n, 1.0, costs, least);
-}
-
-Prefix best_rows(const double* gains, int64_t n, double tokens, const RoundCosts& costs, int64_t least) {
-    return best_rows_of([&](int64_t i) { return gains[i]; }, n, tokens, costs, least);
-}
 
 void acceptances(const double* log_weights, const int32_t* depths, int64_t n, const double* ratios, int64_t deepest,
                  double* accepted) {

@@ -52,37 +52,6 @@ Nodes checked_nodes(const Input& log_weights, const Input& depths, const Input& 
     return nodes;
 }
 
-ddtree::RoundCosts checked_costs(double draft_s, const Input& verify_s, const std::optional<Input>& filled, int64_t n) {
-    const double* costs = checked<double>(verify_s, "verify_s", "[n + 1] or longer", 1);
-    const int64_t* as_cheap = filled ? checked<int64_t>(*filled, "filled", "[n + 1] or longer", 1) : nullptr;
-    if (extent(verify_s, 0) < n + 1) {
-        bad_value("verify_s must have at least n + 1 entries for n = " + std::to_string(n) + ", found " +
-                  shape_text(verify_s));
-    }
-    if (filled && extent(*filled, 0) < n + 1) {
-        bad_value("filled must have at least n + 1 entries for n = " + std::to_string(n) + ", found " +
-                  shape_text(*filled));
-    }
-    return {draft_s, costs, as_cheap};
-}
-
-nb::tuple best_prefix(const Input& log_weights, const Input& depths, const Input& ratios, double draft_s,
-                      const Input& verify_s, const std::optional<Input>& filled, int64_t least) {
-    const Nodes nodes = checked_nodes(log_weights, depths, ratios);
-    const ddtree::RoundCosts costs = checked_costs(draft_s, verify_s, filled, nodes.n);
-    const ddtree::Prefix best =
-        ddtree::best_prefix(nodes.log_weights, nodes.depths, nodes.n, nodes.ratios, nodes.deepest, costs, least);
-    return nb::make_tuple(best.nodes, best.expected_tokens);
-}
-
-nb::tuple best_rows(const Input& gains, double tokens, double draft_s, const Input& verify_s,
-                    const std::optional<Input>& filled, int64_t least) {
-    const double* added = checked<double>(gains, "gains", "[n]", 1);
-    const int64_t n = extent(gains, 0);
-    const ddtree::Prefix best = ddtree::best_rows(added, n, tokens, checked_costs(draft_s, verify_s, filled, n), least);
-    return nb::make_tuple(best.nodes, best.expected_tokens);
-}
-
 nb::object acceptances(const Input& log_weights, const Input& depths, const Input& ratios) {
     const Nodes nodes = checked_nodes(log_weights, depths, ratios);
     std::unique_ptr<double[]> accepted(new double[static_cast<size_t>(nodes.n)]);
@@ -226,10 +195,6 @@ NB_MODULE(_native, m) {
     m.doc() = "Host part of ddtree-trt: tree build, masks, walk, budgets, sampling and KV row compaction. See "
               "_native.pyi for shapes.";
     ddtree::binding::bind_trees(m);
-    m.def("best_prefix", &best_prefix, "log_weights"_a, "depths"_a, "ratios"_a, "draft_s"_a, "verify_s"_a,
-          "filled"_a.none() = nb::none(), "least"_a = 0);
-    m.def("best_rows", &best_rows, "gains"_a, "tokens"_a, "draft_s"_a, "verify_s"_a, "filled"_a.none() = nb::none(),
-          "least"_a = 0);
     m.def("acceptances", &acceptances, "log_weights"_a, "depths"_a, "ratios"_a);
     m.def("tried_mass", &tried_mass, "parents"_a, "log_weights"_a, "path"_a);
     m.def("learn", &learn, "evidence"_a, "mass"_a, "keep"_a);

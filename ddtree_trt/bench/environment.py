@@ -11,7 +11,7 @@ from ddtree_trt import __version__
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.doctor import diagnose
-from ddtree_trt.runtime.decoding.budget.latency import fingerprint
+from ddtree_trt.runtime.engines.profile import fingerprint
 from ddtree_trt.runtime.engines.base import Engine
 
 _PEER_PACKAGES = ("torch", "transformers", "tensorrt", "tensorrt_llm", "openai", "datasets")
@@ -94,6 +94,6 @@ def describe_engine(manifest: Manifest, engine: Engine) -> EngineInfo:
         max_seq_len=manifest.limits.max_seq_len,
         max_tree_budget=manifest.limits.max_tree_budget,
         digest=json.loads(manifest.to_json())["digest"],
-        fingerprint=fingerprint(manifest, engine.threads),
+        fingerprint=fingerprint(engine),
         threads=engine.threads,
     )

@@ -80,7 +80,7 @@ class Session:
         return frozenset(self.manifest.stop_token_ids) | (frozenset() if mask is None else {mask})
 
     def close(self) -> None:
-        self.engine.close()
+        self.core.close()
 
 
 class EngineContender:

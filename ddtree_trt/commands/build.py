@@ -8,13 +8,13 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.template_arguments import parse_arguments
 from ddtree_trt.build.backends.base import Attention, BuilderOptions
 from ddtree_trt.build.backends.tensorrt.gpus import runs_here
 from ddtree_trt.build.compile import Backend, BuildRequest, Precision, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.build.presets import PRESETS
-from ddtree_trt.commands.profile import measure_engine
 from ddtree_trt.errors import UsageError
 from ddtree_trt.terminal import printing as terminal
 
@@ -24,6 +24,18 @@ def _preset_help(field: str) -> str:
     default = getattr(Limits, field)
     own = {p.name: getattr(p.limits, field) for p in PRESETS.values() if getattr(p.limits, field) != default}
     return f"Default {default}" + "".join(f", {name} {value}" for name, value in own.items()) + "."
+
+
+def measure(directory: Path, progress: Progress) -> None:
+    """Open the engine that was built, measure its latencies and store them."""
+    from ddtree_trt.runtime.engines.load import open_engine
+    from ddtree_trt.runtime.engines.profile import load_or_measure
+
+    engine = open_engine(directory, progress=progress)
+    try:
+        load_or_measure(directory, engine, progress)
+    finally:
+        engine.close()
 
 
 def build(
@@ -140,5 +152,5 @@ def build(
         if profile and not runs_here(manifest):
             terminal.print_note("latencies are measured when the engine is first opened on a GPU that it is for")
         elif profile:
-            measure_engine(request.destination, progress)
+            measure(request.destination, progress)
     terminal.print_built(request.destination, manifest)

@@ -244,7 +244,7 @@ class AsyncLLM:
         self._worker.join()
         if not self._closed:
             self._closed = True
-            self.engine.close()
+            self.core.close()
 
     def _check_alive(self) -> None:
         if self._failure is not None:

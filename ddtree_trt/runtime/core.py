@@ -5,17 +5,19 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import cached_property
 from pathlib import Path
 
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.chat.formats import ChatFormat
-from ddtree_trt.runtime.decoding.budget.automatic import AutoBudgets
-from ddtree_trt.runtime.decoding.budget.latency import load_or_measure
+from ddtree_trt.runtime.decoding.budget.costs import Costs
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets, Proposes
 from ddtree_trt.runtime.decoding.routing import check_mode
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.engines.load import closed_on_failure, open_engine
+from ddtree_trt.runtime.engines.profile import load_or_measure, store
 from ddtree_trt.runtime.params import DeviceRoundsMode, check_device_rounds
 from ddtree_trt.runtime.request_maker import Request, RequestMaker
 from ddtree_trt.runtime.scheduler import Scheduler
@@ -31,14 +33,23 @@ class EngineCore:
         codec: TextCodec,
         budgets: AutoBudgets,
         *,
+        directory: Path | None = None,
         device_rounds: DeviceRoundsMode = "auto",
         profile: bool = False,
     ) -> None:
+        """`directory`: that of the engine, which gets what rounds have shown of its costs; None for one without."""
         self.engine = engine
         self.codec = codec
         self._budgets = budgets
         self.maker = RequestMaker(engine, codec, budgets, device_rounds=device_rounds)
         self.scheduler = Scheduler(engine, profile=profile)
+        # Also where nobody closes the core, when it or the process ends.
+        self._save = weakref.finalize(self, _save_costs, directory, budgets.costs)
+
+    def close(self) -> None:
+        """Save what rounds have shown of costs, and close the engine."""
+        self._save()
+        self.engine.close()
 
     @cached_property
     def chat_format(self) -> ChatFormat:
@@ -72,6 +83,11 @@ class EngineCore:
                 self.cancel(request)
 
 
+def _save_costs(directory: Path | None, costs: Costs) -> None:
+    if directory is not None and costs.learnt:
+        store(directory, costs.corrected)
+
+
 def open_core(
     directory: Path,
     *,
@@ -98,11 +114,16 @@ def open_core(
         progress=progress,
     )
     with closed_on_failure(engine):
-        return assemble_core(directory, engine, device_rounds=device_rounds, profile=profile)
+        return assemble_core(directory, engine, device_rounds=device_rounds, profile=profile, progress=progress)
 
 
 def assemble_core(
-    directory: Path, engine: Engine, *, device_rounds: DeviceRoundsMode = "auto", profile: bool = False
+    directory: Path,
+    engine: Engine,
+    *,
+    device_rounds: DeviceRoundsMode = "auto",
+    profile: bool = False,
+    progress: Progress = no_progress,
 ) -> EngineCore:
     """The core of an open engine, whose directory holds the tokenizer and the latency profile.
 
@@ -111,16 +132,10 @@ def assemble_core(
     """
     check_mode(check_device_rounds(device_rounds), engine)  # before the measurement, which takes seconds
     codec = TextCodec(directory, engine.manifest.chat_template_args)
-    manifest, costs = engine.manifest, load_or_measure(directory, engine)
+    manifest, latencies = engine.manifest, load_or_measure(directory, engine, progress)
     max_nodes, kind = manifest.limits.max_tree_budget, manifest.drafting
-    chains = not (kind.at_once or kind.by_levels)
+    proposes: Proposes = "block" if kind.at_once else "levels" if kind.by_levels else "tokens"
     depth = min(max_nodes, kind.longest_draft)
-    budgets = AutoBudgets(
-        costs,
-        depth if chains else max_nodes,
-        depth,
-        buckets=engine.buckets,
-        chains=chains,
-        by_levels=kind.by_levels,
-    )
-    return EngineCore(engine, codec, budgets, device_rounds=device_rounds, profile=profile)
+    nodes = depth if proposes == "tokens" else max_nodes
+    budgets = AutoBudgets(Costs(latencies, nodes, engine.buckets), nodes, depth, proposes)
+    return EngineCore(engine, codec, budgets, directory=directory, device_rounds=device_rounds, profile=profile)

@@ -166,7 +166,7 @@ class LLM:
 
     def close(self) -> None:
         """Release the engine. Open streams end with an error; a second call does nothing."""
-        self._callers.close(self.engine.close)
+        self._callers.close(self.core.close)
 
     def __enter__(self) -> LLM:
         return self

@@ -11,8 +11,7 @@ from ddtree_trt.artifact.limits import BUDGETS
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.models.drafters.eagle3 import LEVELS, most_expanded
 from ddtree_trt.runtime.chat.formats import MARKS
-from ddtree_trt.runtime.decoding.budget.automatic import AutoBudgets
-from ddtree_trt.runtime.decoding.budget.base import Budget, FixedBudget
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
 from ddtree_trt.runtime.decoding.policies import TreePlan
@@ -25,6 +24,8 @@ from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import merge
 from ddtree_trt.runtime.structured.compiler import GrammarCompiler
 from ddtree_trt.runtime.text.codec import Prompt, TextCodec, TextStream, Tools
+
+SEEDED_DRAFT = 4  # tokens that a method which draws its drafts drafts with a seed, where the budget is `auto`
 
 
 @dataclass
@@ -228,6 +229,7 @@ class RequestMaker:
         fixed = method.default_budget(self._manifest.drafting)
         if fixed is not None:
             return FixedBudget(fixed)
-        # Methods that draw their drafts: with a seed, the drafts, and so the output, must not depend on other requests.
-        repeatable = method.draws and params.stochastic and params.seed is not None
-        return self._budgets.for_sequence(alone=repeatable)
+        if method.draws and params.stochastic and params.seed is not None:
+            # With a seed the drafts that are drawn, and so the output, must depend neither on times nor on others.
+            return FixedBudget(min(SEEDED_DRAFT, self._manifest.limits.max_tree_budget))
+        return self._budgets.for_sequence()

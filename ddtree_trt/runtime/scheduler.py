@@ -92,8 +92,9 @@ class Scheduler:
         for on_device in (True, False):
             # The prefill may have ended a sequence.
             running = [s for s in self.running if s.route.on_device is on_device and not s.finished]
-            if running:
-                advanced += self._guard(running, self._round)
+            for group in [running] if self.engine.batches else [[s] for s in running]:
+                if group:
+                    advanced += self._guard(group, self._round)
         self._sweep()
         return advanced
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddtree_trt.runtime.decoding.budget.base import Budget
+from ddtree_trt.runtime.decoding.budget.policy import Budget
 from ddtree_trt.runtime.decoding.methods import METHODS, Method
 from ddtree_trt.runtime.decoding.routing import Route
 from ddtree_trt.runtime.decoding.sampling import Row, Sampler, TokenLogprob, logprob

@@ -20,7 +20,6 @@ from ddtree_trt.reading import printable
 
 if TYPE_CHECKING:
     from ddtree_trt.build.dryrun import DryRun
-    from ddtree_trt.runtime.decoding.budget.latency import LatencyProfile
 
 
 def print_error(message: str) -> None:
@@ -176,13 +175,3 @@ def print_diagnosis(diagnosis: Diagnosis) -> None:
     print(printable(d.backend))
     for command, missing in d.next_steps.items():
         print(printable(f"next for {missing}: {command}"))
-
-
-def print_profile(profile: LatencyProfile) -> None:
-    print(profile.machine)
-    for cost in (*profile.contexts, *profile.batches):
-        verify = "  ".join(f"{t}: {1000 * s:.2f}" for t, s in zip(cost.tree_tokens, cost.verify_s, strict=True))
-        slots = f", {cost.slots} slots in one pass" if cost.slots > 1 else ""
-        token = f" and {1000 * cost.draft_token_s:.2f} a token" if cost.draft_token_s else ""
-        draft = f"draft {1000 * cost.draft_s:.2f} ms{token}"
-        print(f"context {cost.context}{slots}: {draft}, verify by tree tokens (ms)  {verify}")

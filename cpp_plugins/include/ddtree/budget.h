@@ -5,29 +5,8 @@
 
 namespace ddtree {
 
-struct Prefix {
-    int64_t nodes;
-    double expected_tokens;  // those without drafts + the sum of the nodes' acceptance probabilities
-};
-
-struct RoundCosts {
-    double draft_s;
-    const double* verify_s;  // [n + 1]: verifying a tree of so many nodes
-    const int64_t* filled;   // [n + 1]: the largest tree at the cost of each, or null
-};
-
-// The number of nodes in least..n (n, if that is fewer) that maximises expected tokens per second, the smallest on
-// ties, then as many more as cost nothing: the rule of arXiv 2606.01813. A node's acceptance probability is min(1,
-// exp(log_weights [n]) * r_1 * ... * r_depth) with the ratios r_1 ... r_D [deepest].
-Prefix best_prefix(const double* log_weights, const int32_t* depths, int64_t n, const double* ratios, int64_t deepest,
-                   const RoundCosts& costs, int64_t least);
-
-// The same over rows that several trees have in common, where row i of a pass holds node i of every tree that has one:
-// the number of rows in least..n that maximises (tokens + gains[0] + ... ) / seconds, with gains [n] the sum of the
-// nodes' acceptance probabilities in each row, and `tokens` those of a round without drafts.
-Prefix best_rows(const double* gains, int64_t n, double tokens, const RoundCosts& costs, int64_t least);
-
-// accepted [n]: the acceptance probabilities of nodes, as `best_prefix` has them.
+// accepted [n]: the acceptance probabilities of nodes, min(1, exp(log_weights [n]) * r_1 * ... * r_depth) with the ratios
+// r_1 ... r_D [deepest].
 void acceptances(const double* log_weights, const int32_t* depths, int64_t n, const double* ratios, int64_t deepest,
                  double* accepted);
 

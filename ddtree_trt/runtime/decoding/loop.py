@@ -14,8 +14,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.runtime.decoding.budget.base import Decision
-from ddtree_trt.runtime.decoding.budget.crowd import Plan, Turn, plan
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, Decision, RoundPlan, SlotInput
 from ddtree_trt.runtime.decoding.methods import Proposal
 from ddtree_trt.runtime.decoding.policies import TreePlan
 from ddtree_trt.runtime.decoding.sampling import Row
@@ -84,17 +83,18 @@ class _SlotRound:
         self.foreseen = sequence.foreseen
         self.in_place = engine.foresee is not None  # whether only nodes right behind their ancestors emit tokens
         self.ceiling = 0  # most nodes to draft
+        self.decision: Decision | None = None  # why the tree has its size; None for a fixed budget
         self.proposal = NOTHING
         self.result: Walk | None = None  # None before the walk, and if it failed
 
     @property
-    def turn(self) -> Turn:
+    def planned(self) -> SlotInput:
         """What the round's budgets are planned by."""
         s = self.sequence
         left = s.tokens_left - len(self.foreseen)
         if (deepest := s.params.deepest) is not None:
             left = min(left, deepest + 1)
-        return Turn(s.budget, self.past + len(self.foreseen), left, s.drafts)
+        return SlotInput(s.budget, self.past + len(self.foreseen), left, s.drafts)
 
     @property
     def tree(self) -> DraftTree:
@@ -186,7 +186,7 @@ class _SlotRound:
             return
         with self:
             path = result.path[: result.emitted]
-            s.on_round(Round(self.root_token, self.tree, path, s.bonus_token, s.budget.last))
+            s.on_round(Round(self.root_token, self.tree, path, s.bonus_token, self.decision))
 
     def _observe(self, result: Walk) -> None:
         """Show the budget the walk below the node that was drafted behind. If the walk did not come there, nothing was
@@ -194,21 +194,21 @@ class _SlotRound:
         s, skipped = self.sequence, len(self.foreseen)
         arrived = len(result.path) > skipped
         path = result.path[skipped:] - skipped if arrived else result.path[:1]
-        latest = result.foreseen[-1] if result.foreseen else s.bonus_token
-        s.budget.observe(self.proposal.tree, path, latest, ends=s.finished or not arrived)
+        if isinstance(s.budget, AutoBudget) and self.decision is not None:
+            s.budget.observe(self.decision, self.proposal.tree, path, ends=s.finished or not arrived)
 
 
 def decode_round(engine: Engine, sequences: list[Sequence], clock: StageClock) -> None:
-    """Advance every sequence by one round. All of them run on the device, or all by stages; each holds a slot and has a
-    bonus token that is not yet in the cache."""
+    """Advance sequences by one round, in the same passes. All of them run on the device, or all by stages; each holds a
+    slot and has a bonus token that is not yet in the cache."""
     one_round = _round_on_device if sequences[0].route.on_device else _round_by_stages
     one_round(engine, sequences, clock)
 
 
-def _by_slot(engine: Engine, sequences: list[Sequence]) -> tuple[list[_SlotRound], Plan]:
+def _by_slot(engine: Engine, sequences: list[Sequence]) -> tuple[list[_SlotRound], RoundPlan]:
     """The slots' rounds and the plan of their budgets, by slot; the ceilings are set."""
     slot_rounds = sorted((_SlotRound(s, engine) for s in sequences), key=lambda slot_round: slot_round.slot)
-    budgets = plan([each.turn for each in slot_rounds], one_pass=engine.batches)
+    budgets = RoundPlan([each.planned for each in slot_rounds])
     for each, ceiling in zip(slot_rounds, budgets.ceilings(), strict=True):
         each.ceiling = ceiling
     return slot_rounds, budgets
@@ -229,6 +229,7 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
         slot_rounds, budgets = _by_slot(engine, sequences)
         drafting = [each for each in slot_rounds if each.ceiling > 0]
         drafts = engine.draft([each.draft_request() for each in drafting])
+    drafted = time.perf_counter()
 
     with clock("tree_build"):
         for each, draft in zip(drafting, drafts, strict=True):
@@ -237,6 +238,8 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
         for each, tree, nodes in zip(slot_rounds, trees, budgets.choose(trees), strict=True):
             if tree is not None:
                 each.cut(tree, nodes)
+        for each, decision in zip(slot_rounds, budgets.decisions, strict=True):
+            each.decision = decision
 
     with clock("tree_compile"):
         requests = [VerifyRequest(each.slot, compile_tree(each.root_token, each.tree)) for each in slot_rounds]
@@ -248,7 +251,7 @@ def _round_by_stages(engine: Engine, sequences: list[Sequence], clock: StageCloc
     with clock("commit"):
         for each in slot_rounds:
             each.commit(engine)
-    budgets.took(time.perf_counter() - start, max(len(each.tree) for each in slot_rounds))
+    budgets.took(drafted - start, time.perf_counter() - drafted, max(len(each.tree) for each in slot_rounds))
 
     for each in slot_rounds:  # what watchers do is no part of a stage
         each.show()

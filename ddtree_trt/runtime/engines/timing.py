@@ -13,7 +13,7 @@ from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine, Ver
 from ddtree_trt.runtime.tree import TokenTree, chain_parents
 
 COSTLY = 8.0  # sizes are timed until one takes this many single-token passes: larger ones cannot pay
-SWEEPS, SECONDS = 4, 0.7  # most sweeps over the sizes, and the time after which no other begins
+SWEEPS, SECONDS = 10, 0.7  # most sweeps over the sizes, and the time after which no other begins
 PASSES = 4  # of a timed draft of a drafter that makes several
 
 

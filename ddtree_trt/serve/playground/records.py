@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from ddtree_trt.runtime.decoding.budget.base import Decision
+from ddtree_trt.runtime.decoding.budget.policy import Decision
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.stats import RequestMetrics
 from ddtree_trt.serve.openai.tokens import TokenTexts

@@ -37,6 +37,7 @@ class Costs:
             self._means.setdefault((each.kind, each.slots), {})[each.size] = each
         self._profiled: dict[tuple[int, int], NDArray[np.float64]] = {}
         self._drafted = 0  # rounds since the last without a draft
+        self.learnt = False  # whether rounds have shown anything
 
     @property
     def corrected(self) -> Profile:
@@ -65,7 +66,7 @@ class Costs:
     def learn(self, past: int, slots: int, drafting: int, nodes: int, draft_s: float, rest_s: float) -> None:
         """Take the seconds of a round of `slots` slots: of (each pass of) the draft for `drafting` of them, and of all
         the rest, in which the widest tree had so many nodes."""
-        nodes = min(nodes, len(self._tokens) - 1)
+        nodes, self.learnt = min(nodes, len(self._tokens) - 1), True
         self._drafted = self._drafted + 1 if nodes else 0
         profiled_s = float(self._verify_profiled(past, slots)[nodes])
         self._correct("verify", slots, round(self._logs[nodes]), rest_s / profiled_s)
