@@ -3,7 +3,7 @@
     python tools/update_benchmarks.py                              sections that need nothing but this package
     python tools/update_benchmarks.py --only useless check         some sections
     python tools/update_benchmarks.py --only smollm2 smollm2-budgets --smollm2 engines/smollm2-int8
-    python tools/update_benchmarks.py --only smollm2-peers --smollm2 ENGINE --gguf F32.gguf Q8_0.gguf --reference ../ddtree
+    python tools/update_benchmarks.py --only smollm2-peers --smollm2 ENGINE --gguf F32.gguf Q8_0.gguf
     python tools/update_benchmarks.py --render                     from the results kept in docs/benchmarks, unmeasured
 
 A section is the text between `<!-- begin NAME -->` and `<!-- end NAME -->`. Its result is kept in docs/benchmarks as

@@ -48,7 +48,8 @@ def test_links_lead_somewhere(path: Path) -> None:
 
 
 def test_the_repository_has_one_address() -> None:
-    (address,) = re.findall(r'^Repository = "(.*)"$', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    (address,) = re.findall(r'^Repository = "(.*)"$', project, re.MULTILINE)
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["repository-code"] == address
     files = [*PAGES, ROOT / "mkdocs.yml", ROOT / "pyproject.toml", ROOT / "cpp_plugins" / "wheel" / "pyproject.toml"]
     own = re.compile(r"https://github\.com/[\w-]+/ddtree-trt\b")
@@ -60,7 +61,8 @@ def test_the_repository_has_one_address() -> None:
 
 def test_the_repository_and_an_installation_are_above_the_first_picture() -> None:
     above = (ROOT / "docs" / "index.md").read_text(encoding="utf-8").partition("![")[0]
-    assert re.search(r"\[the repository\]\(https://", above) and re.search(r"^\$ git clone .* make demo$", above, re.MULTILINE)
+    assert re.search(r"\[the repository\]\(https://", above)
+    assert re.search(r"^\$ git clone .* make demo$", above, re.MULTILINE)
 
 
 def test_defaults_beside_vllm_s_are_ours() -> None:
