@@ -51,11 +51,11 @@ def test_the_repository_has_one_address() -> None:
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     (address,) = re.findall(r'^Repository = "(.*)"$', project, re.MULTILINE)
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["repository-code"] == address
-    files = [*PAGES, ROOT / "mkdocs.yml", ROOT / "pyproject.toml", ROOT / "cpp_plugins" / "wheel" / "pyproject.toml"]
+    files = [*PAGES, ROOT / "pyproject.toml", ROOT / "cpp_plugins" / "wheel" / "pyproject.toml"]
     own = re.compile(r"https://github\.com/[\w-]+/ddtree-trt\b")
     named = {path: set(own.findall(path.read_text(encoding="utf-8"))) for path in files}
     assert set().union(*named.values()) == {address}
-    for path in ("README.md", "docs/index.md", "mkdocs.yml", "cpp_plugins/wheel/pyproject.toml"):
+    for path in ("README.md", "docs/index.md", "cpp_plugins/wheel/pyproject.toml"):
         assert named[ROOT / path] == {address}, path
 
 

@@ -83,6 +83,7 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
     python = (site / "reference" / "python.html").read_text(encoding="utf-8")
     for name in ("LLM", "AsyncLLM", "RequestOutput", "mean_acceptance_length", "UsageError"):
         assert re.search(rf'id="[\w.]*\b{name}"', python), name
+    assert 'data-md-component="source"' not in command_line  # it asks GitHub for stars
     assert '<script src="http' not in command_line and "fonts.googleapis" not in command_line
 
 
