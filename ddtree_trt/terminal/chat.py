@@ -45,6 +45,13 @@ class Chat:
         self._set(params)
         self._forget()
 
+    def _forget(self) -> None:
+        self._turns: list[Turn] = []
+        self._before: list[Turn] = []  # the turns before the question asked last
+        self._asked: str | None = None
+        self._held = 0  # tokens of the prompt and answer last computed
+        self._told = False  # that turns are left out
+
     def converse(self) -> None:
         """Answer message by message until /quit or the end of input. Ctrl-C ends an answer, and at the prompt the chat,
         by KeyboardInterrupt. A refused message is reported and forgotten."""
@@ -128,13 +135,6 @@ class Chat:
         # A request that never begins; how many tokens fit is known with each question.
         self._llm.stream([0], replace(params, max_tokens=None, min_tokens=0)).close()
         self._params = params
-
-    def _forget(self) -> None:
-        self._turns: list[Turn] = []
-        self._before: list[Turn] = []  # the turns before the question asked last
-        self._asked: str | None = None
-        self._held = 0  # tokens of the prompt and answer last computed
-        self._told = False  # that turns are left out
 
     def _obey(self, name: str, value: str) -> None:
         if name not in _COMMANDS:
