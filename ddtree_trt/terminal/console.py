@@ -107,7 +107,8 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool, 
     baselines = [m.name for m in BASELINES if m.serves(llm.engine.manifest.drafter_kind)]
     methods = list(dict.fromkeys([*baselines, params.method]))
     runs: dict[str, list[RequestOutput]] = {m: [] for m in methods}
-    warning = busy_warning(round(os.getloadavg()[0], 2), usable_cores())  # before what is measured becomes a load itself
+    # Before what is measured becomes a load itself.
+    warning = busy_warning(round(os.getloadavg()[0], 2), usable_cores())
     for repetition in range(1 + REPETITIONS):
         for method in methods:
             budget = params.tree_budget if method == params.method else "auto"
