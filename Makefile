@@ -68,7 +68,7 @@ fmt: $(VENV)/.stamp-dev
 	$(BIN)/clang-format -i $(CPP_FILES)
 
 # The parts of the documents that are made of tables in the sources, and the site in build/site. Any warning ends it.
-docs: $(VENV)/.stamp-dev
+docs: $(VENV)/.stamp-docs
 	$(BIN)/python tools/documents/parameter_table.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
@@ -106,11 +106,15 @@ $(AIPERF_VENV)/.stamp:
 	$(AIPERF_VENV)/bin/python -m pip install --quiet $(AIPERF)
 	touch $@
 
-# Two levels, so that the demo does not pull torch and the test tools.
+# Three levels, so that the demo and the documents do not pull torch and the test tools.
 $(VENV)/.stamp-run: $(INSTALLED) | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
+$(VENV)/.stamp-docs: $(INSTALLED) | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	touch $(VENV)/.stamp-run $@
+
 $(VENV)/.stamp-dev: $(INSTALLED) | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	touch $(VENV)/.stamp-run $@
+	touch $(VENV)/.stamp-run $(VENV)/.stamp-docs $@

@@ -48,6 +48,13 @@ def happened() -> bool:
     return _raised
 
 
+def forgive(error: BaseException) -> bool:
+    """Whether an error is Ctrl-C, or what a library made of it. Then it is forgotten: the program goes on."""
+    global _raised
+    was, _raised = _raised or isinstance(error, KeyboardInterrupt), False
+    return was
+
+
 def _end(number: int, frame: FrameType | None) -> None:
     os._exit(EXIT_CODE)
 

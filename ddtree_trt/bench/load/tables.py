@@ -35,7 +35,7 @@ def notes(result: LoadResult) -> list[str]:
     lines = [
         f"{result.model} at {result.url}: prompts {', '.join(s.prompts)}, at most {s.max_tokens} tokens, temperature "
         f"{s.temperature:g}, seed {s.seed}",
-        f"client on {e.machine}, load {e.load_1min} at the start{' (busy)' if e.busy else ''}; "
+        f"client on {e.machine}, load {e.load_1min} at the start{' (busy)' if e.warning else ''}; "
         f"ddtree-trt {e.product_version}, {e.started}",
     ]
     for run in result.runs:

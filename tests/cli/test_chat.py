@@ -1,0 +1,251 @@
+"""The chat of `ddtree-trt run`: in this process with messages from a list, and on a terminal with keys."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+from pacing import WAIT_S
+
+from ddtree_trt import interrupts
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.terminal import chat as chats
+from ddtree_trt.terminal.chat import Chat
+
+QUESTION = "There are 6 drawers, each with 32 cards. How many cards are there?"
+ANSWER = "Together: 180 + 12 = 192.\nAnswer: 192"
+SECOND = "There are 8 boxes, each with 24 pens. How many pens are there?"
+CONTEXT = 256  # of a small engine, in tokens
+
+Said = tuple[str, str, list[str]]  # stdout, stderr, and the prompts as text
+Converse = Callable[..., Said]
+
+
+@pytest.fixture(scope="module")
+def small_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny pair with a short context."""
+    output = tmp_path_factory.mktemp("small") / "engine"
+    compile_engine(BuildRequest(target="tiny", max_seq_len=CONTEXT, output=output))
+    return output
+
+
+@pytest.fixture
+def converse(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Converse:
+    """A chat in which the messages are said."""
+
+    def run(llm: LLM, *messages: str, params: SamplingParams | None = None) -> Said:
+        left, prompts = iter(messages), []
+        stream = llm.stream
+
+        def read() -> str:
+            message = next(left, None)
+            if message is None:
+                raise EOFError
+            return message
+
+        def noted(prompt: Any, *rest: Any, **options: Any) -> Any:
+            if prompt != [0]:  # which only tries params
+                prompts.append(llm.codec.decode(prompt, skip_special_tokens=False))
+            return stream(prompt, *rest, **options)
+
+        monkeypatch.setattr(chats, "_reader", lambda: read)
+        monkeypatch.setattr(llm, "stream", noted)
+        try:
+            Chat(llm, params or SamplingParams(method="ddtree", tree_budget=16), None, {}).converse()
+        finally:
+            monkeypatch.setattr(llm, "stream", stream)
+        return (*capsys.readouterr(), prompts)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_engine: Path) -> Iterator[LLM]:
+    with LLM(tiny_engine) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("method", ["ddtree", "ar"])
+@pytest.mark.parametrize("passes", [2, 5])
+def test_ctrl_c_ends_the_answer_alone(
+    llm: LLM, converse: Converse, monkeypatch: pytest.MonkeyPatch, method: str, passes: int
+) -> None:
+    """What was written stays in the conversation, and later answers are those of an engine that nobody interrupted."""
+    verify, count = llm.engine.verify, 0
+
+    def interrupting(requests: Any) -> Any:
+        nonlocal count
+        count += 1
+        result = verify(requests)
+        if count == passes:
+            signal.raise_signal(signal.SIGINT)
+        return result
+
+    monkeypatch.setattr(llm.engine, "verify", interrupting)
+    params = SamplingParams(method=method, max_tokens=100)
+    out, err, prompts = converse(llm, QUESTION, SECOND, "/reset", QUESTION, params=params)
+    assert err == "" and count > passes
+    written, figures = out.split("\n", 1)[1].split("\n[", 1)
+    assert re.match(r"\d+ tokens · stopped · ", figures)
+    assert ANSWER not in written and written.strip() in prompts[1] and QUESTION in prompts[1]
+    assert ANSWER in out.rpartition("forgotten")[2] and prompts[2] == prompts[0]
+
+
+def test_ctrl_c_before_the_answer_begins_forgets_the_question(
+    llm: LLM, converse: Converse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render, calls = llm.codec.render, 0
+
+    def interrupted(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            signal.raise_signal(signal.SIGINT)
+        return render(*arguments)
+
+    monkeypatch.setattr(llm.codec, "render", interrupted)
+    out, err, prompts = converse(llm, SECOND, QUESTION)
+    assert err == "" and out.count("tokens/round") == 1 and ANSWER in out
+    assert len(prompts) == 1 and SECOND not in prompts[0]
+
+
+def test_an_error_after_ctrl_c_is_an_error(llm: LLM, converse: Converse, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C is over once it has ended an answer: what follows is not its doing. The first error here is what a library
+    made of it."""
+    monkeypatch.setattr(interrupts, "_raised", True)  # as the program's own handler of the signal notes it
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(llm.codec, "render", broken)
+    with pytest.raises(RuntimeError, match="broken"):
+        converse(llm, QUESTION, "/help", QUESTION)
+    assert not interrupts.happened()
+
+
+def test_a_full_context_drops_the_oldest_turns(small_engine: Path, converse: Converse) -> None:
+    questions = [f"There are {n} drawers, each with 32 cards. How many cards are there?" for n in range(2, 14)]
+    with LLM(small_engine) as llm:
+        out, err, prompts = converse(llm, *questions, "/reset", *questions)
+    assert out.count("Answer: ") == 24
+    assert err.count(f"fills the context of {CONTEXT} tokens; its oldest turns are left out") == 2 == err.count("\n")
+    assert "/reset" in err
+    held = [sum(q in prompt for q in questions) for prompt in prompts]
+    assert all(question in prompt for question, prompt in zip(questions * 2, prompts, strict=True))
+    assert held[:3] == [1, 2, 3] and max(held) < 12 and min(held[3:12]) > 1
+    for prompt, number in zip(prompts[:12], held[:12], strict=True):  # the newest are kept, in their order
+        found = sorted((prompt.index(q), q) for q in questions if q in prompt)
+        last = questions.index(found[-1][1])
+        assert [q for _, q in found] == questions[last + 1 - number : last + 1]
+
+
+def test_a_message_too_long_forgets_nothing(small_engine: Path, converse: Converse) -> None:
+    with LLM(small_engine) as llm:
+        _, err, prompts = converse(llm, QUESTION, "word " * CONTEXT, SECOND)
+    assert err.startswith("error: the prompt has ") and err.count("\n") == 1
+    assert QUESTION in prompts[-1] and SECOND in prompts[-1]
+
+
+def test_the_footer_says_what_cut_an_answer(small_engine: Path, converse: Converse) -> None:
+    with LLM(small_engine) as llm:
+        few = converse(llm, QUESTION, params=SamplingParams(max_tokens=4))[0]
+        many = converse(llm, QUESTION, params=SamplingParams(max_tokens=100_000, ignore_eos=True))[0]
+        whole = converse(llm, QUESTION)[0]
+    assert "[4 tokens · cut by the limit --max-tokens · " in few
+    assert f"tokens · cut at the end of the context of {CONTEXT} tokens · " in many
+    assert "cut" not in whole and ANSWER in whole
+
+
+def test_what_the_engine_cannot_do_is_refused_at_once(llm: LLM, converse: Converse) -> None:
+    out, err, prompts = converse(llm, "/budget 999999", "/budget", "/temperature hot", "/temperature 200", "/method x")
+    errors = err.splitlines()
+    assert errors[0] == (
+        "error: tree_budget 999999 is above this engine's 256; lower it or rebuild with a larger --max-tree-budget"
+    )
+    assert "temperature must be a number" in errors[1] and "temperature must be from 0 to 100" in errors[2]
+    assert len(errors) == 4 and "tree budget 16" in out and not prompts
+    with pytest.raises(UsageError, match="tree_budget 999999 is above"):
+        converse(llm, params=SamplingParams(tree_budget=999_999))
+
+
+def test_commands_that_change_the_answers(llm: LLM, converse: Converse) -> None:
+    first = ("/retry", QUESTION, "/system Be brief.\nVery.", "/temperature .5", "/retry", SECOND)
+    out, err, prompts = converse(llm, *first, "/system none", SECOND, "/stats", "/quit", "never read")
+    assert err == "error: there is no question to answer again; ask one\n"
+    assert "Be brief.\nVery." in prompts[1] and prompts[1].endswith(prompts[0][prompts[0].index(QUESTION) :])
+    assert prompts[2].count(QUESTION) == 1, "a retried turn is there once"
+    assert "Be brief." in prompts[2] and "Be brief." not in prompts[3]
+    assert "temperature 0.5" in out and "system message: none" in out and "never read" not in "".join(prompts)
+    assert "\nanswers      4, of " in out and re.search(r"context +\d+ of 2048 tokens\n", out)
+
+
+def test_a_greedy_retry_says_that_it_changes_nothing(llm: LLM, converse: Converse) -> None:
+    out, err, prompts = converse(llm, "/stats", QUESTION, "/retry")
+    refused, note = err.splitlines()
+    assert refused.startswith("error: there are no figures before the first answer")
+    assert "/temperature 0.8" in note and out.count(ANSWER) == 2 and prompts[0] == prompts[1]
+
+
+# On a terminal
+
+READS = re.escape("\x1b[?2004h")  # the line editor is ready, and knows where pasted text begins and ends
+ENDLESS = ("--method", "ar", "--ignore-eos", "--max-tokens", "1900")
+
+
+@pytest.fixture
+def terminal(tiny_engine: Path) -> Iterator[pexpect.spawn]:
+    """A chat that reads its first message. Answers go on for hundreds of passes."""
+    environment = {**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}  # nobody answers where the cursor is
+    child = pexpect.spawn(
+        sys.executable,
+        ["-m", "ddtree_trt", "run", str(tiny_engine), *ENDLESS],
+        env=environment,
+        timeout=WAIT_S,
+        encoding="utf-8",
+        dimensions=(24, 100),
+    )
+    child.expect(READS)
+    yield child
+    child.close(force=True)
+
+
+def test_keys_of_a_chat(terminal: pexpect.spawn) -> None:
+    terminal.send(f"{QUESTION}\r")
+    terminal.expect("First the tens")  # of the answer
+    terminal.send("\x03")
+    terminal.expect(r"\[\d+ tokens · stopped · ")
+    terminal.expect(READS)
+    terminal.send("dropped\x03")
+    terminal.expect(READS)
+    terminal.send("/stats\r")
+    terminal.expect("answers +1, of ")
+    terminal.expect(READS)
+    terminal.send("\x1b[A\r")  # the arrow up
+    terminal.expect("answers +1, of ")
+    terminal.expect(READS)
+    terminal.send("\x1b[200~/system one\ntwo\x1b[201~")  # as terminals send what is pasted
+    terminal.expect("two")
+    terminal.send("\r")
+    terminal.expect("system message: one\r\ntwo")
+    terminal.expect(READS)
+    terminal.send("\x04")
+    terminal.expect(pexpect.EOF)
+    terminal.wait()
+    assert terminal.exitstatus == 0
+
+
+def test_ctrl_c_at_the_prompt_ends_the_chat(terminal: pexpect.spawn) -> None:
+    terminal.send("\x03")
+    terminal.expect(pexpect.EOF)
+    terminal.wait()
+    assert terminal.exitstatus == 130 and "Traceback" not in terminal.before
