@@ -45,6 +45,18 @@ def usable_cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+def busy_warning(load_1min: float, cores: int) -> str | None:
+    """The sentence for times measured while other processes used the machine; None for a quiet one."""
+    if load_1min <= cores:
+        return None
+    return f"The machine was busy: load {load_1min} on {cores} cores. Do not trust times."
+
+
+def busy_now() -> str | None:
+    """`busy_warning` of this machine as it is."""
+    return busy_warning(round(os.getloadavg()[0], 2), usable_cores())
+
+
 def read_cpu(cpuinfo: Path = CPUINFO) -> Cpu:
     """Model and features from a /proc/cpuinfo; no features where there is none."""
     try:
