@@ -5,13 +5,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, NamedTuple
 
 import pytest
 from pacing import WAIT_S
 from serving import ThreadServer, thread_server
 
 from ddtree_trt import LLM, SamplingParams
+from ddtree_trt.artifact.examples import required_examples
+from ddtree_trt.runtime.stats import STAGES
 
 CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 webdriver: Any = pytest.importorskip("selenium.webdriver", reason="the browser's driver is the package selenium")
@@ -37,6 +40,10 @@ ARGUMENTS = (
 )
 
 
+# Whether the end of what scrolls is in view.
+AT_ITS_END = "const e = arguments[0]; return e.scrollHeight - e.scrollTop - e.clientHeight < 2"
+
+
 @pytest.fixture(scope="module")
 def server(tiny_engine: Path) -> Iterator[ThreadServer]:
     with thread_server(tiny_engine, playground=True) as server:
@@ -56,6 +63,15 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     driver.quit()
 
 
+class Box(NamedTuple):
+    """Where an element is in the window, in CSS pixels."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+
 class Page:
     """The page, as one who uses it sees it."""
 
@@ -63,6 +79,7 @@ class Page:
         self.browser = browser
         browser.get(f"{url}/playground")
         self.wait(lambda: self.find("method").find_elements(By.TAG_NAME, "option") or self.problem)
+        self.open("settings")
 
     def find(self, name: str) -> Any:
         return self.browser.find_element(By.ID, name)
@@ -76,7 +93,7 @@ class Page:
 
     @property
     def idle(self) -> bool:
-        return bool(self.find("send").is_enabled())
+        return bool(self.find("send").is_displayed())
 
     @property
     def answers(self) -> dict[str, str]:
@@ -91,11 +108,30 @@ class Page:
 
     def send(self, text: str) -> None:
         self.find("message").send_keys(text, Keys.ENTER)
-        self.wait(lambda: not self.idle or self.answers)
+        self.wait(lambda: not self.idle or self.answers or self.problem)
         self.wait(lambda: self.idle)
 
     def choose(self, name: str, value: str) -> None:
         Select(self.find(name)).select_by_value(value)
+
+    def open(self, name: str) -> None:
+        self.find(name).find_element(By.TAG_NAME, "summary").click()
+
+    def size(self, width: int, height: int) -> None:
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+
+    def box(self, name: str) -> Box:
+        rect = self.browser.execute_script("return arguments[0].getBoundingClientRect()", self.find(name))
+        return Box(rect["left"], rect["top"], rect["right"], rect["bottom"])
+
+    def round_shown(self) -> str:
+        """The caption, which agrees with the drawing."""
+        caption = str(self.find("caption").text)
+        nodes = self.browser.find_elements(By.CSS_SELECTOR, "#drawing rect")
+        accepted = self.browser.find_elements(By.CSS_SELECTOR, "#drawing g.accepted")
+        assert caption.startswith(f"{len(nodes) - 1} guesses, {len(accepted) - 1} accepted")
+        return caption
 
 
 @pytest.fixture
@@ -114,34 +150,214 @@ def test_a_message_is_answered_beside_ar_and_its_rounds_are_drawn(page: Page, ti
         messages = [{"role": "user", "content": QUESTION}]
         expected = llm.generate([messages], SamplingParams(max_tokens=200))[0].outputs[0].text
     assert page.answers == {"ddtree": expected, "ar": expected}
-    assert "identical: yes" in page.browser.find_element(By.CSS_SELECTOR, ".verdict").text
+    assert "The same text as ar" in page.browser.find_element(By.CSS_SELECTOR, ".verdict").text
     count = int(page.find("round").get_attribute("max"))
-    assert count > 1 and page.find("place").text == f"{count} of {count}"
-    shown = []
-    for _ in range(count):
-        shown.append(page.find("caption").text)
-        nodes = page.browser.find_elements(By.CSS_SELECTOR, "#drawing rect")
-        accepted = page.browser.find_elements(By.CSS_SELECTOR, "#drawing g.accepted")
-        assert shown[-1].startswith(f"{len(nodes) - 1} nodes, {len(accepted) - 1} accepted")
+    assert count > 1 and page.find("place").text.endswith(f" of {count}, the best")
+    best, shown = page.round_shown(), []
+    page.find("round").send_keys(Keys.END)
+    for number in range(count, 0, -1):
+        assert page.find("place").text.split(",")[0] == f"{number} of {count}"
+        shown.append(page.round_shown())
         page.find("round").send_keys(Keys.ARROW_LEFT)
-    assert len(set(shown)) == count and page.find("place").text == f"1 of {count}"
+    accepted = [int(caption.split()[2]) for caption in shown]
+    assert len(set(shown)) == count and int(best.split()[2]) == max(accepted) > min(accepted)
     assert page.errors == []
 
 
+def test_stages_are_named_in_words(page: Page) -> None:
+    page.send(QUESTION)
+    for details in page.browser.find_elements(By.CSS_SELECTOR, ".times, #as-time"):
+        details.find_element(By.TAG_NAME, "summary").click()
+        assert "checking" in details.text and "undefined" not in details.text
+    text = page.browser.find_element(By.TAG_NAME, "body").text
+    assert not [stage for stage in STAGES if "_" in stage and stage in text] and "verify" not in text
+
+
+@pytest.mark.parametrize(("load", "warned"), [(0.0, False), (999.0, True)])
+def test_a_comparison_on_a_busy_machine_says_so(
+    page: Page, monkeypatch: pytest.MonkeyPatch, load: float, warned: bool
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    page.send(QUESTION)
+    verdict = page.browser.find_element(By.CSS_SELECTOR, ".verdict").text
+    assert ("The machine was busy: load 999" in verdict) is warned
+
+
+def test_both_runs_of_a_comparison_read_the_whole_prompt(page: Page, server: ThreadServer) -> None:
+    before = server.figures()
+    page.send(QUESTION)
+    after = server.figures()
+    read, cached = ("ddtree_prompt_tokens_total", "ddtree_prompt_tokens_cached_total")
+    assert after[cached] == before[cached]
+    page.find("clear").click()
+    page.find("beside").click()
+    page.send(QUESTION)
+    alone = server.figures()
+    assert after[read] - before[read] == 2 * (alone[read] - after[read])
+    assert alone[cached] > after[cached]  # without a comparison the cache helps
+
+
+def test_rounds_are_played(page: Page) -> None:
+    page.find("beside").click()
+    page.choose("budget", "16")  # few rounds
+    page.send(QUESTION)
+    page.browser.execute_script(
+        "window.seen = []; new MutationObserver(() => window.seen.push(document.getElementById('place').textContent))"
+        ".observe(document.getElementById('place'), {childList: true})"
+    )
+    page.find("play").click()
+    assert page.find("play").text == "Pause"
+    page.wait(lambda: page.find("play").text == "Play")
+    count = int(page.find("round").get_attribute("max"))
+    seen = page.browser.execute_script("return window.seen")
+    assert [place.split(",")[0] for place in seen] == [f"{n} of {count}" for n in range(1, count + 1)]
+    page.find("play").click()
+    page.find("play").click()
+    assert (page.find("play").text, page.find("place").text.split()[0]) == ("Play", "1")
+
+
+def test_an_example_is_answered(page: Page, tiny_engine: Path) -> None:
+    examples = required_examples(tiny_engine)
+    assert examples.knows and examples.knows in page.find("knows").text
+    buttons = page.find("examples").find_elements(By.TAG_NAME, "button")
+    assert [button.get_attribute("textContent") for button in buttons] == list(examples.prompts)
+    page.browser.execute_script("arguments[0].click()", buttons[1])
+    page.wait(lambda: page.answers.get("ar"))
+    page.wait(lambda: page.idle)
+    assert page.browser.find_element(By.CSS_SELECTOR, ".said").text == examples.prompts[1]
+    assert not page.find("start").is_displayed()
+    page.find("clear").click()
+    assert page.find("start").is_displayed() and not page.find("rounds").is_displayed()
+
+
+@pytest.mark.parametrize(("width", "height"), [(360, 740), (1280, 900)])
+def test_box_and_tree_are_in_view_while_the_text_grows(
+    page: Page, server: ThreadServer, tiny_engine: Path, width: int, height: int
+) -> None:
+    page.open("settings")
+    page.size(width, height)
+    for _ in range(2):  # text for more than one window
+        page.send(required_examples(tiny_engine).prompts[5])
+    begun = server.passes.begun
+    server.passes.wait_until(lambda requests: server.passes.begun < begun + 4)  # the answer waits in the middle
+    page.find("message").send_keys(QUESTION, Keys.ENTER)
+    page.wait(lambda: page.answers.get("ddtree") and page.find("rounds").is_displayed())
+    page.wait(lambda: page.browser.execute_script(AT_ITS_END, page.find("turns")))
+    talk, tree, drawing, form = (page.box(name) for name in ("talk", "rounds", "drawing", "form"))
+    text = page.browser.find_element(By.CSS_SELECTOR, ".turn:last-child .text > :last-child")
+    bottom = page.browser.execute_script("return arguments[0].getBoundingClientRect().bottom", text)
+    server.passes.release()
+    page.wait(lambda: page.idle)
+    assert talk.top < bottom <= talk.bottom
+    assert form.bottom <= height and drawing.bottom <= height
+    if width < 600:
+        assert 0 <= tree.top - talk.bottom < 20 and 0 <= form.top - tree.bottom < 20
+    else:
+        assert 0 <= tree.left - talk.right < 20 and tree.top == talk.top and 0 <= form.top - talk.bottom < 20
+    assert page.browser.execute_script("return document.documentElement.scrollHeight") <= height
+
+
+RENDERED = [
+    (
+        "a **b** *c* ***d*** `e*f*`",
+        "<p>a <strong>b</strong> <em>c</em> <strong><em>d</em></strong> <code>e*f*</code></p>",
+    ),
+    ("6 * 3 * 2\nsnake_case __init__", "<p>6 * 3 * 2\nsnake_case __init__</p>"),
+    ("# A\nb\n\n---\nc", "<h4>A</h4><p>b</p><hr><p>c</p>"),
+    ("- a\n- b\n  - c\n\nd", "<ul><li><p>a</p></li><li><p>b</p><ul><li><p>c</p></li></ul></li></ul><p>d</p>"),
+    ("3. a\n   still\n4. b", '<ol start="3"><li><p>a\nstill</p></li><li><p>b</p></li></ol>'),
+    ("1. a\n- b", '<ol start="1"><li><p>a</p></li></ol><ul><li><p>b</p></li></ul>'),
+    ("> a\n> - b", "<blockquote><p>a</p><ul><li><p>b</p></li></ul></blockquote>"),
+    ("```python\nif *x*:\n    # y\n```\nz", "<pre><code>if *x*:\n    # y\n</code></pre><p>z</p>"),
+    ("```\nopen", "<pre><code>open\n</code></pre>"),  # while the answer grows
+    ("[a](https://b.c)", '<p><a href="https://b.c" target="_blank" rel="noopener noreferrer">a</a></p>'),
+    ("[a](javascript:alert)", "<p>[a](javascript:alert)</p>"),
+    ("<img src=x onerror=alert()>", "<p>&lt;img src=x onerror=alert()&gt;</p>"),
+    ("", ""),
+]
+# Renders each source; gives the HTML, and the pieces of text that were asked for.
+RENDER = """
+const [sources, done] = arguments;
+import("/playground/markdown.js").then(({ markdown }) => done(sources.map((source) => {
+  const pieces = [];
+  const box = document.createElement("div");
+  box.append(...markdown(source, (from, to) => (pieces.push([from, to]), [source.slice(from, to)])));
+  const names = [...box.querySelectorAll("*")].map((each) => each.localName);
+  return { html: box.innerHTML, pieces, names };
+})));
+"""
+
+
+# What would take a careless renderer for ever, or to the end of its stack.
+HOSTILE = ["> " * 20_000 + "a", "1. " * 20_000 + "a", "`" * 20_000, "*a " * 20_000, "[" * 20_000, "* " * 20_000 + "a"]
+
+
+def rendered(page: Page, sources: list[str]) -> list[dict[str, Any]]:
+    return list(page.browser.execute_async_script(RENDER, sources))
+
+
+def test_markdown_is_rendered(page: Page) -> None:
+    assert [each["html"] for each in rendered(page, [source for source, _ in RENDERED])] == [
+        html for _, html in RENDERED
+    ]
+
+
+def test_hostile_markdown_is_rendered_too(page: Page) -> None:
+    assert all(each["names"] for each in rendered(page, HOSTILE))
+
+
+def test_whatever_is_written_only_these_elements_are_made_and_no_word_is_lost_or_moved(page: Page) -> None:
+    random = Random(0)
+    marks = [
+        "*",
+        "**",
+        "`",
+        "```",
+        "\n",
+        "\n\n",
+        "  ",
+        "- ",
+        "1. ",
+        "> ",
+        "# ",
+        "[",
+        "](https://x.y)",
+        "---",
+        "<b>",
+        "word",
+    ]
+    sources = ["".join(random.choices(marks, k=random.randint(1, 60))) for _ in range(1500)]
+    for source, made in zip(sources, rendered(page, sources), strict=True):
+        assert set(made["names"]) <= {*"p h4 ul ol li pre code blockquote hr em strong a".split()}, source
+        ends = [0, *(place for piece in made["pieces"] for place in piece)]
+        assert ends == sorted(ends), source
+        shown = "".join(source[begin:end] for begin, end in made["pieces"])
+        assert shown.count("<b>") <= source.count("<b>"), source
+        if "```" not in source and "](" not in source:
+            assert shown.count("word") == source.count("word"), source
+
+
 def test_everything_can_be_done_with_keys(page: Page) -> None:
-    page.browser.execute_script("document.activeElement.blur()")
+    page.open("settings")
+    page.find("message").click()
     visited = []
-    for _ in range(14):
-        page.browser.switch_to.active_element.send_keys(Keys.TAB)
+    for _ in range(3):
         visited.append(page.browser.switch_to.active_element.get_attribute("id"))
-    assert [name for name in visited if name][:8] == [
-        "message", "method", "budget", "temperature", "tokens", "seed", "beside", "send",
+        page.browser.switch_to.active_element.send_keys(Keys.TAB)
+    page.find("settings").find_element(By.TAG_NAME, "summary").send_keys(Keys.ENTER)
+    for _ in range(8):
+        visited.append(page.browser.switch_to.active_element.get_attribute("id"))
+        page.browser.switch_to.active_element.send_keys(Keys.TAB)
+    assert [name for name in visited if name] == [
+        "message", "send", "method", "budget", "temperature", "tokens", "seed", "beside", "formatted",
     ]  # fmt: skip
     page.find("beside").send_keys(Keys.SPACE)
     page.send(QUESTION)
     assert list(page.answers) == ["ddtree"]
     page.find("as-text").find_element(By.TAG_NAME, "summary").send_keys(Keys.ENTER)
     assert "accepted" in page.find("list").text
+    page.find("play").send_keys(Keys.ENTER)
+    assert page.find("play").text == "Pause"
 
 
 def test_escape_stops_an_answer(page: Page, server: ThreadServer) -> None:
@@ -178,13 +394,14 @@ def test_a_key_is_asked_for(browser: Any, tiny_engine: Path) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
 def test_every_width_and_scheme_is_readable_and_accessible(page: Page, width: int, scheme: str) -> None:
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
-    page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    page.size(width, 900)
     media = [{"name": "prefers-color-scheme", "value": scheme}]
     page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
     page.choose("budget", "16")
+    found = Axe().run(page.browser)["violations"]  # at the start, with the examples
     page.send(QUESTION)
-    page.find("as-text").find_element(By.TAG_NAME, "summary").click()
+    for name in ("as-text", "as-time"):
+        page.open(name)
     assert page.browser.execute_script("return document.documentElement.scrollWidth") <= width
-    found = Axe().run(page.browser)["violations"]
+    found += Axe().run(page.browser)["violations"]
     assert [(v["id"], [n["html"][:120] for n in v["nodes"]]) for v in found] == []

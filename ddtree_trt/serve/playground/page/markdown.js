@@ -6,8 +6,9 @@ const HEADING = /^ {0,3}#{1,6} +(?=\S)/;
 const RULE = /^ {0,3}([-*_])( *\1){2,} *$/;
 const QUOTE = /^ {0,3}> ?/;
 const ITEM = /^( *)([-*+]|(\d{1,9})[.)])( +)(?=\S)/;
+const DEEPEST = 20; // quotes and lists within each other
 // Content has none of the marks around it, so that a search ends at the next mark.
-const INLINE = /(`+)([^`]+)\1(?!`)|(\*{1,3})(?![\s*])([^*]*[^*\s])\3(?!\*)|\[([^[\]]+)\]\((https?:\/\/[^\s()]+)\)/g;
+const INLINE = /(?<!`)(`+)(?!`)([^`]+)\1(?!`)|(\*{1,3})(?![\s*])([^*]*[^*\s])\3(?!\*)|\[([^[\]]+)\]\((https?:\/\/[^\s()]+)\)/g;
 const EMPHASES = [[], ["em"], ["strong"], ["strong", "em"]]; // by the number of asterisks
 
 // The nodes of a source. `text(from, to)` makes those of a part of it, in which nothing is marked up.
@@ -19,7 +20,7 @@ export function markdown(source, text) {
     lines.push({ from, to });
     from = to + 1;
   }
-  return blocks(lines, { source, text });
+  return blocks(lines, { source, text, depth: 0 });
 }
 
 function make(name, ...children) {
@@ -30,7 +31,9 @@ function make(name, ...children) {
 
 const without = (line, characters) => ({ from: line.from + characters, to: line.to });
 
-function blocks(lines, way) {
+function blocks(lines, around) {
+  const way = { ...around, depth: around.depth + 1 };
+  const nests = way.depth < DEEPEST;
   const words = (line) => way.source.slice(line.from, line.to);
   const begins = (line) => [FENCE, HEADING, RULE, QUOTE, ITEM].some((pattern) => pattern.test(words(line)));
   const made = [];
@@ -56,10 +59,10 @@ function blocks(lines, way) {
     } else if (RULE.test(said)) {
       made.push(make("hr"));
       at += 1;
-    } else if (QUOTE.test(said)) {
+    } else if (nests && QUOTE.test(said)) {
       const inside = take((each) => QUOTE.test(words(each)));
       made.push(make("blockquote", ...blocks(inside.map((l) => without(l, QUOTE.exec(words(l))[0].length)), way)));
-    } else if (ITEM.test(said)) {
+    } else if (nests && ITEM.test(said)) {
       made.push(list(take(belongsToList(said, words)), words, way));
     } else {
       at += 1;

@@ -5,7 +5,7 @@ import { asList, caption, drawTree, element } from "./tree.js";
 
 const at = (id) => document.getElementById(id);
 const PLAY_MS = 800; // a round, when they are played
-const REFRESH_MS = 80; // drawing takes time from the engine, where both are on one machine
+const REFRESH_MS = 120; // drawing takes time from the engine, where both are on one machine
 const WORDS = {
   prefill: "reading the prompt",
   draft: "guessing",
