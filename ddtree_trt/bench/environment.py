@@ -10,7 +10,6 @@ from datetime import datetime, timezone
 from ddtree_trt import __version__
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.toolchain import installed_versions
-from ddtree_trt.device.cpu import busy_warning
 from ddtree_trt.doctor import diagnose
 from ddtree_trt.runtime.decoding.budget.latency import fingerprint
 from ddtree_trt.runtime.engines.base import Engine
@@ -34,9 +33,9 @@ class Environment:
     started: str  # UTC, ISO 8601
 
     @property
-    def busy(self) -> str | None:
-        """The sentence that times mean little, where other processes were using the machine."""
-        return busy_warning(self.load_1min, self.cores)
+    def busy(self) -> bool:
+        """Whether other processes were using the machine, so that times mean little."""
+        return self.load_1min > self.cores
 
 
 @dataclass(frozen=True)

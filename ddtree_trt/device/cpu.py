@@ -46,15 +46,10 @@ def usable_cores() -> int:
 
 
 def busy_warning(load_1min: float, cores: int) -> str | None:
-    """The sentence for times measured while other processes used the machine; None for a quiet one."""
+    """What belongs beside times that were taken while more processes wanted to run than there are cores, else None."""
     if load_1min <= cores:
         return None
-    return f"The machine was busy: load {load_1min} on {cores} cores. Do not trust times."
-
-
-def busy_now() -> str | None:
-    """`busy_warning` of this machine as it is."""
-    return busy_warning(round(os.getloadavg()[0], 2), usable_cores())
+    return f"The machine was busy: load {load_1min:.2f} on {cores} cores. Do not trust times."
 
 
 def read_cpu(cpuinfo: Path = CPUINFO) -> Cpu:

@@ -117,7 +117,7 @@ def test_a_run_can_read_the_whole_prompt_though_it_is_in_the_cache(server: Threa
     assert server.figures()[cached] > before
 
 
-@pytest.mark.parametrize(("load", "says"), [(0.0, None), (999.0, "The machine was busy: load 999.0 on ")])
+@pytest.mark.parametrize(("load", "says"), [(0.0, None), (999.0, "The machine was busy: load 999.00 on ")])
 def test_answers_say_that_the_machine_was_busy(
     server: ThreadServer, monkeypatch: pytest.MonkeyPatch, load: float, says: str | None
 ) -> None:

@@ -158,7 +158,7 @@ def lines(result: AblationResult) -> list[str]:
         f"{where}; ddtree-trt {env.product_version}; {env.started}, load {env.load_1min}.",
     ]
     if env.busy and result.budgets:
-        found.append(env.busy)
+        found.append(f"The machine was busy: load {env.load_1min} on {env.cores} cores. Do not trust times.")
     return [*found, *result.notes]
 
 

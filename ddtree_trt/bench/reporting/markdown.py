@@ -92,7 +92,7 @@ def notes(result: BenchResult) -> list[str]:
         where = ", ".join([env.machine, *env.gpus])
         lines.append(f"{shard}{where}; ddtree-trt {env.product_version}; {env.started}, load {env.load_1min}.")
         if env.busy:
-            lines.append(f"{shard}{env.busy}")
+            lines.append(f"{shard}The machine was busy: load {env.load_1min} on {env.cores} cores. Do not trust times.")
         if part.skipped:
             lines.append(f"{shard}{len(part.skipped)} prompts were too long for max_seq_len {e.max_seq_len}: left out.")
         for peer, facts in part.contenders.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from ddtree_trt.artifact.examples import Examples
-from ddtree_trt.device.cpu import busy_now
+from ddtree_trt.device.cpu import busy_warning, usable_cores
 from ddtree_trt.runtime.chat.tools import ToolUse
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.decoding.methods import METHODS
@@ -91,9 +92,7 @@ def _engine(service: Service, examples: Examples | None) -> dict[str, Any]:
         "model": service.model_name,
         "backend": manifest.backend,
         "chat": bool(service.llm.tokenizer.chat_template),
-        "methods": [
-            {"name": m.name, "drafts": m.drafts} for m in METHODS.values() if m.serves(manifest.drafter_kind)
-        ],
+        "methods": [{"name": m.name, "drafts": m.drafts} for m in METHODS.values() if m.serves(manifest.drafter_kind)],
         "max_tree_budget": manifest.limits.max_tree_budget,
         "max_seq_len": manifest.limits.max_seq_len,
         "examples": examples.prompts if examples else [],
@@ -123,7 +122,7 @@ async def _rounds(service: Service, request: Request, body: PlaygroundRequest) -
 
 
 async def _events(service: Service, submission: Submission, seen: deque[Round]) -> AsyncIterator[str]:
-    busy = busy_now()
+    busy = busy_warning(os.getloadavg()[0], usable_cores())
     try:
         async for part in submission:
             (output,) = part.outputs
