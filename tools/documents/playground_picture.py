@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     parser.add_argument("--budget", default="16")
     parser.add_argument("--round", type=int, help="the round that is drawn; the best unless given")
-    parser.add_argument("--size", default="1280,860")
+    parser.add_argument("--size", default="1280,930")
     args = parser.parse_args()
     with started_server(str(args.engine), "--playground") as address:
         take(f"{address}/playground", args)
