@@ -1,45 +1,25 @@
-"""The playground's page in a real browser: Debian's Chromium, driven through ChromeDriver."""
+"""The playground's page as one who uses it sees it, in a real browser."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-from pacing import WAIT_S
+from playground_page import Page, open_browser
 from serving import ThreadServer, thread_server
 
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.artifact.examples import required_examples
 from ddtree_trt.runtime.stats import STAGES
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-webdriver: Any = pytest.importorskip("selenium.webdriver", reason="the browser's driver is the package selenium")
-if CHROMIUM is None or DRIVER is None:
-    pytest.skip("no browser: apt-get install chromium chromium-driver", allow_module_level=True)
+axe: Any = pytest.importorskip("axe_core_python.selenium", reason="it judges accessibility")
 
-from axe_core_python.selenium import Axe  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
 
 QUESTION = "Anna has 5 apples and buys 7 more. How many apples does she have?"
-ARGUMENTS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--window-size=1280,900",
-)
-
-
 # Whether the end of what scrolls is in view.
 AT_ITS_END = "const e = arguments[0]; return e.scrollHeight - e.scrollTop - e.clientHeight < 2"
 
@@ -52,86 +32,8 @@ def server(tiny_engine: Path) -> Iterator[ThreadServer]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (*ARGUMENTS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.set_script_timeout(WAIT_S)
-    yield driver
-    driver.quit()
-
-
-class Box(NamedTuple):
-    """Where an element is in the window, in CSS pixels."""
-
-    left: float
-    top: float
-    right: float
-    bottom: float
-
-
-class Page:
-    """The page, as one who uses it sees it."""
-
-    def __init__(self, browser: Any, url: str) -> None:
-        self.browser = browser
-        browser.get(f"{url}/playground")
-        self.wait(lambda: self.find("method").find_elements(By.TAG_NAME, "option") or self.problem)
-        self.open("settings")
-
-    def find(self, name: str) -> Any:
-        return self.browser.find_element(By.ID, name)
-
-    def wait(self, condition: Any) -> None:
-        WebDriverWait(self.browser, WAIT_S, poll_frequency=0.05).until(lambda _: condition())
-
-    @property
-    def problem(self) -> str:
-        return str(self.find("problem").text)
-
-    @property
-    def idle(self) -> bool:
-        return bool(self.find("send").is_displayed())
-
-    @property
-    def answers(self) -> dict[str, str]:
-        """The texts of the last turn by method."""
-        boxes = self.browser.find_elements(By.CSS_SELECTOR, ".turn:last-child .answer")
-        text = "return arguments[0].querySelector('.text').textContent"
-        return {box.get_attribute("data-method"): self.browser.execute_script(text, box) for box in boxes}
-
-    @property
-    def errors(self) -> list[str]:
-        return [line["message"] for line in self.browser.get_log("browser") if line["level"] == "SEVERE"]
-
-    def send(self, text: str) -> None:
-        self.find("message").send_keys(text, Keys.ENTER)
-        self.wait(lambda: not self.idle or self.answers or self.problem)
-        self.wait(lambda: self.idle)
-
-    def choose(self, name: str, value: str) -> None:
-        Select(self.find(name)).select_by_value(value)
-
-    def open(self, name: str) -> None:
-        self.find(name).find_element(By.TAG_NAME, "summary").click()
-
-    def size(self, width: int, height: int) -> None:
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        self.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-
-    def box(self, name: str) -> Box:
-        rect = self.browser.execute_script("return arguments[0].getBoundingClientRect()", self.find(name))
-        return Box(rect["left"], rect["top"], rect["right"], rect["bottom"])
-
-    def round_shown(self) -> str:
-        """The caption, which agrees with the drawing."""
-        caption = str(self.find("caption").text)
-        nodes = self.browser.find_elements(By.CSS_SELECTOR, "#drawing rect")
-        accepted = self.browser.find_elements(By.CSS_SELECTOR, "#drawing g.accepted")
-        assert caption.startswith(f"{len(nodes) - 1} guesses, {len(accepted) - 1} accepted")
-        return caption
+    with open_browser(tmp_path_factory.mktemp("browser")) as driver:
+        yield driver
 
 
 @pytest.fixture
@@ -257,86 +159,6 @@ def test_box_and_tree_are_in_view_while_the_text_grows(
     assert page.browser.execute_script("return document.documentElement.scrollHeight") <= height
 
 
-RENDERED = [
-    (
-        "a **b** *c* ***d*** `e*f*`",
-        "<p>a <strong>b</strong> <em>c</em> <strong><em>d</em></strong> <code>e*f*</code></p>",
-    ),
-    ("6 * 3 * 2\nsnake_case __init__", "<p>6 * 3 * 2\nsnake_case __init__</p>"),
-    ("# A\nb\n\n---\nc", "<h4>A</h4><p>b</p><hr><p>c</p>"),
-    ("- a\n- b\n  - c\n\nd", "<ul><li><p>a</p></li><li><p>b</p><ul><li><p>c</p></li></ul></li></ul><p>d</p>"),
-    ("3. a\n   still\n4. b", '<ol start="3"><li><p>a\nstill</p></li><li><p>b</p></li></ol>'),
-    ("1. a\n- b", '<ol start="1"><li><p>a</p></li></ol><ul><li><p>b</p></li></ul>'),
-    ("> a\n> - b", "<blockquote><p>a</p><ul><li><p>b</p></li></ul></blockquote>"),
-    ("```python\nif *x*:\n    # y\n```\nz", "<pre><code>if *x*:\n    # y\n</code></pre><p>z</p>"),
-    ("```\nopen", "<pre><code>open\n</code></pre>"),  # while the answer grows
-    ("[a](https://b.c)", '<p><a href="https://b.c" target="_blank" rel="noopener noreferrer">a</a></p>'),
-    ("[a](javascript:alert)", "<p>[a](javascript:alert)</p>"),
-    ("<img src=x onerror=alert()>", "<p>&lt;img src=x onerror=alert()&gt;</p>"),
-    ("", ""),
-]
-# Renders each source; gives the HTML, and the pieces of text that were asked for.
-RENDER = """
-const [sources, done] = arguments;
-import("/playground/markdown.js").then(({ markdown }) => done(sources.map((source) => {
-  const pieces = [];
-  const box = document.createElement("div");
-  box.append(...markdown(source, (from, to) => (pieces.push([from, to]), [source.slice(from, to)])));
-  const names = [...box.querySelectorAll("*")].map((each) => each.localName);
-  return { html: box.innerHTML, pieces, names };
-})));
-"""
-
-
-# What would take a careless renderer for ever, or to the end of its stack.
-HOSTILE = ["> " * 20_000 + "a", "1. " * 20_000 + "a", "`" * 20_000, "*a " * 20_000, "[" * 20_000, "* " * 20_000 + "a"]
-
-
-def rendered(page: Page, sources: list[str]) -> list[dict[str, Any]]:
-    return list(page.browser.execute_async_script(RENDER, sources))
-
-
-def test_markdown_is_rendered(page: Page) -> None:
-    assert [each["html"] for each in rendered(page, [source for source, _ in RENDERED])] == [
-        html for _, html in RENDERED
-    ]
-
-
-def test_hostile_markdown_is_rendered_too(page: Page) -> None:
-    assert all(each["names"] for each in rendered(page, HOSTILE))
-
-
-def test_whatever_is_written_only_these_elements_are_made_and_no_word_is_lost_or_moved(page: Page) -> None:
-    random = Random(0)
-    marks = [
-        "*",
-        "**",
-        "`",
-        "```",
-        "\n",
-        "\n\n",
-        "  ",
-        "- ",
-        "1. ",
-        "> ",
-        "# ",
-        "[",
-        "](https://x.y)",
-        "---",
-        "<b>",
-        "word",
-    ]
-    sources = ["".join(random.choices(marks, k=random.randint(1, 60))) for _ in range(1500)]
-    for source, made in zip(sources, rendered(page, sources), strict=True):
-        assert set(made["names"]) <= {*"p h4 ul ol li pre code blockquote hr em strong a".split()}, source
-        ends = [0, *(place for piece in made["pieces"] for place in piece)]
-        assert ends == sorted(ends), source
-        shown = "".join(source[begin:end] for begin, end in made["pieces"])
-        assert shown.count("<b>") <= source.count("<b>"), source
-        if "```" not in source and "](" not in source:
-            assert shown.count("word") == source.count("word"), source
-
-
 def test_everything_can_be_done_with_keys(page: Page) -> None:
     page.open("settings")
     page.find("message").click()
@@ -398,10 +220,10 @@ def test_every_width_and_scheme_is_readable_and_accessible(page: Page, width: in
     media = [{"name": "prefers-color-scheme", "value": scheme}]
     page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
     page.choose("budget", "16")
-    found = Axe().run(page.browser)["violations"]  # at the start, with the examples
+    found = axe.Axe().run(page.browser)["violations"]  # at the start, with the examples
     page.send(QUESTION)
     for name in ("as-text", "as-time"):
         page.open(name)
     assert page.browser.execute_script("return document.documentElement.scrollWidth") <= width
-    found += Axe().run(page.browser)["violations"]
+    found += axe.Axe().run(page.browser)["violations"]
     assert [(v["id"], [n["html"][:120] for n in v["nodes"]]) for v in found] == []
