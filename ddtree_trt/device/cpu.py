@@ -49,7 +49,7 @@ def busy_warning(load_1min: float, cores: int) -> str | None:
     """What belongs beside times that were taken while more processes wanted to run than there are cores, else None."""
     if load_1min <= cores:
         return None
-    return f"The machine was busy: load {load_1min} on {cores} cores. Do not trust times."
+    return f"The machine was busy: load {load_1min:.2f} on {cores} cores. Do not trust times."
 
 
 def read_cpu(cpuinfo: Path = CPUINFO) -> Cpu:

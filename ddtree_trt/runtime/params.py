@@ -204,6 +204,13 @@ class SamplingParams:
         device="always",
         http={},
     ).field()
+    skip_reading_prefix_cache: bool = Parameter(
+        False,
+        Flag(),
+        "Compute the whole prompt, whatever of it a slot's cache holds.",
+        "For comparing times: of two runs of a prompt, the second would find it in the cache.",
+        device="always",
+    ).field()
     structured: StructuredOutput | None = Parameter(  # noqa: RUF009 - it makes a field, as all others
         None,
         Structure(),

@@ -144,8 +144,8 @@ class Scheduler:
 
     def _usable(self, index: int, sequence: Sequence) -> int:
         """Tokens of the prompt that the slot's cache holds and the sequence can start behind."""
-        if sequence.params.prompt_logprobs is not None:
-            return 0  # the logits of every prompt row are needed
+        if sequence.params.skip_reading_prefix_cache or sequence.params.prompt_logprobs is not None:
+            return 0  # for prompt_logprobs: the logits of every prompt row are needed
         held = self.engine.draftable_length(index) if sequence.drafts else self.engine.length(index)
         shared = _common_prefix(self._slots[index].tokens, sequence.prompt)
         if sequence.drafts and self.engine.manifest.drafting.rows_read_next:

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from starlette.responses import JSONResponse, Response
 
 from ddtree_trt import __version__
+from ddtree_trt.artifact.examples import Examples, read_examples
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.runtime.async_llm import AsyncLLM
@@ -41,6 +42,7 @@ def open_app(
     vllm_model = (options.model_name or manifest.name) if options.vllm_metrics else None
     metrics = Metrics(manifest, vllm_model, answers=counts_answers)
     chat_template.start_for(engine_dir)  # at the same time as the engine is loaded
+    examples = read_examples(engine_dir) if options.playground else None
     llm = AsyncLLM(
         engine_dir,
         threads=options.threads,
@@ -53,11 +55,11 @@ def open_app(
     )
     if llm.tokenizer.chat_template:
         chat_template.wait()
-    return llm, create_app(llm, metrics, options)
+    return llm, create_app(llm, metrics, options, examples)
 
 
-def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions) -> Gate:
-    """The ASGI application over an engine, which it shuts down when it ends."""
+def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions, examples: Examples | None) -> Gate:
+    """The ASGI application over an engine, which it shuts down when it ends. `examples` are for the playground."""
     chat_format = ChatFormat(llm.codec, options.tool_parser, options.reasoning_parser)
     service = Service(llm, metrics, options.model_name, chat_format)
 
@@ -107,7 +109,7 @@ def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions) -> Gate:
         return Response(page, headers={"Content-Type": content_type})
 
     if options.playground:
-        playground.install(app, service)
+        playground.install(app, service, examples)
 
     return gate
 

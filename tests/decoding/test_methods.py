@@ -132,6 +132,7 @@ FIELDS: dict[str, tuple[Any, str]] = {
     "frequency_penalty": (-0.5, "never"),
     "logit_bias": ({3: 1.0}, "never"),
     "echo": (True, "always"),
+    "skip_reading_prefix_cache": (True, "always"),
     "skip_special_tokens": (False, "always"),
     "method": ("ddtree", "always"),
     "tree_budget": (16, "always"),

@@ -55,6 +55,19 @@ def test_a_chat_turn_starts_behind_what_its_slot_holds() -> None:
     assert second.metrics.cached_tokens == len(first.prompt) + len(first.output) - 1
 
 
+def test_a_request_may_read_nothing_of_the_cache() -> None:
+    engine = make(1)
+    scheduler = Scheduler(engine)
+    first = completion(engine, prompt(1, 10), SamplingParams(max_tokens=8))
+    finish(scheduler, [first])
+    again = completion(engine, prompt(1, 10), SamplingParams(max_tokens=8, skip_reading_prefix_cache=True))
+    finish(scheduler, [again])
+    assert again.metrics.cached_tokens == 0 and said(again) == said(first)
+    third = completion(engine, prompt(1, 10), SamplingParams(max_tokens=8))
+    finish(scheduler, [third])
+    assert third.metrics.cached_tokens == 9  # what it wrote can be reused
+
+
 def test_states_dropped_by_ar_are_made_again_for_a_drafter() -> None:
     engine = make(1)
     scheduler = Scheduler(engine)

@@ -56,6 +56,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"include_stop_str_in_output": 1}, "include_stop_str_in_output must be true or false"),
     ({"ignore_eos": "yes"}, "ignore_eos must be true or false"),
     ({"echo": None}, "echo must be true or false"),
+    ({"skip_reading_prefix_cache": 1}, "skip_reading_prefix_cache must be true or false"),
     ({"skip_special_tokens": 0}, "skip_special_tokens must be true or false"),
     ({"keep_special_tokens": ["x"]}, "keep_special_tokens must hold token ids"),
     ({"logprobs": 21}, "logprobs must be from 0 to 20"),

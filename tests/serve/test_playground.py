@@ -13,6 +13,7 @@ from pacing import wait_for
 from serving import ThreadServer, thread_server
 
 from ddtree_trt import LLM, SamplingParams
+from ddtree_trt.artifact.examples import required_examples
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.serve.playground.routes import PAGE
 
@@ -46,7 +47,7 @@ def test_the_page_comes_whole_and_may_use_nothing_from_elsewhere(server: ThreadS
 
 def test_without_the_option_there_is_no_page(tiny_engine: Path) -> None:
     with thread_server(tiny_engine) as plain:
-        assert plain.http.get("/playground").status_code == 404
+        assert {plain.http.get(path).status_code for path in PAGE} == {404}
         assert plain.http.post("/playground/rounds", json={"messages": MESSAGES}).status_code == 404
 
 
@@ -60,10 +61,13 @@ def test_with_a_key_the_page_is_open_and_its_requests_are_not(tiny_engine: Path)
         assert server.http.get("/playground/engine").json()["chat"] is True
 
 
-def test_the_page_is_told_what_the_engine_can_do(server: ThreadServer) -> None:
+def test_the_page_is_told_what_the_engine_can_do(server: ThreadServer, tiny_engine: Path) -> None:
     told = server.http.get("/playground/engine").json()
     limits = server.llm.engine.manifest.limits
-    assert told["methods"][0] and "ar" in told["methods"] and "draft-model" not in told["methods"]
+    drafts = {method["name"]: method["drafts"] for method in told["methods"]}
+    assert drafts["ddtree"] and not drafts["ar"] and "draft-model" not in drafts
+    examples = required_examples(tiny_engine)
+    assert (told["examples"], told["knows"]) == (list(examples.prompts), examples.knows)
     assert (told["max_tree_budget"], told["max_seq_len"]) == (limits.max_tree_budget, limits.max_seq_len)
 
 
@@ -94,6 +98,32 @@ def test_rounds_are_those_that_the_engine_decodes(server: ThreadServer, tiny_eng
 def test_ar_drafts_nothing(server: ThreadServer) -> None:
     rounds = [record for part in events(server, method="ar", max_tokens=12) for record in part["rounds"]]
     assert rounds and all(not r["nodes"] and not r["path"] and len(r["emitted"]) == 1 for r in rounds)
+
+
+def test_an_engine_without_examples_has_none_on_the_page(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddtree_trt.serve.app.read_examples", lambda directory: None)
+    with thread_server(tiny_engine, playground=True) as server:
+        told = server.http.get("/playground/engine").json()
+    assert (told["examples"], told["knows"]) == ([], None)
+
+
+def test_a_run_can_read_the_whole_prompt_though_it_is_in_the_cache(server: ThreadServer) -> None:
+    cached = "ddtree_prompt_tokens_cached_total"
+    events(server, max_tokens=4)
+    before = server.figures()[cached]
+    events(server, max_tokens=4, skip_reading_prefix_cache=True)
+    assert server.figures()[cached] == before
+    events(server, max_tokens=4)
+    assert server.figures()[cached] > before
+
+
+@pytest.mark.parametrize(("load", "says"), [(0.0, None), (999.0, "The machine was busy: load 999.00 on ")])
+def test_answers_say_that_the_machine_was_busy(
+    server: ThreadServer, monkeypatch: pytest.MonkeyPatch, load: float, says: str | None
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    parts = events(server, max_tokens=4)
+    assert all(part["busy"] is None if says is None else part["busy"].startswith(says) for part in parts)
 
 
 @pytest.mark.parametrize(

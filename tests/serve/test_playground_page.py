@@ -1,40 +1,27 @@
-"""The playground's page in a real browser: Debian's Chromium, driven through ChromeDriver."""
+"""The playground's page as one who uses it sees it, in a real browser."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pacing import WAIT_S
+from playground_page import Page, open_browser
 from serving import ThreadServer, thread_server
 
 from ddtree_trt import LLM, SamplingParams
+from ddtree_trt.artifact.examples import required_examples
+from ddtree_trt.runtime.stats import STAGES
 
-CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-webdriver: Any = pytest.importorskip("selenium.webdriver", reason="the browser's driver is the package selenium")
-if CHROMIUM is None or DRIVER is None:
-    pytest.skip("no browser: apt-get install chromium chromium-driver", allow_module_level=True)
+axe: Any = pytest.importorskip("axe_core_python.selenium", reason="it judges accessibility")
 
-from axe_core_python.selenium import Axe  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
 
 QUESTION = "Anna has 5 apples and buys 7 more. How many apples does she have?"
-ARGUMENTS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--window-size=1280,900",
-)
+# Whether the end of what scrolls is in view.
+AT_ITS_END = "const e = arguments[0]; return e.scrollHeight - e.scrollTop - e.clientHeight < 2"
 
 
 @pytest.fixture(scope="module")
@@ -45,57 +32,8 @@ def server(tiny_engine: Path) -> Iterator[ThreadServer]:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = CHROMIUM
-    for argument in (*ARGUMENTS, f"--user-data-dir={tmp_path_factory.mktemp('browser')}"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    driver.set_script_timeout(WAIT_S)
-    yield driver
-    driver.quit()
-
-
-class Page:
-    """The page, as one who uses it sees it."""
-
-    def __init__(self, browser: Any, url: str) -> None:
-        self.browser = browser
-        browser.get(f"{url}/playground")
-        self.wait(lambda: self.find("method").find_elements(By.TAG_NAME, "option") or self.problem)
-
-    def find(self, name: str) -> Any:
-        return self.browser.find_element(By.ID, name)
-
-    def wait(self, condition: Any) -> None:
-        WebDriverWait(self.browser, WAIT_S, poll_frequency=0.05).until(lambda _: condition())
-
-    @property
-    def problem(self) -> str:
-        return str(self.find("problem").text)
-
-    @property
-    def idle(self) -> bool:
-        return bool(self.find("send").is_enabled())
-
-    @property
-    def answers(self) -> dict[str, str]:
-        """The texts of the last turn by method."""
-        boxes = self.browser.find_elements(By.CSS_SELECTOR, ".turn:last-child .answer")
-        text = "return arguments[0].querySelector('.text').textContent"
-        return {box.get_attribute("data-method"): self.browser.execute_script(text, box) for box in boxes}
-
-    @property
-    def errors(self) -> list[str]:
-        return [line["message"] for line in self.browser.get_log("browser") if line["level"] == "SEVERE"]
-
-    def send(self, text: str) -> None:
-        self.find("message").send_keys(text, Keys.ENTER)
-        self.wait(lambda: not self.idle or self.answers)
-        self.wait(lambda: self.idle)
-
-    def choose(self, name: str, value: str) -> None:
-        Select(self.find(name)).select_by_value(value)
+    with open_browser(tmp_path_factory.mktemp("browser")) as driver:
+        yield driver
 
 
 @pytest.fixture
@@ -114,34 +52,134 @@ def test_a_message_is_answered_beside_ar_and_its_rounds_are_drawn(page: Page, ti
         messages = [{"role": "user", "content": QUESTION}]
         expected = llm.generate([messages], SamplingParams(max_tokens=200))[0].outputs[0].text
     assert page.answers == {"ddtree": expected, "ar": expected}
-    assert "identical: yes" in page.browser.find_element(By.CSS_SELECTOR, ".verdict").text
+    assert "The same text as ar" in page.browser.find_element(By.CSS_SELECTOR, ".verdict").text
     count = int(page.find("round").get_attribute("max"))
-    assert count > 1 and page.find("place").text == f"{count} of {count}"
-    shown = []
-    for _ in range(count):
-        shown.append(page.find("caption").text)
-        nodes = page.browser.find_elements(By.CSS_SELECTOR, "#drawing rect")
-        accepted = page.browser.find_elements(By.CSS_SELECTOR, "#drawing g.accepted")
-        assert shown[-1].startswith(f"{len(nodes) - 1} nodes, {len(accepted) - 1} accepted")
+    assert count > 1 and page.find("place").text.endswith(f" of {count}, the best")
+    best, shown = page.round_shown(), []
+    page.find("round").send_keys(Keys.END)
+    for number in range(count, 0, -1):
+        assert page.find("place").text.split(",")[0] == f"{number} of {count}"
+        shown.append(page.round_shown())
         page.find("round").send_keys(Keys.ARROW_LEFT)
-    assert len(set(shown)) == count and page.find("place").text == f"1 of {count}"
+    accepted = [int(caption.split()[2]) for caption in shown]
+    assert len(set(shown)) == count and int(best.split()[2]) == max(accepted) > min(accepted)
     assert page.errors == []
 
 
+def test_stages_are_named_in_words(page: Page) -> None:
+    page.send(QUESTION)
+    for details in page.browser.find_elements(By.CSS_SELECTOR, ".times, #as-time"):
+        details.find_element(By.TAG_NAME, "summary").click()
+        assert "checking" in details.text and "undefined" not in details.text
+    text = page.browser.find_element(By.TAG_NAME, "body").text
+    assert not [stage for stage in STAGES if "_" in stage and stage in text] and "verify" not in text
+
+
+@pytest.mark.parametrize(("load", "warned"), [(0.0, False), (999.0, True)])
+def test_a_comparison_on_a_busy_machine_says_so(
+    page: Page, monkeypatch: pytest.MonkeyPatch, load: float, warned: bool
+) -> None:
+    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
+    page.send(QUESTION)
+    verdict = page.browser.find_element(By.CSS_SELECTOR, ".verdict").text
+    assert ("The machine was busy: load 999" in verdict) is warned
+
+
+def test_both_runs_of_a_comparison_read_the_whole_prompt(page: Page, server: ThreadServer) -> None:
+    before = server.figures()
+    page.send(QUESTION)
+    after = server.figures()
+    read, cached = ("ddtree_prompt_tokens_total", "ddtree_prompt_tokens_cached_total")
+    assert after[cached] == before[cached]
+    page.find("clear").click()
+    page.find("beside").click()
+    page.send(QUESTION)
+    alone = server.figures()
+    assert after[read] - before[read] == 2 * (alone[read] - after[read])
+    assert alone[cached] > after[cached]  # without a comparison the cache helps
+
+
+def test_rounds_are_played(page: Page) -> None:
+    page.find("beside").click()
+    page.choose("budget", "16")  # few rounds
+    page.send(QUESTION)
+    page.browser.execute_script(
+        "window.seen = []; new MutationObserver(() => window.seen.push(document.getElementById('place').textContent))"
+        ".observe(document.getElementById('place'), {childList: true})"
+    )
+    page.find("play").click()
+    assert page.find("play").text == "Pause"
+    page.wait(lambda: page.find("play").text == "Play")
+    count = int(page.find("round").get_attribute("max"))
+    seen = page.browser.execute_script("return window.seen")
+    assert [place.split(",")[0] for place in seen] == [f"{n} of {count}" for n in range(1, count + 1)]
+    page.find("play").click()
+    page.find("play").click()
+    assert (page.find("play").text, page.find("place").text.split()[0]) == ("Play", "1")
+
+
+def test_an_example_is_answered(page: Page, tiny_engine: Path) -> None:
+    examples = required_examples(tiny_engine)
+    assert examples.knows and examples.knows in page.find("knows").text
+    buttons = page.find("examples").find_elements(By.TAG_NAME, "button")
+    assert [button.get_attribute("textContent") for button in buttons] == list(examples.prompts)
+    page.browser.execute_script("arguments[0].click()", buttons[1])
+    page.wait(lambda: page.answers.get("ar"))
+    page.wait(lambda: page.idle)
+    assert page.browser.find_element(By.CSS_SELECTOR, ".said").text == examples.prompts[1]
+    assert not page.find("start").is_displayed()
+    page.find("clear").click()
+    assert page.find("start").is_displayed() and not page.find("rounds").is_displayed()
+
+
+@pytest.mark.parametrize(("width", "height"), [(360, 740), (1280, 900)])
+def test_box_and_tree_are_in_view_while_the_text_grows(
+    page: Page, server: ThreadServer, tiny_engine: Path, width: int, height: int
+) -> None:
+    page.open("settings")
+    page.size(width, height)
+    for _ in range(2):  # text for more than one window
+        page.send(required_examples(tiny_engine).prompts[5])
+    begun = server.passes.begun
+    server.passes.wait_until(lambda requests: server.passes.begun < begun + 4)  # the answer waits in the middle
+    page.find("message").send_keys(QUESTION, Keys.ENTER)
+    page.wait(lambda: page.answers.get("ddtree") and page.find("rounds").is_displayed())
+    page.wait(lambda: page.browser.execute_script(AT_ITS_END, page.find("turns")))
+    talk, tree, drawing, form = (page.box(name) for name in ("talk", "rounds", "drawing", "form"))
+    text = page.browser.find_element(By.CSS_SELECTOR, ".turn:last-child .text > :last-child")
+    bottom = page.browser.execute_script("return arguments[0].getBoundingClientRect().bottom", text)
+    server.passes.release()
+    page.wait(lambda: page.idle)
+    assert talk.top < bottom <= talk.bottom
+    assert form.bottom <= height and drawing.bottom <= height
+    if width < 600:
+        assert 0 <= tree.top - talk.bottom < 20 and 0 <= form.top - tree.bottom < 20
+    else:
+        assert 0 <= tree.left - talk.right < 20 and tree.top == talk.top and 0 <= form.top - talk.bottom < 20
+    assert page.browser.execute_script("return document.documentElement.scrollHeight") <= height
+
+
 def test_everything_can_be_done_with_keys(page: Page) -> None:
-    page.browser.execute_script("document.activeElement.blur()")
+    page.open("settings")
+    page.find("message").click()
     visited = []
-    for _ in range(14):
-        page.browser.switch_to.active_element.send_keys(Keys.TAB)
+    for _ in range(3):
         visited.append(page.browser.switch_to.active_element.get_attribute("id"))
-    assert [name for name in visited if name][:8] == [
-        "message", "method", "budget", "temperature", "tokens", "seed", "beside", "send",
+        page.browser.switch_to.active_element.send_keys(Keys.TAB)
+    page.find("settings").find_element(By.TAG_NAME, "summary").send_keys(Keys.ENTER)
+    for _ in range(8):
+        visited.append(page.browser.switch_to.active_element.get_attribute("id"))
+        page.browser.switch_to.active_element.send_keys(Keys.TAB)
+    assert [name for name in visited if name] == [
+        "message", "send", "method", "budget", "temperature", "tokens", "seed", "beside", "formatted",
     ]  # fmt: skip
     page.find("beside").send_keys(Keys.SPACE)
     page.send(QUESTION)
     assert list(page.answers) == ["ddtree"]
     page.find("as-text").find_element(By.TAG_NAME, "summary").send_keys(Keys.ENTER)
     assert "accepted" in page.find("list").text
+    page.find("play").send_keys(Keys.ENTER)
+    assert page.find("play").text == "Pause"
 
 
 def test_escape_stops_an_answer(page: Page, server: ThreadServer) -> None:
@@ -178,13 +216,14 @@ def test_a_key_is_asked_for(browser: Any, tiny_engine: Path) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [360, 1280])
 def test_every_width_and_scheme_is_readable_and_accessible(page: Page, width: int, scheme: str) -> None:
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
-    page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    page.size(width, 900)
     media = [{"name": "prefers-color-scheme", "value": scheme}]
     page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": media})
     page.choose("budget", "16")
+    found = axe.Axe().run(page.browser)["violations"]  # at the start, with the examples
     page.send(QUESTION)
-    page.find("as-text").find_element(By.TAG_NAME, "summary").click()
+    for name in ("as-text", "as-time"):
+        page.open(name)
     assert page.browser.execute_script("return document.documentElement.scrollWidth") <= width
-    found = Axe().run(page.browser)["violations"]
+    found += axe.Axe().run(page.browser)["violations"]
     assert [(v["id"], [n["html"][:120] for n in v["nodes"]]) for v in found] == []

@@ -1,7 +1,7 @@
 """A picture of the playground for the documents: `tools/documents/playground_picture.py ENGINE MESSAGE PICTURE.png`.
 
-Serves the engine, sends the message on the page in Debian's Chromium, shows one of its rounds, and takes the
-picture. Needs the packages chromium, chromium-driver and selenium.
+Serves the engine, sends the message on the page in Debian's Chromium, and takes the picture, with its
+best round or the one that is asked for. Needs the packages chromium, chromium-driver and selenium.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def main() -> None:
     parser.add_argument("message")
     parser.add_argument("picture", type=Path)
     parser.add_argument("--budget", default="16")
-    parser.add_argument("--round", type=int, default=2, help="the round that is drawn")
-    parser.add_argument("--size", default="1280,1000")
+    parser.add_argument("--round", type=int, help="the round that is drawn; the best unless given")
+    parser.add_argument("--size", default="1280,930")
     args = parser.parse_args()
     with started_server(str(args.engine), "--playground") as address:
         take(f"{address}/playground", args)
@@ -43,14 +43,17 @@ def take(url: str, args: argparse.Namespace) -> None:
     try:
         browser.get(url)
         wait(browser, lambda: browser.find_elements(By.CSS_SELECTOR, "#budget option"))
+        settings = browser.find_element(By.CSS_SELECTOR, "#settings summary")
+        settings.click()
         Select(browser.find_element(By.ID, "budget")).select_by_value(args.budget)
+        settings.click()
         browser.find_element(By.ID, "message").send_keys(args.message, Keys.ENTER)
         wait(browser, lambda: browser.find_elements(By.CSS_SELECTOR, ".verdict"))
-        show = (
-            f"const r = document.getElementById('round'); r.value = {args.round}; r.dispatchEvent(new Event('input'))"
-        )
-        browser.execute_script(show)
-        browser.execute_script("document.activeElement.blur(); scrollTo(0, 0)")
+        wait(browser, lambda: browser.find_element(By.ID, "send").is_displayed())
+        if args.round is not None:
+            slider = "const r = document.getElementById('round'); r.value = arguments[0]; "
+            browser.execute_script(slider + "r.dispatchEvent(new Event('input'))", args.round)
+        browser.execute_script("document.activeElement.blur(); document.getElementById('turns').scrollTop = 0")
         browser.save_screenshot(str(args.picture))
     finally:
         browser.quit()

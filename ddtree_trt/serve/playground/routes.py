@@ -1,8 +1,9 @@
-"""Routes of the playground: the page's three files, what it must know of the engine, and rounds as they happen."""
+"""Routes of the playground: the page's files, what it must know of the engine, and rounds as they happen."""
 
 from __future__ import annotations
 
 import json
+import os
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -12,6 +13,8 @@ from typing import Any, Literal
 from fastapi import FastAPI, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from ddtree_trt.artifact.examples import Examples
+from ddtree_trt.device.cpu import busy_warning, usable_cores
 from ddtree_trt.runtime.chat.tools import ToolUse
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.decoding.methods import METHODS
@@ -26,9 +29,9 @@ from ddtree_trt.serve.service import Service, finish_reason, new_id
 
 PATH = "/playground"
 PAGE = {
-    PATH: ("page.html", "text/html; charset=utf-8"),
+    **dict.fromkeys(("/", PATH), ("page.html", "text/html; charset=utf-8")),
     f"{PATH}/page.css": ("page.css", "text/css; charset=utf-8"),
-    f"{PATH}/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    **{f"{PATH}/{name}": (name, "text/javascript; charset=utf-8") for name in ("page.js", "tree.js", "markdown.js")},
 }
 # The page takes nothing from anywhere else, and nobody may put it into a frame.
 _POLICY = "; ".join(
@@ -59,8 +62,8 @@ class PlaygroundRequest(ChatRequest):
     stream_options: None = None
 
 
-def install(app: FastAPI, service: Service) -> None:
-    """Add the playground's routes to the server's."""
+def install(app: FastAPI, service: Service, examples: Examples | None) -> None:
+    """Add the playground's routes to the server's. `examples` are those that the engine ships."""
     folder = files(__package__) / "page"
 
     def add(path: str, name: str, media_type: str) -> None:
@@ -75,28 +78,31 @@ def install(app: FastAPI, service: Service) -> None:
 
     @app.get(f"{PATH}/engine", include_in_schema=False)
     async def engine() -> JSONResponse:
-        return JSONResponse(_engine(service))
+        return JSONResponse(_engine(service, examples))
 
     @app.post(f"{PATH}/rounds", include_in_schema=False)
     async def rounds(request: Request) -> Response:
         return await _rounds(service, request, await read(request, PlaygroundRequest))
 
 
-def _engine(service: Service) -> dict[str, Any]:
+def _engine(service: Service, examples: Examples | None) -> dict[str, Any]:
     """What the page shows and offers."""
     manifest = service.llm.engine.manifest
     return {
         "model": service.model_name,
         "backend": manifest.backend,
         "chat": bool(service.llm.tokenizer.chat_template),
-        "methods": [m.name for m in METHODS.values() if m.serves(manifest.drafter_kind)],
+        "methods": [{"name": m.name, "drafts": m.drafts} for m in METHODS.values() if m.serves(manifest.drafter_kind)],
         "max_tree_budget": manifest.limits.max_tree_budget,
         "max_seq_len": manifest.limits.max_seq_len,
+        "examples": examples.prompts if examples else [],
+        "knows": examples.knows if examples else None,
     }
 
 
 async def _rounds(service: Service, request: Request, body: PlaygroundRequest) -> Response:
-    """A stream of events {text, rounds, figures, finish_reason}, one for each part of the answer."""
+    """A stream of events {text, rounds, figures, finish_reason, busy}, one for each part of the answer. `busy` is the
+    warning of a machine that was busy before the answer began."""
     messages = [message.for_template() for message in body.messages]
     if service.llm.tokenizer.chat_template:
         ids = await service.encode_chat(messages, body.chat_template_kwargs)
@@ -116,6 +122,7 @@ async def _rounds(service: Service, request: Request, body: PlaygroundRequest) -
 
 
 async def _events(service: Service, submission: Submission, seen: deque[Round]) -> AsyncIterator[str]:
+    busy = busy_warning(os.getloadavg()[0], usable_cores())
     try:
         async for part in submission:
             (output,) = part.outputs
@@ -124,6 +131,7 @@ async def _events(service: Service, submission: Submission, seen: deque[Round]) 
                 "rounds": [round_record(service.texts, seen.popleft()) for _ in range(len(seen))],
                 "figures": figures(part.metrics),
                 "finish_reason": finish_reason(output.finish_reason),
+                "busy": busy,
             }
             yield event(json.dumps(record))
         yield DONE

@@ -1,20 +1,28 @@
 // The playground: a chat, and beside it the tree of every round. Talks to this server only.
 
+import { markdown } from "./markdown.js";
+import { asList, caption, drawTree, element } from "./tree.js";
+
 const at = (id) => document.getElementById(id);
-const MOST_DRAWN = 160; // nodes; further ones are counted in the caption
-const STAGES = ["draft", "tree_build", "tree_compile", "verify", "commit", "device_round", "prefill"];
+const PLAY_MS = 800; // a round, when they are played
+const REFRESH_MS = 120; // drawing takes time from the engine, where both are on one machine
+const WORDS = {
+  prefill: "reading the prompt",
+  draft: "guessing",
+  tree_build: "growing the tree",
+  tree_compile: "laying it out",
+  verify: "checking",
+  commit: "keeping what was accepted",
+  device_round: "rounds on the device",
+};
 
 let engine = null;
 let messages = []; // of the chat so far
-let rounds = []; // of the answer that is shown, with the element of each one's text
+let rounds = []; // of the answer whose rounds are shown, each with the place of its text in `steps`
+let shown = null; // the box of that answer
+let following = true; // whether the latest round is shown while the text grows
+let playing = null; // the timer that steps through the rounds
 let running = null; // AbortController of the answer in progress
-
-function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.append(...children);
-  return made;
-}
 
 function headers() {
   const key = at("key").value;
@@ -30,7 +38,7 @@ async function refusal(response) {
   if (response.status === 401) {
     at("key-field").hidden = false;
     at("key").focus();
-    return "This server asks for an API key: give it below the settings and send again.";
+    return "This server asks for an API key: give it below the message and send again.";
   }
   const body = await response.json().catch(() => null);
   return body?.error?.message ?? `The server answered ${response.status}.`;
@@ -64,67 +72,122 @@ async function loadEngine() {
   engine = await response.json();
   at("engine").textContent = `${engine.model} · ${engine.backend} · ${engine.max_seq_len} tokens`
     + (engine.chat ? "" : " · no chat template: a message is continued as text");
-  at("method").replaceChildren(...engine.methods.map((m) => element("option", { value: m }, m)));
+  at("method").replaceChildren(...engine.methods.map(({ name }) => element("option", { value: name }, title(name))));
   const budgets = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024].filter((b) => b <= engine.max_tree_budget);
   at("budget").replaceChildren(...["auto", ...budgets].map((b) => element("option", { value: b }, String(b))));
   at("tokens").max = engine.max_seq_len;
+  at("knows").textContent = engine.knows ? `This model knows only ${engine.knows}. Try one:` : "Try one:";
+  at("examples").hidden = !engine.examples.length;
+  at("examples").querySelector("ul").replaceChildren(...engine.examples.map((prompt) => {
+    const button = element("button", { type: "button" }, prompt);
+    button.addEventListener("click", () => {
+      at("message").value = prompt;
+      send();
+    });
+    return element("li", {}, button);
+  }));
 }
 
-function settings(method) {
+const drafts = (method) => engine.methods.find(({ name }) => name === method).drafts;
+const title = (method) => `${method}: ${drafts(method) ? "guesses ahead" : "one token at a time"}`;
+
+function settings(method, compared) {
   const budget = at("budget").value;
-  const drafts = method !== "ar";
   return {
     method,
     temperature: Number(at("temperature").value),
     seed: Number(at("seed").value),
     max_tokens: Number(at("tokens").value),
-    ...(drafts ? { tree_budget: budget === "auto" ? "auto" : Number(budget) } : {}),
+    skip_reading_prefix_cache: compared, // the second run would find the prompt that the first one read
+    ...(drafts(method) ? { tree_budget: budget === "auto" ? "auto" : Number(budget) } : {}),
   };
 }
 
 // ---- answers
 
 function answerBox(turn, method) {
-  const text = element("p", { class: "text" });
+  const text = element("div", { class: "text" });
   const figures = element("p", { class: "figures" });
-  const times = element("table", { class: "times" }, element("caption", { class: "figures" }, "Time by stage"));
-  turn.append(element("div", { class: "answer", "data-method": method }, element("h3", {}, method), text, figures, times));
-  return { text, figures, times, output: "", last: null };
+  const times = element("details", { class: "times", hidden: "" }, element("summary", {}, "Where the time went"));
+  turn.append(element("div", { class: "answer", "data-method": method },
+    element("h3", {}, title(method)), text, figures, times));
+  return { text, figures, times, output: "", steps: [], last: null, busy: null, timer: null, done: false };
 }
 
-function showFigures(box, figures, done) {
-  box.last = figures;
+// The nodes of output[from, to): an element for each part, coloured in turn.
+function pieces(box, from, to) {
+  const made = [];
+  box.steps.forEach((step, index) => {
+    const [begin, end] = [Math.max(from, step.from), Math.min(to, step.to)];
+    if (begin >= end) return;
+    const marks = `step ${index % 2 ? "odd" : "even"}${box === shown && rounds[at("round").value - 1]?.step === index ? " shown" : ""}`;
+    made.push(element("span", { class: marks, "data-step": index }, box.output.slice(begin, end)));
+  });
+  return made;
+}
+
+function refresh(box) {
+  clearTimeout(box.timer);
+  box.timer = null;
+  atBottom(() => {
+    const parts = (from, to) => pieces(box, from, to);
+    box.text.replaceChildren(...(at("formatted").checked
+      ? markdown(box.output, parts)
+      : [element("p", {}, ...parts(0, box.output.length))]));
+    showFigures(box);
+    if (box === shown && following && rounds.length) showRound(rounds.length);
+  });
+}
+
+// Changes the conversation, and stays at its end where that was in view.
+function atBottom(change) {
+  const turns = at("turns");
+  const was = turns.scrollHeight - turns.scrollTop - turns.clientHeight < 60;
+  change();
+  if (was) turns.scrollTop = turns.scrollHeight;
+}
+
+function showFigures(box) {
+  const figures = box.last;
   const speed = figures.decode_tokens_per_s;
   box.figures.textContent = `${figures.output_tokens} tokens in ${figures.rounds} rounds, `
     + `${figures.tokens_per_round.toFixed(2)} tokens a round`
     + (speed ? `, ${speed.toFixed(1)} tokens/s` : "");
-  if (!done) return;
-  const rows = STAGES.filter((stage) => figures.stage_s[stage] > 0).map((stage) =>
-    element("tr", {}, element("th", { scope: "row" }, stage),
-      element("td", {}, `${(1000 * figures.stage_s[stage]).toFixed(1)} ms`)));
-  box.times.append(element("tbody", {}, ...rows));
 }
 
-async function answer(turn, method, follow) {
-  const box = answerBox(turn, method);
-  turn.setAttribute("aria-busy", "true");
+function showTimes(box) {
+  const rows = Object.entries(WORDS).filter(([stage]) => box.last.stage_s[stage] > 0).map(([stage, words]) =>
+    element("tr", {}, element("th", { scope: "row" }, words),
+      element("td", {}, `${(1000 * box.last.stage_s[stage]).toFixed(1)} ms`)));
+  box.times.append(element("table", {}, element("tbody", {}, ...rows)));
+  box.times.hidden = false;
+}
+
+async function answer(turn, method, follow, compared) {
   const response = await fetch("/playground/rounds", {
     method: "POST",
     headers: headers(),
     signal: running.signal,
-    body: JSON.stringify({ messages, ...settings(method) }),
+    body: JSON.stringify({ messages, ...settings(method, compared) }),
   });
   if (!response.ok) throw new Error(await refusal(response));
-  if (follow) clearRounds();
-  let stages = {};
-  for await (const event of events(response)) {
-    box.output += event.text;
-    const step = element("span", { class: "step" }, event.text);
-    box.text.append(step);
-    if (follow) takeRounds(event, step, stages);
-    stages = event.figures.stage_s;
-    showFigures(box, event.figures, event.finish_reason !== null);
+  const box = answerBox(turn, method);
+  if (follow) clearRounds(box);
+  try {
+    for await (const event of events(response)) {
+      box.steps.push({ from: box.output.length, to: box.output.length + event.text.length });
+      box.output += event.text;
+      if (follow) takeRounds(event, box);
+      box.last = event.figures;
+      box.busy = event.busy;
+      box.timer ??= setTimeout(refresh, REFRESH_MS, box);
+    }
+  } finally {
+    if (box.last) refresh(box);
   }
+  showTimes(box);
+  box.done = true;
+  if (follow && following && rounds.length) showRound(bestRound());
   return box;
 }
 
@@ -132,21 +195,27 @@ async function send() {
   const said = at("message").value;
   if (!said.trim() || running) return;
   complain("");
-  const answers = element("div", { class: "answers" });
-  const turn = element("article", { class: "turn" }, element("p", { class: "said" }, said), answers);
   running = new AbortController();
   setRunning(true);
+  const answers = element("div", { class: "answers", "aria-busy": "true" });
+  const turn = element("article", { class: "turn" }, element("p", { class: "said" }, said), answers);
   try {
     if (!engine) await loadEngine();
     messages.push({ role: "user", content: said });
+    at("start").hidden = true;
+    at("turns").hidden = false;
     at("turns").append(turn);
-    const method = at("method").value;
-    const box = await answer(answers, method, true);
+    at("turns").scrollTop = at("turns").scrollHeight;
     at("message").value = "";
-    if (at("beside").checked && method !== "ar") compare(turn, box, await answer(answers, "ar", false));
+    const method = at("method").value;
+    const plain = engine.methods.find((m) => !m.drafts).name;
+    const compared = at("beside").checked && method !== plain;
+    const box = await answer(answers, method, true, compared);
+    if (compared) compare(turn, box, plain, await answer(answers, plain, false, true));
     messages.push({ role: "assistant", content: box.output });
   } catch (error) {
     if (messages.at(-1)?.role === "user") messages.pop(); // the next message does not build on half an answer
+    if (!at("message").value) at("message").value = said;
     complain(error.name === "AbortError" ? "Stopped." : error.message);
   }
   answers.removeAttribute("aria-busy");
@@ -154,144 +223,93 @@ async function send() {
   setRunning(false);
 }
 
-function compare(turn, box, ar) {
-  const same = box.output === ar.output;
-  const faster = box.last.decode_tokens_per_s / ar.last.decode_tokens_per_s;
-  turn.append(element("p", { class: "verdict" },
-    `identical: ${same ? "yes" : "no"}` + (Number.isFinite(faster) ? ` · ${faster.toFixed(2)} × the speed of ar` : ""),
-    element("small", {}, " (one run of each; ddtree-trt bench compares fairly)")));
+function compare(turn, box, plain, other) {
+  const faster = box.last.decode_tokens_per_s / other.last.decode_tokens_per_s;
+  const text = box.output === other.output
+    ? `The same text as ${plain}`
+    : `Another text than ${plain}` + (Number(at("temperature").value) > 0 ? ": above temperature 0 each run draws" : "");
+  const verdict = element("p", { class: "verdict" },
+    text + (Number.isFinite(faster) ? `, ${faster.toFixed(2)} × its speed.` : "."),
+    element("small", {}, " One run of each, both read the whole prompt; ddtree-trt bench compares fairly."));
+  const busy = box.busy ?? other.busy;
+  if (busy) verdict.append(element("strong", { class: "busy" }, ` ${busy}`));
+  atBottom(() => turn.append(verdict));
 }
 
 function setRunning(on) {
-  at("send").disabled = on;
-  at("stop").disabled = !on;
+  const [from, to] = on ? ["send", "stop"] : ["stop", "send"];
+  const focused = document.activeElement === at(from);
+  at(from).hidden = true;
+  at(to).hidden = false;
+  if (focused) at(to).focus();
 }
 
 // ---- rounds
 
-function clearRounds() {
+function clearRounds(box) {
+  pause();
+  shown?.text.querySelectorAll(".shown").forEach((piece) => piece.classList.remove("shown"));
   rounds = [];
-  at("round").disabled = true;
-  at("place").textContent = "none yet";
+  shown = box;
+  following = true;
+  at("rounds").hidden = true;
 }
 
 // Parts and rounds come together but for the first token and for text that waits for its character.
-function takeRounds(event, step, before) {
-  const slider = at("round");
-  const following = !rounds.length || Number(slider.value) === rounds.length;
+function takeRounds(event, box) {
+  const before = box.last?.stage_s ?? {};
   const times = Object.entries(event.figures.stage_s).map(([name, s]) => [name, s - (before[name] ?? 0)]);
+  const step = box.steps.length - 1;
   for (const record of event.rounds) rounds.push({ ...record, step, times, together: event.rounds.length });
-  if (event.rounds.length) {
-    const place = rounds.length;
-    step.addEventListener("click", () => showRound(place));
-  }
-  if (!rounds.length) return;
-  slider.disabled = false;
-  slider.max = rounds.length;
-  if (following) showRound(rounds.length);
-  else at("place").textContent = `${slider.value} of ${rounds.length}`;
+  at("round").max = Math.max(rounds.length, 1);
+  at("rounds").hidden = !rounds.length;
+}
+
+// The first of those that wrote most tokens.
+function bestRound() {
+  const accepted = rounds.map((record) => record.path.length);
+  return 1 + accepted.indexOf(Math.max(...accepted));
 }
 
 function showRound(number) {
   const record = rounds[number - 1];
+  const said = caption(record);
   at("round").value = number;
-  at("round").setAttribute("aria-valuetext", `round ${number} of ${rounds.length}: ${caption(record)}`);
-  at("place").textContent = `${number} of ${rounds.length}`;
-  at("caption").textContent = caption(record);
-  for (const each of rounds) each.step.classList.toggle("shown", each.step === record.step);
-  drawTree(record);
+  at("round").setAttribute("aria-valuetext", `round ${number} of ${rounds.length}: ${said}`);
+  at("place").textContent = `${number} of ${rounds.length}` + (shown.done && number === bestRound() ? ", the best" : "");
+  at("caption").textContent = said;
+  at("times").textContent = record.times.filter(([, s]) => s > 0)
+    .map(([name, s]) => `${WORDS[name]} ${(1000 * s).toFixed(2)} ms`).join(", ")
+    + (record.together > 1 ? ` (${record.together} rounds)` : "");
+  for (const piece of shown.text.querySelectorAll(".step")) {
+    piece.classList.toggle("shown", Number(piece.dataset.step) === record.step);
+  }
+  drawTree(record, at("drawing"));
   at("list").replaceChildren(asList(record));
 }
 
-function caption(record) {
-  const tokens = record.emitted.map((t) => JSON.stringify(t)).join(" ");
-  const size = record.nodes.length
-    ? `${record.nodes.length} nodes, ${record.path.length} accepted`
-    : "nothing drafted";
-  const hidden = record.nodes.length > MOST_DRAWN ? `; the ${MOST_DRAWN} most probable are drawn` : "";
-  const d = record.decision;
-  const why = !d ? "" : d.drafted
-    ? ` Expected: ${d.expected_tokens.toFixed(1)} tokens, ${d.expected_gain.toFixed(2)} × ar${d.probe ? ", a probe" : ""}.`
-    : " Drafting does not pay at present.";
-  const times = record.times.filter(([, s]) => s > 0).map(([name, s]) => `${name} ${(1000 * s).toFixed(2)} ms`);
-  const shared = record.together > 1 ? ` (${record.together} rounds)` : "";
-  return `${size}${hidden}. Output: ${tokens}.${why} ${times.join(", ")}${shared}`;
+// A round that the user chose: the latest is no longer followed, and its text comes into view.
+function chooseRound(number) {
+  following = false;
+  showRound(number);
+  shown.text.querySelector(".shown")?.scrollIntoView({ block: "nearest" });
 }
 
-// The root, the drawn nodes, and whether each is accepted; children in the drafter's order.
-function shape(record) {
-  const accepted = new Set([0, ...record.path]);
-  const nodes = [{ text: record.root, probability: 1, children: [], depth: 0, accepted: true }];
-  record.nodes.forEach(([text, parent, probability], index) => {
-    if (index >= MOST_DRAWN && !accepted.has(index + 1)) return void nodes.push(null);
-    const above = nodes[parent];
-    const node = { text, probability, children: [], depth: above.depth + 1, accepted: accepted.has(index + 1) };
-    above.children.push(node);
-    nodes.push(node);
-  });
-  return nodes.filter((node) => node !== null);
+function pause() {
+  clearInterval(playing);
+  playing = null;
+  at("play").textContent = "Play";
 }
 
-const label = (node) => (node.accepted ? "✓" : "") + JSON.stringify(node.text).slice(1, -1).replaceAll(" ", "␣");
-
-function drawTree(record) {
-  const nodes = shape(record);
-  const widths = [];
-  for (const node of nodes) {
-    node.width = 8 * Math.max([...label(node)].length, 4) + 12;
-    widths[node.depth] = Math.max(widths[node.depth] ?? 0, node.width);
-  }
-  const lefts = widths.map((_, depth) => 8 + widths.slice(0, depth).reduce((sum, w) => sum + w + 34, 0));
-  let leaves = 0;
-  const place = (node) => {
-    node.x = lefts[node.depth];
-    node.children.forEach(place);
-    node.y = node.children.length
-      ? (node.children[0].y + node.children.at(-1).y) / 2
-      : 20 + 36 * leaves++;
-  };
-  place(nodes[0]);
-  const width = lefts.at(-1) + widths.at(-1) + 8;
-  const svg = shapeOf("svg", { width, height: 36 * leaves + 12, role: "img", "aria-label": caption(record) });
-  for (const node of nodes) {
-    for (const child of node.children) {
-      const [x1, x2] = [node.x + node.width, child.x];
-      const middle = (x1 + x2) / 2;
-      svg.append(shapeOf("path", {
-        class: child.accepted ? "edge accepted" : "edge",
-        d: `M${x1} ${node.y}C${middle} ${node.y} ${middle} ${child.y} ${x2} ${child.y}`,
-      }));
-    }
-  }
-  nodes.forEach((node) => svg.append(drawNode(node)));
-  at("drawing").replaceChildren(svg);
-}
-
-function drawNode(node) {
-  const group = shapeOf("g", node.accepted ? { class: "accepted" } : {});
-  const box = shapeOf("rect", { x: node.x, y: node.y - 15, width: node.width, height: 30, rx: 5 });
-  box.style.setProperty("--shade", (0.05 + 0.4 * node.probability).toFixed(3));
-  const text = shapeOf("text", { x: node.x + 6, y: node.y - 1 }, label(node));
-  const probability = shapeOf("text", { x: node.x + 6, y: node.y + 11 }, node.depth ? node.probability.toFixed(2) : "root");
-  group.append(box, text, probability);
-  return group;
-}
-
-function shapeOf(name, attributes, text) {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
-
-function asList(record) {
-  const item = (node) => {
-    const mark = node.accepted ? " ✓ accepted" : "";
-    const made = element("li", {}, `${JSON.stringify(node.text)} ${node.depth ? node.probability.toFixed(3) : "root"}${mark}`);
-    if (node.children.length) made.append(element("ul", {}, ...node.children.map(item)));
-    return made;
-  };
-  return element("ul", {}, item(shape(record)[0]));
+function play() {
+  at("play").textContent = "Pause";
+  const here = Number(at("round").value);
+  chooseRound(here < rounds.length && !following ? here : 1);
+  playing = setInterval(() => {
+    const next = Number(at("round").value) + 1;
+    if (next <= rounds.length) chooseRound(next);
+    if (next >= rounds.length && !running) pause();
+  }, PLAY_MS);
 }
 
 // ---- what the user does
@@ -312,13 +330,24 @@ at("stop").addEventListener("click", () => running?.abort());
 at("clear").addEventListener("click", () => {
   running?.abort();
   messages = [];
+  clearRounds(null);
   at("turns").replaceChildren();
-  at("drawing").replaceChildren();
-  at("list").replaceChildren();
-  at("caption").textContent = "";
-  clearRounds();
+  at("turns").hidden = true;
+  at("start").hidden = false;
   at("message").focus();
 });
-at("round").addEventListener("input", () => showRound(Number(at("round").value)));
+at("round").addEventListener("input", () => {
+  pause();
+  chooseRound(Number(at("round").value));
+});
+at("play").addEventListener("click", () => (playing === null ? play() : pause()));
+at("turns").addEventListener("click", (event) => {
+  const step = event.target.closest(".step");
+  if (!step || !shown?.text.contains(step)) return;
+  const place = rounds.findLastIndex((record) => record.step === Number(step.dataset.step));
+  if (place < 0) return;
+  pause();
+  chooseRound(place + 1);
+});
 
 loadEngine().catch((error) => complain(error.message));
