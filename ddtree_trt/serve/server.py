@@ -14,6 +14,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.serve.app import open_app
+from ddtree_trt.serve.connections import Connections
 from ddtree_trt.serve.limits import Gate
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.ready import ready_line
@@ -42,9 +43,11 @@ def make_server(
     engine_dir: Path, options: ServeOptions, listener: socket.socket, progress: Progress = no_progress
 ) -> Server:
     """Load the engine and put a server in front of it. `progress` and errors are those of AsyncLLM."""
+    connections = Connections(options.max_requests)
     llm, gate = open_app(engine_dir, options, progress)
     config = uvicorn.Config(
         gate,
+        http=connections.protocol(),
         log_level="info" if options.access_log else "warning",
         access_log=options.access_log,
         server_header=False,

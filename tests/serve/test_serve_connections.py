@@ -11,14 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from pacing import WAIT_S, wait_for
-from serving import LONG, ThreadServer, thread_server
+from serving import LONG, ProcessServer, ThreadServer, thread_server
 
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.text import chat_template
 from ddtree_trt.runtime.text.chat_template import Limits, Renderer
+from ddtree_trt.serve import connections
 
 ROUND_S = 0.02
 
@@ -142,6 +144,93 @@ def test_a_reader_that_takes_nothing_is_cut_off(tiny_engine: Path) -> None:
         wait_for(lambda: server.ended() == 2)
         wait_for(lambda: server.idle)
         assert b"[DONE]" not in read_all(connection)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_sends_no_more_gets_its_answer(server: ThreadServer, stream: bool) -> None:
+    held = hold(server, server.llm.slots)  # so that it waits for a slot at first
+    connection = server.raw(long_chat(stream=stream, max_tokens=20))
+    wait_for(lambda: server.llm.waiting == 1)
+    connection.settimeout(WAIT_S)
+    head = connection.recv(4096) if stream else b""
+    connection.shutdown(socket.SHUT_WR)
+    noticed = connection.recv(4096)
+    assert noticed == (b"3\r\n:\n\n\r\n" if stream else b"HTTP/1.1 100 \r\n\r\n")
+    release(server, held)
+    answer = head + noticed + read_all(connection)
+    assert answer.count(b"HTTP/1.1 200 OK") == 1
+    if stream:
+        assert b"[DONE]" in answer
+    else:
+        assert json.loads(answer.rpartition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 20
+
+
+def test_a_client_that_sends_no_more_and_then_leaves_is_gone(server: ThreadServer) -> None:
+    for stream in (True, False):
+        held = hold(server, server.llm.slots)
+        connection = server.raw(long_chat(stream=stream))
+        wait_for(lambda: server.llm.waiting == 1)
+        connection.shutdown(socket.SHUT_WR)
+        assert server.http.get("/health").status_code == 200
+        connection.close()
+        wait_for(lambda: server.llm.waiting == 0)
+        release(server, held)
+        wait_for(lambda: server.llm.running == 0)
+
+
+def test_connections_without_a_whole_head_end(server: ThreadServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.2)
+    server.passes.hold()
+    whole = server.raw(long_chat(max_tokens=4))
+    wait_for(lambda: server.llm.running == 1)
+    host, port = server.url.removeprefix("http://").split(":")
+    idle = [socket.create_connection((host, int(port)), WAIT_S) for _ in range(4)]
+    idle[1].sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-")
+    for head in (b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /heal"):  # answered, and then half of another
+        idle[2].sendall(head)
+    assert b"200 OK" in idle[2].recv(4096)
+    dripping = idle.pop()
+    dripping.sendall(b"GET /health HTTP/1.1\r\nX: ")
+    for connection in idle:
+        assert read_all(connection).partition(b"\r\n\r\n")[2] in (b"", b'{"status":"ok"}')
+
+    def cut_off() -> bool:  # however often something comes
+        try:
+            dripping.sendall(b"x")
+        except (ConnectionResetError, BrokenPipeError):
+            return True
+        return False
+
+    wait_for(cut_off)
+    dripping.close()
+    server.passes.release()
+    assert b"200 OK" in whole.recv(4096), "a request under way has other limits"
+    whole.close()
+
+
+def test_connections_that_ask_nothing_never_lock_others_out(tiny_engine: Path) -> None:
+    options = ("--max-requests", "16")
+    with ProcessServer(tiny_engine, *options, files=64 + 16 + 16) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        idle: list[socket.socket] = []
+        for number in range(200):
+            idle.append(socket.create_connection((host, int(port)), WAIT_S))
+            idle[-1].sendall(b"GET /health HTTP/1.1\r\nHost: ")
+            if number % 20 == 0:
+                assert httpx.get(f"{server.url}/health", timeout=WAIT_S).status_code == 200
+        answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 3}, timeout=WAIT_S)
+        assert answer.status_code == 200
+        for connection in idle:
+            connection.close()
+        server.terminate()
+        assert server.wait() == (0, "")
+    with ProcessServer(tiny_engine, *options, files=95) as server:
+        code, error = server.wait()
+    assert (code, error) == (
+        2,
+        "error: 16 requests under way need 96 file descriptors, and this process may have 95; raise that (ulimit -n), "
+        "or lower --max-requests\n",
+    )
 
 
 def test_clients_that_leave_at_any_moment_change_no_answer(server: ThreadServer) -> None:

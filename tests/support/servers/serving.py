@@ -113,10 +113,14 @@ class ProcessServer:
         env: dict[str, str] | None = None,
         hold: Path | None = None,
         hold_s: float = WAIT_S,
+        files: int | None = None,
     ) -> None:
+        """`files`: how many file descriptors the process may have."""
         program = ["-m", "ddtree_trt.cli"] if hold is None else ["-c", HELD, str(hold), str(hold_s)]
         command = [sys.executable, *program, "serve", str(engine), "--port", "0", *options]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        if files is not None:
+            command = ["prlimit", f"--nofile={files}", *command]
         self.process = subprocess.Popen(command, env={**os.environ, **(env or {})}, **pipes)
         assert self.process.stdout is not None
         self.ready = self.process.stdout.readline()
