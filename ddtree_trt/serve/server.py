@@ -21,6 +21,7 @@ from ddtree_trt.serve.ready import ready_line
 from ddtree_trt.terminal.printing import progress_bars
 
 _BACKLOG = 2048
+_ACCEPTS = 8  # connections taken at once: more might need more files than there are before the idle ones end
 _SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: it would grow to megabytes for a slow reader
 _FLUSH_S = 5  # timeout for connections to send their buffers
 
@@ -52,7 +53,7 @@ def make_server(
         access_log=options.access_log,
         server_header=False,
         timeout_graceful_shutdown=_FLUSH_S,
-        backlog=_BACKLOG,
+        backlog=_ACCEPTS,
         ws="none",
     )
     host, port = listener.getsockname()[:2]
@@ -98,6 +99,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets=sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)  # asyncio takes one number for the queue and for what it takes of it at once
         print(self._ready, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

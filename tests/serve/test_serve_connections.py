@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import random
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -208,23 +209,31 @@ def test_connections_without_a_whole_head_end(server: ThreadServer, monkeypatch:
     whole.close()
 
 
-def test_connections_that_ask_nothing_never_lock_others_out(tiny_engine: Path) -> None:
+@pytest.mark.parametrize("loop", ["installed", "asyncio"])  # uvloop comes with Ray
+def test_connections_that_ask_nothing_never_lock_others_out(tiny_engine: Path, tmp_path: Path, loop: str) -> None:
     options = ("--max-requests", "16")
-    with ProcessServer(tiny_engine, *options, files=64 + 16 + 16) as server:
+    if loop == "asyncio":
+        (tmp_path / "uvloop.py").write_text("raise ImportError")
+    with ProcessServer(tiny_engine, *options, files=64 + 16 + 16, env={"PYTHONPATH": str(tmp_path)}) as server:
         host, port = server.url.removeprefix("http://").split(":")
         idle: list[socket.socket] = []
-        for number in range(200):
-            idle.append(socket.create_connection((host, int(port)), WAIT_S))
-            idle[-1].sendall(b"GET /health HTTP/1.1\r\nHost: ")
-            if number % 20 == 0:
-                assert httpx.get(f"{server.url}/health", timeout=WAIT_S).status_code == 200
+        for crowd in (10, 40, 150):
+            server.process.send_signal(signal.SIGSTOP)  # so that they come at once
+            for _ in range(crowd):
+                idle.append(socket.create_connection((host, int(port)), WAIT_S))
+                idle[-1].sendall(b"GET /health HTTP/1.1\r\nHost: ")
+            server.process.send_signal(signal.SIGCONT)
+            assert httpx.get(f"{server.url}/health", timeout=WAIT_S).status_code == 200
         answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "max_tokens": 3}, timeout=WAIT_S)
         assert answer.status_code == 200
         for connection in idle:
             connection.close()
         server.terminate()
         assert server.wait() == (0, "")
-    with ProcessServer(tiny_engine, *options, files=95) as server:
+
+
+def test_too_few_file_descriptors_are_refused(tiny_engine: Path) -> None:
+    with ProcessServer(tiny_engine, "--max-requests", "16", files=95) as server:
         code, error = server.wait()
     assert (code, error) == (
         2,
