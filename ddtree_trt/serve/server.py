@@ -13,9 +13,10 @@ import uvicorn
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM
+from ddtree_trt.serve import request_log
 from ddtree_trt.serve.app import open_app
 from ddtree_trt.serve.connections import Connections
-from ddtree_trt.serve.limits import Gate
+from ddtree_trt.serve.limits import Gate, with_origins
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.ready import ready_line
 from ddtree_trt.terminal.printing import progress_bars
@@ -31,6 +32,8 @@ def serve_engine(engine_dir: Path, options: ServeOptions) -> None:
 
     Raises ArtifactError when the engine cannot be used, UsageError when the address cannot be used.
     """
+    if options.request_log:
+        request_log.show()
     with listen(options) as listener:
         with progress_bars() as progress:
             server = make_server(engine_dir, options, listener, progress)
@@ -47,7 +50,7 @@ def make_server(
     connections = Connections(options.max_requests)
     llm, gate = open_app(engine_dir, options, progress)
     config = uvicorn.Config(
-        gate,
+        with_origins(gate, options),
         http=connections.protocol(),
         log_level="info" if options.access_log else "warning",
         access_log=options.access_log,

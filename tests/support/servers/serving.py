@@ -117,7 +117,7 @@ class ProcessServer:
     ) -> None:
         """`files`: how many file descriptors the process may have."""
         program = ["-m", "ddtree_trt.cli"] if hold is None else ["-c", HELD, str(hold), str(hold_s)]
-        command = [sys.executable, *program, "serve", str(engine), "--port", "0", *options]
+        command = [sys.executable, *program, "serve", str(engine), "--port", "0", "--no-request-log", *options]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         if files is not None:
             command = ["prlimit", f"--nofile={files}", *command]
