@@ -102,6 +102,29 @@ def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions) -> Gate:
         service.check_model(name)
         return card
 
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        if llm.failure is not None:
+            raise ApiError(503, str(llm.failure), kind=errors.SERVER, code="engine_error")
+        if gate.draining:
+            raise errors.shutting_down()
+        return JSONResponse({"status": "ok"})
+
+    @app.get("/metrics")
+    async def prometheus(request: Request) -> Response:
+        page, content_type = metrics.page(request.headers.get("accept", ""))
+        return Response(page, headers={"Content-Type": content_type})
+
+    _add_tools(app, service)
+    if options.playground:
+        playground.install(app, service)
+
+    return gate
+
+
+def _add_tools(app: FastAPI, service: Service) -> None:
+    """Add what vLLM has besides the endpoints that generate, and a hint for the one that clients look for."""
+
     @app.post("/tokenize", response_class=JSONResponse, openapi_extra=_body_schema(TokenizeRequest))
     async def tokens(request: Request) -> Response:
         return await tokenize(service, await read(request, TokenizeRequest))
@@ -117,24 +140,6 @@ def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions) -> Gate:
     @app.get("/version")
     async def version() -> JSONResponse:
         return JSONResponse({"version": __version__})
-
-    @app.get("/health")
-    async def health() -> JSONResponse:
-        if llm.failure is not None:
-            raise ApiError(503, str(llm.failure), kind=errors.SERVER, code="engine_error")
-        if gate.draining:
-            raise errors.shutting_down()
-        return JSONResponse({"status": "ok"})
-
-    @app.get("/metrics")
-    async def prometheus(request: Request) -> Response:
-        page, content_type = metrics.page(request.headers.get("accept", ""))
-        return Response(page, headers={"Content-Type": content_type})
-
-    if options.playground:
-        playground.install(app, service)
-
-    return gate
 
 
 class _App(FastAPI):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -84,6 +85,36 @@ def thread_server(engine: Path, *, round_s: float = 0.0, **options: Any) -> Iter
             server.drain()  # the second one does not wait for requests under way
             thread.join(WAIT_S)
         assert not thread.is_alive(), "the server did not end"
+
+
+def long_chat(**fields: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "hello"}], **LONG, **fields}).encode()
+
+
+def hold(server: ThreadServer, requests: int, **fields: Any) -> list[socket.socket]:
+    """Connections with long streams under way."""
+    before = server.llm.running + server.llm.waiting
+    held = [server.raw(long_chat(stream=True, **fields)) for _ in range(requests)]
+    wait_for(lambda: server.llm.running + server.llm.waiting == before + requests)
+    return held
+
+
+def release(server: ThreadServer, held: list[socket.socket]) -> None:
+    for connection in held:
+        connection.close()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What still comes until the other side ends the connection, in whatever way."""
+    data = b""
+    connection.settimeout(WAIT_S)
+    try:
+        while chunk := connection.recv(1 << 20):
+            data += chunk
+    except ConnectionResetError:
+        pass
+    connection.close()
+    return data
 
 
 # Runs the command line with an engine whose passes wait while a file exists, for at most some seconds each.
