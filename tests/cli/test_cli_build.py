@@ -50,6 +50,16 @@ def test_inspect(folder_of_work: Path) -> None:
     assert "tiny/target (packaged)" in shown.stdout
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("arguments", [("inspect", "engines/tiny"), ("--help",)])
+def test_an_output_that_takes_nothing_is_said_in_one_line(folder_of_work: Path, arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ddtree_trt.cli", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=folder_of_work)
+    assert done.returncode == 1
+    assert done.stderr == ("error: cannot write: No space left on device; free some space, or write to another place\n")
+
+
 def test_inspect_json(cli: Cli, folder_of_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder_of_work)
     report = json.loads(cli("inspect", "engines/tiny", "--json")[1])

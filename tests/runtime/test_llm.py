@@ -222,6 +222,7 @@ def test_nothing_runs_when_one_of_many_calls_is_wrong(llm: LLM) -> None:
         ([vocab], {}, f"token id {vocab} in the prompt is outside the vocabulary of {vocab}"),
         ([-1], {}, "token id -1 in the prompt is outside the vocabulary"),
         ("hi", {"stop_token_ids": [vocab]}, f"stop_token_ids: token id {vocab} is outside the vocabulary"),
+        ("hi", {"stop_token_ids": range(vocab)}, f"stop_token_ids name the whole vocabulary of {vocab}"),
         ("hi", {"logit_bias": {vocab: 1}}, f"logit_bias: token id {vocab} is outside the vocabulary"),
         (
             "hi",
