@@ -237,10 +237,7 @@ def test_an_edited_manifest_is_refused(tmp_path: Path) -> None:
             "model",
             "is a checkpoint, and an engine directory is expected; build one of it with: {build} --checkpoint model",
         ),
-        (
-            "m.gguf",
-            "m.gguf is a checkpoint, and an engine directory is expected; {build} --checkpoint m.gguf --drafter",
-        ),
+        ("m.gguf", "m.gguf is a checkpoint, and an engine directory is expected; build one of it with: {build} --ch"),
     ],
 )
 def test_what_to_do_depends_on_what_was_given(
