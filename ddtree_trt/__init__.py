@@ -31,8 +31,19 @@ __all__ = ["LLM", "AsyncLLM", "CompletionOutput", "RequestOutput", "SamplingPara
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'ddtree_trt' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"ddtree_trt.runtime.{_MODULES[name]}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"ddtree_trt.runtime.{_MODULES[name]}"), name)
+    if name != "_native":
+        raise AttributeError(f"module 'ddtree_trt' has no attribute {name!r}")
+    try:
+        return import_module("ddtree_trt._native")
+    except ModuleNotFoundError:  # a checkout that was not installed, or whose installation is a copy elsewhere
+        from ddtree_trt.errors import MissingDependency, install_with
+
+        raise MissingDependency(f"{__path__[0]} has no native module (_native); {install_with()}") from None
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

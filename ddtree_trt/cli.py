@@ -5,6 +5,8 @@ Exit codes: 0 done, 1 the work failed, 2 the call was wrong, 130 interrupted.
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 import traceback
 from typing import Annotated, Any
@@ -35,7 +37,9 @@ class Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             interrupts.begin_work()
-            return super().invoke(ctx)
+            result = super().invoke(ctx)
+            sys.stdout.flush()  # while an error of it can be reported
+            return result
         except KeyboardInterrupt:
             raise typer.Exit(interrupts.EXIT_CODE) from None
         except Exception as error:
@@ -44,6 +48,8 @@ class Commands(TyperGroup):
                 raise
             if isinstance(error, (typer.Abort, BrokenPipeError)):
                 raise
+            if isinstance(error, OSError) and error.errno in _NO_PLACE:
+                raise  # `main` reports it, wherever it happened
             if interrupts.happened():
                 raise typer.Exit(interrupts.EXIT_CODE) from None
             _report(error, ctx.params.get("debug", False))
@@ -56,6 +62,11 @@ class Commands(TyperGroup):
             code = super().main(*args, **{**options, "standalone_mode": False})
         except (KeyboardInterrupt, typer.Abort):
             code = interrupts.EXIT_CODE
+        except OSError as error:
+            if error.errno not in _NO_PLACE:
+                raise
+            _report_no_place(error)
+            code = 1
         except Exception as error:
             # Click's usage errors. Their class is click's or Typer's own copy of it, depending on Typer's version.
             if not hasattr(error, "format_message"):
@@ -67,6 +78,19 @@ class Commands(TyperGroup):
         if not options.get("standalone_mode", True):
             return code
         sys.exit(code if isinstance(code, int) else 0)
+
+
+_NO_PLACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
+
+
+def _report_no_place(error: OSError) -> None:
+    """One line on stderr. What stdout does not take is dropped: Python would try again at exit."""
+    place = f" {error.filename}" if error.filename else ""
+    terminal.print_error(f"cannot write{place}: {error.strerror}; free some space, or write to another place")
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(error: Exception, debug: bool) -> None:

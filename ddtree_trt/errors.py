@@ -82,12 +82,13 @@ shown = Shown()  # a caller's value for an error message
 
 
 def install_with(extra: str = "") -> str:
-    """The command that installs this package, with an extra of it. It is on no index, so it comes from its source tree.
+    """The command that installs this package, with an extra of it. It is on no index, so it comes from its source tree;
+    editable, because Python there meets the sources first, and only so they find the native module.
 
     Begins with an imperative, to stand after "; " in a message.
     """
     target = f"'.[{extra}]'" if extra else "."
-    return f"run in a checkout of ddtree-trt: pip install {target}"
+    return f"run in a checkout of ddtree-trt: pip install --editable {target}"
 
 
 MAX_COUNT = 1 << 20  # of things that each cost memory or time: far above any use, so a larger number is a mistake

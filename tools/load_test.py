@@ -293,7 +293,7 @@ def run(engine_dir: Path, concurrency: int, seconds: float, *, prompts: int = 24
     """Start a server, load it and stop it; the report."""
     lines = PROMPTS_FILE.read_text(encoding="utf-8").splitlines()
     chosen = [json.loads(line)["prompt"] for line in lines][:prompts]
-    command = [sys.executable, "-m", "ddtree_trt", "serve", str(engine_dir), "--port", "0"]
+    command = [sys.executable, "-m", "ddtree_trt", "serve", str(engine_dir), "--port", "0", "--no-request-log"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -39,6 +40,9 @@ REQUIRED_FILES = {  # of an engine directory, by backend
 _HASH_BLOCK = 4 << 20
 # Names of engines and of their files: none leaves a directory, looks like an option, or means anything to a shell.
 NAME = Pattern("[A-Za-z0-9][A-Za-z0-9._-]{0,199}", "a name of letters, digits, '.', '_' and '-'")
+
+# A repository of the Hugging Face hub, with a revision if wanted.
+HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 
 
 def sha256_file(*paths: Path, report: Callable[[int], None] = lambda read: None) -> str:

@@ -9,12 +9,13 @@ import dataclasses
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast
 
-from ddtree_trt.artifact.files import MANIFEST, NAME
+from ddtree_trt.artifact.files import ENGINES, HUB_ID, MANIFEST, NAME
 from ddtree_trt.artifact.limits import Limits as Limits
 from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PLAN_BACKENDS, BackendName, PrecisionName
 from ddtree_trt.errors import ArtifactError
@@ -193,11 +194,29 @@ def _contradiction(m: Manifest) -> str | None:
 
 def _read_manifest(directory: Path) -> Any:
     path = directory / MANIFEST
-    if not directory.is_dir():
-        raise ArtifactError(f"no engine at {directory}; build one with: ddtree-trt build --target tiny")
     if not path.is_file():
-        raise ArtifactError(f"{directory} is not an engine directory: it has no {MANIFEST}")
+        raise ArtifactError(_no_engine(directory))
     return read_json(path, _source(str(path)))
+
+
+def _no_engine(given: Path) -> str:
+    """What was given for an engine directory and is none, and what to do."""
+    name = shlex.quote(str(given))
+    build = f"ddtree-trt build --checkpoint {name} --drafter DRAFTER"
+    if (given / "config.json").is_file() or (given.suffix == ".gguf" and given.is_file()):
+        return f"{given} is a checkpoint, and an engine directory is expected; build one of it with: {build}"
+    if given.is_dir():
+        return f"{given} is not an engine directory: it has no {MANIFEST}; give one that ddtree-trt build wrote"
+    if given.exists():
+        return f"{given} is a file, and an engine directory is expected; give one that ddtree-trt build wrote"
+    if given.parent == ENGINES and re.fullmatch(NAME.expression, given.name):
+        return f"no engine at {given}; build one with: ddtree-trt build --target {given.name}"
+    if HUB_ID.fullmatch(str(given)) and not given.parent.exists():
+        return (
+            f"no engine at {given}; of a model of the Hugging Face hub build one with: {build}, or of a pair that "
+            "ddtree-trt build --help lists with --target NAME"
+        )
+    return f"no engine at {given}; build one there with: ddtree-trt build --target tiny --output {name}"
 
 
 def load_manifest(directory: Path) -> Manifest:

@@ -30,8 +30,10 @@ STORED: Mapping[str, np.dtype[Any]] = {
     "I32": np.dtype("<i4"),
     "I64": np.dtype("<i8"),
 }
-MAX_HEADER_BYTES = 100 << 20  # the format's own bound
-_MAX_TENSORS = 100_000  # of one file; 1,000 quantised layers have a third of that
+# Of one file: 1,000 quantised layers have a third of that, in 5 MB. The format allows headers of 100 MB, which take
+# seconds to parse.
+_MAX_TENSORS = 100_000
+MAX_HEADER_BYTES = 16 << 20
 _MAX_AXES = 8
 _EXTENT = Between(0, 1 << 40)
 _OFFSET = Between(0, 1 << 62)
@@ -115,8 +117,10 @@ def read_header(file: Path, source: Source) -> Header:
         if start == b"version ":
             raise source.error(f"{file} is a Git LFS pointer, not the weights; run: git lfs pull")
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if length > min(MAX_HEADER_BYTES, size - 8):
+        if length > size - 8:
             raise source.fault(f"its header of {length} bytes does not fit into it")
+        if length > MAX_HEADER_BYTES:
+            raise source.fault(f"its header has {length} bytes, at most {MAX_HEADER_BYTES} are read")
         header = parse_json(stream.read(length), source)
     if not isinstance(header, dict):
         raise source.fault(f"its header is not a JSON object but {shown(header)}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from ddtree_trt.errors import UsageError
@@ -89,6 +90,13 @@ def template_variables(tokenizer: Any, source: Source) -> set[str] | None:
         return _free_names(_GENERATION.sub("", template))
     except Exception as error:  # a syntax error, nesting without end, or another extension's tag
         raise source.fault(f"the chat template cannot be parsed ({' '.join(str(error).split())[:200]})") from error
+
+
+def check_template(template: str, given_as: str) -> None:
+    """Raises UsageError, which calls it `given_as`, for a text that is no chat template."""
+    source = Source(given_as, UsageError, "give a Jinja template of messages")
+    if "messages" not in (template_variables(SimpleNamespace(chat_template=template), source) or ()):
+        raise source.fault("the chat template reads no messages")
 
 
 def _free_names(template: str) -> set[str]:

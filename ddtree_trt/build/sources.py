@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
+from ddtree_trt.artifact.files import HUB_ID
 from ddtree_trt.artifact.manifest import LOCAL, PACKAGED
 from ddtree_trt.build.checkpoint.paths import checkpoint_name, engine_name, is_gguf
 from ddtree_trt.build.hub import PATTERNS, download
 from ddtree_trt.errors import MissingDependency
-
-_HUB_ID = re.compile(r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -94,7 +92,7 @@ def named_source(given: str | Path) -> LocalSource | HubSource:
     """What a user means by a checkpoint: a path that exists, else by its form an OWNER/NAME of the hub, which may go on
     with @REVISION, else a path. A `Path` is a path."""
     path = Path(given)
-    match = _HUB_ID.fullmatch(given) if isinstance(given, str) else None
+    match = HUB_ID.fullmatch(given) if isinstance(given, str) else None
     if match is None or path.exists() or is_gguf(path):
         return LocalSource(path)
     return HubSource(match["repository"], match["revision"], typed=True)

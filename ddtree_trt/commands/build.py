@@ -149,6 +149,10 @@ def build(
             terminal.print_dry_run(would)
         would.check()
         return
+    if profile and backend == "torch":
+        from ddtree_trt.runtime.engines.load import require_torch
+
+        require_torch("an engine is measured when it is built, unless --no-profile builds it for another machine,")
     with terminal.progress_bars() as progress:
         manifest = compile_engine(request, progress, terminal.print_note)
         if profile and not runs_here(manifest):

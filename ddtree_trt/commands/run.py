@@ -120,7 +120,7 @@ def run(
         if compare:
             console.compare(llm, request, params, as_json=json, pretty=pretty)
         elif json:
-            console.print_output_json(llm.generate(request, params)[0], pretty=pretty)
+            console.print_output_json(llm.generate(request, params, use_tqdm=False)[0], pretty=pretty)
         else:
             for _ in console.stream(llm, request, params, show_tree=show_tree):
                 pass  # it prints

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,7 +18,7 @@ from ddtree_trt.commands.options.replicas import (
     TargetOngoingRequests,
     replica_options,
 )
-from ddtree_trt.errors import MissingDependency, install_with
+from ddtree_trt.errors import MissingDependency, UsageError, install_with
 from ddtree_trt.runtime.params import check_device_rounds
 from ddtree_trt.serve.options import ServeOptions
 
@@ -53,13 +54,27 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(metavar="SECONDS", help="After SIGTERM, how long requests under way may still take.")
     ] = _D.drain_timeout_s,
+    default_max_tokens: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="New tokens of a chat that states no limit. Default: the rest of the context."),
+    ] = _D.default_max_tokens,
     device_rounds: DeviceRounds = _D.device_rounds,
     exact: Exact = _D.exact,
     tensor_parallel_size: TensorParallelSize = _D.tensor_parallel_size,
     threads: Threads = _D.threads,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A Jinja template in place of the engine's, such as one that takes tools."),
+    ] = None,
     tool_parser: ToolParser = _D.tool_parser,
     reasoning_parser: ReasoningParser = _D.reasoning_parser,
-    access_log: Annotated[bool, typer.Option("--access-log", help="Log every request.")] = _D.access_log,
+    request_log: Annotated[
+        bool, typer.Option(help="Log every request that ends: its tokens, times and tokens a round.")
+    ] = _D.request_log,
+    access_log: Annotated[bool, typer.Option("--access-log", help="Log every HTTP exchange.")] = _D.access_log,
+    allowed_origins: Annotated[
+        str, typer.Option(metavar="ORIGIN,…", help="Whose pages may call from browsers; * is any. Default: none.")
+    ] = _D.allowed_origins,
     playground: Annotated[
         bool, typer.Option("--playground", help="Also serve /playground, a page that draws each round's tree.")
     ] = _D.playground,
@@ -84,13 +99,17 @@ def serve(
         request_timeout_s=request_timeout,
         stall_timeout_s=stall_timeout,
         drain_timeout_s=drain_timeout,
+        default_max_tokens=default_max_tokens,
         device_rounds=check_device_rounds(device_rounds),
         exact=exact,
         tensor_parallel_size=tensor_parallel_size,
         threads=threads,
+        chat_template=None if chat_template is None else _text(chat_template),
         tool_parser=tool_parser,
         reasoning_parser=reasoning_parser,
+        request_log=request_log,
         access_log=access_log,
+        allowed_origins=allowed_origins,
         playground=playground,
         vllm_metrics=vllm_metrics,
     )
@@ -110,3 +129,11 @@ def serve(
         serve_engine(directory, options)
     else:
         serve_replicas(directory, options, many)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UsageError(f"--chat-template {path} cannot be read ({reason}); give a Jinja template") from error

@@ -24,6 +24,7 @@ from ddtree_trt.replicas.engine_app import Call, EngineApp
 from ddtree_trt.replicas.ingress import Ingress
 from ddtree_trt.replicas.options import ReplicaOptions
 from ddtree_trt.replicas.pages import ACCEPT
+from ddtree_trt.serve import request_log
 from ddtree_trt.serve.options import ServeOptions
 
 # Requests of one key go to one engine while it has room, then to the next; an engine that comes or goes moves only the
@@ -39,6 +40,8 @@ class Engine:
     """A Ray Serve deployment: one engine with the server's application."""
 
     async def __init__(self, engine_dir: Path, options: ServeOptions) -> None:  # type: ignore[misc]  # Ray awaits it
+        if options.request_log:
+            request_log.show()
         self._app = EngineApp(engine_dir, options)
         await self._app.start()
 

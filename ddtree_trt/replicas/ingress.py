@@ -23,7 +23,7 @@ from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.replicas.engine_app import Call
 from ddtree_trt.replicas.pages import ACCEPT, merge
 from ddtree_trt.serve.errors import CLOSE, SERVER, ApiError, overloaded, shutting_down
-from ddtree_trt.serve.limits import OPEN, Gate
+from ddtree_trt.serve.limits import OPEN, Gate, with_origins
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.openai.body import read
 from ddtree_trt.serve.options import ServeOptions
@@ -44,10 +44,11 @@ class Ingress:
         self._respond = engines.options(method_name="respond", stream=True)
         self._metrics = Metrics(load_manifest(engine_dir))
         self._gate = Gate(self._answer, options, self._metrics)
+        self._app = with_origins(self._gate, options)
         self._without_requests = Starlette()  # answers what is not HTTP, the server's start and end among it
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        return self._gate
+        return self._app
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, and wait until those open have finished. After `timeout_s`, end the rest."""

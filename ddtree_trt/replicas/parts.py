@@ -11,11 +11,11 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import DDTreeError, UsageError
 
 _RUN = "run.json"  # what the parts are of
 _FEWEST_ROWS = 32  # of a part: fewer would leave slots idle at its end
@@ -39,20 +39,17 @@ class Parts:
         return [number for number in range(self._count) if not self._file(number).exists()]
 
     def write(self, number: int, text: str) -> None:
-        """Write a part."""
-        _write_whole(self._file(number), text)
+        """Write a part. Raises DDTreeError where the disk does not take it."""
+        path = self._file(number)
+        _write_whole(path.with_suffix(".tmp"), (text,), path)
 
     def read(self) -> Iterator[str]:
         """The texts of all parts, in order."""
         return (self._file(number).read_text(encoding="utf-8") for number in range(self._count))
 
     def join(self) -> None:
-        """Write the output, and remove the folder."""
-        made = self._folder / "whole"
-        with made.open("w", encoding="utf-8") as file:
-            file.writelines(self.read())
-            _sync(file.fileno())
-        made.replace(self._output)
+        """Write the output, and remove the folder. Raises as `write` does."""
+        _write_whole(self._folder / "whole", self.read(), self._output)
         shutil.rmtree(self._folder)
 
     def _file(self, number: int) -> Path:
@@ -84,9 +81,12 @@ def open_parts(output: Path, count: int, run: Mapping[str, object]) -> Iterator[
         file.seek(0)
         text = json.dumps(dict(run), sort_keys=True)
         if not (before := file.read()).strip().endswith("}"):  # none, or one that was killed while it wrote this
-            file.truncate(0)
-            file.write(text)
-            file.flush()
+            try:
+                file.truncate(0)
+                file.write(text)
+                file.flush()
+            except OSError as error:
+                raise _cannot_write(folder, error) from error
         elif before != text:
             was = json.loads(before)
             name = next(name for name in sorted({**was, **run}) if was.get(name) != run.get(name))
@@ -97,13 +97,19 @@ def open_parts(output: Path, count: int, run: Mapping[str, object]) -> Iterator[
         yield Parts(output, folder, count)
 
 
-def _write_whole(path: Path, text: str) -> None:
-    made = path.with_suffix(".tmp")
-    with made.open("w", encoding="utf-8") as file:
-        file.write(text)
-        _sync(file.fileno())
-    made.replace(path)
+def _write_whole(made: Path, texts: Iterable[str], path: Path) -> None:
+    """Write the texts under one name and rename it. Raises DDTreeError where that cannot be done."""
+    try:
+        with made.open("w", encoding="utf-8") as file:
+            file.writelines(texts)
+            file.flush()
+            os.fsync(file.fileno())
+        made.replace(path)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
 
 
-def _sync(descriptor: int) -> None:
-    os.fsync(descriptor)
+def _cannot_write(path: Path, error: OSError) -> DDTreeError:
+    return DDTreeError(
+        f"cannot write {path}: {error.strerror}; free some space, then the same command goes on with what is there"
+    )

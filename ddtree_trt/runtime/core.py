@@ -71,13 +71,16 @@ class EngineCore:
             if not sequence.finished:
                 self.scheduler.cancel(sequence)
 
-    def run(self, requests: list[Request]) -> None:
-        """Step until all requests are finished. Where a step raises, the unfinished ones are cancelled."""
+    def run(self, requests: list[Request], progress: Progress = no_progress) -> None:
+        """Step until all requests are finished, of which `progress` gets the number. Where a step raises, the
+        unfinished ones are cancelled."""
         try:
             for request in requests:
                 self.add(request)
             while not all(request.finished for request in requests):
                 self.scheduler.step()
+                if progress is not no_progress:
+                    progress("requests", sum(request.finished for request in requests), len(requests))
         finally:
             for request in requests:
                 self.cancel(request)

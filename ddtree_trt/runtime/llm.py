@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.callers import Callers
 from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.core import open_core
@@ -16,7 +19,9 @@ from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
 from ddtree_trt.runtime.request_maker import Request
-from ddtree_trt.runtime.text.codec import Prompt, Tools, as_prompts
+from ddtree_trt.runtime.text.codec import Messages, Prompt, Tools, as_prompts
+
+_log = logging.getLogger(__name__)
 
 
 class LLM:
@@ -68,6 +73,7 @@ class LLM:
         self.engine = self.core.engine
         self.codec = self.core.codec
         self._callers = Callers()
+        self._warned = False
 
     @property
     def tokenizer(self) -> Any:
@@ -86,19 +92,61 @@ class LLM:
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Tools | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
     ) -> list[RequestOutput]:
         """Complete one prompt or many together; results come in the prompts' order.
 
         A prompt is text, a list of token ids, or a list of chat messages. `chat_template_kwargs` are variables of the
         chat template, as `{"enable_thinking": False}`, over those that the engine was built with, for prompts of chat
         messages; `tools` are what the model may call there, as OpenAI's API has them, and `chat_format.messages` reads
-        its calls from an output. Raises UsageError before anything runs when one of the calls is wrong, EngineError
-        when the engine fails.
+        its calls from an output. `use_tqdm` draws a bar of the prompts where stderr is a terminal, or is what makes
+        the bar, as `tqdm.notebook.tqdm`.
+
+        The first output that the default of `max_tokens` cuts is warned of. Raises UsageError before anything runs when
+        one of the calls is wrong, EngineError when the engine fails.
         """
-        requests = self._callers.call(lambda: self._run(prompts, sampling_params, chat_template_kwargs, tools))
+        with _bar(use_tqdm) as progress:
+            requests = self._callers.call(
+                lambda: self._run(prompts, sampling_params, chat_template_kwargs, tools, progress)
+            )
         for request in requests:
             request.raise_error()
+        self._warn_of_cut(requests)
         return [request.output() for request in requests]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        tools: Tools | None = None,
+        use_tqdm: bool | Callable[..., Any] = True,
+    ) -> list[RequestOutput]:
+        """`generate` for a chat, or for a list of chats. Raises UsageError for prompts that are no chats, too."""
+        chats = as_prompts(messages)
+        for chat in chats:
+            if isinstance(chat, str) or not isinstance(chat, Sequence) or not all(isinstance(m, Mapping) for m in chat):
+                raise UsageError(
+                    f"messages must be a list of chat messages {{role, content}}, or a list of such lists, not "
+                    f"{shown(chat)}; generate takes text and token ids"
+                )
+        given: Any = {"chat_template_kwargs": chat_template_kwargs, "tools": tools, "use_tqdm": use_tqdm}
+        return self.generate(chats, sampling_params, **given)
+
+    def get_tokenizer(self) -> Any:
+        """`tokenizer`, by vLLM's name."""
+        return self.tokenizer
+
+    def _warn_of_cut(self, requests: list[Request]) -> None:
+        """Warn, once, of an output that ended at a limit nobody gave."""
+        cut = [s for r in requests if r.params.max_tokens is None for s in r.sequences if s.finish_reason == "length"]
+        if cut and not self._warned:
+            self._warned = True
+            _log.warning(
+                "an output was cut at %d tokens, the default where max_tokens is not given; give it for longer ones",
+                cut[0].max_tokens,
+            )
 
     def _run(
         self,
@@ -106,9 +154,10 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         chat_template_kwargs: Mapping[str, Any] | None,
         tools: Tools | None,
+        progress: Progress,
     ) -> list[Request]:
         requests = self._make(prompts, params, chat_template_kwargs, tools)
-        self.core.run(requests)
+        self.core.run(requests, progress)
         return requests
 
     def stream(
@@ -173,6 +222,28 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+@contextmanager
+def _bar(use_tqdm: bool | Callable[..., Any]) -> Iterator[Progress]:
+    """A `Progress` that draws a bar from its first call on, as `use_tqdm` of `LLM.generate` says."""
+    if not (callable(use_tqdm) or (use_tqdm and sys.stderr.isatty())):
+        yield no_progress
+        return
+    from tqdm import tqdm
+
+    bars: list[Any] = []
+
+    def show(stage: str, done: int, total: int, /) -> None:
+        if not bars:
+            bars.append((use_tqdm if callable(use_tqdm) else tqdm)(total=total, desc="prompts"))
+        bars[0].update(done - bars[0].n)
+
+    try:
+        yield show
+    finally:
+        for bar in bars:
+            bar.close()
 
 
 class Stream(Iterator[RequestOutput]):

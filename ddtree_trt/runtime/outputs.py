@@ -1,8 +1,8 @@
-"""Outputs of requests. The names are vLLM's."""
+"""Outputs of requests. The names are vLLM's. Printed, they show texts and counts, and no lists of tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ddtree_trt.runtime.decoding.sampling import TokenLogprob
 from ddtree_trt.runtime.stats import RequestMetrics
@@ -14,10 +14,10 @@ class CompletionOutput:
 
     index: int
     text: str
-    token_ids: list[int]
+    token_ids: list[int] = field(repr=False)
     finish_reason: str | None  # "stop" | "length" | "abort"; None while it runs
     stop_reason: int | str | None = None  # the stop token or stop string met; None for an end-of-text token
-    logprobs: list[TokenLogprob] | None = None
+    logprobs: list[TokenLogprob] | None = field(default=None, repr=False)
     cumulative_logprob: float | None = None
 
     def joined(self, later: CompletionOutput) -> CompletionOutput:
@@ -52,12 +52,13 @@ class RequestOutput:
 
     request_id: str
     prompt: str | None  # None when it was given as token ids
-    prompt_token_ids: list[int]
+    prompt_token_ids: list[int] = field(repr=False)
     outputs: list[CompletionOutput]
     finished: bool
-    metrics: RequestMetrics
+    metrics: RequestMetrics = field(repr=False)
     usage: Usage
-    prompt_logprobs: list[TokenLogprob | None] | None = None  # None for the first token, which no row predicts
+    # None for the first token, which no row predicts
+    prompt_logprobs: list[TokenLogprob | None] | None = field(default=None, repr=False)
 
     def joined(self, later: RequestOutput) -> RequestOutput:
         """This part of a stream joined with the next one; all parts joined are the finished output."""

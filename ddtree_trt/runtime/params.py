@@ -269,8 +269,14 @@ class SamplingParams:
         "more passes.",
         metavar="N",
     ).field()
+    best_of: dataclasses.InitVar[None] = None  # vLLM's of before; refused
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, best_of: object) -> None:
+        if best_of is not None:
+            raise UsageError(
+                "best_of is not supported; ask for n completions with logprobs=0, and take the one of the highest "
+                "cumulative_logprob"
+            )
         for name, row in PARAMETERS.items():
             value = getattr(self, name)
             if value is not None or row.default is not None:
@@ -328,7 +334,7 @@ class SamplingParams:
         """Params of values by field name, or by another name of `structured`. Raises UsageError for an unknown name."""
         values = without_aliases(values)
         known = {f.name for f in dataclasses.fields(cls)}
-        if unknown := sorted(str(name) for name in values if name not in known):
+        if unknown := sorted(str(name) for name in values if name not in {*known, "best_of"}):
             names = ", ".join(shown(name)[1:-1] for name in unknown[:5]) + ", ..." * (len(unknown) > 5)
             raise UsageError(f"unknown sampling parameter {names}; known are {', '.join(sorted(known))}")
         return cls(**values)

@@ -153,10 +153,9 @@ class RequestMaker:
         for name, tokens in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             if (out := next((t for t in tokens if t >= vocab), None)) is not None:
                 raise UsageError(f"{name}: token id {shown(out)} is outside the vocabulary of {vocab}")
-        if params.min_tokens and len(self._ending_tokens(params)) >= vocab:
+        if len(self._ending_tokens(params)) >= vocab:
             raise UsageError(
-                f"min_tokens ({params.min_tokens}) needs a token that does not end the text, and stop_token_ids name "
-                f"the whole vocabulary of {vocab}; leave one of the two out"
+                f"stop_token_ids name the whole vocabulary of {vocab}, so no text could be written; name fewer"
             )
         if params.tree_budget != "auto" and params.tree_budget > limits.max_tree_budget:
             raise UsageError(

@@ -18,16 +18,18 @@ from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.chat.formats import ChatFormat
+from ddtree_trt.runtime.request_maker import Request as EngineRequest
 from ddtree_trt.runtime.text import chat_template
-from ddtree_trt.serve import errors
+from ddtree_trt.serve import errors, request_log
 from ddtree_trt.serve.errors import ApiError
 from ddtree_trt.serve.limits import Gate
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.openai.body import read, request_schemas
 from ddtree_trt.serve.openai.chat import chat
 from ddtree_trt.serve.openai.completions import complete
-from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
+from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from ddtree_trt.serve.openai.responses import ChatCompletion, Completion, ModelCard, ModelList
+from ddtree_trt.serve.openai.tokenize import detokenize, tokenize
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.playground import routes as playground
 from ddtree_trt.serve.service import Service
@@ -41,6 +43,11 @@ def open_app(
     manifest = load_manifest(engine_dir)
     vllm_model = (options.model_name or manifest.name) if options.vllm_metrics else None
     metrics = Metrics(manifest, vllm_model, answers=counts_answers)
+
+    def finished(request: EngineRequest) -> None:
+        metrics.finished(request)
+        request_log.write(request)
+
     chat_template.start_for(engine_dir)  # at the same time as the engine is loaded
     examples = read_examples(engine_dir) if options.playground else None
     llm = AsyncLLM(
@@ -51,8 +58,10 @@ def open_app(
         tensor_parallel_size=options.tensor_parallel_size,
         progress=progress,
         max_waiting=options.max_waiting,
-        on_finished=metrics.finished,
+        on_finished=finished,
     )
+    if options.chat_template is not None:
+        llm.codec.use_template(options.chat_template)
     if llm.tokenizer.chat_template:
         chat_template.wait()
     return llm, create_app(llm, metrics, options, examples)
@@ -61,7 +70,7 @@ def open_app(
 def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions, examples: Examples | None) -> Gate:
     """The ASGI application over an engine, which it shuts down when it ends. `examples` are for the playground."""
     chat_format = ChatFormat(llm.codec, options.tool_parser, options.reasoning_parser)
-    service = Service(llm, metrics, options.model_name, chat_format)
+    service = Service(llm, metrics, options, chat_format)
 
     @asynccontextmanager
     async def life(_: FastAPI) -> AsyncIterator[None]:
@@ -108,10 +117,31 @@ def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions, examples:
         page, content_type = metrics.page(request.headers.get("accept", ""))
         return Response(page, headers={"Content-Type": content_type})
 
+    _add_tools(app, service)
     if options.playground:
         playground.install(app, service, examples)
 
     return gate
+
+
+def _add_tools(app: FastAPI, service: Service) -> None:
+    """Add what vLLM has besides the endpoints that generate, and a hint for the one that clients look for."""
+
+    @app.post("/tokenize", response_class=JSONResponse, openapi_extra=_body_schema(TokenizeRequest))
+    async def tokens(request: Request) -> Response:
+        return await tokenize(service, await read(request, TokenizeRequest))
+
+    @app.post("/detokenize", response_class=JSONResponse, openapi_extra=_body_schema(DetokenizeRequest))
+    async def text(request: Request) -> Response:
+        return await detokenize(service, await read(request, DetokenizeRequest))
+
+    @app.post("/v1/responses", include_in_schema=False)
+    async def responses() -> None:
+        raise ApiError(404, "this server has no Responses API; use POST /v1/chat/completions", code="unknown_url")
+
+    @app.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": __version__})
 
 
 class _App(FastAPI):
@@ -119,7 +149,9 @@ class _App(FastAPI):
 
     def openapi(self) -> dict[str, Any]:
         schema = super().openapi()
-        schema["components"]["schemas"] |= request_schemas(ChatRequest, CompletionRequest)
+        schema["components"]["schemas"] |= request_schemas(
+            ChatRequest, CompletionRequest, TokenizeRequest, DetokenizeRequest
+        )
         return schema
 
 

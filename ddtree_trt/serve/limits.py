@@ -12,6 +12,7 @@ import hmac
 from contextlib import ExitStack
 from typing import Any
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ddtree_trt.serve.errors import CLOSE, ApiError, error_event, overloaded, shutting_down, timed_out
@@ -23,6 +24,20 @@ OPEN = ("/health", "/metrics")  # always answered, without a key: for monitoring
 _SEND_ERROR_S = 1.0  # timeout for the error that ended a request: a client may not read
 _SEND_ERRORS_S = 3.0  # timeout for the errors of all requests that a drain ended
 _LINGER_BYTES = 32 << 20  # of a refused body that are still read, so that a client that is sending it sees the answer
+
+
+def with_origins(gate: Gate, options: ServeOptions) -> ASGIApp:
+    """The gate for browsers too, where origins are allowed: its answers say so, and what browsers ask before they call
+    is answered without a key."""
+    if not options.origins:
+        return gate
+    return CORSMiddleware(
+        gate,
+        allow_origins=options.origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["*"],
+        expose_headers=["X-Request-Id", "Retry-After"],
+    )
 
 
 class Gate:

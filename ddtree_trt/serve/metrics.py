@@ -10,7 +10,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.exposition import choose_encoder
 
 from ddtree_trt.artifact.manifest import Manifest
@@ -33,6 +40,7 @@ class Metrics:
     """
 
     def __init__(self, manifest: Manifest, vllm_model: str | None = None, *, answers: bool = True) -> None:
+        disable_created_metrics()  # for each figure one more, of when it began: of use to nobody here
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._vllm = None if vllm_model is None else VllmNames(vllm_model)

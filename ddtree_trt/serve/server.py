@@ -13,13 +13,16 @@ import uvicorn
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM
+from ddtree_trt.serve import request_log
 from ddtree_trt.serve.app import open_app
-from ddtree_trt.serve.limits import Gate
+from ddtree_trt.serve.connections import Connections
+from ddtree_trt.serve.limits import Gate, with_origins
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.ready import ready_line
 from ddtree_trt.terminal.printing import progress_bars
 
 _BACKLOG = 2048
+_ACCEPTS = 8  # connections taken at once: more might need more files than there are before the idle ones end
 _SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: it would grow to megabytes for a slow reader
 _FLUSH_S = 5  # timeout for connections to send their buffers
 
@@ -29,6 +32,8 @@ def serve_engine(engine_dir: Path, options: ServeOptions) -> None:
 
     Raises ArtifactError when the engine cannot be used, UsageError when the address cannot be used.
     """
+    if options.request_log:
+        request_log.show()
     with listen(options) as listener:
         with progress_bars() as progress:
             server = make_server(engine_dir, options, listener, progress)
@@ -42,14 +47,16 @@ def make_server(
     engine_dir: Path, options: ServeOptions, listener: socket.socket, progress: Progress = no_progress
 ) -> Server:
     """Load the engine and put a server in front of it. `progress` and errors are those of AsyncLLM."""
+    connections = Connections(options.max_requests)
     llm, gate = open_app(engine_dir, options, progress)
     config = uvicorn.Config(
-        gate,
+        with_origins(gate, options),
+        http=connections.protocol(),
         log_level="info" if options.access_log else "warning",
         access_log=options.access_log,
         server_header=False,
         timeout_graceful_shutdown=_FLUSH_S,
-        backlog=_BACKLOG,
+        backlog=_ACCEPTS,
         ws="none",
     )
     host, port = listener.getsockname()[:2]
@@ -95,6 +102,8 @@ class Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets=sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)  # asyncio takes one number for the queue and for what it takes of it at once
         print(self._ready, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

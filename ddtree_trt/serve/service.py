@@ -28,6 +28,7 @@ from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
 from ddtree_trt.serve.openai.responses import AcceptanceMetrics, PromptTokensDetails, UsageInfo
 from ddtree_trt.serve.openai.tokens import TokenTexts
+from ddtree_trt.serve.options import ServeOptions
 
 # A text cannot have fewer tokens than its length over the longest token's. The factor allows for normalisation, which
 # may turn several characters into one.
@@ -37,13 +38,14 @@ _NORMALISATION = 4
 class Service:
     """An engine served under a model name."""
 
-    def __init__(self, llm: AsyncLLM, metrics: Metrics, model_name: str | None, chat_format: ChatFormat) -> None:
+    def __init__(self, llm: AsyncLLM, metrics: Metrics, options: ServeOptions, chat_format: ChatFormat) -> None:
         self.llm = llm
         self.chat_format = chat_format
         self.metrics = metrics
-        self.model_name = model_name or llm.engine.manifest.name
+        self.model_name = options.model_name or llm.engine.manifest.name
         self.created = int(time.time())
         self.texts = TokenTexts(llm.codec)
+        self._default_max_tokens = options.default_max_tokens
         self.max_seq_len = llm.engine.manifest.limits.max_seq_len
         # One thread for the tokenizer, which is not thread-safe, and whose long prompts must not block the event loop.
         # Another for chat templates, which may take seconds and must not delay prompts that need none.
@@ -65,15 +67,38 @@ class Service:
 
     async def encode(self, prompt: str | list[int], param: str) -> list[int]:
         """Token ids of a prompt. Raises ApiError, which names `param`, for an invalid one."""
-        if isinstance(prompt, str) and len(prompt) > self._max_characters:
-            raise self.too_long(f"{len(prompt)} characters", param)
-        ids = await self._in_thread(self._encoder, self.llm.codec.encode, prompt, param)
+        ids = await self.tokens(prompt, param)
         if len(ids) >= self.max_seq_len:
             raise self.too_long(f"{len(ids)} tokens", param)
         if not ids:
             message = f"'{param}' is empty: the prompt has no tokens; give at least one"
             raise ApiError(400, message, param=param, code="invalid_value")
         return ids
+
+    async def tokens(self, prompt: str | list[int], param: str) -> list[int]:
+        """Token ids of a prompt, of which there may be none, or more than the model takes. Raises ApiError as `encode`
+        does, for texts whose length alone says that it takes no such prompt."""
+        if isinstance(prompt, str) and len(prompt) > self._max_characters:
+            raise self.too_long(f"{len(prompt)} characters", param)
+        ids: list[int] = await self._in_thread(self._encoder, self.llm.codec.encode, prompt, param)
+        return ids
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """The text of tokens, special ones included. Raises ApiError for ids that are not in the vocabulary."""
+        size = self.llm.engine.manifest.target_dims.vocab_size
+        if (wrong := next((t for t in token_ids if not 0 <= t < size), None)) is not None:
+            message = f"tokens: token id {shown(wrong)} is outside the vocabulary of {size}"
+            raise ApiError(400, message, param="tokens", code="invalid_value")
+        decode = partial(self.llm.codec.decode, skip_special_tokens=False)
+        text: str = await self._in_thread(self._encoder, decode, token_ids, "tokens")
+        return text
+
+    async def token_names(self, token_ids: list[int]) -> list[str]:
+        """What the tokenizer's own vocabulary calls the tokens."""
+        names: list[str] = await self._in_thread(
+            self._encoder, self.llm.tokenizer.convert_ids_to_tokens, token_ids, "tokens"
+        )
+        return names
 
     async def encode_chat(
         self,
@@ -83,6 +108,15 @@ class Service:
     ) -> list[int]:
         """Token ids of a chat; `chat_template_kwargs` are variables of the chat template, `tools` what the model may
         call. Raises ApiError as `encode` does."""
+        return await self.encode(await self.render(messages, chat_template_kwargs, tools), "messages")
+
+    async def render(
+        self,
+        messages: list[dict[str, Any]],
+        chat_template_kwargs: Mapping[str, Any] | None,
+        tools: Tools | None = None,
+    ) -> str:
+        """The text of a chat, by the chat template. Raises ApiError as `encode_chat` does."""
         param = "messages"
         characters = sum(len(m["content"]) for m in messages)
         if len(messages) > self.max_seq_len:  # each is a token at least
@@ -92,7 +126,8 @@ class Service:
         codec, given = self.llm.codec, chat_template_kwargs
         await self._in_thread(self._renderer, codec.check_template_kwargs, given, "chat_template_kwargs")
         render = partial(codec.render, chat_template_kwargs=given, tools=tools)
-        return await self.encode(await self._in_thread(self._renderer, render, messages, param), param)
+        text: str = await self._in_thread(self._renderer, render, messages, param)
+        return text
 
     async def _in_thread(self, thread: Executor, work: Callable[[Any], Any], argument: Any, param: str) -> Any:
         """The result of `work(argument)`, called in the given thread. Raises ApiError in place of UsageError."""
@@ -109,12 +144,12 @@ class Service:
         return ApiError(400, message, param=param, code="context_length_exceeded")
 
     def params(self, given: Mapping[str, Any], room: int, names: Mapping[str, str]) -> SamplingParams:
-        """SamplingParams of a client's values, for a completion of at most `room` tokens.
+        """SamplingParams of a client's values, for a completion of at most `room` tokens, or of the server's default.
 
         `names` maps fields of SamplingParams to the client's names, where they differ; the constraint's other names are
         taken. Raises ApiError.
         """
-        max_tokens = given.get("max_tokens", room)
+        max_tokens = given.get("max_tokens", min(room, self._default_max_tokens or room))
         if max_tokens > room:
             limit = names.get("max_tokens", "max_tokens")
             message = (

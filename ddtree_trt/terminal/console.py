@@ -113,7 +113,7 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool, 
         for method in methods:
             budget = params.tree_budget if method == params.method else "auto"
             each = dataclasses.replace(params, method=method, tree_budget=budget)
-            output = llm.generate(prompt, each)[0]
+            output = llm.generate(prompt, each, use_tqdm=False)[0]
             if repetition:  # the first of each warms up
                 runs[method].append(output)
     outputs = {m: r[0] for m, r in runs.items()}
@@ -169,7 +169,9 @@ def _explain(llm: LLM, prompt: Prompt, params: SamplingParams, outputs: dict[str
     pairs = zip(_tokens(outputs[AR]), _tokens(outputs[method]), strict=True)
     index, (ours, theirs) = next((i, pair) for i, pair in enumerate(pairs) if pair[0] != pair[1])
     at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    again = llm.generate(prompt, dataclasses.replace(params, method=AR, tree_budget="auto", logprobs=2))[0]
+    again = llm.generate(
+        prompt, dataclasses.replace(params, method=AR, tree_budget="auto", logprobs=2), use_tqdm=False
+    )[0]
     top = (again.outputs[index].logprobs or [])[at : at + 1]
     gap = f"; the target's two best are {top[0].top[0][1] - top[0].top[1][1]:.2e} apart there" if top else ""
     return f"{method} differs from {AR} at token {at}{gap}"

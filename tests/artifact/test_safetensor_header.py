@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from ddtree_trt.artifact import safetensor_header
 from ddtree_trt.artifact.safetensor_header import read_header, safetensors_header
 from ddtree_trt.errors import ArtifactError, CheckpointError, DDTreeError
 from ddtree_trt.reading import Source
@@ -94,6 +95,16 @@ def test_a_header_that_cannot_be_right(kind: type[DDTreeError], data: bytes, wor
     with pytest.raises(kind) as caught:
         read_header(file, source(file, kind))
     assert words in str(caught.value) and str(file) in str(caught.value)
+
+
+def test_a_header_is_refused_by_its_size_before_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "x.safetensors"
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", 60_000_000))
+        stream.truncate(60_000_100)
+    monkeypatch.setattr(safetensor_header, "parse_json", lambda *_: pytest.fail("it was parsed"))
+    with pytest.raises(ArtifactError, match="its header has 60000000 bytes, at most 16777216 are read"):
+        read_header(file, source(file))
 
 
 def test_a_file_that_is_absent_is_the_callers_to_name(tmp_path: Path) -> None:

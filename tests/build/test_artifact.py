@@ -224,9 +224,35 @@ def test_an_edited_manifest_is_refused(tmp_path: Path) -> None:
     assert "is damaged or was edited" in verify_refusal(tmp_path / "e")
 
 
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("Qwen/Qwen3-8B", "of a model of the Hugging Face hub build one with: {build} --checkpoint Qwen/Qwen3-8B --dr"),
+        ("README.md", "README.md is a file, and an engine directory is expected"),
+        ("engines/qwen3-8b", "no engine at engines/qwen3-8b; build one with: {build} --target qwen3-8b"),
+        ("engines", "engines is not an engine directory: it has no manifest.json; give one that {build} wrote"),
+        ("engines/-x", "build one there with: {build} --target tiny --output engines/-x"),
+        ("some where/else", "build one there with: {build} --target tiny --output 'some where/else'"),
+        (
+            "model",
+            "is a checkpoint, and an engine directory is expected; build one of it with: {build} --checkpoint model",
+        ),
+        ("m.gguf", "m.gguf is a checkpoint, and an engine directory is expected; build one of it with: {build} --ch"),
+    ],
+)
+def test_what_to_do_depends_on_what_was_given(
+    given: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("engines", "model", "README.md", "m.gguf", "model/config.json"):
+        path = Path(folder)
+        path.touch() if path.suffix else path.mkdir()
+    with pytest.raises(ArtifactError) as caught:
+        load_manifest(Path(given))
+    assert advice.format(build="ddtree-trt build") in str(caught.value)
+
+
 def test_no_engine(tmp_path: Path) -> None:
-    with pytest.raises(ArtifactError, match=r"no engine at .*ddtree-trt build --target tiny"):
-        load_manifest(tmp_path / "nowhere")
     with pytest.raises(ArtifactError, match="is not an engine directory"):
         load_manifest(tmp_path)
     (tmp_path / MANIFEST).write_bytes(b"\xff\xfe\xfd")

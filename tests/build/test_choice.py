@@ -88,7 +88,7 @@ def machine(description: str) -> Survey:
         (
             "rtx4090",
             "onnxruntime",
-            "run in a checkout of ddtree-trt: pip install '.[tensorrt-rtx]'",
+            "run in a checkout of ddtree-trt: pip install --editable '.[tensorrt-rtx]'",
         ),
         (
             "rtx4090 rtx",

@@ -161,7 +161,7 @@ def test_wrong_call(
 def test_a_backend_that_is_not_installed(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
     result = cli("build", "--target", "tiny", "--backend", "tensorrt", "--output", tmp_path / "e")
-    assert_refused(result, 1, "cannot import tensorrt", "pip install '.[tensorrt]'")
+    assert_refused(result, 1, "cannot import tensorrt", "pip install --editable '.[tensorrt]'")
     assert list(tmp_path.iterdir()) == []
 
 

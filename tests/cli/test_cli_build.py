@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pty
@@ -21,6 +22,7 @@ from ddtree_trt.cli import app
 from ddtree_trt.commands import build as building
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.device.gpus import find_gpus
+from ddtree_trt.errors import install_with
 from ddtree_trt.terminal import printing as terminal
 
 
@@ -54,6 +56,16 @@ def test_inspect(folder_of_work: Path) -> None:
     assert "tiny/target (packaged)" in shown.stdout
 
 
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="this system has no /dev/full")
+@pytest.mark.parametrize("arguments", [("inspect", "engines/tiny"), ("--help",)])
+def test_an_output_that_takes_nothing_is_said_in_one_line(folder_of_work: Path, arguments: tuple[str, ...]) -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "ddtree_trt.cli", *arguments]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=folder_of_work)
+    assert done.returncode == 1
+    assert done.stderr == ("error: cannot write: No space left on device; free some space, or write to another place\n")
+
+
 def test_inspect_json(cli: Cli, folder_of_work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder_of_work)
     report = json.loads(cli("inspect", "engines/tiny", "--json")[1])
@@ -82,6 +94,18 @@ def test_second_build_needs_force(cli: Cli, folder_of_work: Path, monkeypatch: p
     why, error = err.splitlines()
     assert why.startswith("backend onnxruntime: ") and error.startswith("error: ") and "give --force" in error
     assert cli("build", "--target", "tiny", "--force")[0] == 0
+
+
+def test_an_engine_of_torch_is_not_begun_without_torch(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: None if name == "torch" else find_spec(name))
+    build = ["build", "--target", "tiny", "--backend", "torch", "--output", tmp_path / "engine"]
+    code, out, err = cli(*build)
+    assert (code, out) == (1, "") and not list(tmp_path.iterdir())
+    assert "--no-profile" in err and err.rstrip().endswith(install_with("torch"))
+    assert cli(*build, "--no-profile")[0] == 0
 
 
 def test_inspect_of_nothing(cli: Cli, tmp_path: Path) -> None:

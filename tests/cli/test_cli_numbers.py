@@ -110,6 +110,7 @@ REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("serve", "--max-requests"): NO_SIZE,
     ("serve", "--max-waiting"): NO_COUNT,
     ("serve", "--max-body-bytes"): NO_SIZE,
+    ("serve", "--default-max-tokens"): NO_SIZE,
     ("serve", "--request-timeout"): NO_REAL,
     ("serve", "--stall-timeout"): ("0", *NO_REAL),
     ("serve", "--drain-timeout"): NO_REAL,

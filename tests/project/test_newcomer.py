@@ -1,11 +1,12 @@
-"""A newcomer's hour: the wheel in an empty environment, and every command of docs/tutorial.md as it stands there."""
+"""A newcomer's hour: a fresh checkout, and every command of docs/tutorial.md as it stands there, the installation too.
+The life of the wheel is in tests/package."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +21,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 class Newcomer(Shell):
-    """A shell in an empty directory with an environment of its own, activated."""
+    """A shell in a checkout with an environment of its own, activated."""
 
     def __init__(self, home: Path) -> None:
         super().__init__(self._serve, lambda: self._serve() and self.banner)
@@ -70,17 +71,13 @@ class Newcomer(Shell):
         return self.server.returncode
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of this checkout, compiled as `pip install .` compiles it."""
-    folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT], check=True)
-    (built,) = folder.glob("ddtree_trt-*.whl")
-    return built
-
-
 @pytest.fixture
 def newcomer(tmp_path: Path) -> Iterator[Newcomer]:
+    """In a copy of this checkout, as git would give it."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in listed.split("\0")[:-1]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
     newcomer = Newcomer(tmp_path)
     yield newcomer
     if newcomer.server is not None and newcomer.server.poll() is None:
@@ -92,13 +89,14 @@ def commands(block: Block) -> list[str]:
     return [line.removeprefix("$ ") for line in block.text.splitlines()]
 
 
-def test_the_tutorial_from_the_wheel(newcomer: Newcomer, wheel: Path) -> None:
-    blocks = [block for block in blocks_of(TUTORIAL) if block.runnable]
-    install, *lessons, uninstall = blocks
+def test_the_tutorial_in_a_checkout(newcomer: Newcomer) -> None:
+    checkout = set(newcomer.home.iterdir())
+    install, *lessons, uninstall = [block for block in blocks_of(TUTORIAL) if block.runnable]
     for command in commands(install):
-        newcomer.run_command(command.replace("'.[serve]'", f"'{wheel}[serve]' '{CLIENT}'"))
+        newcomer.run_command(command)
+    newcomer.run(newcomer.bin / "pip", "install", CLIENT)
     where = newcomer.run_python("import ddtree_trt; print(ddtree_trt.__file__)")
-    assert where.startswith(str(newcomer.home)), "the checkout's package was met"
+    assert where.startswith(str(newcomer.home)), "another checkout's package was met"
 
     faults = [fault for block in lessons if (fault := newcomer.fault(block)) is not None]
     if faults:
@@ -107,6 +105,6 @@ def test_the_tutorial_from_the_wheel(newcomer: Newcomer, wheel: Path) -> None:
 
     for command in commands(uninstall):
         newcomer.run_command(command.replace("pip uninstall", "pip uninstall --yes"))
-    assert sorted(path.name for path in newcomer.home.iterdir()) == [".venv"]
-    assert not list(newcomer.home.glob(".venv/lib/*/site-packages/ddtree_trt*"))
+    assert set(newcomer.home.iterdir()) == {*checkout, newcomer.home / ".venv"}
+    assert not list(newcomer.home.glob(".venv/lib/*/site-packages/*ddtree_trt*"))
     assert not (newcomer.bin / "ddtree-trt").exists()

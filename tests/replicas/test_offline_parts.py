@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.replicas.parts import open_parts, rows_per_part
 
 RUN = {"engine": "e", "requests": "r"}
@@ -44,6 +45,29 @@ def test_a_part_that_was_not_finished_is_missing(tmp_path: Path, monkeypatch: py
         monkeypatch.undo()
         parts.write(0, "whole")
         assert parts.missing() == [] and list(parts.read()) == ["whole"]
+
+
+def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When a part is written, and when the output is."""
+    output = tmp_path / "out.jsonl"
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with open_parts(output, 1, RUN) as parts:
+        for write, name in ((lambda: parts.write(0, "a\n"), "000000.jsonl"), (parts.join, "out.jsonl")):
+            with monkeypatch.context() as patch:
+                patch.setattr(os, "fsync", full)
+                with pytest.raises(DDTreeError) as caught:
+                    write()
+            assert str(caught.value).endswith(
+                f"{name}: No space left on device; free some space, then the same command goes on with what is there"
+            )
+            assert caught.value.exit_code == 1 and not output.exists()
+            write()
+    assert output.read_text() == "a\n"
 
 
 def test_another_run_is_refused(tmp_path: Path) -> None:

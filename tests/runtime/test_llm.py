@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import random
+import sys
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from scipy.special import log_softmax
+from tqdm import tqdm
 
 import ddtree_trt
 from ddtree_trt.errors import EngineError, UsageError
@@ -222,6 +225,7 @@ def test_nothing_runs_when_one_of_many_calls_is_wrong(llm: LLM) -> None:
         ([vocab], {}, f"token id {vocab} in the prompt is outside the vocabulary of {vocab}"),
         ([-1], {}, "token id -1 in the prompt is outside the vocabulary"),
         ("hi", {"stop_token_ids": [vocab]}, f"stop_token_ids: token id {vocab} is outside the vocabulary"),
+        ("hi", {"stop_token_ids": range(vocab)}, f"stop_token_ids name the whole vocabulary of {vocab}"),
         ("hi", {"logit_bias": {vocab: 1}}, f"logit_bias: token id {vocab} is outside the vocabulary"),
         (
             "hi",
@@ -283,3 +287,63 @@ def test_echo_puts_the_prompt_in_front(llm: LLM) -> None:
     assert echoed.outputs[0].text == "def fib(n):" + plain.outputs[0].text
     assert echoed.outputs[0].token_ids == plain.outputs[0].token_ids
     assert "".join(part.outputs[0].text for part in llm.stream("def fib(n):", echoing)) == echoed.outputs[0].text
+
+
+# Names of vLLM's
+
+
+def test_a_chat_is_generate_of_messages(llm: LLM, chats: list[Any]) -> None:
+    params = SamplingParams(max_tokens=12)
+    expected = [o.outputs[0].token_ids for o in llm.generate(chats[:2], params)]
+    assert [o.outputs[0].token_ids for o in llm.chat(chats[:2], params)] == expected
+    assert [o.outputs[0].token_ids for o in llm.chat(chats[0], params)] == expected[:1]
+    for wrong in ("hi", [1, 2], ["hi"], [[1, 2]], [chats[0], "hi"], [5.0], 5):
+        with pytest.raises(UsageError, match="messages"):
+            llm.chat(wrong, params)  # type: ignore[arg-type]
+    assert llm.get_tokenizer() is llm.tokenizer
+
+
+def test_a_bar_counts_the_prompts(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the caller's making, tqdm's own on a terminal, and none elsewhere."""
+    bars: list[Any] = []
+
+    def make(**options: Any) -> tqdm[Any]:
+        bars.append(tqdm(**options, file=io.StringIO()))
+        return bars[-1]
+
+    params = [SamplingParams(max_tokens=n) for n in (3, 1, 5)]
+    llm.generate(["a"] * 3, params, use_tqdm=make)
+    assert [(bar.n, bar.total, bar.disable) for bar in bars] == [(3, 3, True)]
+    llm.generate(["a"] * 3, params)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    llm.generate(["a"] * 3, params, use_tqdm=False)
+    assert capsys.readouterr().err == ""
+    llm.chat([[{"role": "user", "content": "a"}]] * 3, params)
+    assert "prompts: 100%" in capsys.readouterr().err
+
+
+def test_an_output_that_the_default_limit_cut_is_warned_of_once(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    given, default = SamplingParams(max_tokens=3, ignore_eos=True), SamplingParams(ignore_eos=True)
+    llm._warned = False
+    llm.generate(["a", "b"], given)
+    assert not caplog.messages
+    for _ in range(2):
+        llm.generate([[7] * (llm.engine.manifest.limits.max_seq_len - 9)], default)
+    assert caplog.messages == [
+        "an output was cut at 9 tokens, the default where max_tokens is not given; give it for longer ones"
+    ]
+
+
+def test_outputs_are_printed_without_lists_of_tokens(llm: LLM) -> None:
+    (output,) = llm.generate("a", SamplingParams(max_tokens=4, ignore_eos=True, logprobs=1))
+    (completion,) = output.outputs
+    assert repr(output) == (
+        f"RequestOutput(request_id={output.request_id!r}, prompt='a', outputs=[CompletionOutput(index=0, "
+        f"text={completion.text!r}, finish_reason='length', stop_reason=None, "
+        f"cumulative_logprob={completion.cumulative_logprob!r})], finished=True, "
+        f"usage=Usage(prompt_tokens={len(output.prompt_token_ids)}, completion_tokens=4, cached_tokens="
+        f"{output.usage.cached_tokens}))"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import re
 from typing import Any
 
@@ -151,11 +152,19 @@ def test_every_field_is_named_in_a_test() -> None:
 
 
 def test_unknown_names_are_refused() -> None:
-    with pytest.raises(UsageError, match="unknown sampling parameter beams, best_of; known are"):
-        SamplingParams.from_mapping({"beams": 4, "best_of": 2, "temperature": 1})
+    with pytest.raises(UsageError, match="unknown sampling parameter beams, width; known are"):
+        SamplingParams.from_mapping({"beams": 4, "width": 2, "temperature": 1})
     with pytest.raises(TypeError):
-        SamplingParams(best_of=2)  # type: ignore[call-arg]
+        SamplingParams(beams=2)  # type: ignore[call-arg]
     assert SamplingParams.from_mapping({"temperature": 1}) == SamplingParams(temperature=1)
+
+
+def test_best_of_is_refused_with_what_to_use() -> None:
+    for make in (SamplingParams, lambda **given: SamplingParams.from_mapping(given)):
+        with pytest.raises(UsageError, match="best_of is not supported; ask for n completions with logprobs=0"):
+            make(best_of=2)  # type: ignore[arg-type]
+    params = SamplingParams(best_of=None, n=2)
+    assert dataclasses.replace(params, n=3) == pickle.loads(pickle.dumps(SamplingParams(n=3)))
 
 
 def test_the_callers_containers_may_change_later() -> None:

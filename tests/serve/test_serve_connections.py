@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import random
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import openai
 import pytest
 from pacing import WAIT_S, wait_for
-from serving import LONG, ThreadServer, thread_server
+from serving import LONG, ThreadServer, hold, long_chat, read_all, release, thread_server
 
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.text import chat_template
@@ -36,23 +35,6 @@ def nothing_is_left_behind(server: ThreadServer) -> Iterator[None]:
     wait_for(lambda: server.idle)  # a request that never came whole has no share in those counts
     figures = server.figures()
     assert figures["ddtree_requests_running"] == figures["ddtree_requests_waiting"] == 0
-
-
-def long_chat(**fields: Any) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": "hello"}], **LONG, **fields}).encode()
-
-
-def hold(server: ThreadServer, requests: int, **fields: Any) -> list[socket.socket]:
-    """Connections with long streams under way."""
-    before = server.llm.running + server.llm.waiting
-    held = [server.raw(long_chat(stream=True, **fields)) for _ in range(requests)]
-    wait_for(lambda: server.llm.running + server.llm.waiting == before + requests)
-    return held
-
-
-def release(server: ThreadServer, held: list[socket.socket]) -> None:
-    for connection in held:
-        connection.close()
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -93,19 +75,6 @@ def test_a_client_that_leaves_a_stream_of_many_choices(server: ThreadServer) -> 
         lines = r.iter_lines()  # kept: one that is thrown away closes the connection
         next(lines)
         wait_for(lambda: server.llm.running == 4)
-
-
-def read_all(connection: socket.socket) -> bytes:
-    """What still comes until the other side ends the connection, in whatever way."""
-    data = b""
-    connection.settimeout(WAIT_S)
-    try:
-        while chunk := connection.recv(1 << 20):
-            data += chunk
-    except ConnectionResetError:
-        pass
-    connection.close()
-    return data
 
 
 # Wide answers fill the socket's buffers soon: about a megabyte, of which the client reads nothing at first.

@@ -150,7 +150,7 @@ def test_without_the_library_the_answer_says_what_to_install(
     monkeypatch.setitem(sys.modules, "llguidance", None)
     answer = server.chat(guided_regex="a")
     assert answer.status_code == 400
-    assert "pip install '.[structured]'" in answer.json()["error"]["message"]
+    assert "pip install --editable '.[structured]'" in answer.json()["error"]["message"]
     assert server.chat(max_tokens=2).status_code == 200
 
 

@@ -158,13 +158,18 @@ def _experts(fields: Fields, family: Family) -> Experts:
 
 
 def _stop_token_ids(directory: Path, fields: Fields, vocab_size: int) -> tuple[int, ...]:
-    """End-of-text tokens: generation_config.json's where it names any, as in transformers, else config.json's."""
+    """End-of-text tokens: generation_config.json's where it names any, as in transformers, else config.json's. Both are
+    checked."""
     path = directory / GENERATION_CONFIG
     generation = Fields(_read_json(path) if path.is_file() else {}, _source(path))
-    chosen = generation if generation.has("eos_token_id") else fields
-    if not chosen.has("eos_token_id"):
-        return ()
-    found = chosen.data["eos_token_id"]
-    token = Annotated[int, Between(0, vocab_size - 1)]
-    ids = found if isinstance(found, list) else [found]
-    return tuple(dict.fromkeys(read_value(token, i, chosen.source, "eos_token_id") for i in ids))
+    token, found = Annotated[int, Between(0, vocab_size - 1)], []
+    for each in (generation, fields):
+        if each.has("eos_token_id"):
+            given = each.data["eos_token_id"]
+            ids = given if isinstance(given, list) else [given]
+            found.append(tuple(dict.fromkeys(read_value(token, i, each.source, "eos_token_id") for i in ids)))
+            if len(found[-1]) == vocab_size:
+                raise each.fault(
+                    "eos_token_id", f"names the whole vocabulary of {vocab_size}: no text could be written"
+                )
+    return found[0] if found else ()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.files import NAME
 from ddtree_trt.artifact.number_bytes import decode
 from ddtree_trt.artifact.precisions import PRECISIONS
-from ddtree_trt.artifact.safetensor_header import MAX_HEADER_BYTES, StoredTensor, read_header
+from ddtree_trt.artifact.safetensor_header import StoredTensor, read_header
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.drafters.dflash import INTEGER_TENSORS
 from ddtree_trt.reading import Fields, Source, read_object, shown
@@ -27,6 +27,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 FLOATS = tuple(dict.fromkeys(precision.safetensors for precision in PRECISIONS.values()))
 _INTEGERS = ("I64", "I32")
+_MAX_INDEX_BYTES = 32 << 20  # the largest published ones have some 10 MB
 _ADVICE = "fetch the checkpoint again"
 _CHECK_VALUES = 1 << 22  # values checked in one step, so that checking needs little memory
 
@@ -66,7 +67,7 @@ def _placement(directory: Path) -> dict[str, str] | None:
     if (directory / SINGLE_FILE).is_file() or not path.is_file():
         return None
     source = Source(str(path), CheckpointError, _ADVICE)
-    index = Fields(read_object(path, source, max_bytes=MAX_HEADER_BYTES), source)
+    index = Fields(read_object(path, source, max_bytes=_MAX_INDEX_BYTES), source)
     placed: dict[str, str] = index.optional("weight_map", dict[str, Annotated[str, NAME]])
     if not placed:
         raise index.fault("weight_map", "must name files beside it, found none")

@@ -88,7 +88,7 @@ def end_of_tag(scanner: Scanner) -> Steps[None]:
     """Read `</tool_call>`, of which any part may be missing where the text ends."""
     if not (yield from scanner.peek()) or (yield from scanner.accept(END_OF_CALL)):
         return
-    rest = scanner.text[scanner.at :]
+    rest = scanner.text[scanner.at : scanner.at + len(END_OF_CALL)]  # no more: what follows may be long
     if not (scanner.ended and END_OF_CALL.startswith(rest)):
         raise Malformed
     scanner.at += len(rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ _WORDS: Mapping[str, Any] = {"True": True, "False": False, "None": None}  # Pyth
 _OF_JSON: Mapping[type, str] = {
     str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array", type(None): "null"
 }  # fmt: skip
+_NAME = re.compile(r"[^<>\n]+")
 _Known = set[tuple[int, bool]]  # the place behind a parameter's mark, and whether the call is in a tag
 
 
@@ -106,16 +108,16 @@ class _WithoutLastBreak:
 
 def _name(scanner: Scanner) -> Steps[str]:
     """Read a name and the bracket behind it."""
-    name = ""
-    while (char := (yield from scanner.peek())) != ">":
-        if not char or char in "<\n":
-            raise Malformed
-        name += char
-        scanner.at += 1
-    scanner.at += 1
-    if not name:
+    pieces: list[str] = []
+    while (yield from scanner.peek()) not in ("", *">\n<"):
+        part = _NAME.match(scanner.text, scanner.at)
+        assert part is not None
+        pieces.append(part.group())
+        scanner.at = part.end()
+    yield from scanner.expect(">")
+    if not pieces:
         raise Malformed
-    return name
+    return "".join(pieces)
 
 
 def parameter_types(parameters: Any, name: str) -> set[str]:

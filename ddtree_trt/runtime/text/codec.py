@@ -48,6 +48,12 @@ class TextCodec:
         self.tokenizer = load_tokenizer(directory, self._source)
         self._template_args = dict(chat_template_args)
 
+    def use_template(self, template: str) -> None:
+        """Have another chat template, which `check_template` takes."""
+        for name in ("template_text", "takes_tools", "takes_names", "_template_variables"):
+            self.__dict__.pop(name, None)
+        self.tokenizer.chat_template = template
+
     def encode(
         self, prompt: Prompt, chat_template_kwargs: Mapping[str, Any] | None = None, tools: Tools | None = None
     ) -> list[int]:

@@ -14,7 +14,7 @@ from ddtree_trt.runtime.chat.tools import ToolUse, read_use
 from ddtree_trt.runtime.structured.names import given_name
 from ddtree_trt.serve.errors import ApiError
 from ddtree_trt.serve.openai.chat_answers import ChatAnswers, Chunks
-from ddtree_trt.serve.openai.protocol import ChatRequest
+from ddtree_trt.serve.openai.protocol import ChatRequest, Message
 from ddtree_trt.serve.openai.responses import ChatCompletion, ChatCompletionChunk, json_response
 from ddtree_trt.serve.openai.streaming import stream
 from ddtree_trt.serve.service import Service, check_stream_options, new_id
@@ -29,8 +29,8 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
     if body.logprobs:
         given.setdefault("logprobs", 0)
-    use = _tool_use(service, body)
-    _check_names(service, body)
+    use = tool_use(service, body.tools, body.tool_choice, body.parallel_tool_calls)
+    check_names(service, body.messages)
     messages = [message.for_template() for message in body.messages]
     ids = await service.encode_chat(messages, body.chat_template_kwargs, use.descriptions or None)
     answers = ChatAnswers(service, use, service.chat_format.thinking(ids))
@@ -52,10 +52,10 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     return json_response(completion)
 
 
-def _tool_use(service: Service, body: ChatRequest) -> ToolUse:
+def tool_use(service: Service, tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
     """The tools of a request and how it wants them used. Raises ApiError."""
     try:
-        use = read_use(body.tools, body.tool_choice, body.parallel_tool_calls)
+        use = read_use(tools, choice, parallel)
         service.chat_format.check_tools(use)
     except UsageError as error:
         path = re.match(r"[\w.\[\]]+", str(error))  # our texts begin with it
@@ -63,10 +63,10 @@ def _tool_use(service: Service, body: ChatRequest) -> ToolUse:
     return use
 
 
-def _check_names(service: Service, body: ChatRequest) -> None:
+def check_names(service: Service, messages: list[Message]) -> None:
     """Raises ApiError for the name of someone who says a message where the chat template would drop it. The one of a
     tool says what its call says."""
-    for place, message in enumerate(body.messages):
+    for place, message in enumerate(messages):
         if message.name is not None and message.role != "tool" and not service.llm.codec.takes_names:
             param = f"messages.{place}.name"
             message_text = f"Unsupported parameter: '{param}' (the chat template has no place for it)"

@@ -48,8 +48,7 @@ UNSUPPORTED = {
     "prediction": "the drafter predicts by itself",
     "prompt_cache_options": "prompts that begin alike share their cache without being told",
     "prompt_cache_retention": "prompts that begin alike share their cache without being told",
-    "reasoning_effort": "give chat_template_kwargs, where the model's chat template has such a variable",
-    "service_tier": "all requests are served alike",
+    "reasoning_effort": 'use chat_template_kwargs, such as {"enable_thinking": false}, with a variable of the template',
     "suffix": "this server does not fill in the middle",
     "tool_choice": "tools are for chats",
     "tools": "tools are for chats",
@@ -170,6 +169,7 @@ class _GenerationRequest(_Strict):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None  # there is one
 
     # Constraints on the output; see runtime/structured/names.py.
     response_format: dict[str, Any] | None = None
@@ -286,3 +286,24 @@ class CompletionRequest(_GenerationRequest):
 
     endpoint = "completions"
     prompt: Annotated[list[str | list[int]], Field(min_length=1, fail_fast=True), BeforeValidator(_prompts)]
+
+
+class TokenizeRequest(_Strict):
+    """POST /tokenize: a prompt, or a chat."""
+
+    model: str | None = None
+    prompt: Annotated[str | None, BeforeValidator(_text)] = None
+    messages: Annotated[list[Message] | None, Field(min_length=1, fail_fast=True)] = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+    # As the endpoints make tokens of prompts and chats.
+    add_special_tokens: Literal[False] | None = None
+    add_generation_prompt: Literal[True] | None = None
+
+
+class DetokenizeRequest(_Strict):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[int], Field(fail_fast=True)]

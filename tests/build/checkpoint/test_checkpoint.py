@@ -122,6 +122,13 @@ def test_stop_tokens(tmp_path: Path, generation: Any, config: Any, expected: tup
     assert load_checkpoint(tmp_path).stop_token_ids == expected
 
 
+@pytest.mark.parametrize("wrong", [{}, -1, 10**9])
+def test_stop_tokens_of_both_files_are_checked(tmp_path: Path, wrong: Any) -> None:
+    make_target(tmp_path, config={"eos_token_id": wrong})
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 5]}')
+    assert f"/config.json: eos_token_id must be an integer from 0 to 95, found {wrong}" in refusal(tmp_path)
+
+
 def test_identity_covers_the_configuration_and_every_weight_file(tmp_path: Path) -> None:
     make_target(tmp_path, shards=2)
     calls: list[tuple[str, int, int]] = []
@@ -174,6 +181,7 @@ def test_tied_weights_stored_twice_and_buffers_are_no_mismatch(tmp_path: Path) -
         ({"num_key_value_heads": None}, "has no num_key_value_heads"),
         ({"eos_token_id": 96}, "eos_token_id must be an integer from 0 to 95, found 96"),
         ({"eos_token_id": "</s>"}, "eos_token_id must be an integer from 0 to 95, found '</s>'"),
+        ({"eos_token_id": [*range(96), 0]}, "config.json: eos_token_id names the whole vocabulary of 96"),
     ],
 )
 def test_unsupported_configuration(tmp_path: Path, config: dict[str, Any], message: str) -> None:

@@ -245,7 +245,9 @@ def test_without_the_gguf_package(file: Path, tmp_path: Path, monkeypatch: pytes
     drafter = make_drafter(tmp_path / "drafter", intermediate_size=64)
     request = BuildRequest(checkpoint=file, drafter=drafter, output=tmp_path / "engine")
     for work in (compile_engine, dry_run):
-        with pytest.raises(MissingDependency, match=r"need the Python package gguf; .*pip install '\.\[gguf\]'"):
+        with pytest.raises(
+            MissingDependency, match=r"need the Python package gguf; .*pip install --editable '\.\[gguf\]'"
+        ):
             work(request)
 
 

@@ -217,7 +217,7 @@ def test_a_quantised_target_needs_gpus_that_multiply_it(tmp_path: Path) -> None:
 def test_it_is_not_installed(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("tensorrt_rtx", "tensorrt_rtx_bindings"):
         monkeypatch.setitem(sys.modules, name, None)
-    words = ["the tensorrt-rtx backend cannot import tensorrt_rtx", "pip install '.[tensorrt-rtx]'"]
+    words = ["the tensorrt-rtx backend cannot import tensorrt_rtx", "pip install --editable '.[tensorrt-rtx]'"]
     assert_refused(cli("build", "--target", "tiny", *RTX, "--output", tmp_path / "e"), 1, *words)
 
 

@@ -159,7 +159,7 @@ def test_ctrl_c_while_tensorrt_works(machine: Machine, mine: dict[str, Any], tmp
 
 def test_tensorrt_is_not_installed(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt", None)
-    refused(tmp_path, MissingDependency, "cannot import tensorrt", "pip install '.[tensorrt]'")
+    refused(tmp_path, MissingDependency, "cannot import tensorrt", "pip install --editable '.[tensorrt]'")
 
 
 def test_cuda_python_is_not_installed(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

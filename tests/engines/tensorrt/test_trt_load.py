@@ -136,7 +136,7 @@ def test_no_native_library(machine: Machine, monkeypatch: pytest.MonkeyPatch, pa
 @pytest.mark.parametrize("module", ["tensorrt", "cuda.bindings.runtime"])
 def test_a_package_that_is_not_installed(machine: Machine, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
     monkeypatch.setitem(sys.modules, module, None)
-    refused(machine, MissingDependency, module.split(".")[0], "pip install '.[tensorrt]'", rebuild=False)
+    refused(machine, MissingDependency, module.split(".")[0], "pip install --editable '.[tensorrt]'", rebuild=False)
 
 
 def test_a_gpu_that_is_too_small(machine: Machine) -> None:

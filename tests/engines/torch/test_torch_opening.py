@@ -24,7 +24,7 @@ from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 
 def test_torch_missing(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingDependency, match=r"pip install '\.\[torch\]'"):
+    with pytest.raises(MissingDependency, match=r"pip install --editable '\.\[torch\]'"):
         open_engine(directory)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -86,6 +87,36 @@ def thread_server(engine: Path, *, round_s: float = 0.0, **options: Any) -> Iter
         assert not thread.is_alive(), "the server did not end"
 
 
+def long_chat(**fields: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "hello"}], **LONG, **fields}).encode()
+
+
+def hold(server: ThreadServer, requests: int, **fields: Any) -> list[socket.socket]:
+    """Connections with long streams under way."""
+    before = server.llm.running + server.llm.waiting
+    held = [server.raw(long_chat(stream=True, **fields)) for _ in range(requests)]
+    wait_for(lambda: server.llm.running + server.llm.waiting == before + requests)
+    return held
+
+
+def release(server: ThreadServer, held: list[socket.socket]) -> None:
+    for connection in held:
+        connection.close()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What still comes until the other side ends the connection, in whatever way."""
+    data = b""
+    connection.settimeout(WAIT_S)
+    try:
+        while chunk := connection.recv(1 << 20):
+            data += chunk
+    except ConnectionResetError:
+        pass
+    connection.close()
+    return data
+
+
 # Runs the command line with an engine whose passes wait while a file exists, for at most some seconds each.
 HELD = """
 import sys, time
@@ -113,10 +144,14 @@ class ProcessServer:
         env: dict[str, str] | None = None,
         hold: Path | None = None,
         hold_s: float = WAIT_S,
+        files: int | None = None,
     ) -> None:
+        """`files`: how many file descriptors the process may have."""
         program = ["-m", "ddtree_trt.cli"] if hold is None else ["-c", HELD, str(hold), str(hold_s)]
-        command = [sys.executable, *program, "serve", str(engine), "--port", "0", *options]
+        command = [sys.executable, *program, "serve", str(engine), "--port", "0", "--no-request-log", *options]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        if files is not None:
+            command = ["prlimit", f"--nofile={files}", *command]
         self.process = subprocess.Popen(command, env={**os.environ, **(env or {})}, **pipes)
         assert self.process.stdout is not None
         self.ready = self.process.stdout.readline()
