@@ -82,9 +82,9 @@ class Profile:
         """A time of passes over so many slots with `past` tokens each; `of` reads it from those that were measured."""
         one = of(self.near)
         seconds = one * slots
-        if self.many and self.many.slots > 1:
+        if self.many is not None and self.many.slots > 1:
             seconds = one + np.maximum(0, of(self.many) - one) * ((slots - 1) / (self.many.slots - 1))
-        if self.far and self.far.context > self.near.context:
+        if self.far is not None and self.far.context > self.near.context:
             a_token = np.maximum(0, of(self.far) - one) / (self.far.context - self.near.context)
             seconds = seconds + slots * max(0, past - self.near.context) * a_token
         return seconds
@@ -143,10 +143,14 @@ def measure(engine: Engine, progress: Progress = no_progress) -> Profile:
     limits = engine.manifest.limits
     near, far = (min(context, max(1, limits.max_seq_len // 2)) for context in CONTEXTS)
     sizes = [tokens for tokens in TREE_TOKENS if tokens <= 1 + limits.max_tree_budget]
-    many = limits.max_batch if engine.batches else 1
-    times: list[PassTimes] = []
-    for slots, context in ((1, near), (1, far), (many, near)):
-        progress("measuring latencies", len(times), 3)
+
+    def timed(step: int, slots: int, context: int) -> PassTimes:
+        progress("measuring latencies", step, 3)
         draft_s, verify = time_passes(engine, slots, context, sizes)
-        times.append(PassTimes(slots, context, draft_s, tuple(verify)))
-    return Profile(fingerprint(engine), *times)
+        return PassTimes(slots, context, draft_s, tuple(verify))
+
+    many = limits.max_batch if engine.batches else 1
+    one, behind = timed(0, 1, near), timed(1, 1, far) if far > near else None
+    profile = Profile(fingerprint(engine), one, behind, timed(2, many, near) if many > 1 else None)
+    progress("measuring latencies", 3, 3)
+    return profile
