@@ -23,12 +23,11 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_trt.runtime.decoding.budget.policy import FixedBudget
+from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.decoding.budget.costs import Costs
-from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets, RoundPlan, SlotInput
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets, FixedBudget, RoundPlan, SlotInput
 from ddtree_trt.runtime.engines.profile import PassTimes, Profile
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, best_tree, descend
-from ddtree_trt.runtime.candidates import Marginals
 
 NODES, PAST = 64, 200
 FIXED = (1, 2, 4, 8, 12, 16, 24, 32, 64)
@@ -53,7 +52,9 @@ class Text:
 class Machine:
     """True seconds of passes: a table by slots of the verification by tree tokens, and of the draft."""
 
-    def __init__(self, table: dict[int, tuple[dict[int, float], float]], in_turn: bool = False, buckets: Any = None) -> None:
+    def __init__(
+        self, table: dict[int, tuple[dict[int, float], float]], in_turn: bool = False, buckets: Any = None
+    ) -> None:
         self.table, self.in_turn, self.buckets = table, in_turn, buckets
 
     def verify_s(self, slots: int, tokens: int) -> float:
@@ -91,7 +92,9 @@ H100 = Machine(
 )
 TINY = Machine({1: ({1: 0.80, 2: 1.1, 3: 1.2, 5: 1.4, 9: 1.9, 17: 2.7, 33: 4.4, 65: 7.5}, 1.15)}, in_turn=True)
 SMOL8 = Machine({1: ({1: 10.5, 2: 11.3, 5: 14.2, 9: 18.2, 17: 27.6, 33: 33.4, 65: 58.2}, 4.5)}, in_turn=True)
-_PROC = {n: ({t: 2.3 + n * (0.2 + 0.06 * (t > 1) + 0.085 * (t - 1)) for t in (1, 2, 65)}, 1.4 + 0.67 * n) for n in (1, 64)}
+_PROC = {
+    n: ({t: 2.3 + n * (0.2 + 0.06 * (t > 1) + 0.085 * (t - 1)) for t in (1, 2, 65)}, 1.4 + 0.67 * n) for n in (1, 64)
+}
 TORCH = Machine(_PROC)
 MACHINES = {"tiny": TINY, "smol8": SMOL8, "torch": TORCH, "h100": H100}
 
@@ -106,7 +109,9 @@ class Slot:
         return len(self.text.tokens) - 1 - self.place
 
 
-def play(machine: Machine, texts: Sequence[Text], slots: int, make: Callable[[], Any], chain: bool = False) -> tuple[float, int]:
+def play(
+    machine: Machine, texts: Sequence[Text], slots: int, make: Callable[[], Any], chain: bool = False
+) -> tuple[float, int]:
     waiting = deque(Slot(text, make(), chain) for text in texts)
     running: list[Slot] = []
     seconds, tokens = 0.0, 0
@@ -116,9 +121,16 @@ def play(machine: Machine, texts: Sequence[Text], slots: int, make: Callable[[],
         for group in [[s] for s in running] if machine.in_turn else [running]:
             plan = RoundPlan([SlotInput(s.budget, PAST + s.place, s.left) for s in group])
             ceilings = plan.ceilings()
-            trees = [s.text.tree(s.place, n) if n and not s.chain else None for s, n in zip(group, ceilings, strict=True)]
+            trees = [
+                s.text.tree(s.place, n) if n and not s.chain else None for s, n in zip(group, ceilings, strict=True)
+            ]
             if chain:
-                trees = [best_tree(Marginals(s.text.log_probs[s.place][:, :1].astype(np.float32), s.text.ids[s.place][:, :1]), 64) for s in group]
+                trees = [
+                    best_tree(
+                        Marginals(s.text.log_probs[s.place][:, :1].astype(np.float32), s.text.ids[s.place][:, :1]), 64
+                    )
+                    for s in group
+                ]
             nodes = plan.choose(trees)
             for s, tree, n in zip(group, trees, nodes, strict=True):
                 s.tree = EMPTY if tree is None else tree.cut(n)
@@ -205,7 +217,11 @@ def record(directory: Path, prompts: Sequence[str], tokens: int, output: Path) -
 def load(path: Path) -> list[Text]:
     data = np.load(path)
     count = sum(name.startswith("tokens") for name in data)
-    return [Text(data[f"tokens{i}"].tolist(), data[f"log_probs{i}"], data[f"ids{i}"]) for i in range(count) if len(data[f"tokens{i}"]) > 2]
+    return [
+        Text(data[f"tokens{i}"].tolist(), data[f"log_probs{i}"], data[f"ids{i}"])
+        for i in range(count)
+        if len(data[f"tokens{i}"]) > 2
+    ]
 
 
 def main() -> None:

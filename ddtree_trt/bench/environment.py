@@ -12,8 +12,8 @@ from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.device.cpu import busy_warning
 from ddtree_trt.doctor import diagnose
-from ddtree_trt.runtime.engines.profile import fingerprint
 from ddtree_trt.runtime.engines.base import Engine
+from ddtree_trt.runtime.engines.profile import fingerprint
 
 _PEER_PACKAGES = ("torch", "transformers", "tensorrt", "tensorrt_llm", "openai", "datasets")
 

@@ -22,7 +22,9 @@ CREDIT = 4.0  # most of an earlier gain that is set against later losses
 RECENT = 1 / 16  # least weight of the latest draft in what is expected of the next one
 REACHED = 0.8  # prior acceptance rate of a depth where the length is chosen before the drafter has probabilities
 
-Proposes = Literal["block", "tokens", "levels"]  # what a pass of the drafter makes: L positions, a token, a tree's level
+Proposes = Literal[
+    "block", "tokens", "levels"
+]  # what a pass of the drafter makes: L positions, a token, a tree's level
 Floats = NDArray[np.float64]
 
 
