@@ -165,7 +165,8 @@ def hindsight(machine: Machine, texts: Sequence[Text]) -> float:
 
 def auto(machine: Machine, slots: int, wrong: float) -> Callable[[], Any]:
     costs = Costs(machine.profile(1 if machine.in_turn else slots, wrong), NODES, machine.buckets)
-    return AutoBudgets(costs, NODES, 15).for_sequence
+    shared = AutoBudgets(costs, NODES, 15)
+    return lambda: AutoBudget(shared)
 
 
 def report(machine: str, slots: int, name: str, texts: Sequence[Text], wrong: float) -> float:

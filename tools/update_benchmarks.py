@@ -35,7 +35,7 @@ from ddtree_trt.bench.settings import BenchSettings, CheckSettings
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.sources import PackagedSource
 from ddtree_trt.check import check_engine
-from ddtree_trt.commands.build import measure
+from ddtree_trt.commands.build import measure as measure_latencies
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.findings import describe
 from ddtree_trt.terminal.printing import progress_bars
@@ -148,7 +148,7 @@ def build_engines(names: set[str], progress: Progress) -> dict[str, Path]:
             drafter = make_useless(Path(folder) / "drafter") if name == "useless" else None
             request = BuildRequest(target="tiny", drafter=drafter, precision="fp32", output=engine, force=True)
             compile_engine(request, progress)
-        measure(engine, progress)
+        measure_latencies(engine, progress)
     return engines
 
 

@@ -11,7 +11,7 @@ from ddtree_trt.artifact.limits import BUDGETS
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.models.drafters.eagle3 import LEVELS, most_expanded
 from ddtree_trt.runtime.chat.formats import MARKS
-from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets, Budget, FixedBudget
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
 from ddtree_trt.runtime.decoding.policies import TreePlan
@@ -231,4 +231,4 @@ class RequestMaker:
         if method.draws and params.stochastic and params.seed is not None:
             # With a seed the drafts that are drawn, and so the output, must depend neither on times nor on others.
             return FixedBudget(min(SEEDED_DRAFT, self._manifest.limits.max_tree_budget))
-        return self._budgets.for_sequence()
+        return AutoBudget(self._budgets)

@@ -1,7 +1,7 @@
 """The latency profile of an engine on this machine: what passes took when it was first opened, and rounds since then.
 
-It is coarse, so that it takes a few seconds. Stored in the engine directory as `profile.json` with a fingerprint; that of
-another machine, engine or thread count is ignored and measured anew.
+It is coarse, so that it takes a few seconds. Stored in the engine directory as `profile.json` with a fingerprint; that
+of another machine, engine or thread count is ignored and measured anew.
 """
 
 from __future__ import annotations

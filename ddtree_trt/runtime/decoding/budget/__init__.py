@@ -5,9 +5,9 @@
 - **Size.** Of the pop order take the prefix of n nodes that makes most expected tokens per second (CaDDTree, arXiv
   2606.01813): (N + Σ q̂) / (C_draft + C_verify(N, n)), summed row by row over the N slots of a pass, of which a lone
   request is one (`policy`). q̂ is the drafter's probability, corrected by how often such nodes were accepted
-  (`calibration`). A drafter that drafts by tokens or by levels has no probabilities before it runs: there the length is
+  (`Calibration`). A drafter that drafts by tokens or by levels has no probabilities before it runs: there the length is
   chosen in the same way by how often rounds came to each depth.
-- **Costs** are what passes take: every round's time corrects a coarse profile (`costs`, `profile`).
+- **Costs** are what passes take: every round's time corrects a coarse profile (`costs`).
 - **Draft or not.** A request may have lost at most LOSS + PROBE · √tokens single-token passes by drafting since it last
   gained. It drafts while that affords a round of which nothing is accepted; so a useless drafter costs that much and no
   more, and probes come at growing gaps. Requests share costs alone: none can end another's drafting.

@@ -13,15 +13,15 @@ from ddtree_trt.runtime.engines.profile import Correction, Profile
 STEP = 64  # tokens of context over which costs are taken as constant
 SLOWEST = 1 / 64  # least weight of a new round in a mean
 OUTLIER = 2.0  # most times the mean so far that is believed: a pass may have waited for other work
-SINGLES = 16, 1024  # rounds with drafts before the first that is made without, to see what it takes; most before others
+SINGLES = 16  # rounds with drafts before the first that is made without, to see what it takes
 
 
 class Costs:
     """Seconds of passes by slots, tokens of context and tree nodes.
 
     The profile is continued linearly in all three. Times of rounds correct it, by mean ratios for each power of two of
-    slots: of drafts, and of verifications (with all else of a round) for each power of two of tree tokens. Between sizes
-    seen ratios are interpolated; other sizes and numbers of slots take the nearest one's.
+    slots: of drafts, and of verifications (with all else of a round) for each power of two of tree tokens. Between
+    sizes seen ratios are interpolated; other sizes and numbers of slots take the nearest one's.
     """
 
     def __init__(self, profile: Profile, max_nodes: int, buckets: Sequence[int] | None = None) -> None:
@@ -48,7 +48,7 @@ class Costs:
     def single_due(self) -> bool:
         """Whether a round without drafts should be made to see what it takes, of which those with drafts say little."""
         seen = [means[0].rounds for (kind, _), means in self._means.items() if kind == "verify" and 0 in means]
-        return self._drafted >= min(SINGLES[0] * (1 + max(seen, default=0)) ** 2, SINGLES[1])
+        return self._drafted >= SINGLES * (1 + max(seen, default=0)) ** 2
 
     def verify_s(self, past: int, slots: int) -> NDArray[np.float64]:
         """[1 + max_nodes]: a pass in which the widest tree has n nodes, and all else of a round but the draft."""

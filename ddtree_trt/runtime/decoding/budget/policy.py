@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt import _native
-from ddtree_trt.runtime.decoding.budget.calibration import Calibration
 from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.tree import DraftTree, chain
 
@@ -21,10 +20,10 @@ PROBE = 0.4  # ... and times the root of its tokens since then. Where no gain is
 CREDIT = 4.0  # most of an earlier gain that is set against later losses
 RECENT = 1 / 16  # least weight of the latest draft in what is expected of the next one
 REACHED = 0.8  # prior acceptance rate of a depth where the length is chosen before the drafter has probabilities
+PRIOR, MEMORY = 4.0, 48.0  # pseudo-observations of a calibration, and rounds after which its evidence counts a third
+LOWEST, HIGHEST = 0.02, 2.0  # bounds of its ratios, so that a streak of luck has a bounded effect
 
-Proposes = Literal[
-    "block", "tokens", "levels"
-]  # what a pass of the drafter makes: L positions, a token, a tree's level
+Proposes = Literal["block", "tokens", "levels"]  # what a drafter's pass makes: L positions, a token, a tree's level
 Floats = NDArray[np.float64]
 
 
@@ -53,6 +52,28 @@ class FixedBudget:
     levels: int | None = None  # of a drafter that drafts level by level; None for as many as nodes
 
 
+class Calibration:
+    """How often nodes of each depth d are accepted, over what the drafter said: ratios r_d, with which a node at depth d
+    is accepted with probability about q̂ = exp(log_weight) · r_1 · … · r_d.
+
+    A walk that comes to a node with children at depth d observes whether it accepts one, and their mass is what was
+    predicted. A ratio is shrunk towards that of the depth above, since few walks come to the deep ones."""
+
+    def __init__(self, max_depth: int, root: float = 1.0) -> None:
+        """`root`: the ratio above the first."""
+        self._evidence = np.zeros((2, max_depth))  # observed, predicted
+        self._root = root
+
+    def ratios(self) -> Floats:
+        """r_1 … r_max_depth."""
+        return _native.calibrated_ratios(self._evidence, None, PRIOR, LOWEST, HIGHEST, self._root)
+
+    def observe(self, tree: DraftTree, path: NDArray[np.int32]) -> None:
+        """Learn from a verified tree and the accepted path [m], root first, at the depths the walk tried."""
+        mass = _native.tried_mass(tree.parents, tree.log_weights, path)
+        _native.learn(self._evidence, mass, 1 - 1 / MEMORY)
+
+
 class AutoBudgets:
     """What the automatic budgets of an engine's requests share: the costs of its passes."""
 
@@ -65,10 +86,6 @@ class AutoBudgets:
         self.sizes = np.arange(1 + max_depth)
         if proposes == "block":
             self.sizes = np.unique(costs.filled[nodes[nodes <= max_nodes]])
-
-    def for_sequence(self) -> AutoBudget:
-        """The budget of one sequence."""
-        return AutoBudget(self)
 
 
 class AutoBudget:
@@ -90,8 +107,8 @@ class AutoBudget:
         self._weighed = 0
 
     def may_lose(self, price: float | None = None) -> float:
-        """Single-token passes that a round may lose from which gain is expected, where the smallest draft that could pay
-        costs `price`; without a price those of a probe."""
+        """Single-token passes that a round may lose where gain is expected and the smallest draft that could pay costs
+        `price`; without a price those of a probe."""
         return PROBE * math.sqrt(self._tokens) - self._loss + (max(LOSS, LEAST_DRAFTS * price) if price else 0.0)
 
     def expected(self, deepest: int) -> Floats:
@@ -114,8 +131,8 @@ class AutoBudget:
         return accepted
 
     def observe(self, decision: Decision, tree: DraftTree, path: NDArray[np.int32], *, ends: bool = False) -> None:
-        """Learn from a verified tree and the accepted path [m], root first. `ends`: the output ends with the path, which
-        its end may have cut: the round is counted, but is no evidence of the draft's quality."""
+        """Learn from a verified tree and the accepted path [m], root first. `ends`: the output ends with the path, and
+        may have cut it: the round is counted, but is no evidence of the draft's quality."""
         self._tokens += len(path)
         if not decision.drafted:
             return
@@ -210,7 +227,7 @@ class RoundPlan:
         return float(added[least]), least
 
     def _added_s(self, drafting: int, nodes: NDArray[np.int64] | None = None) -> Floats:
-        """Seconds that so many drafts with trees of so many nodes add to the round; without nodes, drafts of `sizes`."""
+        """Seconds that so many drafts and trees of so many nodes add to the round; without nodes, drafts of `sizes`."""
         sizes = self._shared.sizes if nodes is None else nodes
         passes = sizes if nodes is None and self._shared.proposes != "block" else self._passes
         draft_s = passes * self._draft_s(self._others + drafting) - self._passes * self._draft_s(self._others)
