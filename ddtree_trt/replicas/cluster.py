@@ -9,16 +9,32 @@ from contextlib import contextmanager
 
 import ray
 
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import DDTreeError, EngineError, UsageError
 from ddtree_trt.replicas.options import ReplicaOptions
 
 _FOR_GPUS = ("tensorrt", "tensorrt-rtx", "torch")
 
 
 @contextmanager
+def starting(what: str) -> Iterator[None]:
+    """The block starts `what`. Raises EngineError where Ray fails in it, of which Ray's errors have no common class."""
+    try:
+        yield
+    except DDTreeError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise EngineError(
+            f"{what} did not start ({type(error).__name__}: {lines[0]}); end what else keeps this machine busy and try "
+            f"again, else see {os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
+        ) from error
+
+
+@contextmanager
 def connected() -> Iterator[bool]:
     """Connect to the cluster of RAY_ADDRESS, or to one that runs on this machine, else start one here that ends with
-    the block. Yields whether it was started here. RAY_ADDRESS=local starts one in any case."""
+    the block. Yields whether it was started here. RAY_ADDRESS=local starts one in any case. Raises UsageError when
+    nothing answers at RAY_ADDRESS, EngineError when Ray does not start."""
     if ray.is_initialized():
         yield False
         return
@@ -32,7 +48,8 @@ def connected() -> Iterator[bool]:
     except (ConnectionError, ValueError) as error:  # ValueError: of RAY_ADDRESS=local, which takes no address
         if address not in ("", "local"):
             raise UsageError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from None
-        ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
+        with starting("Ray"):
+            ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
         started = True
     try:
         yield started

@@ -82,6 +82,7 @@ def application(engine_dir: Path, options: ServeOptions, replicas: ReplicaOption
         # has room first.
         max_ongoing_requests=slots + math.ceil(slots / 2),
         max_queued_requests=max(1, options.max_waiting),
+        max_constructor_retry_count=1,  # what keeps the first engine from being opened will keep the others
         request_router_config={
             "request_router_class": _ROUTER,
             "request_router_kwargs": {"num_fallback_replicas": replicas.most},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,6 +49,17 @@ def test_more_engines_are_started_as_requests_queue_and_a_second_signal_ends_the
             last = stream.result().text.rstrip().splitlines()[-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert server.wait()[0] == 0
+
+
+def test_an_engine_that_cannot_be_opened_is_tried_once_and_says_why(tiny_engine: Path, tmp_path: Path) -> None:
+    engine = shutil.copytree(tiny_engine, tmp_path / "engine")
+    (engine / "target.onnx").write_bytes(b"x")
+    with private_cluster() as names, Replicas(engine, "--replicas", "1", "--cpus-per-replica", "0.5") as server:
+        code, errors = server.wait()
+        (log,) = Path(names["RAY_TMPDIR"]).glob("ray/session_2*/logs/serve/controller_*.log")
+        assert log.read_text().count("the replica will be stopped") == 1
+    assert code == 1 and errors.splitlines()[-1].startswith(f"error: {engine}/target.onnx is damaged")
+    assert "Traceback" not in errors
 
 
 def test_a_configuration_file_of_ray_serve(tiny_engine: Path, tmp_path: Path) -> None:

@@ -1,0 +1,105 @@
+"""What does not start, by Ray's fault or the engine's, is one line that says what to do."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from command_line import Cli, in_this_process
+
+ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
+
+from ray import serve  # noqa: E402
+
+from ddtree_trt.replicas import process  # noqa: E402
+
+ADVICE = "; end what else keeps this machine busy and try again, else see /somewhere/ray/session_latest/logs\n"
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
+    monkeypatch.setenv("RAY_TMPDIR", "/somewhere")
+    return in_this_process(capfd)
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What of Ray Serve was called, on a cluster that answers and does nothing."""
+    calls: list[str] = []
+
+    @contextlib.contextmanager
+    def connected() -> Iterator[bool]:
+        yield True
+        calls.append("not here")  # the block always raises
+
+    monkeypatch.setattr(process, "connected", connected)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
+    monkeypatch.setattr(serve, "start", lambda **_: calls.append("start"))
+    monkeypatch.setattr(serve, "shutdown", lambda: calls.append("shutdown"))
+    return calls
+
+
+def raises(error: Exception) -> Any:
+    def call(*_: object, **__: object) -> None:
+        raise error
+
+    return call
+
+
+def test_ray_does_not_start(cli: Cli, tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    answers = [ValueError("no address"), Exception("The current node timed out.\nMore of it.")]
+    monkeypatch.setattr(ray, "init", lambda **_: raises(answers.pop(0))())
+    expected = f"error: Ray did not start (Exception: The current node timed out.){ADVICE}"
+    assert cli("serve", tiny_engine, "--replicas", "2", "--port", "0") == (1, "", expected)
+
+
+def test_ray_serve_does_not_start(
+    cli: Cli, tiny_engine: Path, ended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy that was too slow for Ray, which is given longer than Ray's 5 s unless its user says."""
+    given: dict[str, Any] = {}
+
+    def start(**options: Any) -> None:
+        given.update(options)
+        raise ray.exceptions.ActorDiedError()
+
+    monkeypatch.setattr(serve, "start", start)
+    monkeypatch.setenv("RAY_SERVE_LOG_TO_STDERR", "1")
+    code, _, error = cli("serve", tiny_engine, "--replicas", "2", "--port", "0")
+    assert code == 1 and error.startswith("error: Ray Serve did not start (ActorDiedError: ") and error.endswith(ADVICE)
+    assert error.count("\n") == 1 and ended == ["shutdown"]
+    assert given["controller_options"]["runtime_env"]["env_vars"] == {
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+        "RAY_SERVE_LOG_TO_STDERR": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("ddtree_trt.errors.UsageError: no such option", (2, "error: no such option\n")),
+        ("The worker died: SIGKILL", (1, f"error: the replicas did not start (RuntimeError: The worker died: SIGKILL)"
+                                         f"{ADVICE}")),
+    ],
+)  # fmt: skip
+def test_replicas_do_not_start(
+    reason: str,
+    expected: tuple[int, str],
+    cli: Cli,
+    tiny_engine: Path,
+    ended: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine's own error is shown as it is, and has its own exit code."""
+    message = f"The deployment failed to start 1 times in a row. Error:\nTraceback\n  File x\n{reason}\n"
+    deployments = {"Engine": SimpleNamespace(message=message), "Ingress": SimpleNamespace(message="")}
+    status = SimpleNamespace(applications={process.APPLICATION: SimpleNamespace(deployments=deployments)})
+    monkeypatch.setattr(serve, "run", raises(RuntimeError("Deploying application failed")))
+    monkeypatch.setattr(serve, "status", lambda: status)
+    code, _, error = cli("serve", tiny_engine, "--replicas", "2", "--port", "0")
+    assert (code, error) == expected and ended == ["start", "shutdown"]
