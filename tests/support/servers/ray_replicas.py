@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import ray
-from pacing import wait_for
+from pacing import WAIT_S, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 from serving import ProcessServer
 
@@ -57,7 +57,8 @@ class Replicas(ProcessServer):
     def figures(self) -> dict[str, dict[str, float]]:
         """Samples without other labels, by name, of each engine."""
         found: dict[str, dict[str, float]] = {}
-        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text):
+        page = httpx.get(f"{self.url}/metrics", timeout=WAIT_S).text
+        for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 if [*sample.labels] == ["replica"]:
                     found.setdefault(sample.labels["replica"], {})[sample.name] = sample.value
@@ -80,7 +81,7 @@ class Replicas(ProcessServer):
         for number in range(64):
             before = self._tokens()
             body = {"prompt": "x", "max_tokens": 1, "prompt_cache_key": str(number)}
-            httpx.post(f"{self.url}/v1/completions", json=body).raise_for_status()
+            httpx.post(f"{self.url}/v1/completions", json=body, timeout=WAIT_S).raise_for_status()
             wait_for(partial(self._any_moved, before))
             (moved,) = self._moved(before)
             if moved != other_than:
