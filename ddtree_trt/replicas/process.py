@@ -64,8 +64,8 @@ def serve_replicas(engine_dir: Path, options: ServeOptions, replicas: ReplicaOpt
             each = f"{manifest.limits.max_batch} slots, {_count(cpus, 'CPU')}" + f", {_count(gpus, 'GPU')}" * bool(gpus)
             host = f"[{options.host}]" if ":" in options.host else options.host
             name = options.model_name or manifest.name
-            print(f"serving {name} ({count} replicas of {each}, by Ray) on http://{host}:{port}", flush=True)
-            _serve_until_signals(ingress, options.drain_timeout_s)
+            ready = f"serving {name} ({count} replicas of {each}, by Ray) on http://{host}:{port}"
+            _serve_until_signals(ready, ingress, options.drain_timeout_s)
         finally:
             serve.shutdown()
 
@@ -87,13 +87,15 @@ def _run(engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions) -> D
             raise RuntimeError(reason) from error
 
 
-def _serve_until_signals(ingress: DeploymentHandle[object], drain_timeout_s: float) -> None:
-    """Wait for SIGTERM or SIGINT, then until the requests under way have finished; a second signal ends them."""
+def _serve_until_signals(ready: str, ingress: DeploymentHandle[object], drain_timeout_s: float) -> None:
+    """Print `ready` and wait for SIGTERM or SIGINT, then until the requests under way have finished; a second signal
+    ends them."""
     signals: SimpleQueue[int] = SimpleQueue()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for number in before:
         signal.signal(number, lambda number, frame: signals.put(number))
     try:
+        print(ready, flush=True)  # who reads it may send a signal
         signals.get()
         asyncio.run(_drain(ingress, drain_timeout_s, signals))
     finally:

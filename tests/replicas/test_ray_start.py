@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,13 +35,15 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     @contextlib.contextmanager
     def connected() -> Iterator[bool]:
         yield True
-        calls.append("not here")  # the block always raises
 
     monkeypatch.setattr(process, "connected", connected)
     monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
     monkeypatch.setattr(serve, "start", lambda **_: calls.append("start"))
     monkeypatch.setattr(serve, "shutdown", lambda: calls.append("shutdown"))
     return calls
+
+
+async def nothing() -> None: ...
 
 
 def raises(error: Exception) -> Any:
@@ -103,3 +106,21 @@ def test_replicas_do_not_start(
     monkeypatch.setattr(serve, "status", lambda: status)
     code, _, error = cli("serve", tiny_engine, "--replicas", "2", "--port", "0")
     assert (code, error) == expected and ended == ["start", "shutdown"]
+
+
+def test_a_signal_right_after_the_ready_line_ends_it(
+    cli: Cli, tiny_engine: Path, ended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broadcast(name: str, *_: object) -> SimpleNamespace:
+        ended.append(name)
+        return SimpleNamespace(results_async=nothing)
+
+    def ready(line: str, *, flush: bool) -> None:
+        assert signal.getsignal(signal.SIGTERM) is not before, "Ray's handler ends the process"
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(serve, "run", lambda *_, **__: SimpleNamespace(broadcast=broadcast))
+    monkeypatch.setattr(process, "print", ready, raising=False)
+    assert cli("serve", tiny_engine, "--replicas", "2", "--port", "0") == (0, "", "")
+    assert ended == ["start", "drain", "shutdown"] and signal.getsignal(signal.SIGTERM) is before
