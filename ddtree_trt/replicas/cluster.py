@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +13,7 @@ import ray
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
 from ddtree_trt.replicas.options import ReplicaOptions
 
+_CONNECT_S = 20.0  # timeout for a cluster's address: Ray itself tries for minutes
 _FOR_GPUS = ("tensorrt", "tensorrt-rtx", "torch")
 
 
@@ -41,16 +43,19 @@ def connected() -> Iterator[bool]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for part in ("ray.serve", "ray.data"):
         logging.getLogger(part).setLevel(logging.WARNING)
-    started = False
     address = os.environ.get("RAY_ADDRESS", "")
-    try:
-        ray.init(address=address or "auto", logging_level=logging.WARNING)
-    except (ConnectionError, ValueError) as error:  # ValueError: of RAY_ADDRESS=local, which takes no address
-        if address not in ("", "local"):
-            raise UsageError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from None
-        with starting("Ray"):
+    with starting("Ray"):
+        if address != "local":
+            try:
+                if address not in ("", "auto"):
+                    host, _, port = address.removeprefix("ray://").rpartition(":")
+                    socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+                ray.init(address=address or "auto", logging_level=logging.WARNING)
+            except (OSError, ValueError) as error:  # ConnectionError is an OSError
+                if address:
+                    raise UsageError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from None
+        if started := not ray.is_initialized():
             ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
-        started = True
     try:
         yield started
     finally:

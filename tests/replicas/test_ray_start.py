@@ -17,6 +17,7 @@ ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
 from ray import serve  # noqa: E402
 
 from ddtree_trt.replicas import process  # noqa: E402
+from ddtree_trt.replicas.cluster import connected  # noqa: E402
 
 ADVICE = "; end what else keeps this machine busy and try again, else see /somewhere/ray/session_latest/logs\n"
 
@@ -54,11 +55,30 @@ def raises(error: Exception) -> Any:
 
 
 def test_ray_does_not_start(cli: Cli, tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "local")
-    answers = [ValueError("no address"), Exception("The current node timed out.\nMore of it.")]
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    answers = [ConnectionError("no cluster"), Exception("The current node timed out.\nMore of it.")]
     monkeypatch.setattr(ray, "init", lambda **_: raises(answers.pop(0))())
     expected = f"error: Ray did not start (Exception: The current node timed out.){ADVICE}"
     assert cli("serve", tiny_engine, "--replicas", "2", "--port", "0") == (1, "", expected)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nonsense"])
+def test_an_address_that_does_not_answer(
+    cli: Cli, tiny_engine: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself is not asked: it would try for minutes."""
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(ray, "init", raises(AssertionError("asked")))
+    code, _, error = cli("serve", tiny_engine, "--replicas", "2", "--port", "0")
+    assert code == 2 and error.startswith(f"error: no Ray cluster answers at RAY_ADDRESS={address}: ")
+
+
+def test_a_cluster_of_its_own_is_known_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setattr(ray, "init", lambda **options: given.append(options))
+    with connected() as started:
+        assert started and [(o["address"], o["include_dashboard"]) for o in given] == [("local", False)]
 
 
 def test_ray_serve_does_not_start(
