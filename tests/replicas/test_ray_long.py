@@ -93,7 +93,7 @@ applications:
             assert httpx.get(f"{url}/v1/models", headers=key, timeout=WAIT_S).json()["data"][0]["id"] == "tiny"
             assert httpx.get(f"{url}/v1/models", timeout=WAIT_S).json()["error"]["code"] == "invalid_api_key"
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             process.wait(WAIT_S)
 
 
