@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ddtree_trt.commands.profile import measure_engine
 
 import ddtree_trt
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.commands.profile import measure_engine
 from ddtree_trt.runtime.decoding.policies import POLICIES
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
