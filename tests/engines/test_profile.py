@@ -155,7 +155,7 @@ def test_an_engine_that_pads_is_measured_at_the_sizes_it_pads_to() -> None:
 
 
 @pytest.mark.parametrize(("kind", "draft_s"), [("dflash", 0.5), ("autoregressive", 0.5)])
-def test_passes_are_timed_and_interpolated(kind: str, draft_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_are_timed_and_interpolated(kind: Any, draft_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """In simulated time, with several slots in one pass."""
     engine = ScriptedEngine(MarkovTarget(), Useless(6), kind=kind, max_batch=4)
     engine.batches = True

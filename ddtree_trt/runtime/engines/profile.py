@@ -156,6 +156,6 @@ def measure(engine: Engine, progress: Progress = no_progress) -> Profile:
 
     many = limits.max_batch if engine.batches else 1
     one, behind = timed(0, 1, near), timed(1, 1, far) if far > near else None
-    profile = Profile(fingerprint(engine.manifest, engine.threads), one, behind, timed(2, many, near) if many > 1 else None)
+    together = timed(2, many, near) if many > 1 else None
     progress("measuring latencies", 3, 3)
-    return profile
+    return Profile(fingerprint(engine.manifest, engine.threads), one, behind, together)

@@ -220,7 +220,7 @@ def test_levels_follow_what_is_accepted_and_what_they_cost(level_s: float, right
     for _ in range(200):
         plan = RoundPlan([SlotInput(budget, 0, 99)])
         (most,) = plan.ceilings()
-        levels.append(budget.levels if most else 0)
+        levels.append((budget.levels or 0) if most else 0)
         tree = random_tree(np.random.default_rng(0), 20, depth=budget.levels or 1) if most else EMPTY
         cut = tree.cut(plan.choose([tree if most else None])[0])
         path = [0]
