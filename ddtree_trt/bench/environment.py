@@ -95,6 +95,6 @@ def describe_engine(manifest: Manifest, engine: Engine) -> EngineInfo:
         max_seq_len=manifest.limits.max_seq_len,
         max_tree_budget=manifest.limits.max_tree_budget,
         digest=json.loads(manifest.to_json())["digest"],
-        fingerprint=fingerprint(engine),
+        fingerprint=fingerprint(manifest, engine.threads),
         threads=engine.threads,
     )

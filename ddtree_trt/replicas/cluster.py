@@ -4,36 +4,58 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import ray
 
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import DDTreeError, EngineError, UsageError
 from ddtree_trt.replicas.options import ReplicaOptions
 
+_CONNECT_S = 20.0  # timeout for a cluster's address: Ray itself tries for minutes
 _FOR_GPUS = ("tensorrt", "tensorrt-rtx", "torch")
+
+
+@contextmanager
+def starting(what: str) -> Iterator[None]:
+    """The block starts `what`. Raises EngineError where Ray fails in it, of which Ray's errors have no common class."""
+    try:
+        yield
+    except DDTreeError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise EngineError(
+            f"{what} did not start ({type(error).__name__}: {lines[0]}); end what else keeps this machine busy and try "
+            f"again, else see {os.environ.get('RAY_TMPDIR', '/tmp')}/ray/session_latest/logs"
+        ) from error
 
 
 @contextmanager
 def connected() -> Iterator[bool]:
     """Connect to the cluster of RAY_ADDRESS, or to one that runs on this machine, else start one here that ends with
-    the block. Yields whether it was started here. RAY_ADDRESS=local starts one in any case."""
+    the block. Yields whether it was started here. RAY_ADDRESS=local starts one in any case. Raises UsageError when
+    nothing answers at RAY_ADDRESS, EngineError when Ray does not start."""
     if ray.is_initialized():
         yield False
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     for part in ("ray.serve", "ray.data"):
         logging.getLogger(part).setLevel(logging.WARNING)
-    started = False
     address = os.environ.get("RAY_ADDRESS", "")
-    try:
-        ray.init(address=address or "auto", logging_level=logging.WARNING)
-    except (ConnectionError, ValueError) as error:  # ValueError: of RAY_ADDRESS=local, which takes no address
-        if address not in ("", "local"):
-            raise UsageError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from None
-        ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
-        started = True
+    with starting("Ray"):
+        if address != "local":
+            try:
+                if address not in ("", "auto"):
+                    host, _, port = address.removeprefix("ray://").rpartition(":")
+                    socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S).close()
+                ray.init(address=address or "auto", logging_level=logging.WARNING)
+            except (OSError, ValueError) as error:  # ConnectionError is an OSError
+                if address:
+                    raise UsageError(f"no Ray cluster answers at RAY_ADDRESS={address}: {error}") from None
+        if started := not ray.is_initialized():
+            ray.init(address="local", include_dashboard=False, logging_level=logging.WARNING)
     try:
         yield started
     finally:

@@ -76,15 +76,18 @@ def application(engine_dir: Path, options: ServeOptions, replicas: ReplicaOption
     slots = manifest.limits.max_batch
     cpus, gpus = resources_per_replica(manifest.backend, replicas, options.tensor_parallel_size)
     engine_options = replace(options, threads=options.threads or max(1, int(cpus) // options.tensor_parallel_size))
+    # What engines and ingresses log is for the terminal, which the controller of `serve --replicas` keeps from its own.
+    shown = {"env_vars": {"RAY_SERVE_LOG_TO_STDERR": "1"}}
     logging_config = LoggingConfig(log_level="WARNING", enable_access_log=options.access_log)
     engines = serve.deployment(
         name="Engine",
         **_scale(replicas, slots),
-        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
+        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus, "runtime_env": shown},
         # Half the slots more than run, so that the next is there when one ends. The others wait for whichever engine
         # has room first.
         max_ongoing_requests=slots + math.ceil(slots / 2),
         max_queued_requests=max(1, options.max_waiting),
+        max_constructor_retry_count=1,  # what keeps the first engine from being opened will keep the others
         request_router_config={
             "request_router_class": _ROUTER,
             "request_router_kwargs": {"num_fallback_replicas": replicas.most},
@@ -96,7 +99,7 @@ def application(engine_dir: Path, options: ServeOptions, replicas: ReplicaOption
     ingress = serve.deployment(
         name="Ingress",
         num_replicas=1 + (replicas.most - 1) // _ENGINES_PER_INGRESS,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "runtime_env": shown},
         max_ongoing_requests=2 * options.max_requests,  # the gate refuses first
         graceful_shutdown_wait_loop_s=_STOP_POLL_S,
         graceful_shutdown_timeout_s=options.drain_timeout_s + _SEND_ERRORS_S,

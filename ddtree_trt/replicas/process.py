@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import signal
 from pathlib import Path
 from queue import SimpleQueue
@@ -11,9 +13,10 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
+from ddtree_trt import errors
 from ddtree_trt.artifact.manifest import load_manifest
-from ddtree_trt.errors import EngineError, UsageError
-from ddtree_trt.replicas.cluster import check_room, connected, resources_per_replica
+from ddtree_trt.errors import UsageError
+from ddtree_trt.replicas.cluster import check_room, connected, resources_per_replica, starting
 from ddtree_trt.replicas.deployment import application
 from ddtree_trt.replicas.options import ReplicaOptions
 from ddtree_trt.serve.options import ServeOptions
@@ -21,13 +24,17 @@ from ddtree_trt.serve.server import listen
 
 APPLICATION = "ddtree-trt"
 _POLL_S = 0.2  # how often a second signal is looked for while the first one's drain goes on
+# Of Ray's controller and the proxies that it starts. A busy machine takes longer for a proxy than the 5 s after which
+# Ray kills it; and an engine that fails is a page of tracebacks on the terminal, which `_run` says in one line.
+_CONTROLLER = {"RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60", "RAY_SERVE_LOG_TO_STDERR": "0"}
 
 
 def serve_replicas(engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions) -> None:
     """Serve an engine by replicas until SIGTERM or SIGINT ends it. Prints one line when it is ready.
 
-    Raises ArtifactError when there is no engine, EngineError when the replicas do not start, UsageError when the
-    address cannot be used, the machine has no room, or Ray Serve runs on the cluster already.
+    Raises ArtifactError when there is no engine, the first engine's own error when it cannot be opened, EngineError
+    when Ray or the replicas do not start, UsageError when the address cannot be used, the machine has no room, or Ray
+    Serve runs on the cluster already.
     """
     manifest = load_manifest(engine_dir)
     if options.stall_timeout_s != ServeOptions.stall_timeout_s:
@@ -43,21 +50,24 @@ def serve_replicas(engine_dir: Path, options: ServeOptions, replicas: ReplicaOpt
                 f"serve run ddtree_trt.replicas.deployment:app engine_dir={engine_dir.resolve()}"
             )
         cpus, gpus = resources_per_replica(manifest.backend, replicas, options.tensor_parallel_size)
-        serve.start(
-            http_options={"host": options.host, "port": port}, logging_config=LoggingConfig(log_level="WARNING")
-        )
         try:
+            with starting("Ray Serve"):
+                serve.start(
+                    http_options={"host": options.host, "port": port},
+                    logging_config=LoggingConfig(log_level="WARNING"),
+                    controller_options={
+                        "runtime_env": {"env_vars": {name: os.environ.get(name, v) for name, v in _CONTROLLER.items()}}
+                    },
+                )
             ingress = _run(engine_dir, options, replicas)
             count = f"{replicas.replicas}" + f" to {replicas.most}" * (replicas.most > replicas.replicas)
             each = f"{manifest.limits.max_batch} slots, {_count(cpus, 'CPU')}" + f", {_count(gpus, 'GPU')}" * bool(gpus)
             host = f"[{options.host}]" if ":" in options.host else options.host
             name = options.model_name or manifest.name
-            print(f"serving {name} ({count} replicas of {each}, by Ray) on http://{host}:{port}", flush=True)
-            _serve_until_signals(ingress, options.drain_timeout_s)
+            ready = f"serving {name} ({count} replicas of {each}, by Ray) on http://{host}:{port}"
+            _serve_until_signals(ready, ingress, options.drain_timeout_s)
         finally:
-            serve.delete(APPLICATION)
-            if not started:
-                serve.shutdown()
+            serve.shutdown()
 
 
 def _count(number: float, what: str) -> str:
@@ -65,22 +75,27 @@ def _count(number: float, what: str) -> str:
 
 
 def _run(engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions) -> DeploymentHandle[object]:
-    try:
-        return serve.run(application(engine_dir, options, replicas), name=APPLICATION, route_prefix="/")
-    except RuntimeError as error:
-        status = serve.status().applications.get(APPLICATION)
-        messages = [d.message for d in status.deployments.values() if d.message] if status else []
-        reason = (messages or [str(error)])[0].strip().splitlines()[-1]
-        raise EngineError(f"the replicas did not start: {reason}") from error
+    with starting("the replicas"):
+        try:
+            return serve.run(application(engine_dir, options, replicas), name=APPLICATION, route_prefix="/")
+        except RuntimeError as error:
+            status = serve.status().applications.get(APPLICATION)
+            messages = [d.message for d in status.deployments.values() if d.message] if status else []
+            reason = (messages or [str(error)])[0].strip().splitlines()[-1]
+            if own := re.fullmatch(r"ddtree_trt\.errors\.(\w+): (.+)", reason):
+                raise getattr(errors, own[1])(own[2]) from error
+            raise RuntimeError(reason) from error
 
 
-def _serve_until_signals(ingress: DeploymentHandle[object], drain_timeout_s: float) -> None:
-    """Wait for SIGTERM or SIGINT, then until the requests under way have finished; a second signal ends them."""
+def _serve_until_signals(ready: str, ingress: DeploymentHandle[object], drain_timeout_s: float) -> None:
+    """Print `ready` and wait for SIGTERM or SIGINT, then until the requests under way have finished; a second signal
+    ends them."""
     signals: SimpleQueue[int] = SimpleQueue()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     for number in before:
         signal.signal(number, lambda number, frame: signals.put(number))
     try:
+        print(ready, flush=True)  # who reads it may send a signal
         signals.get()
         asyncio.run(_drain(ingress, drain_timeout_s, signals))
     finally:

@@ -21,7 +21,7 @@ from ddtree_trt.bench.settings import Shard
 from ddtree_trt.cli import Commands
 from ddtree_trt.commands import bench
 from ddtree_trt.commands.check import check
-from ddtree_trt.runtime.decoding.budget.latency import fingerprint
+from ddtree_trt.runtime.engines.profile import fingerprint
 
 app = typer.Typer(cls=Commands, pretty_exceptions_enable=False)
 app.add_typer(bench.app, name="bench")

@@ -11,7 +11,7 @@ from in_place import InPlaceEngine
 from scripted import ScriptedEngine, generate, verbs
 from scripted_models import Adversarial, Drafter, Good, MarkovTarget, Useless
 
-from ddtree_trt.runtime.decoding.budget.base import FixedBudget
+from ddtree_trt.runtime.decoding.budget.policy import FixedBudget
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import DraftTree
 

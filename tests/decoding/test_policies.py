@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from profiles import make_profile
+from profiles import make_budgets, make_profile
 from scripted import ScriptedEngine, generate, verbs
 from scripted_models import Conditional, Good, MarkovTarget
 
 from ddtree_trt import _native
 from ddtree_trt.runtime.candidates import NO_ROW, Bilinear, Candidates, LinkedRows, Marginals
 from ddtree_trt.runtime.decoding import loop
-from ddtree_trt.runtime.decoding.budget.automatic import AutoBudgets
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, RoundPlan, SlotInput
 from ddtree_trt.runtime.decoding.policies import EAGLE2, HEAP, POLICIES, Policy, TreePlan
 from ddtree_trt.runtime.params import SamplingParams
 
@@ -211,13 +211,13 @@ def test_a_token_by_token_drafter_makes_no_pass_beyond_the_draft_length() -> Non
 def test_automatic_budgets_weigh_conditionals(form: str, policy: Policy) -> None:
     """The mass tried below a node is that of its children's conditionals; the choice is the best beginning."""
     of = candidates(form, 3)
-    budget = AutoBudgets(make_profile(draft_s=0.2), 32, 4).for_sequence()
-    ceiling = budget.ceiling(0, 99)
+    plan = RoundPlan([SlotInput(AutoBudget(make_budgets(make_profile(draft_s=0.2), 32, 4)), 0, 99)])
+    (ceiling,) = plan.ceilings()
     tree = TreePlan(ceiling, policy).grow(of)
-    nodes = budget.choose(tree, 0)
-    assert budget.last is not None and 0 < nodes <= len(tree)
+    (nodes,), (decision,) = plan.choose([tree]), plan.decisions
+    assert decision is not None and 0 < nodes <= len(tree)
     probabilities = np.exp(tree.log_weights[:nodes])
-    assert budget.last.expected_tokens == pytest.approx(1 + probabilities.sum(), rel=1e-9)
+    assert decision.expected_tokens == pytest.approx(1 + probabilities.sum(), rel=1e-9)
     cut = tree.cut(nodes)
     path = np.array([0, 1], np.int32)
     tried = _native.tried_mass(cut.parents, cut.log_weights, path)

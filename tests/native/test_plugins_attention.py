@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pacing import WAIT_S
 from plugin_libraries import Guarded, address, aligned, emulated_kernels
 
 from ddtree_trt import _native
@@ -235,7 +236,7 @@ def test_garbage_control_values_stay_in_bounds(at_end: bool) -> None:
     emulated_kernels()  # built before the child needs it
     child = multiprocessing.get_context("fork").Process(target=_run_garbage, args=(at_end,))
     child.start()
-    child.join(60)
+    child.join(WAIT_S)
     assert child.exitcode == 0, "a signal here (negative) is an access outside an array"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import ArrayLike
+from pacing import WAIT_S
 from plugin_libraries import Guarded, address, aligned, emulated_kernels
 
 from ddtree_trt import _native
@@ -267,7 +268,7 @@ def test_garbage_stays_in_bounds_and_builds_trees(at_end: bool) -> None:
     emulated_kernels()
     child = multiprocessing.get_context("fork").Process(target=_run_garbage, args=(at_end,))
     child.start()
-    child.join(60)
+    child.join(WAIT_S)
     assert child.exitcode == 0, "a signal here (negative) is an access outside an array"
 
 

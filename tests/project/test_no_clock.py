@@ -11,6 +11,7 @@ TESTS = Path(__file__).resolve().parents[1]
 CLOCKS = {"perf_counter", "perf_counter_ns", "process_time", "thread_time", "monotonic", "monotonic_ns", "time"}
 WAITING = {"support/pacing.py", "support/servers/triton_clients.py"}  # where conditions are waited for, with a limit
 LEAST_TIMEOUT_S = 120
+HTTPX_CALLS = {"get", "post", "stream", "Client", "AsyncClient"}  # 5 s unless told
 
 
 def clocks_read(tree: ast.AST) -> set[str]:
@@ -29,15 +30,19 @@ def clocks_read(tree: ast.AST) -> set[str]:
 
 
 def short_timeouts(tree: ast.AST) -> list[str]:
-    """Calls that give up after less than the least limit: `timeout=` of clients, processes and pytest."""
-    return [
-        ast.unparse(node)[:80]
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Call)
-        for given in [k.value for k in node.keywords if k.arg == "timeout"]
-        + (node.args[:1] if ast.unparse(node.func).endswith(("mark.timeout", ".settimeout")) else [])
-        if isinstance(given, ast.Constant) and isinstance(given.value, (int, float)) and given.value < LEAST_TIMEOUT_S
-    ]
+    """Calls that give up after less than the least limit: the timeouts of clients, processes, threads and pytest."""
+    return [ast.unparse(node)[:80] for node in ast.walk(tree) if isinstance(node, ast.Call) and gives_up_early(node)]
+
+
+def gives_up_early(call: ast.Call) -> bool:
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    given = [k.value for k in call.keywords if k.arg == "timeout"]
+    if name in HTTPX_CALLS and not given and ast.unparse(call.func) == f"httpx.{name}":
+        return True
+    given += call.args[1:2] if name == "wait_for" else []
+    given += call.args[:1] if name in ("join", "result", "settimeout", "timeout", "wait") else []
+    numbers = [g.value for g in given if isinstance(g, ast.Constant) and isinstance(g.value, (int, float))]
+    return any(number < LEAST_TIMEOUT_S for number in numbers)
 
 
 def test_tests_read_no_clock_and_give_up_late() -> None:
@@ -52,8 +57,11 @@ def test_tests_read_no_clock_and_give_up_late() -> None:
 
 
 def test_both_are_found() -> None:
-    tree = ast.parse("import time\nstart = time.perf_counter()\nfuture.result(timeout=5)\nx.settimeout(1)\n")
-    assert clocks_read(tree) == {"perf_counter"} and len(short_timeouts(tree)) == 2
+    short = ["future.result(timeout=5)", "x.settimeout(1)", "thread.join(60)", "asyncio.wait_for(x, 60)"]
+    short += ["httpx.get(url)", "httpx.Client(base_url=url)"]
+    long = ["httpx.get(url, timeout=WAIT_S)", "thread.join(120)", "process.wait()", "','.join(texts)"]
+    tree = ast.parse("\n".join(["import time", "start = time.perf_counter()", *short, *long]))
+    assert clocks_read(tree) == {"perf_counter"} and short_timeouts(tree) == short
 
 
 def test_examples_have_no_deadline() -> None:

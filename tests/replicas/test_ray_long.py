@@ -5,7 +5,9 @@ from __future__ import annotations
 import concurrent.futures
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -43,18 +45,31 @@ def test_more_engines_are_started_as_requests_queue_and_a_second_signal_ends_the
             stream = pool.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=WAIT_S)
             wait_for(lambda: sum(server.running().values()) > 0)
             server.terminate()
-            wait_for(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+            wait_for(lambda: httpx.get(f"{server.url}/health", timeout=WAIT_S).status_code == 503)
             server.terminate()
             last = stream.result().text.rstrip().splitlines()[-1]
         assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert server.wait()[0] == 0
 
 
+def test_an_engine_that_cannot_be_opened_is_tried_once_and_says_why(tiny_engine: Path, tmp_path: Path) -> None:
+    engine = shutil.copytree(tiny_engine, tmp_path / "engine")
+    (engine / "target.onnx").write_bytes(b"x")
+    with private_cluster() as names, Replicas(engine, "--replicas", "1", "--cpus-per-replica", "0.5") as server:
+        code, errors = server.wait()
+        (log,) = Path(names["RAY_TMPDIR"]).glob("ray/session_2*/logs/serve/controller_*.log")
+        assert log.read_text().count("the replica will be stopped") == 1
+    assert code == 1 and errors.splitlines()[-1].startswith(f"error: {engine}/target.onnx has 1 bytes")
+    assert "Traceback" not in errors
+
+
 def test_a_configuration_file_of_ray_serve(tiny_engine: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
     config = tmp_path / "serve.yaml"
     config.write_text(
         f"""
-http_options: {{host: 127.0.0.1, port: 18723}}
+http_options: {{host: 127.0.0.1, port: {port}}}
 applications:
   - name: tiny
     route_prefix: /
@@ -62,11 +77,11 @@ applications:
     args: {{engine_dir: {tiny_engine}, replicas: 1, cpus_per_replica: 0.5, api_key: secret}}
 """
     )
-    url, key = "http://127.0.0.1:18723", {"Authorization": "Bearer secret"}
+    url, key = f"http://127.0.0.1:{port}", {"Authorization": "Bearer secret"}
 
     def serves() -> bool:
         try:
-            return httpx.get(f"{url}/v1/models", headers=key).status_code == 200
+            return httpx.get(f"{url}/v1/models", headers=key, timeout=WAIT_S).status_code == 200
         except httpx.HTTPError:
             return False
 
@@ -75,10 +90,10 @@ applications:
         process = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": "local"})
         try:
             wait_for(lambda: serves() or process.poll() is not None)
-            assert httpx.get(f"{url}/v1/models", headers=key).json()["data"][0]["id"] == "tiny"
-            assert httpx.get(f"{url}/v1/models").json()["error"]["code"] == "invalid_api_key"
+            assert httpx.get(f"{url}/v1/models", headers=key, timeout=WAIT_S).json()["data"][0]["id"] == "tiny"
+            assert httpx.get(f"{url}/v1/models", timeout=WAIT_S).json()["error"]["code"] == "invalid_api_key"
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             process.wait(WAIT_S)
 
 

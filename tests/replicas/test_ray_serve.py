@@ -161,6 +161,8 @@ def test_an_engine_killed_in_mid_stream(served: Replicas, client: httpx.Client, 
         event = json.loads(ended.result()[-1])
         assert event["error"]["code"] == "engine_lost" and "send the request again" in event["error"]["message"]
         assert text(whole.result()) == long_text
+    assert served.process.stderr is not None
+    assert any("an engine was lost" in line for line in served.process.stderr), "the terminal shows the ingress's log"
     # The key's requests go to the other engine at once, and a new engine takes the place of the lost one.
     answer = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "prompt_cache_key": lost_key})
     assert answer.status_code == 200

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from profiles import make_profile
+from profiles import make_budgets, make_profile
 from scripted import Letters, ScriptedEngine, completion, finish
 from scripted_models import Good, MarkovTarget
 
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime import core as core_module
 from ddtree_trt.runtime.core import EngineCore, assemble_core
-from ddtree_trt.runtime.decoding.budget.automatic import AutoBudgets
 from ddtree_trt.runtime.decoding.routing import Route
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
@@ -38,7 +37,7 @@ def make_engine(slots: int = 2) -> ScriptedEngine:
 
 
 def make_core(engine: ScriptedEngine) -> EngineCore:
-    return EngineCore(engine, Codec(), AutoBudgets(make_profile(), 64, 3))  # type: ignore[arg-type]
+    return EngineCore(engine, Codec(), make_budgets(make_profile(), 64, 3))  # type: ignore[arg-type]
 
 
 # Putting together
@@ -53,7 +52,7 @@ def test_a_core_is_made_without_touching_the_engine() -> None:
 def test_latencies_are_measured_while_opening(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     engine, measured = make_engine(), []
 
-    def measure(directory: Path, of: object) -> object:
+    def measure(directory: Path, of: object, progress: object) -> object:
         measured.append((directory, of))
         return make_profile()
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pacing import WAIT_S
 
 from ddtree_trt import LLM, AsyncLLM, SamplingParams
 from ddtree_trt.errors import UsageError
@@ -43,7 +44,7 @@ def on_thread(name: str, work: Callable[[], Any]) -> Any:
 
     thread = threading.Thread(target=run, name=name)
     thread.start()
-    thread.join(60)
+    thread.join(WAIT_S)
     assert result, "the thread hangs"
     return result[0]
 
@@ -137,7 +138,7 @@ def test_many_threads_at_once_lose_no_slot(llm: LLM) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(100)
+        thread.join(WAIT_S)
         assert not thread.is_alive()
     answers = [o for o in outcomes if not isinstance(o, UsageError)]
     assert len(outcomes) == 80 and answers == [expected] * len(answers) and answers
@@ -302,7 +303,7 @@ def test_what_on_finished_raises_changes_nothing(
 
     try:
         with caplog.at_level(logging.ERROR):
-            outputs = [*asyncio.run(asyncio.wait_for(ask(), 60)), *asyncio.run(asyncio.wait_for(ask(), 60))]
+            outputs = [output for _ in range(2) for output in asyncio.run(asyncio.wait_for(ask(), WAIT_S))]
         assert all(o.finished and len(o.outputs[0].token_ids) == 12 for o in outputs)
         assert sorted(told) == ["r0", "r0", "r1", "r1", "r2", "r2"]
         assert llm.failure is None and llm.running == 0

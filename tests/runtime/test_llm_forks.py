@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from pacing import WAIT_S
 
 from ddtree_trt import LLM, AsyncLLM, SamplingParams
 from ddtree_trt.errors import UsageError
@@ -51,7 +52,7 @@ def in_a_fork(work: Callable[[], object]) -> str:
             os.write(writer, f"{type(error).__name__}: {error}".encode())
         os._exit(0)
     os.close(writer)
-    for _ in range(600):
+    for _ in range(round(WAIT_S / 0.1)):
         if os.waitpid(child, os.WNOHANG)[0]:
             break
         time.sleep(0.1)

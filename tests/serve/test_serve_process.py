@@ -41,7 +41,7 @@ def under_way_at(client: httpx.Client) -> float:
 def test_the_ready_line_says_what_it_does(tiny_engine: Path) -> None:
     with ProcessServer(tiny_engine, "--served-model-name", "my/tiny", "--max-waiting", "7", "--threads", "1") as server:
         line = server.ready.rstrip("\n")
-        model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+        model = httpx.get(f"{server.url}/v1/models", timeout=WAIT_S).json()["data"][0]
     assert line == (
         "serving my/tiny: tiny, onnxruntime fp32, 1 thread; ddtree with automatic budgets of up to 256 draft tokens a "
         "round unless a request says otherwise; 8 slots of 2048 tokens, 7 may wait; /v1, /health and /metrics on "
@@ -97,8 +97,9 @@ def test_the_api_key_comes_from_the_environment(tiny_engine: Path) -> None:
     options = ("--served-model-name", "my/model")
     with ProcessServer(tiny_engine, *options, env={"DDTREE_API_KEY": "secret"}) as server:
         assert "serving my/model" in server.ready and "secret" not in server.ready
-        assert httpx.get(f"{server.url}/v1/models").status_code == 401
-        answer = httpx.get(f"{server.url}/v1/models/my/model", headers={"Authorization": "Bearer secret"})
+        assert httpx.get(f"{server.url}/v1/models", timeout=WAIT_S).status_code == 401
+        key = {"Authorization": "Bearer secret"}
+        answer = httpx.get(f"{server.url}/v1/models/my/model", headers=key, timeout=WAIT_S)
         assert answer.json()["id"] == "my/model"
         server.terminate()
         assert server.wait() == (0, "")

@@ -13,6 +13,7 @@ import openai
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pacing import WAIT_S
 from serving import ThreadServer, metrics, thread_server
 
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
@@ -274,11 +275,11 @@ def test_the_api_key_is_asked_for(tiny_engine: Path) -> None:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": KEY}, {"Authorization": "Bearer ü"}):
             raw: dict[Any, Any] = {k: v.encode() for k, v in headers.items()}
             for method, path in (("POST", CHAT), ("GET", "/v1/models"), ("GET", "/openapi.json"), ("GET", "/nothing")):
-                with httpx.Client(base_url=server.url) as stranger:
+                with httpx.Client(base_url=server.url, timeout=WAIT_S) as stranger:
                     response = stranger.request(method, path, headers=raw)
                 assert response.status_code == 401
                 assert error_of(response)["code"] == "invalid_api_key" and KEY not in response.text
-        with httpx.Client(base_url=server.url) as stranger:
+        with httpx.Client(base_url=server.url, timeout=WAIT_S) as stranger:
             assert stranger.get("/health").status_code == 200
             assert metrics(stranger)['ddtree_requests_refused_total{status="401"}'] == 16
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0)

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pacing import WAIT_S
 from serving import ProcessServer, ThreadServer, metrics, thread_server
 
 from ddtree_trt import LLM, SamplingParams
@@ -223,7 +224,10 @@ def test_scrapes_add_up_with_the_answers(tiny_engine: Path) -> None:
 
 
 def test_the_switch_of_the_command_line(tiny_engine: Path) -> None:
-    with ProcessServer(tiny_engine, "--vllm-metrics") as process, httpx.Client(base_url=process.url) as client:
+    with (
+        ProcessServer(tiny_engine, "--vllm-metrics") as process,
+        httpx.Client(base_url=process.url, timeout=WAIT_S) as client,
+    ):
         assert metrics(client)['vllm:num_requests_running{engine="0",model_name="tiny"}'] == 0
         page = client.get("/metrics").text
     kinds = dict(line.split()[2:4] for line in page.splitlines() if line.startswith("# TYPE vllm:"))

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-WAIT_S = 120.0  # a guard against hangs: nothing here takes a hundredth of it on an idle machine
+WAIT_S = 300.0  # a guard against hangs: an idle machine takes a twentieth of it where Ray starts, else far less
 _POLL_S = 0.005
 
 

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact.files import PROFILE
+from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device.cpu import read_cpu
 from ddtree_trt.errors import ArtifactError
@@ -90,11 +91,10 @@ class Profile:
         return seconds
 
 
-def fingerprint(engine: Engine) -> str:
+def fingerprint(manifest: Manifest, threads: int) -> str:
     """A hash of what a profile depends on: the machine, the engine's graphs and slots, the runtime and its threads."""
-    m = engine.manifest
-    graphs = {name: entry.sha256 for name, entry in m.files.items()}
-    parts = [str(read_cpu()), m.backend, m.toolchain, graphs, engine.threads, m.limits.max_batch]
+    graphs = {name: entry.sha256 for name, entry in manifest.files.items()}
+    parts = [str(read_cpu()), manifest.backend, manifest.toolchain, graphs, threads, manifest.limits.max_batch]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -111,7 +111,7 @@ def load_or_measure(directory: Path, engine: Engine, progress: Progress = no_pro
             stored = read_record(Profile, data, source)
             if not all(times is None or times.verify for times in (stored.near, stored.far, stored.many)):
                 raise source.fault("it has no times of verifications")
-            if stored.fingerprint == fingerprint(engine):
+            if stored.fingerprint == fingerprint(engine.manifest, engine.threads):
                 return stored
     except ArtifactError as error:
         _log.warning("%s", error)
@@ -151,6 +151,6 @@ def measure(engine: Engine, progress: Progress = no_progress) -> Profile:
 
     many = limits.max_batch if engine.batches else 1
     one, behind = timed(0, 1, near), timed(1, 1, far) if far > near else None
-    profile = Profile(fingerprint(engine), one, behind, timed(2, many, near) if many > 1 else None)
+    profile = Profile(fingerprint(engine.manifest, engine.threads), one, behind, timed(2, many, near) if many > 1 else None)
     progress("measuring latencies", 3, 3)
     return profile

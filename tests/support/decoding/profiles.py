@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
-from ddtree_trt.runtime.decoding.budget.latency import ContextCost, LatencyProfile
+from ddtree_trt.runtime.decoding.budget.costs import Costs
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets, Proposes
+from ddtree_trt.runtime.engines.profile import PassTimes, Profile
 
 SIZES = (1, 2, 3, 5, 9, 17, 33, 65)
 
 
-def make_profile(draft_s: float = 0.5, slope: float = 0.05) -> LatencyProfile:
-    """Verifying costs 1 + slope · (T − 1) seconds at short contexts and half as much again at long ones."""
-    verify = tuple(1 + slope * (t - 1) for t in SIZES)
-    long = tuple(1.5 * v for v in verify)
-    costs = (ContextCost(64, draft_s, SIZES, verify), ContextCost(1024, draft_s, SIZES, long))
-    return LatencyProfile("fingerprint", "machine", costs)
+def pass_times(draft_s: float, slope: float, slots: int = 1, context: int = 64, first: float = 0.0) -> PassTimes:
+    """A single token of a slot takes 1 second, a tree of T > 1 tokens `first` + `slope` · (T − 1) seconds more."""
+    verify = tuple((t, slots * (1 + (first + slope * (t - 1) if t > 1 else 0))) for t in SIZES)
+    return PassTimes(slots, context, draft_s, verify)
 
 
-def make_batched_profile(most: int, *, draft_s: float = 0.2, slope: float = 0.02, free_rows: int = 1) -> LatencyProfile:
-    """Passes over up to `most` slots. A verification of N · T rows costs 1 + slope · (rows − free_rows) seconds, and no
-    less than 1; a draft of k slots a fifth of draft_s more for each slot after the first."""
+def make_profile(draft_s: float = 0.5, slope: float = 0.05, first: float = 0.0) -> Profile:
+    """Passes behind 1,024 tokens take half as long again."""
+    near = pass_times(draft_s, slope, first=first)
+    far = PassTimes(1, 1024, draft_s, tuple((t, 1.5 * s) for t, s in near.verify))
+    return Profile("fingerprint", near, far)
 
-    def cost(slots: int) -> ContextCost:
-        verify_s = tuple(1 + slope * max(0, slots * t - free_rows) for t in SIZES)
-        return ContextCost(64, draft_s * (0.8 + 0.2 * slots), SIZES, verify_s, slots=slots)
 
-    counts = [n for n in (2, 4, 8, 16, 32, 64) if n <= most]
-    return LatencyProfile("fingerprint", "machine", (cost(1),), tuple(cost(n) for n in counts))
+def make_budgets(profile: Profile, nodes: int = 64, depth: int = 15, proposes: Proposes = "block") -> AutoBudgets:
+    """The state that automatic budgets share, of costs that rounds do not correct."""
+    return AutoBudgets(Costs(profile, nodes), nodes, depth, proposes)
+
+
+CPU = make_profile(draft_s=1.0, slope=0.08, first=0.22)  # about what the packaged pair costs: a draft as long as a token
+SLOW_CPU = make_profile(draft_s=1.5, slope=0.12, first=0.28)
+GPU = make_profile(draft_s=0.22, slope=0.004, first=0.016)
+CHAINS = {"small": make_profile(0.17, 0.05, 0.05), "half": make_profile(0.45, 0.005, 0.015)}  # drafted by tokens

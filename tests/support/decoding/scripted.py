@@ -18,7 +18,7 @@ from ddtree_trt.artifact.manifest import CheckpointIdentity, Limits, Manifest
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.candidates import Marginals
-from ddtree_trt.runtime.decoding.budget.base import FixedBudget
+from ddtree_trt.runtime.decoding.budget.policy import FixedBudget
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
 from ddtree_trt.runtime.decoding.routing import Route
 from ddtree_trt.runtime.decoding.sampling import Sampler

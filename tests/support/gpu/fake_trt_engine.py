@@ -34,7 +34,7 @@ from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.device.buffers import with_aligned_slots
 from ddtree_trt.errors import MissingDependency
 from ddtree_trt.plugins import library
-from ddtree_trt.runtime.decoding.budget.latency import ContextCost, LatencyProfile, fingerprint
+from ddtree_trt.runtime.engines.profile import PassTimes, Profile, fingerprint, store
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
@@ -92,9 +92,8 @@ class Machine:
 
     def store_profile(self) -> None:
         """So that nothing is measured when an LLM opens the engine."""
-        costs = ContextCost(64, 0.001, (1, 9, 41), (0.01, 0.011, 0.012))
-        profile = LatencyProfile(fingerprint(load_manifest(self.directory), 1), "pretended", (costs,))
-        (self.directory / artifact.PROFILE).write_text(profile.to_json())
+        times = PassTimes(1, 64, 0.001, ((1, 0.01), (9, 0.011), (41, 0.012)))
+        store(self.directory, Profile(fingerprint(load_manifest(self.directory), 1), times))
 
     def edit(self, **changes: Any) -> None:
         """Replace fields of the manifest."""

@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 
 import httpx
+import pytest
 import ray
-from pacing import wait_for
+from pacing import WAIT_S, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 from serving import ProcessServer
 
@@ -22,9 +23,9 @@ from ddtree_trt.replicas.process import APPLICATION
 
 @contextlib.contextmanager
 def private_cluster() -> Iterator[dict[str, str]]:
-    """Environment variables under which processes find each other's cluster, and no other's."""
+    """Environment variables under which a process starts a cluster of its own, whatever runs on this machine."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")  # sockets lie in it: pytest's folders have too long names
-    names = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+    names = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled"}
     before = {name: os.environ.get(name) for name in names}
     os.environ |= names
     try:
@@ -57,7 +58,8 @@ class Replicas(ProcessServer):
     def figures(self) -> dict[str, dict[str, float]]:
         """Samples without other labels, by name, of each engine."""
         found: dict[str, dict[str, float]] = {}
-        for family in text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text):
+        page = httpx.get(f"{self.url}/metrics", timeout=WAIT_S).text
+        for family in text_string_to_metric_families(page):
             for sample in family.samples:
                 if [*sample.labels] == ["replica"]:
                     found.setdefault(sample.labels["replica"], {})[sample.name] = sample.value
@@ -70,17 +72,28 @@ class Replicas(ProcessServer):
     def kill(self, replica: str) -> None:
         """Kill an engine's process."""
         # Only for as long as it takes: Ray ends a process that is connected to a cluster which ends.
-        with connected() as started:
-            assert not started
-            actor = ray.get_actor(f"SERVE_REPLICA::{APPLICATION}#Engine#{replica}", namespace="serve")
-            ray.kill(actor, no_restart=True)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RAY_ADDRESS", self._cluster())
+            with connected() as started:
+                assert not started
+                actor = ray.get_actor(f"SERVE_REPLICA::{APPLICATION}#Engine#{replica}", namespace="serve")
+                ray.kill(actor, no_restart=True)
+
+    def _cluster(self) -> str:
+        """The address of the cluster."""
+        tasks = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        for child in " ".join(task.read_text() for task in tasks).split():
+            command = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+            for address in [word for word in command if word.startswith("--gcs-address=")]:
+                return address.removeprefix("--gcs-address=")
+        raise AssertionError("the server has started no cluster")
 
     def key_of(self, other_than: str = "") -> tuple[str, str]:
         """A `prompt_cache_key` and the engine that its requests go to."""
         for number in range(64):
             before = self._tokens()
             body = {"prompt": "x", "max_tokens": 1, "prompt_cache_key": str(number)}
-            httpx.post(f"{self.url}/v1/completions", json=body).raise_for_status()
+            httpx.post(f"{self.url}/v1/completions", json=body, timeout=WAIT_S).raise_for_status()
             wait_for(partial(self._any_moved, before))
             (moved,) = self._moved(before)
             if moved != other_than:

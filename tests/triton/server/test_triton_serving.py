@@ -23,6 +23,7 @@ DEPLOYMENT = Path(__file__).resolve().parents[3] / "docs" / "deployment.md"
 GREEDY = {"max_tokens": 48}
 SAMPLED = {"max_tokens": 32, "temperature": 0.8, "top_p": 0.9, "seed": 7}
 BUDGET = 16
+POLL_S = 0.01
 PROMPT = "def fib(n):"
 
 
@@ -147,7 +148,7 @@ def test_sixteen_streams_while_metrics_are_scraped(
 
     def scrape() -> int:
         scrapes = 0
-        while not done.wait(0.01):
+        while not done.wait(POLL_S):
             server.metrics()
             scrapes += 1
         return scrapes

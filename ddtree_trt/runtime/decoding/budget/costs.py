@@ -59,7 +59,9 @@ class Costs:
         return np.maximum(costs, costs[0])  # so that a draft of which nothing is accepted always loses
 
     def draft_s(self, past: int, slots: int) -> float:
-        """A draft for so many slots, or each pass of a drafter that makes several."""
+        """A draft for so many slots, 0 or more, or each pass of a drafter that makes several."""
+        if not slots:
+            return 0.0
         means = self._nearest("draft", slots)
         return (means[0].ratio if means else 1.0) * self._draft_profiled(past, slots)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ REACHED = 0.8  # prior acceptance rate of a depth where the length is chosen bef
 PRIOR, MEMORY = 4.0, 48.0  # pseudo-observations of a calibration, and rounds after which its evidence counts a third
 LOWEST, HIGHEST = 0.02, 2.0  # bounds of its ratios, so that a streak of luck has a bounded effect
 
-Proposes = Literal["block", "tokens", "levels"]  # what a drafter's pass makes: L positions, a token, a tree's level
+Proposes = Literal["block", "tokens", "levels"]  # what a drafter's pass makes: L positions, a token, or a level
 Floats = NDArray[np.float64]
 
 
@@ -53,11 +54,8 @@ class FixedBudget:
 
 
 class Calibration:
-    """How often nodes of each depth d are accepted, over what the drafter said: ratios r_d, with which a node at depth d
-    is accepted with probability about q̂ = exp(log_weight) · r_1 · … · r_d.
-
-    A walk that comes to a node with children at depth d observes whether it accepts one, and their mass is what was
-    predicted. A ratio is shrunk towards that of the depth above, since few walks come to the deep ones."""
+    """How often walks accept one of the children at each depth d that they come to, over the drafter's mass of them:
+    ratios r_d, shrunk towards r_{d−1}. A node is accepted with probability about q̂ = exp(log_weight) · r_1 ⋯ r_d."""
 
     def __init__(self, max_depth: int, root: float = 1.0) -> None:
         """`root`: the ratio above the first."""
@@ -100,7 +98,7 @@ class AutoBudget:
         self._expect_anew()
 
     def _expect_anew(self) -> None:
-        """Expect of the drafter what a new request does: that all is accepted."""
+        """Expect what a new request does: that all is accepted."""
         self._acceptance = Calibration(self.shared.max_depth)  # of nodes, by their probabilities
         self._reached = Calibration(self.shared.max_depth, REACHED)  # of depths, whatever the probabilities
         self._recent = np.minimum(self.shared.sizes, self.shared.max_depth).astype(float)
@@ -230,18 +228,15 @@ class RoundPlan:
         """Seconds that so many drafts and trees of so many nodes add to the round; without nodes, drafts of `sizes`."""
         sizes = self._shared.sizes if nodes is None else nodes
         passes = sizes if nodes is None and self._shared.proposes != "block" else self._passes
-        draft_s = passes * self._draft_s(self._others + drafting) - self._passes * self._draft_s(self._others)
+        of = partial(self._shared.costs.draft_s, self._past)
+        draft_s = passes * of(self._others + drafting) - self._passes * of(self._others)
         rows_s = self._verify_s[np.maximum(sizes, self._paid)] - self._verify_s[self._paid]
         return np.where(sizes > 0, np.maximum(draft_s, 0.0) + rows_s, 0.0)
 
-    def _draft_s(self, slots: int) -> float:
-        return self._shared.costs.draft_s(self._past, slots) if slots else 0.0
-
     def _slot_s(self, drafting: int) -> float:
         """Seconds that one more slot adds to so many drafts."""
-        slots = self._others + drafting
-        added_s = self._passes * (self._draft_s(slots) - self._draft_s(slots // 2))
-        return max(0.0, added_s) / (slots - slots // 2) if slots > 1 else 0.0
+        slots, of = self._others + drafting, partial(self._shared.costs.draft_s, self._past)
+        return max(0.0, self._passes * (of(slots) - of(slots // 2))) / (slots - slots // 2) if slots > 1 else 0.0
 
     def _plan_drafts(self, expected: Mapping[int, Floats]) -> None:
         """Have slots draft for the size of which most is expected, and no less than the smallest that could pay."""

@@ -1,0 +1,146 @@
+"""What does not start, by Ray's fault or the engine's, is one line that says what to do."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from command_line import Cli, in_this_process
+
+ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
+
+from ray import serve  # noqa: E402
+
+from ddtree_trt.replicas import process  # noqa: E402
+from ddtree_trt.replicas.cluster import connected  # noqa: E402
+
+ADVICE = "; end what else keeps this machine busy and try again, else see /somewhere/ray/session_latest/logs\n"
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Cli:
+    monkeypatch.setenv("RAY_TMPDIR", "/somewhere")
+    return in_this_process(capfd)
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What of Ray Serve was called, on a cluster that answers and does nothing."""
+    calls: list[str] = []
+
+    @contextlib.contextmanager
+    def connected() -> Iterator[bool]:
+        yield True
+
+    monkeypatch.setattr(process, "connected", connected)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": {"CPU": 2.0}}])
+    monkeypatch.setattr(serve, "start", lambda **_: calls.append("start"))
+    monkeypatch.setattr(serve, "shutdown", lambda: calls.append("shutdown"))
+    return calls
+
+
+async def nothing() -> None: ...
+
+
+def raises(error: Exception) -> Any:
+    def call(*_: object, **__: object) -> None:
+        raise error
+
+    return call
+
+
+def test_ray_does_not_start(cli: Cli, tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    answers = [ConnectionError("no cluster"), Exception("The current node timed out.\nMore of it.")]
+    monkeypatch.setattr(ray, "init", lambda **_: raises(answers.pop(0))())
+    expected = f"error: Ray did not start (Exception: The current node timed out.){ADVICE}"
+    assert cli("serve", tiny_engine, "--replicas", "2", "--port", "0") == (1, "", expected)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "ray://127.0.0.1:1", "nonsense"])
+def test_an_address_that_does_not_answer(
+    cli: Cli, tiny_engine: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray itself is not asked: it would try for minutes."""
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    monkeypatch.setattr(ray, "init", raises(AssertionError("asked")))
+    code, _, error = cli("serve", tiny_engine, "--replicas", "2", "--port", "0")
+    assert code == 2 and error.startswith(f"error: no Ray cluster answers at RAY_ADDRESS={address}: ")
+
+
+def test_a_cluster_of_its_own_is_known_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setattr(ray, "init", lambda **options: given.append(options))
+    with connected() as started:
+        assert started and [(o["address"], o["include_dashboard"]) for o in given] == [("local", False)]
+
+
+def test_ray_serve_does_not_start(
+    cli: Cli, tiny_engine: Path, ended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A proxy that was too slow for Ray, which is given longer than Ray's 5 s unless its user says."""
+    given: dict[str, Any] = {}
+
+    def start(**options: Any) -> None:
+        given.update(options)
+        raise ray.exceptions.ActorDiedError()
+
+    monkeypatch.setattr(serve, "start", start)
+    monkeypatch.setenv("RAY_SERVE_LOG_TO_STDERR", "1")
+    code, _, error = cli("serve", tiny_engine, "--replicas", "2", "--port", "0")
+    assert code == 1 and error.startswith("error: Ray Serve did not start (ActorDiedError: ") and error.endswith(ADVICE)
+    assert error.count("\n") == 1 and ended == ["shutdown"]
+    assert given["controller_options"]["runtime_env"]["env_vars"] == {
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+        "RAY_SERVE_LOG_TO_STDERR": "1",
+    }
+
+
+@pytest.mark.parametrize(
+    ("reason", "expected"),
+    [
+        ("ddtree_trt.errors.UsageError: no such option", (2, "error: no such option\n")),
+        ("The worker died: SIGKILL", (1, f"error: the replicas did not start (RuntimeError: The worker died: SIGKILL)"
+                                         f"{ADVICE}")),
+    ],
+)  # fmt: skip
+def test_replicas_do_not_start(
+    reason: str,
+    expected: tuple[int, str],
+    cli: Cli,
+    tiny_engine: Path,
+    ended: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The engine's own error is shown as it is, and has its own exit code."""
+    message = f"The deployment failed to start 1 times in a row. Error:\nTraceback\n  File x\n{reason}\n"
+    deployments = {"Engine": SimpleNamespace(message=message), "Ingress": SimpleNamespace(message="")}
+    status = SimpleNamespace(applications={process.APPLICATION: SimpleNamespace(deployments=deployments)})
+    monkeypatch.setattr(serve, "run", raises(RuntimeError("Deploying application failed")))
+    monkeypatch.setattr(serve, "status", lambda: status)
+    code, _, error = cli("serve", tiny_engine, "--replicas", "2", "--port", "0")
+    assert (code, error) == expected and ended == ["start", "shutdown"]
+
+
+def test_a_signal_right_after_the_ready_line_ends_it(
+    cli: Cli, tiny_engine: Path, ended: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broadcast(name: str, *_: object) -> SimpleNamespace:
+        ended.append(name)
+        return SimpleNamespace(results_async=nothing)
+
+    def ready(line: str, *, flush: bool) -> None:
+        assert signal.getsignal(signal.SIGTERM) is not before, "Ray's handler ends the process"
+        signal.raise_signal(signal.SIGTERM)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(serve, "run", lambda *_, **__: SimpleNamespace(broadcast=broadcast))
+    monkeypatch.setattr(process, "print", ready, raising=False)
+    assert cli("serve", tiny_engine, "--replicas", "2", "--port", "0") == (0, "", "")
+    assert ended == ["start", "drain", "shutdown"] and signal.getsignal(signal.SIGTERM) is before
