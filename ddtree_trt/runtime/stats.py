@@ -78,7 +78,7 @@ class AutomaticRounds:
 
     @property
     def expected_gain(self) -> float | None:
-        """Expected tokens per second of drafting rounds, relative to rounds without a draft; None where none drafted."""
+        """Expected tokens per second of rounds with a draft, relative to those without; None where there were none."""
         return self.expected_tokens / self.drafted * self.single_token_s / self.expected_s if self.drafted else None
 
 

@@ -70,8 +70,8 @@ def why_auto(rows: Sequence[Row]) -> list[str]:
         line = f"{row.case.label} drafted in {a.drafted / a.rounds:.0%} of {a.rounds} rounds"
         if a.drafted:
             line += (
-                f" (in {a.probes} to see whether it pays again), expecting {a.expected_tokens / a.drafted:.2f} tokens in "
-                f"{1000 * a.expected_s / a.drafted:.2f} ms where one without a draft takes "
+                f" (in {a.probes} to see whether it pays again), expecting {a.expected_tokens / a.drafted:.2f} tokens "
+                f"in {1000 * a.expected_s / a.drafted:.2f} ms where one without a draft takes "
                 f"{1000 * a.single_token_s / a.drafted:.2f} ms: {a.expected_gain:.2f}×. It got "
                 f"{a.committed_tokens / a.drafted:.2f} tokens"
             )
