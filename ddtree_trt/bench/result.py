@@ -41,7 +41,7 @@ class Sample:
     mean_budget: float | None
     stage_s: dict[str, float]
     output_digest: str | None  # of the token ids: equal digests are equal outputs
-    automatic: dict[str, float] | None = None  # AutomaticRounds, of requests whose budgets were chosen automatically
+    automatic: dict[str, Any] | None = None  # AutomaticRounds, of requests whose budgets were chosen automatically
 
     @property
     def token_s(self) -> float | None:
