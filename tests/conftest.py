@@ -67,8 +67,8 @@ def known_costs(engine: Engine, *_: object) -> profile.Profile:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_measuring() -> Iterator[None]:
-    """Automatic budgets follow from known costs that rounds do not correct, so that the same test makes the same trees on
-    every machine."""
+    """Automatic budgets follow from known costs that rounds do not correct, so that the same test makes the same trees
+    on every machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(profile, "measure", known_costs)
         patch.setattr(Costs, "learn", lambda *_: None)

@@ -190,7 +190,7 @@ def test_a_long_name_leaves_a_bar_and_a_time() -> None:
 def test_the_seconds_of_a_build_are_those_waited(cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measuring latencies is a part of it."""
     now = [0.0]
-    monkeypatch.setattr(building, "measure_engine", lambda *_: now.__setitem__(0, now[0] + 5000.0))
+    monkeypatch.setattr(building, "measure", lambda *_: now.__setitem__(0, now[0] + 5000.0))
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     code, out, err = cli("build", "--target", "tiny", "--output", tmp_path / "engine")
     assert code == 0, err

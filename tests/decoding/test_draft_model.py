@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from checkpoints import TARGET_DIMS, make_target
 from drafts import marginals
+from profiles import CHAINS, make_profile
 from scripted import completion, finish
-from simulated import CHAINS, costs
 from truth import FALSE_ALARM, chi_square, distribution
 
 from ddtree_trt.build.compile import BuildRequest, compile_engine
@@ -21,6 +21,7 @@ from ddtree_trt.runtime import core
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines.base import DraftRequest
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
+from ddtree_trt.runtime.engines.profile import Profile
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
@@ -187,9 +188,7 @@ def test_the_default_method_suits_the_drafter(smaller: LLM) -> None:
     assert found.metrics.drafted_tokens == expected.metrics.drafted_tokens > 0
 
 
-def automatic(
-    engine: Path, monkeypatch: pytest.MonkeyPatch, profile: Profile, count: int
-) -> list[RequestOutput]:
+def automatic(engine: Path, monkeypatch: pytest.MonkeyPatch, profile: Profile, count: int) -> list[RequestOutput]:
     """One request after the other with chosen lengths, at given costs."""
     monkeypatch.setattr(core, "load_or_measure", lambda *_: profile)
     with LLM(engine) as llm:

@@ -18,12 +18,12 @@ from truth import FALSE_ALARM, chi_square, distribution
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.decoding.budget import latency
-from ddtree_trt.runtime.decoding.budget.latency import measure
 from ddtree_trt.runtime.decoding.loop import Round
+from ddtree_trt.runtime.engines import profile
 from ddtree_trt.runtime.engines.eagle import Level, Nodes
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
+from ddtree_trt.runtime.engines.profile import measure
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
@@ -95,13 +95,18 @@ def test_the_torch_backend_drafts_the_same_trees(tmp_path: Path, llm: LLM) -> No
             assert found.metrics.acceptance_lengths == expected.metrics.acceptance_lengths
 
 
+MEASURE = measure  # before the fixture of all tests has nothing measured
+
+
 def test_its_passes_are_measured_at_several_contexts(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each longer text continues the last one, behind which rounds had put other tokens."""
-    monkeypatch.setattr(latency, "CONTEXTS", (40, 90))
+    monkeypatch.setattr(profile, "CONTEXTS", (40, 90))
     opened: Any = open_engine(engine, warm=False)
     try:
-        measured = measure(opened, seconds=0)
-        assert [cost.context for cost in measured.contexts] == [40, 90]
+        measured = MEASURE(opened)
+        assert measured.far is not None
+        assert (measured.near.context, measured.far.context) == (40, 90)
+        assert opened.length(0) == 0
     finally:
         opened.close()
 

@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from in_place import InPlaceEngine
-from scripted import ScriptedEngine, generate, verbs
+from profiles import make_budgets, make_profile
+from scripted import ScriptedEngine, completion, finish, generate, verbs
 from scripted_models import Adversarial, Drafter, Good, MarkovTarget, Useless
 
-from ddtree_trt.runtime.decoding.budget.policy import FixedBudget
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudget
 from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.tree import DraftTree
 
 PROMPT = (1, 2)
@@ -63,17 +65,20 @@ def test_what_is_foreseen_costs_no_rounds() -> None:
     assert rounds[0] <= rounds[1] <= rounds[0] + 1
 
 
-def test_a_budget_is_shown_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_automatic_budget_is_shown_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one in which a foreseen token was not confirmed: its draft was for nothing, and is no evidence."""
     shown: list[tuple[list[int], bool]] = []
 
-    def observe(budget: FixedBudget, tree: DraftTree, path: np.ndarray, token: int, *, ends: bool = False) -> None:
+    def observe(budget: object, decision: object, tree: DraftTree, path: np.ndarray, *, ends: bool = False) -> None:
         shown.append((path.tolist(), ends))
 
-    monkeypatch.setattr(FixedBudget, "observe", observe)
+    monkeypatch.setattr(AutoBudget, "observe", observe)
     target = MarkovTarget(vocab_size=7, seed=1)
     engine = InPlaceEngine(target, Good(target))
-    generate(engine, PROMPT, SamplingParams(method="ddtree", tree_budget=8, max_tokens=60, seed=2, temperature=1.0))
+    params = SamplingParams(method="ddtree", max_tokens=60, seed=2, temperature=1.0)
+    of = completion(engine, PROMPT, params)
+    of.budget = AutoBudget(make_budgets(make_profile(0.01, 0.001), 8, 3))
+    finish(Scheduler(engine), [of])
     assert len(shown) == verbs(engine)["verify"]
     assert all(path[0] == 0 for path, _ in shown)
     unconfirmed = [path for path, ends in shown[:-1] if ends]

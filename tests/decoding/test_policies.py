@@ -224,5 +224,3 @@ def test_automatic_budgets_weigh_conditionals(form: str, policy: Policy) -> None
     for mass, node, row in zip(tried, path.tolist(), (0, children(of, 0)[0][2]), strict=True):
         tokens = set(cut.token_ids[cut.parents[1:] == node].tolist())
         assert mass == pytest.approx(sum(np.exp(p) for p, token, _ in children(of, row) if token in tokens))
-    budget.observe(cut, path, 7)
-    assert budget.choose(TreePlan(ceiling, policy).grow(of), 0) <= len(tree)

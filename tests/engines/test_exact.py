@@ -15,10 +15,10 @@ from engine_builds import PACKAGED, build_torch_engine
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import EngineError, UsageError
-from ddtree_trt.runtime.engines.profile import fingerprint
 from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
+from ddtree_trt.runtime.engines.profile import fingerprint
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import token_chain

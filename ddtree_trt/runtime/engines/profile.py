@@ -51,7 +51,7 @@ class PassTimes:
 
     def verify_s(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
         """Seconds of trees of so many tokens: linear between the measured sizes and beyond them."""
-        sizes, times = (np.array(column, float) for column in zip(*sorted(self.verify), strict=True))
+        sizes, times = (np.array(column, float) for column in zip(*sorted(dict(self.verify).items()), strict=True))
         slope = (times[-1] - times[-2]) / (sizes[-1] - sizes[-2]) if len(sizes) > 1 else times[0]
         return np.interp(tokens, sizes, times) + max(0.0, slope) * np.maximum(tokens - sizes[-1], 0)
 
@@ -98,21 +98,26 @@ def fingerprint(manifest: Manifest, threads: int) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def read_profile(path: Path) -> Profile:
+    """The profile in a file. Raises ArtifactError, which names the field, for any other content or version."""
+    source = Source(str(path), ArtifactError, "latencies are measured again")
+    data = read_json(path, source, max_bytes=1 << 20)
+    if not isinstance(data, dict) or data.get("version") != VERSION:
+        raise source.fault(f"it is not of version {VERSION}, the one of this ddtree-trt")
+    profile = read_record(Profile, data, source)
+    if not all(times is None or times.verify for times in (profile.near, profile.far, profile.many)):
+        raise source.fault("verify must have a time")
+    return profile
+
+
 def load_or_measure(directory: Path, engine: Engine, progress: Progress = no_progress) -> Profile:
     """The stored profile if it is this machine's, else a fresh one, which is stored. Measuring takes some seconds, uses
     the slots and empties them. A file that cannot be read is logged as a warning."""
     path = directory / PROFILE
     try:
-        if os.path.lexists(path):
-            source = Source(str(path), ArtifactError, "latencies are measured again")
-            data = read_json(path, source, max_bytes=1 << 20)
-            if not isinstance(data, dict) or data.get("version") != VERSION:
-                raise source.fault(f"it is not of version {VERSION}, the one of this ddtree-trt")
-            stored = read_record(Profile, data, source)
-            if not all(times is None or times.verify for times in (stored.near, stored.far, stored.many)):
-                raise source.fault("it has no times of verifications")
-            if stored.fingerprint == fingerprint(engine.manifest, engine.threads):
-                return stored
+        stored = read_profile(path) if os.path.lexists(path) else None
+        if stored is not None and stored.fingerprint == fingerprint(engine.manifest, engine.threads):
+            return stored
     except ArtifactError as error:
         _log.warning("%s", error)
     profile = measure(engine, progress)
@@ -151,6 +156,6 @@ def measure(engine: Engine, progress: Progress = no_progress) -> Profile:
 
     many = limits.max_batch if engine.batches else 1
     one, behind = timed(0, 1, near), timed(1, 1, far) if far > near else None
-    profile = Profile(fingerprint(engine.manifest, engine.threads), one, behind, timed(2, many, near) if many > 1 else None)
+    together = timed(2, many, near) if many > 1 else None
     progress("measuring latencies", 3, 3)
-    return profile
+    return Profile(fingerprint(engine.manifest, engine.threads), one, behind, together)

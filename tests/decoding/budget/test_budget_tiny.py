@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from profiles import make_profile
+from profiles import CPU, make_profile
 from serving import ThreadServer, thread_server
-from simulated import CPU
 
 import ddtree_trt
 from ddtree_trt.runtime import core

@@ -11,7 +11,7 @@ import pytest
 
 import ddtree_trt
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.commands.profile import measure_engine
+from ddtree_trt.commands.build import measure
 from ddtree_trt.runtime.decoding.policies import POLICIES
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
@@ -27,7 +27,7 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """An exact engine: every method has the tokens of ar, also where two are about equally probable."""
     path = tmp_path_factory.mktemp("drafters") / request.param
     compile_engine(BuildRequest(target=request.param, output=path, max_seq_len=320, max_batch=3))
-    measure_engine(path, lambda stage, done, total: None)
+    measure(path, lambda stage, done, total: None)
     with LLM(path, exact=True) as llm:
         yield llm
 

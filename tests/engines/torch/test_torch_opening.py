@@ -13,8 +13,8 @@ from engine_builds import build_torch_engine
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.errors import ArtifactError, MissingDependency
-from ddtree_trt.runtime.engines.profile import fingerprint
 from ddtree_trt.runtime.engines.load import open_engine
+from ddtree_trt.runtime.engines.profile import fingerprint
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
 from ddtree_trt.runtime.engines.torch.attention import Scratch
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine

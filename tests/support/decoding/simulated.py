@@ -1,15 +1,13 @@
-"""Answers and drafts of given quality, for automatic budgets in simulated time: no network runs, and no clock is read."""
+"""Answers and drafts of given quality, for automatic budgets in simulated time: no clock is read."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 from profiles import make_budgets
 
-from ddtree_trt.runtime import tree as tree_module
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, AutoBudgets, Budget, RoundPlan, SlotInput
 from ddtree_trt.runtime.engines.profile import Profile
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, build_tree, chain
@@ -85,15 +83,7 @@ def shared_budgets(profile: Profile, *, chains: bool = False) -> AutoBudgets:
     return make_budgets(profile, DEPTH if chains else 64, DEPTH, "tokens" if chains else "block")
 
 
-def descend(tree: DraftTree, tokens: Iterator[int]) -> NDArray[np.int32]:
-    """The path through a tree of a target that says the tokens."""
-    return tree_module.descend(tree, lambda node: next(tokens, None))
-
-
 def random_tree(rng: np.random.Generator, budget: int, depth: int = 7, sharp: float = 0.1) -> DraftTree:
     marginals = np.sort(rng.dirichlet(np.full(VOCAB, sharp), depth))[:, ::-1]
     token_ids = np.tile(np.arange(VOCAB, dtype=np.int32), (depth, 1))
     return build_tree(np.log(np.maximum(marginals, 1e-12)), token_ids, budget)
-
-
-Making = Callable[[], Budget]

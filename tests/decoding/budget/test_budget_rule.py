@@ -1,0 +1,291 @@
+"""The rule of automatic budgets in simulated time: no network runs, and no clock is read."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from profiles import CHAINS, CPU, GPU, SLOW_CPU, make_budgets, make_profile
+from scripted import ScriptedEngine, completion, finish
+from scripted_models import Good, MarkovTarget
+from simulated import DEPTH, GOOD, LIAR, UNSURE, Quality, decode, in_turn, random_tree, shared_budgets, text
+
+from ddtree_trt.runtime.decoding.budget.costs import Costs
+from ddtree_trt.runtime.decoding.budget.policy import (
+    LEAST_DRAFTS,
+    LOSS,
+    PROBE,
+    AutoBudget,
+    AutoBudgets,
+    Calibration,
+    FixedBudget,
+    RoundPlan,
+    SlotInput,
+)
+from ddtree_trt.runtime.engines.profile import PassTimes, Profile
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.scheduler import Scheduler
+from ddtree_trt.runtime.tree import EMPTY, DraftTree, chain
+from tools.budget_judge import MACHINES, Machine, Text, play
+
+PROFILES = {"cpu": (CPU, False), "slow-cpu": (SLOW_CPU, False), "gpu": (GPU, False)}
+PROFILES |= {name: (profile, True) for name, profile in CHAINS.items()}
+MANY = Profile("", PassTimes(1, 64, 0.2, ((1, 1.0), (65, 2.28))), None, PassTimes(8, 64, 0.4, ((1, 1.1), (65, 11.0))))
+
+LEARN = Costs.learn  # before the fixture of all tests has rounds correct nothing
+
+
+@pytest.fixture(autouse=True)
+def learning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Costs, "learn", LEARN)
+
+
+# What it may cost
+
+
+@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("quality", [LIAR, UNSURE, Quality(0.0, 1.0)])
+@pytest.mark.parametrize("tokens", [10, 100, 300, 1000])
+def test_what_a_drafter_that_is_never_right_costs(name: str, quality: Quality, tokens: int) -> None:
+    """In single-token passes: the bound that the documents state."""
+    profile, chains = PROFILES[name]
+    single_s = profile.near.verify[0][1]
+    answer = text(Quality(0.0, quality.sharp), tokens)
+    spent = decode(answer, AutoBudget(shared_budgets(profile, chains=chains)), profile, chains=chains)
+    (plan,) = [RoundPlan([SlotInput(AutoBudget(shared_budgets(profile, chains=chains)), 0, 99)])]
+    plan.ceilings()
+    price, _ = plan._price(1)
+    lost = spent.seconds / single_s - tokens
+    assert 0 <= lost <= max(LOSS, LEAST_DRAFTS * price) + PROBE * math.sqrt(tokens)
+    assert spent.drafts >= 1, "every request has its own first draft"
+    if name in ("cpu", "gpu", "small"):
+        assert lost <= {100: 8, 300: 12}.get(tokens, math.inf), "8 % of 100 tokens, 4 % of 300"
+
+
+@pytest.mark.parametrize("name", PROFILES)
+def test_probes_come_at_growing_gaps(name: str) -> None:
+    profile, chains = PROFILES[name]
+    per_hundred = [
+        decode(text(LIAR, n), AutoBudget(shared_budgets(profile, chains=chains)), profile, chains=chains).drafts / n
+        for n in (100, 400, 1600)
+    ]
+    assert per_hundred[0] > 1.5 * per_hundred[1] > 2 * per_hundred[2] > 0
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.1, 0.3]), st.sampled_from([0.005, 0.1, 1.0]), st.integers(1, 150)), max_size=9
+    )
+)
+def test_no_request_changes_how_another_drafts(history: list[tuple[float, float, int]]) -> None:
+    """At given costs a request drafts as on a fresh engine, whatever went before."""
+    good = [text(GOOD, 64, seed) for seed in range(3)]
+    fresh = in_turn(good, shared_budgets(CPU), CPU)
+    used = shared_budgets(CPU)
+    in_turn([text(Quality(trust, sharp), n, seed) for seed, (trust, sharp, n) in enumerate(history)], used, CPU)
+    assert in_turn(good, used, CPU) == fresh
+
+
+def test_drafting_resumes_where_it_pays_again() -> None:
+    bad, good = text(LIAR, 150), text(GOOD, 300, 1)
+    mixed = type(bad)(
+        bad.tokens + good.tokens[1:],
+        np.concatenate([bad.log_probs, good.log_probs]),
+        np.concatenate([bad.ids, good.ids]),
+    )
+    spent = decode(mixed, AutoBudget(shared_budgets(CPU)), CPU)
+    alone = decode(good, AutoBudget(shared_budgets(CPU)), CPU)
+    assert spent.seconds < 150 * 1.1 + 1.25 * alone.seconds
+
+
+def seconds_of(machine: Machine, answers: list[Text], slots: int, wrong: float = 1.0, *, late: bool = False) -> float:
+    """Of automatic budgets that begin with a profile wrong by that factor."""
+    shared = machine.budgets(slots, wrong)
+    return play(machine, answers, slots, lambda: AutoBudget(shared), late=late)[0]
+
+
+@pytest.mark.parametrize("quality", [GOOD, Quality(0.97, 0.02), Quality(0.8, 0.05), Quality(0.5, 0.1), UNSURE, LIAR])
+@pytest.mark.parametrize(
+    ("name", "slots"), [("tiny", 1), ("h100", 1), ("h100", 4), ("h100", 16), ("torch", 1), ("torch", 4), ("torch", 16)]
+)
+def test_it_is_about_as_fast_as_the_best_fixed_budget(name: str, slots: int, quality: Quality) -> None:
+    """The worst of these is a drafter that knows nothing, and knows it."""
+    machine = MACHINES[name]
+    answers = [text(quality, 100 + 10 * (seed % 10), seed) for seed in range(max(12, 2 * slots))]
+    rivals = [play(machine, answers, slots, partial(FixedBudget, nodes))[0] for nodes in (0, 1, 3, 7, 15, 31)]
+    assert seconds_of(machine, answers, slots) <= min(rivals) / 0.925
+
+
+@pytest.mark.parametrize("wrong", [0.5, 2.0])
+@pytest.mark.parametrize("name", ["tiny", "h100"])
+def test_rounds_correct_a_profile_that_is_wrong(name: str, wrong: float) -> None:
+    """Drafts take half, trees twice what they do, or the other way round."""
+    answers = [text(Quality(0.98, 0.02), 120, seed) for seed in range(12)]
+    assert seconds_of(MACHINES[name], answers, 1, wrong) <= 1.06 * seconds_of(MACHINES[name], answers, 1)
+
+
+@pytest.mark.parametrize("slots", [1, 8])
+def test_a_round_late_it_chooses_nearly_as_well(slots: int) -> None:
+    """On a device, where a round is decided before the one before it is read."""
+    answers = [text(Quality(0.9, 0.05), 150, seed) for seed in range(8)]
+    h100 = MACHINES["h100"]
+    assert seconds_of(h100, answers, slots, late=True) <= 1.05 * seconds_of(h100, answers, slots)
+
+
+# The size
+
+
+def chosen(shared: AutoBudgets, trees: list[DraftTree], left: int = 99) -> tuple[RoundPlan, list[int]]:
+    """The plan of a round of fresh requests, and the nodes of each."""
+    plan = RoundPlan([SlotInput(AutoBudget(shared), 0, left) for _ in trees])
+    plan.ceilings()
+    return plan, plan.choose(list(trees))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 5), st.sampled_from([0.02, 0.1, 0.5]))
+def test_the_size_is_the_best_of_all(seed: int, slots: int, sharp: float) -> None:
+    """Against every size: the most expected tokens per second, rows summed over the slots of the pass."""
+    rng = np.random.default_rng(seed)
+    profile = MANY if slots > 1 else GPU
+    shared = make_budgets(profile)
+    trees = [random_tree(rng, 40, sharp=sharp) for _ in range(slots)]
+    plan, nodes = chosen(shared, trees)
+    verify_s, draft_s = shared.costs.verify_s(0, slots), shared.costs.draft_s(0, slots)
+    accepted = [np.exp(tree.log_weights) for tree in trees]
+    rates = [(slots + sum(float(each[:n].sum()) for each in accepted)) / (draft_s + verify_s[n]) for n in range(1, 41)]
+    assert rates[max(nodes) - 1] == pytest.approx(max(rates))
+    assert len(set(nodes)) == 1, "a row of the pass is paid for all slots"
+    decisions = [decision for decision in plan.decisions if decision is not None]
+    extra_s = sum(decision.expected_s - decision.single_token_s for decision in decisions)
+    assert extra_s == pytest.approx(draft_s + verify_s[max(nodes)] - verify_s[0]), "the shares add up to the round"
+
+
+@pytest.mark.parametrize("proposes", ["block", "tokens"])
+def test_nothing_is_drafted_for_tokens_that_cannot_come(proposes: str) -> None:
+    profile, chains = (CPU, False) if proposes == "block" else (CHAINS["small"], True)
+    near = profile.near
+    for left in range(1, 20):
+        shared = shared_budgets(profile, chains=chains)
+        plan = RoundPlan([SlotInput(AutoBudget(shared), 0, left)])
+        (most,) = plan.ceilings()
+        costs = [(n if chains else 1) * near.draft_s + float(near.verify_s(np.array(1 + n))) for n in range(1, 17)]
+        pays = any(1 + min(n, left - 1) > cost for n, cost in enumerate(costs, 1))
+        assert bool(most) is pays
+        if most:
+            plan.choose([chain(np.zeros(min(most, DEPTH), np.int32))])
+            assert plan.decisions[0] is not None and plan.decisions[0].expected_tokens <= left
+
+
+def test_rows_that_are_padded_anyhow_are_used() -> None:
+    shared = AutoBudgets(Costs(GPU, 64, buckets=[1, 8, 32, 65]), 64, DEPTH)
+    _, (nodes,) = chosen(shared, [random_tree(np.random.default_rng(0), 64)])
+    assert nodes in (7, 31, 64)
+
+
+def test_the_rows_of_a_fixed_budget_are_used_by_others() -> None:
+    shared = make_budgets(MANY)
+    tree = random_tree(np.random.default_rng(1), 40)
+    plan = RoundPlan([SlotInput(FixedBudget(12), 0, 99), SlotInput(AutoBudget(shared), 0, 99)])
+    assert plan.ceilings()[0] == 12
+    nodes = plan.choose([tree, tree])
+    assert nodes[0] == 12 and nodes[1] >= 12
+    assert plan.decisions[0] is None
+
+
+def test_a_slot_that_may_not_draft_is_left_alone() -> None:
+    plan = RoundPlan([SlotInput(AutoBudget(make_budgets(GPU)), 0, 99, drafts=False)])
+    assert plan.ceilings() == [0] and plan.decisions == [None]
+    plan.took(0.0, 1.0, 0)
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_the_length_of_a_chain_follows_what_is_accepted(name: str) -> None:
+    profile = CHAINS[name]
+    shared = shared_budgets(profile, chains=True)
+    good = decode(text(Quality(1.0, 0.001), 300), AutoBudget(shared), profile, chains=True)
+    weak = decode(text(Quality(0.6, 0.001), 300), AutoBudget(shared), profile, chains=True)
+    assert good.tokens / good.rounds > 1.5 * weak.tokens / weak.rounds
+
+
+@pytest.mark.parametrize(("level_s", "right", "deep"), [(0.05, True, 6), (1.2, True, 0), (0.05, False, 0)])
+def test_levels_follow_what_is_accepted_and_what_they_cost(level_s: float, right: bool, deep: int) -> None:
+    shared = make_budgets(make_profile(level_s, 0.01, 0.02), 64, 6, "levels")
+    budget, levels = AutoBudget(shared), []
+    for _ in range(200):
+        plan = RoundPlan([SlotInput(budget, 0, 99)])
+        (most,) = plan.ceilings()
+        levels.append((budget.levels or 0) if most else 0)
+        tree = random_tree(np.random.default_rng(0), 20, depth=budget.levels or 1) if most else EMPTY
+        cut = tree.cut(plan.choose([tree if most else None])[0])
+        path = [0]
+        while right and (children := np.flatnonzero(cut.parents == path[-1])).size:
+            path.append(int(children[0]))
+        assert plan.decisions[0] is not None
+        budget.observe(plan.decisions[0], cut, np.array(path, np.int32))
+    assert np.median(levels) == deep
+
+
+# Calibration
+
+
+def test_calibrated_ratios_against_a_plain_statement() -> None:
+    rng = np.random.default_rng(3)
+    calibration = Calibration(7)
+    observed, predicted, keep = np.zeros(7), np.zeros(7), 1 - 1 / 48
+    for _ in range(60):
+        tree = random_tree(rng, 20)
+        path = [0]
+        while (children := np.flatnonzero(tree.parents == path[-1])).size and rng.random() < 0.7:
+            path.append(int(rng.choice(children)))
+        calibration.observe(tree, np.array(path, np.int32))
+        weights = np.concatenate(([0.0], tree.log_weights))
+        observed, predicted = observed * keep, predicted * keep
+        for depth, node in enumerate(path[:7]):
+            mass = sum(math.exp(weights[c] - weights[node]) for c in np.flatnonzero(tree.parents == node))
+            if mass > 0:
+                predicted[depth] += mass
+                observed[depth] += depth + 1 < len(path)
+    above, expected = 1.0, []
+    for seen, said in zip(observed, predicted, strict=True):
+        above = min(max((4 * above + seen) / (4 + said), 0.02), 2.0)
+        expected.append(above)
+    assert calibration.ratios() == pytest.approx(expected)
+
+
+# The loop
+
+
+@pytest.mark.parametrize("batches", [False, True])
+def test_the_loop_is_lossless_and_times_its_rounds(batches: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over the scripted engine, on a machine where every pass takes twice as long as the profile says."""
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    outputs = {}
+    for automatic in (False, True):
+        engine = ScriptedEngine(target := MarkovTarget(), Good(target))
+        engine.batches = batches
+        if automatic:
+
+            def spend(verb: str, slots: tuple[int, ...], engine: ScriptedEngine = engine) -> None:
+                clock[0] += {"draft": 0.44, "verify": 2 + 0.008 * (engine.calls[-1].tokens - 1)}.get(verb, 0.0)
+
+            engine.fail = spend
+        shared = AutoBudgets(Costs(GPU if not batches else ONE_FOR_ALL, 64), 64, 3)
+        completions = [completion(engine, [1 + i], SamplingParams(method="ddtree", max_tokens=90)) for i in range(3)]
+        for each in completions:
+            each.budget = AutoBudget(shared) if automatic else FixedBudget(0)
+        finish(Scheduler(engine), completions)
+        outputs[automatic] = [each.output for each in completions]
+        if automatic:
+            assert shared.costs.draft_s(0, 3 if batches else 1) == pytest.approx(0.44, rel=0.1)
+            assert shared.costs.verify_s(0, 3 if batches else 1)[8] == pytest.approx(2.064, rel=0.1)
+    assert outputs[True] == outputs[False]
+
+
+ONE_FOR_ALL = Profile("", GPU.near, None, PassTimes(4, 64, 0.22, GPU.near.verify))

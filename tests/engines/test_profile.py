@@ -1,0 +1,350 @@
+"""`profile.json`: what is stored for all users, what is refused, and that no trouble with it ends anything."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import gc
+import json
+import logging
+import os
+import resource
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scripted import ScriptedEngine
+from scripted_models import MarkovTarget, Useless
+
+from ddtree_trt.artifact.files import PROFILE
+from ddtree_trt.errors import ArtifactError
+from ddtree_trt.runtime.decoding.budget.costs import Costs
+from ddtree_trt.runtime.engines import profile as profiles
+from ddtree_trt.runtime.engines.profile import (
+    Correction,
+    PassTimes,
+    Profile,
+    fingerprint,
+    measure,
+    read_profile,
+    store,
+)
+from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.triton.export import ExportRequest, export_triton
+
+MEASURE, LEARN = measure, Costs.learn  # before the fixture of all tests has nothing measured, and rounds teach nothing
+
+
+def a_profile() -> Profile:
+    near, far = (PassTimes(1, context, 0.001, ((1, 0.001), (2, 0.002), (5, 0.003))) for context in (64, 512))
+    corrections = Correction("draft", 1, 0, 1.5, 9), Correction("verify", 3, 4, 0.5, 100)
+    return Profile("f", near, far, PassTimes(8, 64, 0.004, ((1, 0.004),)), corrections)
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    store(tmp_path, a_profile())
+    assert read_profile(tmp_path / PROFILE) == a_profile()
+    assert [path.name for path in tmp_path.iterdir()] == [PROFILE]
+
+
+def test_it_is_not_written_while_another_process_writes_its_own(tmp_path: Path) -> None:
+    store(tmp_path, a_profile())
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    store(tmp_path, replace(a_profile(), fingerprint="other"))
+    os.close(folder)
+    assert read_profile(tmp_path / PROFILE) == a_profile()
+
+
+def damaged(path: str, value: Any) -> str:
+    """A profile whose entry at `path`, such as near.draft_s, is another value."""
+    data = json.loads(json.dumps(dataclasses.asdict(a_profile())))
+    *parents, last = path.split(".")
+    place: Any = data
+    for name in parents:
+        place = place[int(name) if name.isdecimal() else name]
+    place[int(last) if last.isdecimal() else last] = value
+    return json.dumps(data)
+
+
+NUMBERS: list[Any] = ["x", None, True, -1, -0.5, float("nan"), float("inf"), 10**400, 3601.0, [], {}]
+DAMAGED = [
+    *(damaged("near.draft_s", value) for value in NUMBERS),
+    *(damaged("far.verify.1.1", value) for value in [*NUMBERS, 0]),
+    *(damaged("many.verify.0.0", value) for value in [*NUMBERS[:-3], 0, 2.5, 10**10]),
+    *(damaged("many.slots", value) for value in ["x", None, 0, -1, 1.5, 10**400]),
+    *(damaged("near.verify", value) for value in list[Any](([], [[1]], [1, 2], 5, None))),
+    *(damaged("near", value) for value in list[Any]((None, 5, [], {}, {"context": 1}))),
+    *(damaged("corrections.0.ratio", value) for value in ["x", None, 0, -1, 1e9]),
+    *(damaged("corrections", value) for value in list[Any]((None, 5, [5], [{}]))),
+    *(damaged("fingerprint", value) for value in list[Any]((None, 5, []))),
+    *(damaged("version", value) for value in list[Any]((0, 4, 99, None, "1", [], {}))),
+    damaged("extra", 1),
+    "",
+    "{",
+    "[]",
+    "5",
+    "null",
+    "[" * 100_000,
+    '{"version":' * 50_000,
+    damaged("near.draft_s", 0.0625).replace("0.0625", "1e400"),
+]
+
+
+@pytest.mark.parametrize("text", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_profile_is_refused_in_one_line(text: str, tmp_path: Path) -> None:
+    (tmp_path / PROFILE).write_text(text)
+    with pytest.raises(ArtifactError) as refused:
+        read_profile(tmp_path / PROFILE)
+    message = str(refused.value)
+    assert message.endswith("; latencies are measured again")
+    assert "\n" not in message and len(message) < 400 + len(str(tmp_path))
+
+
+def test_a_foreign_profile_is_measured_again(
+    engine: tuple[Path, list[object]], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, measured = engine
+    assert open_and_close(directory, caplog) == [] and len(measured) == 1
+    assert open_and_close(directory, caplog) == [] and len(measured) == 1, "the stored one fits"
+    LLM(directory, threads=2).close()
+    assert len(measured) == 2, "another thread count is another machine"
+
+
+def test_what_rounds_show_is_saved_with_the_engine(
+    engine: tuple[Path, list[object]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, _ = engine
+    monkeypatch.setattr(Costs, "learn", LEARN)
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    with LLM(directory) as llm:
+        llm.generate("One and one", params)
+        known = llm.core._budgets.costs.corrected
+    assert known.corrections and read_profile(directory / PROFILE) == known
+    before = {(c.kind, c.slots, c.size): c.rounds for c in known.corrections}
+    llm = LLM(directory)
+    llm.generate("One and one", params)
+    del llm  # closed by nobody
+    gc.collect()
+    after = {(c.kind, c.slots, c.size): c.rounds for c in read_profile(directory / PROFILE).corrections}
+    assert sum(after.values()) > sum(before.values())
+    assert open_and_close(directory, caplog) == []
+
+
+def test_a_measured_profile_is_plausible_and_leaves_the_engine_empty(tiny_engine: Path) -> None:
+    with LLM(tiny_engine) as llm:
+        profile = MEASURE(llm.engine)
+        assert llm.engine.length(0) == 0
+        assert profile.fingerprint == fingerprint(llm.engine.manifest, llm.engine.threads)
+    assert profile.far is not None and profile.many is None
+    for times in (profile.near, profile.far):
+        sizes = [tokens for tokens, _ in times.verify]
+        assert sizes[0] == 1 and len(sizes) >= 2 and sizes == sorted(set(sizes))
+        assert times.draft_s > 0 and all(seconds > 0 for _, seconds in times.verify)
+
+
+def test_an_engine_that_pads_is_measured_at_the_sizes_it_pads_to() -> None:
+    engine = ScriptedEngine(MarkovTarget(), Useless(6))
+    engine.buckets = [1, 2, 4, 8, 16, 32, 48, 65]
+    assert {tokens for tokens, _ in MEASURE(engine).near.verify} <= set(engine.buckets)
+
+
+@pytest.mark.parametrize(("kind", "draft_s"), [("dflash", 0.5), ("autoregressive", 0.5)])
+def test_passes_are_timed_and_interpolated(kind: Any, draft_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In simulated time, with several slots in one pass."""
+    engine = ScriptedEngine(MarkovTarget(), Useless(6), kind=kind, max_batch=4)
+    engine.batches = True
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+
+    def spend(verb: str, slots: tuple[int, ...]) -> None:
+        call = engine.calls[-1]
+        passes = call.tokens if kind == "autoregressive" else 1
+        clock[0] += {"draft": 0.5 * passes, "verify": 1.0 + 0.1 * (len(slots) * call.tokens - 1)}.get(verb, 0.0)
+
+    engine.fail = spend
+    profile = MEASURE(engine)
+    assert profile.near.draft_s == pytest.approx(draft_s)
+    assert profile.many is not None and profile.many.slots == 4
+    tokens = np.array([1, 2, 3, 9])
+    for slots in (1, 2, 4):
+        found = profile.at(64, slots, lambda times: times.verify_s(tokens))
+        assert found == pytest.approx(1.0 + 0.1 * (slots * tokens - 1))
+    assert profile.at(5000, 1, lambda times: times.verify_s(tokens)) == pytest.approx(1.0 + 0.1 * (tokens - 1))
+
+
+def test_a_longer_context_adds_for_every_slot_what_it_adds_for_one() -> None:
+    profile = Profile("f", PassTimes(1, 64, 0.1, ((1, 1.0), (9, 2.0))), PassTimes(1, 164, 0.1, ((1, 1.5), (9, 3.0))))
+    one = profile.at(264, 1, lambda times: times.verify_s(np.array([1, 5, 9])))
+    assert one == pytest.approx([2.0, 3.0, 4.0])
+    assert profile.at(264, 3, lambda times: times.verify_s(np.array([1, 5, 9]))) == pytest.approx(3 * one)
+
+
+# Troubles with the file
+
+
+@pytest.fixture
+def engine(tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Path, list[object]]]:
+    """A copy of the engine, and how often it was measured; measuring takes no time."""
+    directory = tmp_path / "tiny"
+    directory.mkdir()
+    for file in tiny_engine.iterdir():
+        (directory / file.name).symlink_to(file)
+    stored = read_profile(tiny_engine / PROFILE)
+    measured: list[object] = []
+
+    def measure(engine: Any, *_: object) -> Profile:
+        measured.append(engine)
+        return replace(stored, fingerprint=fingerprint(engine.manifest, engine.threads))
+
+    monkeypatch.setattr(profiles, "measure", measure)
+    (directory / PROFILE).unlink()
+    yield directory, measured
+    directory.chmod(0o755)
+
+
+def open_and_close(directory: Path, caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The lines that loading the engine logs."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        LLM(directory).close()
+    return [record.getMessage() for record in caplog.records]
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def make_huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def make_damaged(path: Path) -> None:
+    path.write_text(damaged("near.draft_s", "x"))
+
+
+def make_binary(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe\x00")
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (make_fifo, "it is not a regular file"),
+        (make_device, "it is not a regular file"),
+        (make_huge, "it has more than 1 MiB"),
+        (make_damaged, "near.draft_s must be a number from 0 to 3600, found 'x'"),
+        (make_binary, "it is not valid JSON"),
+    ],
+)
+def test_a_damaged_one_is_measured_again_and_replaced(
+    engine: tuple[Path, list[object]],
+    caplog: pytest.LogCaptureFixture,
+    make: Callable[[Path], None],
+    reason: str,
+) -> None:
+    directory, measured = engine
+    make(directory / PROFILE)
+    (line,) = open_and_close(directory, caplog)
+    assert line.startswith(f"{directory / PROFILE}: {reason}") and line.endswith("; latencies are measured again")
+    assert len(measured) == 1
+    assert open_and_close(directory, caplog) == []
+    assert len(measured) == 1, "the fresh one is in its place"
+
+
+def test_a_directory_in_its_place_ends_nothing(
+    engine: tuple[Path, list[object]], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, measured = engine
+    (directory / PROFILE).mkdir()
+    first, second = open_and_close(directory, caplog)
+    assert "it is not a regular file" in first or "Is a directory" in first
+    assert second.startswith(
+        f"{directory / PROFILE} cannot be written (Is a directory): latencies are measured at every"
+    )
+    assert len(measured) == 1
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_its_mode_is_that_of_other_files(
+    engine: tuple[Path, list[object]], caplog: pytest.LogCaptureFixture, umask: int, mode: int
+) -> None:
+    directory, _ = engine
+    before = os.umask(umask)
+    try:
+        assert open_and_close(directory, caplog) == []
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((directory / PROFILE).stat().st_mode) == mode
+
+
+def test_a_full_disk_leaves_no_temporary_file(
+    engine: tuple[Path, list[object]], caplog: pytest.LogCaptureFixture
+) -> None:
+    directory, measured = engine
+    names = {path.name for path in directory.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        lines = [open_and_close(directory, caplog) for _ in range(2)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    for (line,) in lines:
+        assert line == (
+            f"{directory / PROFILE} cannot be written (File too large): latencies are measured at every start"
+        )
+    assert len(measured) == 2
+    assert {path.name for path in directory.iterdir()} == names
+
+
+# Exports
+
+
+def refuse_to_open(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As a file of another user; whoever runs the tests may be allowed everything."""
+    real = Path.open
+
+    def opened(self: Path, *args: Any, **options: Any) -> Any:
+        if self.name == name and self.parent.name == "tiny":
+            raise PermissionError(13, "Permission denied", str(self))
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Path, "open", opened)
+
+
+def test_an_export_does_without_a_profile_it_cannot_read(
+    engine: tuple[Path, list[object]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    directory, _ = engine
+    (directory / PROFILE).write_text(json.dumps(dataclasses.asdict(a_profile())))
+    refuse_to_open(monkeypatch, PROFILE)
+    model = export_triton(ExportRequest(directory, tmp_path / "models", model_name="m"))
+    assert not (model / "1" / "engine" / PROFILE).exists()
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{directory / PROFILE} cannot be read (Permission denied); the exported model measures latencies itself, at "
+        "every start"
+    ]
+
+
+def test_an_export_names_the_file_it_cannot_read(
+    engine: tuple[Path, list[object]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = engine
+    monkeypatch.setattr("ddtree_trt.triton.export.verify_files", lambda *_: None)
+    refuse_to_open(monkeypatch, "weights.bin")
+    with pytest.raises(ArtifactError, match=r"tiny/weights.bin cannot be read \(Permission denied\)"):
+        export_triton(ExportRequest(directory, tmp_path / "models", model_name="m"))
+    assert not (tmp_path / "models" / "m").exists()
