@@ -32,6 +32,7 @@ class Outcome:
     text: str | None = None
     acceptance_lengths: tuple[int, ...] | None = None  # tokens per round, bonus included; None: not reported
     mean_budget: float | None = None  # draft nodes verified per round
+    automatic: Mapping[str, float] | None = None  # AutomaticRounds; None where no budget was chosen automatically
     stage_s: Mapping[str, float] = field(default_factory=dict)  # seconds per stage; empty: not reported
 
 

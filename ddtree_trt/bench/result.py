@@ -41,6 +41,7 @@ class Sample:
     mean_budget: float | None
     stage_s: dict[str, float]
     output_digest: str | None  # of the token ids: equal digests are equal outputs
+    automatic: dict[str, Any] | None = None  # AutomaticRounds, of requests whose budgets were chosen automatically
 
     @property
     def token_s(self) -> float | None:
@@ -108,7 +109,8 @@ def to_json(result: BenchResult) -> str:
 
 def _rounded(sample: dict[str, Any]) -> dict[str, Any]:
     """The sample with times to the nanosecond, since more digits are noise."""
-    sample["stage_s"] = {stage: round(s, 9) for stage, s in sample["stage_s"].items()}
+    for name in ("stage_s", "automatic"):
+        sample[name] = sample[name] and {k: round(v, 9) for k, v in sample[name].items()}
     return {k: round(v, 9) if isinstance(v, float) else v for k, v in sample.items()}
 
 

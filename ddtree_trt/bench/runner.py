@@ -232,4 +232,5 @@ def _sample(
         mean_budget=o.mean_budget,
         stage_s=dict(o.stage_s),
         output_digest=output_digest(o),
+        automatic=None if o.automatic is None else dict(o.automatic),
     )

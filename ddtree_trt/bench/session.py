@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -129,6 +130,7 @@ class EngineContender:
             text=output.outputs[0].text,
             acceptance_lengths=tuple(metrics.acceptance_lengths),
             mean_budget=metrics.mean_budget,
+            automatic=dataclasses.asdict(metrics.automatic) if metrics.automatic.rounds else None,
             stage_s={} if metrics.on_device else dict(metrics.stage_s),  # one launch has no stages
         )
 

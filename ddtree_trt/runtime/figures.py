@@ -41,7 +41,7 @@ class Figure:
 class Counter(Figure):
     """A figure that requests increase."""
 
-    read: Callable[[RequestMetrics], int]
+    read: Callable[[RequestMetrics], float]
     of_prompt: bool = False  # common to a request's sequences, so counted for one of them
 
     @property
@@ -141,6 +141,55 @@ COUNTERS = (
         triton="Draft tokens accepted; over the rounds: accepted per round",
         vllm=("vllm:spec_decode_num_accepted_tokens",),
         read=lambda m: m.accepted_tokens,
+    ),
+    Counter(
+        name="auto_rounds",
+        unit="rounds",
+        http="Rounds whose budget was chosen automatically.",
+        triton=None,
+        read=lambda m: m.automatic.rounds,
+    ),
+    Counter(
+        name="auto_rounds_with_draft",
+        unit="rounds",
+        http="Of these, with a draft.",
+        triton=None,
+        read=lambda m: m.automatic.drafted,
+    ),
+    Counter(
+        name="auto_rounds_probing",
+        unit="rounds",
+        http="Of those with a draft, made only to see whether drafting pays again.",
+        triton=None,
+        read=lambda m: m.automatic.probes,
+    ),
+    Counter(
+        name="auto_expected_tokens",
+        unit="tokens",
+        http="Tokens expected of the rounds with a draft.",
+        triton=None,
+        read=lambda m: m.automatic.expected_tokens,
+    ),
+    Counter(
+        name="auto_committed_tokens",
+        unit="tokens",
+        http="Tokens that they committed.",
+        triton=None,
+        read=lambda m: m.automatic.committed_tokens,
+    ),
+    Counter(
+        name="auto_expected_seconds",
+        unit="seconds",
+        http="Seconds expected of them.",
+        triton=None,
+        read=lambda m: m.automatic.expected_s,
+    ),
+    Counter(
+        name="auto_single_token_seconds",
+        unit="seconds",
+        http="Seconds that as many rounds without a draft take.",
+        triton=None,
+        read=lambda m: m.automatic.single_token_s,
     ),
 )
 POSITIONS = (

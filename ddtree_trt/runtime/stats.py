@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, astuple, dataclass, field, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ddtree_trt.runtime.decoding.budget.policy import Decision
 
 ROUND_STAGES = ("draft", "tree_build", "tree_compile", "verify", "commit")
 DEVICE_ROUND = "device_round"  # all five in one, where the host cannot time stages
@@ -45,6 +49,40 @@ class StageClock:
 
 
 @dataclass
+class AutomaticRounds:
+    """Why automatic budgets drafted: sums over the rounds whose budget was chosen."""
+
+    rounds: int = 0
+    drafted: int = 0  # rounds with a draft; what follows is of these
+    probes: int = 0  # drafted only to see whether drafting pays again
+    expected_tokens: float = 0.0  # each round's last token, which was not drafted, included
+    committed_tokens: int = 0
+    expected_s: float = 0.0  # of a pass with other slots, one's share
+    single_token_s: float = 0.0  # what as many rounds without a draft take
+
+    def add(self, decision: Decision, tokens: int) -> None:
+        """Count a round that committed `tokens`."""
+        self.rounds += 1
+        if decision.drafted:
+            self.drafted += 1
+            self.probes += decision.probe
+            self.expected_tokens += decision.expected_tokens
+            self.committed_tokens += tokens
+            self.expected_s += decision.expected_s
+            self.single_token_s += decision.single_token_s
+
+    @classmethod
+    def total(cls, parts: Iterable[AutomaticRounds]) -> AutomaticRounds:
+        """The sums of several; of none, zeros."""
+        return cls(*(sum(values) for values in zip(*map(astuple, parts), strict=True)))
+
+    @property
+    def expected_gain(self) -> float | None:
+        """Expected tokens per second of rounds with a draft, relative to those without; None where there were none."""
+        return self.expected_tokens / self.drafted * self.single_token_s / self.expected_s if self.drafted else None
+
+
+@dataclass
 class RequestMetrics:
     """Times and token counts of one request, and the acceptance of its drafts. Times are wall-clock seconds: a stage
     shared by several slots counts in full for each."""
@@ -58,6 +96,7 @@ class RequestMetrics:
     output_tokens: int = 0
     acceptance_lengths: list[int] = field(default_factory=list)  # tokens committed per round, bonus included
     budgets: list[int] = field(default_factory=list)  # draft nodes verified per round
+    automatic: AutomaticRounds = field(default_factory=AutomaticRounds)
     round_intervals_s: list[float] = field(default_factory=list)  # between the tokens of successive rounds
     round_end_s: float | None = None  # when the latest round's tokens were emitted
     stage_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
@@ -65,8 +104,11 @@ class RequestMetrics:
     why_host: str | None = None  # the reason where rounds run on the host
     sequences: int = 1  # that the figures are of
 
-    def add_round(self, tokens: int, nodes: int) -> None:
-        """Count a round that committed `tokens` and verified `nodes` draft nodes."""
+    def add_round(self, tokens: int, nodes: int, decision: Decision | None = None) -> None:
+        """Count a round that committed `tokens` and verified `nodes` draft nodes; `decision` where the budget was
+        chosen."""
+        if decision is not None:
+            self.automatic.add(decision, tokens)
         self.acceptance_lengths.append(tokens)
         self.budgets.append(nodes)
         if self.first_token_s is not None and self.last_token_s is not None:
@@ -177,6 +219,7 @@ class RequestMetrics:
             self,
             acceptance_lengths=list(self.acceptance_lengths),
             budgets=list(self.budgets),
+            automatic=replace(self.automatic),
             round_intervals_s=list(self.round_intervals_s),
             stage_s=dict(self.stage_s),
         )
@@ -197,6 +240,7 @@ class RequestMetrics:
             "acceptance_histogram": {str(k): v for k, v in self.acceptance_histogram.items()},
             "mean_budget": self.mean_budget,
             "budgets": self.budgets,
+            "automatic": {**asdict(self.automatic), "expected_gain": self.automatic.expected_gain},
             "queue_time_s": self.queue_time_s,
             "time_to_first_token_s": self.time_to_first_token_s,
             "time_per_output_token_s": self.time_per_output_token_s,
@@ -230,6 +274,7 @@ def merge(parts: Iterable[RequestMetrics]) -> RequestMetrics:
         output_tokens=sum(p.output_tokens for p in parts),
         acceptance_lengths=[a for p in parts for a in p.acceptance_lengths],
         budgets=[b for p in parts for b in p.budgets],
+        automatic=AutomaticRounds.total(p.automatic for p in parts),
         round_intervals_s=[i for p in parts for i in p.round_intervals_s],
         stage_s={s: sum(p.stage_s[s] for p in parts) for s in STAGES},
         on_device=parts[0].on_device,  # one route for all completions of a request

@@ -63,7 +63,10 @@ class TreeView:
             return head
         if not d.drafted:  # foreseen tokens alone
             return f"{head} (drafting does not pay at present)"
-        why = f"expected {d.expected_tokens:.1f} tokens in {1000 * d.expected_s:.2f} ms, {d.expected_gain:.2f}× ar"
+        why = (
+            f"expected {d.expected_tokens:.1f} tokens in {1000 * d.expected_s:.2f} ms; without a draft one takes "
+            f"{1000 * d.single_token_s:.2f} ms: {d.expected_gain:.2f}×"
+        )
         return f"{head} ({'probe; ' if d.probe else ''}{why})"
 
     def _label(self, token: int, probability: str, accepted: bool) -> Text:

@@ -16,6 +16,7 @@ from ddtree_trt.errors import UsageError
 WHOLE = make_result(
     make_sample("ar", "set/0"),
     make_sample("ddtree@16", "set/0", stage_s=STAGES, mean_budget=16.0),
+    make_sample("ddtree@auto", "set/0", automatic={"rounds": 3, "expected_s": 0.25}),
     make_sample("hf:generate", "set/1", acceptance_lengths=None, output_digest=None),
     limit=3,
     temperatures=(0.0, 1.0),

@@ -13,6 +13,7 @@ from ddtree_trt.bench.reporting import latex
 from ddtree_trt.bench.reporting import markdown as report
 from ddtree_trt.bench.reporting.summary import Row, best_fixed, summarize
 from ddtree_trt.bench.result import BenchResult
+from ddtree_trt.runtime.stats import AutomaticRounds
 
 
 def rows_of(result: BenchResult, *, pooled: bool = False) -> dict[str, Row]:
@@ -50,6 +51,25 @@ def test_the_automatic_budget_is_compared_prompt_by_prompt() -> None:
     without = make_result(make_sample("ar"), make_sample("ddtree@4"))
     assert rows_of(without)["ddtree@4"].auto_over is None
     assert not report.auto_ratios(summarize(without))[1]
+
+
+def test_a_sentence_says_what_automatic_budgets_expected() -> None:
+    sums = AutomaticRounds(8, 4, 1, 12.0, 10, 0.008, 0.004)
+    result = make_result(
+        make_sample("ar"),
+        make_sample("ddtree@4"),
+        *(make_sample("ddtree@auto", f"set/{i}", automatic=dataclasses.asdict(sums)) for i in (0, 1)),
+    )
+    line = (
+        "ddtree@auto drafted in 50% of 16 rounds (in 2 to see whether it pays again), expecting 3.00 tokens in 2.00 ms "
+        "where one without a draft takes 1.00 ms: 1.50×. It got 2.50 tokens."
+    )
+    assert report.why_auto(summarize(result)) == [line] and line in report.markdown(result)
+    never = make_result(
+        make_sample("ar"), make_sample("ddtree@auto", automatic=dataclasses.asdict(AutomaticRounds(rounds=5)))
+    )
+    assert report.why_auto(summarize(never)) == ["ddtree@auto drafted in 0% of 5 rounds."]
+    assert not report.why_auto(summarize(make_result(make_sample("ar"), make_sample("ddtree@auto"))))  # older results
 
 
 def test_repeats_of_a_prompt_count_as_their_median() -> None:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pty
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 from command_line import Cli
+from rich.console import Console
 from typer.testing import CliRunner
 
 from ddtree_trt.cli import app
+from ddtree_trt.runtime.decoding.budget.policy import Decision
+from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
+from ddtree_trt.runtime.tree import build_tree
+from ddtree_trt.terminal.tree_view import TreeView
 
 QUESTION = "Lars has 9 keys. Lenlot has double that number. What number of keys does Lenlot have?"
 
@@ -101,6 +110,18 @@ def test_show_tree_draws_every_round(cli: Cli, tiny_engine: Path) -> None:
     assert "round 1: 6 nodes, committed" in out
     assert "✓" in out and "└──" in out
     assert "tokens/round" in out.splitlines()[-1]
+
+
+def test_a_round_says_why_its_tree_has_its_size() -> None:
+    codec: Any = SimpleNamespace(decode=lambda tokens, skip_special_tokens: "ab"[tokens[0]])
+    tree = build_tree(np.log(np.full((1, 1), 0.5, np.float32)), np.zeros((1, 1), np.int32), 1)
+    view = TreeView(codec, Console(file=(text := io.StringIO()), width=200, highlight=False))
+    for probe in (False, True):
+        view(Round(0, tree, np.array([0, 1], np.int32), 1, Decision(1, 3.4, 0.0021, 0.0008, probe=probe)))
+    first, second = (line for line in text.getvalue().splitlines() if line.startswith("round"))
+    why = "expected 3.4 tokens in 2.10 ms; without a draft one takes 0.80 ms: 1.30×"
+    assert first == f"round 1: 1 nodes, committed 2: 'a' 'b' ({why})"
+    assert second == f"round 2: 1 nodes, committed 2: 'a' 'b' (probe; {why})"
 
 
 def test_the_newest_engine_is_the_default(tiny_engine: Path, tmp_path: Path) -> None:

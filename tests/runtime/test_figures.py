@@ -13,8 +13,9 @@ import prometheus_client.metrics_core as core
 import pytest
 
 from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.runtime.decoding.budget.policy import Decision
 from ddtree_trt.runtime.figures import COUNTERS, GAUGES, HISTOGRAMS, POSITIONS, SECONDS, SECONDS_PER_TOKEN, Figure
-from ddtree_trt.runtime.stats import RequestMetrics, merge
+from ddtree_trt.runtime.stats import AutomaticRounds, RequestMetrics, merge
 from ddtree_trt.serve.metrics import Metrics as HttpMetrics
 from ddtree_trt.triton import metrics as triton
 
@@ -57,12 +58,15 @@ class Family:
 
 def metrics_of(accepted: list[int], **others: Any) -> RequestMetrics:
     """Figures of a sequence whose rounds drafted 8 tokens each, committed these and ended half a second apart; one more
-    round drafted nothing."""
+    round drafted nothing. Budgets were chosen by costs of 8 ms, or 5 for a single token."""
     tokens = 2 + sum(accepted)
     made = RequestMetrics(arrival_s=1.0, scheduled_s=1.25, first_token_s=1.5, output_tokens=tokens, **others)
     for place, committed in enumerate([*accepted, 1]):
         made.last_token_s = 2.0 + place / 2
-        made.add_round(committed, 8 if place < len(accepted) else 0)
+        drafted = place < len(accepted)
+        made.add_round(
+            committed, 8 * drafted, Decision(8, 2.5, 0.008, 0.005, drafted=drafted, probe=drafted and not place)
+        )
     return made
 
 
@@ -154,6 +158,13 @@ def test_values(http: dict[str, core.Metric]) -> None:
         "request_decode_time_seconds_sum": 1.5 + 1.0,
         "inter_token_latency_seconds_sum": 5 * 0.5,
         "inter_token_latency_seconds_count": 5,
+        "auto_rounds_total": 5,
+        "auto_rounds_with_draft_total": 3,
+        "auto_rounds_probing_total": 2,
+        "auto_expected_tokens_total": 7.5,
+        "auto_committed_tokens_total": 6,
+        "auto_expected_seconds_total": 0.024,
+        "auto_single_token_seconds_total": 0.015,
         "acceptance_length_sum": 8,
         "acceptance_length_count": 5,
         "requests_running": 1,
@@ -162,6 +173,16 @@ def test_values(http: dict[str, core.Metric]) -> None:
         "cache_usage": 0.25,
     }
     assert {name: samples[f"ddtree_{name}"] for name in expected} == pytest.approx(expected)
+
+
+def test_reasons_of_budgets_are_summed_and_copied() -> None:
+    part = metrics_of([3])
+    whole, alone, before = merge([part, metrics_of([2, 1])]), merge([part]), part.automatic.rounds
+    part.add_round(1, 0, Decision(0, 1.0, 0.005, 0.005, drafted=False))
+    assert (whole.automatic.rounds, whole.automatic.committed_tokens, whole.automatic.probes) == (5, 6, 2)
+    assert alone.automatic.rounds == before == part.automatic.rounds - 1
+    assert part.automatic.expected_gain == pytest.approx(Decision(8, 2.5, 0.008, 0.005).expected_gain)
+    assert AutomaticRounds.total([]).expected_gain is None
 
 
 def test_vllms_names_have_the_same_figures(http: dict[str, core.Metric], vllm: dict[str, core.Metric]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import random
@@ -69,6 +70,18 @@ def test_one_seed_gives_one_text_whatever_is_drafted(llm: LLM, chats: list[Any])
             for method in ("ar", "dflash", "ddtree", "ar")
         ]
         assert len(set(outputs)) == 1
+
+
+def test_metrics_say_why_automatic_budgets_drafted(llm: LLM, chats: list[Any]) -> None:
+    made, fixed = (
+        llm.generate(chats[0], SamplingParams(max_tokens=40, tree_budget=budget))[0].metrics for budget in ("auto", 4)
+    )
+    why = made.automatic
+    assert 0 < why.drafted <= why.rounds == made.rounds
+    assert why.committed_tokens == sum(made.acceptance_lengths) - (why.rounds - why.drafted)  # the others made one each
+    assert why.expected_tokens > why.drafted and why.expected_s > why.single_token_s > 0
+    assert made.to_dict()["automatic"] == {**dataclasses.asdict(why), "expected_gain": why.expected_gain}
+    assert fixed.automatic.rounds == 0 and fixed.automatic.expected_gain is None
 
 
 def test_completions_of_one_prompt_differ_and_repeat(llm: LLM) -> None:

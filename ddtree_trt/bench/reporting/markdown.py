@@ -60,6 +60,25 @@ def round_times(rows: Sequence[Row], peer: str = "ddtree-reference") -> Table:
     return ["case", "ms/round", f"{peer} ms/round", "ratio", "τ", f"{peer} τ"], body
 
 
+def why_auto(rows: Sequence[Row]) -> list[str]:
+    """A sentence for each case with automatic budgets: how often they drafted, and what they expected of it."""
+    lines = []
+    for row in rows:
+        a = row.automatic
+        if not a.rounds:
+            continue
+        line = f"{row.case.label} drafted in {a.drafted / a.rounds:.0%} of {a.rounds} rounds"
+        if a.drafted:
+            line += (
+                f" (in {a.probes} to see whether it pays again), expecting {a.expected_tokens / a.drafted:.2f} tokens "
+                f"in {1000 * a.expected_s / a.drafted:.2f} ms where one without a draft takes "
+                f"{1000 * a.single_token_s / a.drafted:.2f} ms: {a.expected_gain:.2f}×. It got "
+                f"{a.committed_tokens / a.drafted:.2f} tokens"
+            )
+        lines.append(f"{line}.")
+    return lines
+
+
 def _ms(row: Row) -> str:
     return "–" if row.round_ms is None else f"{row.round_ms.value:.2f}"
 
@@ -119,6 +138,7 @@ def markdown(result: BenchResult) -> str:
     lines: list[str] = []
     for heading, rows in groups(result):
         lines += [f"**{heading}** ({max(r.prompts for r in rows)} prompts)", "", *markdown_table(overview(rows)), ""]
+        lines += [text for why in why_auto(rows) for text in (why, "")]
         tables = (
             ("Tokens/s on the same prompt, median [quartiles]", auto_ratios(rows)),
             ("Milliseconds per round by stage", stages(rows)),

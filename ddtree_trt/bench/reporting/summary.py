@@ -17,7 +17,7 @@ import numpy as np
 from ddtree_trt.bench.result import BenchResult, Sample
 from ddtree_trt.bench.settings import AUTO_TREE, BLOCK_CHAIN, SINGLE_TOKENS, Case
 from ddtree_trt.runtime.decoding.methods import DDTREE
-from ddtree_trt.runtime.stats import ROUND_STAGES
+from ddtree_trt.runtime.stats import ROUND_STAGES, AutomaticRounds
 
 BASELINE, CHAIN, AUTO = SINGLE_TOKENS.label, BLOCK_CHAIN.label, AUTO_TREE.label
 RESAMPLES, CONFIDENCE = 2000, 0.95
@@ -52,6 +52,7 @@ class Row:
     acceptance_by_depth: tuple[float, ...]  # share of rounds that accepted a draft token at depth 1, 2, …
     identical: int  # outputs equal to those of `ar` with the same seed
     comparable: int  # outputs that were compared
+    automatic: AutomaticRounds  # of all requests
 
 
 def summarize(result: BenchResult, *, pooled: bool = False) -> list[Row]:
@@ -101,6 +102,7 @@ def _row(
         acceptance_by_depth=_depths(samples),
         identical=sum(s.output_digest == digests[s.prompt, s.repeat] for s in compared),
         comparable=len(compared),
+        automatic=AutomaticRounds.total(AutomaticRounds(**s.automatic) for s in samples if s.automatic),
     )
 
 

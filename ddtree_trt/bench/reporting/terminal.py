@@ -20,6 +20,7 @@ def print_result(result: BenchResult) -> None:
     console = _console()
     for heading, rows in report.groups(result):
         _print_table(console, f"{heading} ({max(r.prompts for r in rows)} prompts)", report.overview(rows))
+        _print_lines(console, report.why_auto(rows))
         _print_table(console, "milliseconds per round by stage", report.stages(rows))
         _print_table(console, "round time", report.round_times(rows))
     _print_lines(console, [report.LEGEND, *report.notes(result)])

@@ -155,7 +155,7 @@ class _SlotRound:
         """Emit the tokens that the engine has committed; if the sequence ends at one, forget those after it."""
         with self:
             emitted = emit(self.sequence, ((token, None) for token in result.tokens))
-            self.sequence.metrics.add_round(emitted, result.nodes)
+            self.sequence.metrics.add_round(emitted, result.nodes, self.decision)
             if emitted < len(result.tokens):
                 engine.truncate(self.slot, self.past + emitted)
 
@@ -163,7 +163,7 @@ class _SlotRound:
         if not self.sequence.finished:
             with self:
                 self.result = accept(self.sequence, self.tree, self.proposal.drawn, verdict, in_place=self.in_place)
-                self.sequence.metrics.add_round(self.result.emitted, len(self.proposal.tree))
+                self.sequence.metrics.add_round(self.result.emitted, len(self.proposal.tree), self.decision)
 
     def commit(self, engine: Engine) -> None:
         s, result = self.sequence, self.result

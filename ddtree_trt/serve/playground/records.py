@@ -41,6 +41,7 @@ def _decision(decision: Decision) -> dict[str, Any]:
         "probe": decision.probe,
         "expected_tokens": round(decision.expected_tokens, 3),
         "expected_s": decision.expected_s,
+        "single_token_s": decision.single_token_s,
         "expected_gain": round(decision.expected_gain, 3),
     }
 
