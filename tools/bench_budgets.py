@@ -1,6 +1,6 @@
 """Compare automatic budgets with the chain, fixed ones and `ar` in an engine, on its own passes and prompts.
 
-    python tools/bench_budgets.py ENGINE [--prompts FILE.jsonl] [--slots 1,4,8] [--count 15] [--tokens 128] [--repeats 3]
+    python tools/bench_budgets.py ENGINE [--prompts FILE.jsonl] [--slots 1,4,8] [--count 15] [--tokens 128]
 
 Every repeat runs each case once on the same prompts, the cases interleaved and rotated; medians over the repeats are
 shown, as tokens a second over those of `ar` in the same repeat. So many requests are side by side as `--slots` says;
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
 import ddtree_trt
-from ddtree_trt.device.cpu import busy_warning, load_average, usable_cores
+from ddtree_trt.device.cpu import busy_warning, usable_cores
 from ddtree_trt.runtime.core import EngineCore, open_core
 from ddtree_trt.runtime.params import SamplingParams
 
@@ -86,7 +87,7 @@ def main() -> None:
     prompts = prompts[:: max(1, len(prompts) // args.count)][: args.count]
     core = open_core(args.engine, threads=args.threads, device_rounds="off")
     try:
-        if warning := busy_warning(load_average(), usable_cores()):
+        if warning := busy_warning(os.getloadavg()[0], usable_cores()):
             print(warning)
         heads: list[str] = []
         for slots in map(int, args.slots.split(",")):

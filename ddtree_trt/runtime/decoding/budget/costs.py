@@ -13,7 +13,7 @@ from ddtree_trt.runtime.engines.profile import Correction, Profile
 STEP = 64  # tokens of context over which costs are taken as constant
 SLOWEST = 1 / 64  # least weight of a new round in a mean
 OUTLIER = 2.0  # most times the mean so far that is believed: a pass may have waited for other work
-SINGLES = 16  # rounds with drafts before the first that is made without, to see what it takes
+SINGLES = 4  # rounds with drafts before the first that is made without, to see what it takes
 
 
 class Costs:
