@@ -194,7 +194,7 @@ def test_what_makes_figures_special_is_said() -> None:
     for words in (
         "Forced acceptance: every round commits up to 4",
         "Random weights",
-        "load 7.5 on 2 cores",
+        "load 7.50 on 2 cores",
         "left out",
     ):
         assert words in text

@@ -127,7 +127,7 @@ def test_what_cannot_be_written_is_refused_first(tmp_path: Path) -> None:
 def test_an_absent_engine_ends_with_one(tmp_path: Path) -> None:
     code, _, err = call("bench", tmp_path / "absent")
     assert code == 1
-    assert "build one with" in err
+    assert "build one there with" in err
 
 
 def test_help_lists_what_there_is() -> None:

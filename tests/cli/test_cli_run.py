@@ -52,7 +52,7 @@ def test_a_comparison_on_a_busy_machine_says_so(
     last = cli(*request)[1].splitlines()[-1]
     warning = json.loads(cli(*request, "--json")[1])["warning"]
     assert (last, warning) == ((warning,) * 2 if warned else ("identical: yes", None))
-    assert not warned or (warning.startswith("The machine was busy: load 10000.0 on ") and "Do not trust" in warning)
+    assert not warned or (warning.startswith("The machine was busy: load 10000.00 on ") and "Do not trust" in warning)
 
 
 def test_every_source_of_a_prompt_gives_the_same_text(cli: Cli, tiny_engine: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import ast
 import re
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -43,7 +42,6 @@ ONNX_ROOM = "build/graph/"  # may import onnx when it is loaded; the rest of bui
 
 # What `build` and `runtime` share. These import nothing of ours but each other.
 LEAVES = ("artifact/", "device/", "models/", "plugins/", "errors.py", "files.py", "isolation.py", "reading.py")
-LARGEST_FOLDER, LONGEST_FILE, LONGEST_FUNCTION = 15, 350, 60
 
 
 def imports(tree: ast.AST) -> set[str]:
@@ -193,26 +191,6 @@ def test_no_module_has_the_name_of_a_library_it_uses() -> None:
     for path in FILES:
         names = {name.partition(".")[0] for name in imports(ast.parse(path.read_text(encoding="utf-8")))}
         assert path.stem not in names, path
-
-
-SOURCES = [f for room in ("ddtree_trt", "tests", "tools", "triton_repo") for f in (PACKAGE.parent / room).rglob("*.py")]
-
-
-def test_folders_files_and_functions_are_small() -> None:
-    folders = Counter(path.parent for path in SOURCES if path.name != "__init__.py")
-    assert {str(f): n for f, n in folders.items() if n > LARGEST_FOLDER} == {}
-    long = {}
-    for path in SOURCES:
-        text = path.read_text(encoding="utf-8")
-        if text.count("\n") > LONGEST_FILE:
-            long[str(path)] = text.count("\n")
-        for node in ast.walk(ast.parse(text)):
-            # A command's function lists its options.
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and path.parent.name != "commands":
-                lines = (node.end_lineno or 0) - node.lineno + 1
-                if lines > LONGEST_FUNCTION:
-                    long[f"{path}:{node.name}"] = lines
-    assert long == {}
 
 
 def loaded_by(code: str) -> set[str]:

@@ -13,7 +13,7 @@ import openai
 import pytest
 from command_line import in_this_process
 from documents import blocks_of
-from pacing import wait_for
+from pacing import WAIT_S, wait_for
 from serving import ProcessServer, ThreadServer, metrics, thread_server
 
 from ddtree_trt import __version__
@@ -87,7 +87,7 @@ def test_the_version_is_told(server: ThreadServer) -> None:
 
 def test_pages_of_allowed_origins_may_call(server: ThreadServer) -> None:
     asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
-    with httpx.Client(base_url=server.url) as browser:  # which sends no key with its question
+    with httpx.Client(base_url=server.url, timeout=WAIT_S) as browser:  # which sends no key with its question
         allowed = browser.options("/v1/chat/completions", headers={"Origin": PAGE, **asks})
         assert allowed.status_code == 200 and allowed.headers["access-control-allow-origin"] == PAGE
         assert "POST" in allowed.headers["access-control-allow-methods"]
