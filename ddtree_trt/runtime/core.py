@@ -87,7 +87,7 @@ class EngineCore:
 
 
 def _save_costs(directory: Path | None, costs: Costs) -> None:
-    if directory is not None and costs.learnt:
+    if directory is not None and costs.rounds:
         store(directory, costs.corrected)
 
 

@@ -8,7 +8,8 @@
   (`Calibration`). A drafter that drafts by tokens or by levels has no probabilities before it runs: there the length is
   chosen in the same way by how often rounds came to each depth.
 - **Costs** are what passes take: every round's time corrects a coarse profile (`costs`).
-- **Draft or not.** A request may have lost at most LOSS + PROBE · √tokens single-token passes by drafting since it last
-  gained. It drafts while that affords a round of which nothing is accepted; so a useless drafter costs that much and no
-  more, and probes come at growing gaps. Requests share costs alone: none can end another's drafting.
+- **Draft or not.** Since it last gained a request may lose, in single-token passes, LOSS or LEAST_DRAFTS of the
+  smallest drafts that could pay, and PROBE · √tokens. It drafts where gain is expected and that affords a round of
+  which nothing is accepted; where none is, PROBE · √tokens alone pays for probes, at growing gaps. So a useless drafter
+  costs that much and no more. Requests share costs alone: none can end another's drafting.
 """

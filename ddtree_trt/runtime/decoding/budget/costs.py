@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,7 @@ from ddtree_trt.runtime.engines.profile import Correction, Profile
 STEP = 64  # tokens of context over which costs are taken as constant
 SLOWEST = 1 / 64  # least weight of a new round in a mean
 OUTLIER = 2.0  # most times the mean so far that is believed: a pass may have waited for other work
+REFRESH = 16  # rounds after which costs follow what they have shown
 SINGLES = 4  # rounds with drafts before the first that is made without, to see what it takes
 
 
@@ -36,8 +38,9 @@ class Costs:
         for each in profile.corrections:
             self._means.setdefault((each.kind, each.slots), {})[each.size] = each
         self._profiled: dict[tuple[int, int], NDArray[np.float64]] = {}
+        self.kept: dict[Any, NDArray[np.float64]] = {}  # sums of these costs, until rounds have changed them
+        self.rounds = 0  # that were learnt from
         self._drafted = 0  # rounds since the last without a draft
-        self.learnt = False  # whether rounds have shown anything
 
     @property
     def corrected(self) -> Profile:
@@ -52,11 +55,14 @@ class Costs:
 
     def verify_s(self, past: int, slots: int) -> NDArray[np.float64]:
         """[1 + max_nodes]: a pass in which the widest tree has n nodes, and all else of a round but the draft."""
-        means = self._nearest("verify", slots)
-        sizes = sorted(means)
-        ratios = np.interp(self._logs, sizes, [means[size].ratio for size in sizes]) if sizes else 1.0
-        costs = ratios * self._verify_profiled(past, slots)
-        return np.maximum(costs, costs[0])  # so that a draft of which nothing is accepted always loses
+        key = "verify", past // STEP, slots
+        if key not in self.kept:
+            means = self._nearest("verify", slots)
+            sizes = sorted(means)
+            ratios = np.interp(self._logs, sizes, [means[size].ratio for size in sizes]) if sizes else 1.0
+            costs = ratios * self._verify_profiled(past, slots)
+            self.kept[key] = np.maximum(costs, costs[0])  # so that a draft of which nothing is accepted always loses
+        return self.kept[key]
 
     def draft_s(self, past: int, slots: int) -> float:
         """A draft for so many slots, 0 or more, or each pass of a drafter that makes several."""
@@ -68,7 +74,9 @@ class Costs:
     def learn(self, past: int, slots: int, drafting: int, nodes: int, draft_s: float, rest_s: float) -> None:
         """Take the seconds of a round of `slots` slots: of (each pass of) the draft for `drafting` of them, and of all
         the rest, in which the widest tree had so many nodes."""
-        nodes, self.learnt = min(nodes, len(self._tokens) - 1), True
+        nodes, self.rounds = min(nodes, len(self._tokens) - 1), self.rounds + 1
+        if self.rounds <= REFRESH or self.rounds % REFRESH == 0:
+            self.kept.clear()
         self._drafted = self._drafted + 1 if nodes else 0
         profiled_s = float(self._verify_profiled(past, slots)[nodes])
         self._correct("verify", slots, round(self._logs[nodes]), rest_s / profiled_s)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt import _native
-from ddtree_trt.runtime.decoding.budget.costs import Costs
+from ddtree_trt.runtime.decoding.budget.costs import STEP, Costs
 from ddtree_trt.runtime.tree import DraftTree, chain
 
 LOSS = 2.0  # single-token passes that a request may lose by drafting since it last gained, ...
@@ -21,6 +21,7 @@ PROBE = 0.4  # ... and times the root of its tokens since then. Where no gain is
 CREDIT = 4.0  # most of an earlier gain that is set against later losses
 RECENT = 1 / 16  # least weight of the latest draft in what is expected of the next one
 REACHED = 0.8  # prior acceptance rate of a depth where the length is chosen before the drafter has probabilities
+REST = 16  # tokens after which a request that may not draft, alone in its passes, is weighed again
 PRIOR, MEMORY = 4.0, 48.0  # pseudo-observations of a calibration, and rounds after which its evidence counts a third
 LOWEST, HIGHEST = 0.02, 2.0  # bounds of its ratios, so that a streak of luck has a bounded effect
 
@@ -93,6 +94,7 @@ class AutoBudget:
         self.shared = shared
         self.levels: int | None = None  # of the next draft, of a drafter by levels
         self.fresh = True  # whether it has not drafted yet
+        self.rest = 0  # tokens until it is weighed again, where it is alone in its passes
         self._loss = 0.0  # single-token passes
         self._tokens = 0  # since the loss was last a gain
         self._expect_anew()
@@ -132,6 +134,7 @@ class AutoBudget:
         """Learn from a verified tree and the accepted path [m], root first. `ends`: the output ends with the path, and
         may have cut it: the round is counted, but is no evidence of the draft's quality."""
         self._tokens += len(path)
+        self.rest -= len(path)
         if not decision.drafted:
             return
         lost = decision.expected_s / decision.single_token_s - len(path)
@@ -143,7 +146,8 @@ class AutoBudget:
             self._tokens = 0
         if not ends and len(tree):
             self._acceptance.observe(tree, path)
-            self._reached.observe(chain(np.zeros(tree.depths.max())), np.arange(len(path), dtype=np.int32))
+            if self.shared.proposes != "block":
+                self._reached.observe(chain(np.zeros(tree.depths.max())), np.arange(len(path), dtype=np.int32))
 
 
 Budget = FixedBudget | AutoBudget
@@ -176,9 +180,8 @@ class RoundPlan:
         self._shared, self._ahead = next(iter(self._autos.values())).shared, ahead
         self._slots, self._past = len(slots), sum(s.past for s in slots) // len(slots)
         self._deepest = {i: min(slots[i].left - 1, self._shared.max_depth) for i in self._autos}
-        self._others = sum(n > 0 for n in self._nodes)  # fixed budgets that draft
-        self._paid = min(max(self._nodes), self._shared.max_nodes)  # nodes of their widest tree
-        self._passes = max(1, self._paid) if self._shared.proposes == "tokens" else 1  # of the drafter
+        self._passes = 1  # of the drafter
+        self._mixed = any(self._nodes)  # whether fixed budgets draft, too
         self._verify_s = self._shared.costs.verify_s(self._past, self._slots)
         self._single_s = float(self._verify_s[0]) / self._slots
 
@@ -187,7 +190,7 @@ class RoundPlan:
         for i in self._autos:
             self.decisions[i] = Decision(0, 1.0, self._single_s, self._single_s, drafted=False)
         able = [i for i, deepest in self._deepest.items() if deepest] if self._autos else []
-        if not able or (self._shared.costs.single_due and not self._others):
+        if not able or self._shared.costs.single_due or (self._slots == 1 and self._autos[0].rest > 0):
             return list(self._nodes)
         expected = {i: self._autos[i].expected(self._deepest[i]) for i in able}
         price, _ = self._price(len(able))
@@ -201,6 +204,8 @@ class RoundPlan:
             if self._drafting == able:
                 break
             able = self._drafting
+        if not self._drafting and self._slots == 1:
+            self._autos[0].rest = REST
         if self._drafting:
             self._plan_drafts(expected)
         return list(self._nodes)
@@ -209,9 +214,9 @@ class RoundPlan:
         """Those of the slots, the most promising first, with whose drafts the round makes most tokens per second."""
         slots = sorted(slots, key=lambda i: -expected[i].max())
         gains = np.cumsum([expected[i] for i in slots], axis=0)
-        best, chosen, count = self._slots / self._verify_s[self._paid], 0, len(slots)
+        best, chosen, count = self._slots / self._verify_s[0], 0, len(slots)
         while count:
-            rates = (self._slots + gains[count - 1]) / (self._verify_s[self._paid] + self._added_s(count))
+            rates = (self._slots + gains[count - 1]) / (self._verify_s[0] + self._added_s(count))
             if (rate := rates[1:].max()) > best:
                 best, chosen = rate, count
             count //= 2
@@ -224,26 +229,28 @@ class RoundPlan:
         least = int(np.argmax(np.minimum(self._shared.sizes, max(self._deepest.values())) > added))
         return float(added[least]), least
 
-    def _added_s(self, drafting: int, nodes: NDArray[np.int64] | None = None) -> Floats:
-        """Seconds that so many drafts and trees of so many nodes add to the round; without nodes, drafts of `sizes`."""
-        sizes = self._shared.sizes if nodes is None else nodes
-        passes = sizes if nodes is None and self._shared.proposes != "block" else self._passes
-        of = partial(self._shared.costs.draft_s, self._past)
-        draft_s = passes * of(self._others + drafting) - self._passes * of(self._others)
-        rows_s = self._verify_s[np.maximum(sizes, self._paid)] - self._verify_s[self._paid]
-        return np.where(sizes > 0, np.maximum(draft_s, 0.0) + rows_s, 0.0)
+    def _added_s(self, drafting: int, *, planned: bool = False) -> Floats:
+        """Seconds that so many drafts of each of `sizes` add to the round; with `planned`, planned drafts with every
+        number of nodes."""
+        kept, key = self._shared.costs.kept, (planned, drafting, self._past // STEP, self._slots, self._passes)
+        if key not in kept:
+            sizes = np.arange(1 + self._shared.max_nodes) if planned else self._shared.sizes
+            passes = self._passes if planned or self._shared.proposes == "block" else sizes
+            draft_s = passes * self._shared.costs.draft_s(self._past, drafting)
+            kept[key] = np.where(sizes > 0, draft_s + self._verify_s[sizes] - self._verify_s[0], 0.0)
+        return kept[key]
 
     def _slot_s(self, drafting: int) -> float:
         """Seconds that one more slot adds to so many drafts."""
-        slots, of = self._others + drafting, partial(self._shared.costs.draft_s, self._past)
-        return max(0.0, self._passes * (of(slots) - of(slots // 2))) / (slots - slots // 2) if slots > 1 else 0.0
+        draft_s, half = partial(self._shared.costs.draft_s, self._past), drafting // 2
+        return max(0.0, self._passes * (draft_s(drafting) - draft_s(half))) / (drafting - half) if half else 0.0
 
     def _plan_drafts(self, expected: Mapping[int, Floats]) -> None:
         """Have slots draft for the size of which most is expected, and no less than the smallest that could pay."""
         shared, drafting = self._shared, self._drafting
         self._lowest, least = self._price(len(drafting))
         added_s, gains = self._added_s(len(drafting)), sum(expected[i] for i in drafting)
-        place = max(int(np.argmax((self._slots + gains) / (self._verify_s[self._paid] + added_s))), least)
+        place = max(int(np.argmax((self._slots + gains) / (self._verify_s[0] + added_s))), least)
         size, self._least = int(shared.sizes[place]), int(shared.sizes[least])
         if shared.proposes != "block":
             self._passes = size
@@ -263,7 +270,7 @@ class RoundPlan:
         if not drafted or self._shared.proposes == "tokens":
             return nodes
         count, longest = len(self._drafting), max(len(tree) for _, tree in drafted)
-        added_s = self._added_s(count, np.arange(1 + longest))
+        added_s = self._added_s(count, planned=True)[: 1 + longest]
         weighed, gains = {}, np.zeros(longest)
         for i, tree in drafted:
             budget = self._autos[i]
@@ -271,7 +278,7 @@ class RoundPlan:
             most = max(int(np.searchsorted(added_s[1:], afforded_s, side="right")), self._least)
             weighed[i] = budget.weigh(tree, self._deepest[i])[:most]
             gains[: len(weighed[i])] += weighed[i]
-        rates = (self._slots + np.cumsum(gains)) / (self._verify_s[self._paid] + added_s[1:])
+        rates = (self._slots + np.cumsum(gains)) / (self._verify_s[0] + added_s[1:])
         size = 1 + int(np.argmax(rates)) if longest else 0
         slot_s, total = self._slot_s(count), float(gains[:size].sum())
         common_s = max(0.0, float(added_s[size]) - slot_s * count)
@@ -289,9 +296,8 @@ class RoundPlan:
         """Learn from the round's seconds: of the draft, and of all else, with `widest` nodes in the widest tree."""
         if not self._autos:
             return
-        drafting = self._others + len(self._drafting)
-        if any(self._autos[i].fresh for i in self._drafting):
-            drafting = 0  # a request's first draft takes in its prompt
-        for i in self._drafting:
+        fresh = [i for i in self._drafting if self._autos[i].fresh]  # a request's first draft takes in its prompt
+        for i in fresh:
             self._autos[i].fresh = False
+        drafting = 0 if fresh or self._mixed else len(self._drafting)
         self._shared.costs.learn(self._past, self._slots, drafting, widest, draft_s / self._passes, rest_s)
