@@ -92,12 +92,13 @@ class LLM:
         A prompt is text, a list of token ids, or a list of chat messages. `chat_template_kwargs` are variables of the
         chat template, as `{"enable_thinking": False}`, over those that the engine was built with, for prompts of chat
         messages; `tools` are what the model may call there, as OpenAI's API has them, and `chat_format.messages` reads
-        its calls from an output. Raises UsageError before anything runs when one of the calls is wrong, EngineError
-        when the engine fails.
+        its calls from an output. A completion whose constraint cannot be kept while it runs ends with
+        `finish_reason` "error" and says why in `error`; the others are not affected. Raises UsageError before anything
+        runs when one of the calls is wrong, EngineError when the engine fails.
         """
         requests = self._callers.call(lambda: self._run(prompts, sampling_params, chat_template_kwargs, tools))
         for request in requests:
-            request.raise_error()
+            request.raise_error(but=UsageError)
         return [request.output() for request in requests]
 
     def _run(

@@ -23,6 +23,7 @@ from ddtree_trt.cli import app
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.isolation import isolated
 from ddtree_trt.runtime import llm
+from ddtree_trt.runtime import worker_process
 from ddtree_trt.runtime.text import chat_template, chat_template_worker
 from ddtree_trt.runtime.text.chat_template import Limits, Renderer
 from ddtree_trt.runtime.text.codec import TextCodec
@@ -119,7 +120,7 @@ def test_an_interrupted_rendering_leaves_no_answer_behind(monkeypatch: pytest.Mo
 
 
 def test_a_process_that_never_gets_ready_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "_START_S", 0.0)
+    monkeypatch.setattr(worker_process, "_START_S", 0.0)
     with pytest.raises(EngineError, match="no process in 0 s"):
         Renderer().wait()
 
@@ -201,7 +202,7 @@ def test_a_limit_is_never_above_the_hard_one(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: seen.append((kind, limits)))
     for hard in (resource.RLIM_INFINITY, 500, 2000):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, hard=hard: (100, hard))
-        chat_template_worker._limit(resource.RLIMIT_AS, 1000)
+        chat_template_worker.limit(resource.RLIMIT_AS, 1000)
     unlimited = resource.RLIM_INFINITY
     assert [limits for _, limits in seen] == [(1000, unlimited), (500, 500), (1000, 2000)]
 
@@ -210,7 +211,7 @@ def test_a_process_that_ends_is_not_the_messages_fault(monkeypatch: pytest.Monke
     renderer = Renderer()
     with monkeypatch.context() as patch:
         patch.setattr(chat_template, "_write", lambda process, *_: process.kill())
-        with pytest.raises(EngineError, match="the process that renders chat templates ended with code -9; try again"):
+        with pytest.raises(EngineError, match="chat templates cannot be rendered: their process ended with code -9; try again"):
             renderer.render("a", MESSAGES, {})
     assert renderer.render("b", MESSAGES, {}) == "b"
     renderer.close()

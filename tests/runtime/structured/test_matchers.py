@@ -149,7 +149,14 @@ def test_ends_of_the_model_that_a_request_ignores_are_never_allowed() -> None:
     assert one.ended
 
 
-def test_compiled_constraints_are_kept() -> None:
-    first, again = (COMPILER.compile(StructuredOutput(regex="a+")) for _ in range(2))
-    assert first is again
-    assert COMPILER.compile(StructuredOutput(regex="a*")) is not first
+def test_a_constraint_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, tried = Compiler(TOKENS, END), list[StructuredOutput]()
+    monkeypatch.setattr(compiler, "try_out", tried.append)
+    constraints = [StructuredOutput(regex="a+"), StructuredOutput(regex="a*"), StructuredOutput(regex="a+")]
+    for each in constraints:
+        compiler.check(each)
+    assert tried == constraints[:2]
+    monkeypatch.undo()
+    for _ in range(2):  # one that cannot be used is not remembered as one that can
+        with pytest.raises(UsageError, match="unclosed group"):
+            compiler.check(StructuredOutput(regex="("))
