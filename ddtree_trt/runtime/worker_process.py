@@ -79,7 +79,8 @@ class WorkerProcess:
         if not self._ready:
             end = time.monotonic() + _START_S
             try:
-                _write(process, self._greeting, end)
+                if self._greeting:
+                    _write(process, self._greeting, end)
                 line = self._read_line(process, end, 1 << 16)
             except BrokenPipeError:
                 line = b""

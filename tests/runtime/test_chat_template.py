@@ -210,7 +210,7 @@ def test_a_limit_is_never_above_the_hard_one(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_process_that_ends_is_not_the_messages_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = Renderer()
     with monkeypatch.context() as patch:
-        patch.setattr(chat_template, "_write", lambda process, *_: process.kill())
+        patch.setattr(worker_process, "_write", lambda process, *_: process.kill())
         with pytest.raises(EngineError, match="chat templates cannot be rendered: their process ended with code -9; try again"):
             renderer.render("a", MESSAGES, {})
     assert renderer.render("b", MESSAGES, {}) == "b"

@@ -27,9 +27,8 @@ def grammar_text(structured: StructuredOutput, special_tokens: Mapping[str, int]
         return LLMatcher.grammar_from_regex(structured.regex)
     if structured.choice:
         # One terminal: the lexer makes a trie of its texts, while the parser would take a row for each of them.
-        texts = " | ".join(literal(text, {}) for text in structured.choice if text)
-        start = "TEXT" if all(structured.choice) else 'TEXT | ""' if texts else '""'
-        return LLMatcher.grammar_from_lark(f"start: {start}" + (f"\nTEXT: {texts}" if texts else ""))
+        texts = " | ".join(literal(text, {}) for text in structured.choice)
+        return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")
     if structured.tags:
         return LLMatcher.grammar_from_lark(_tags_lark(structured, special_tokens))
     schema = structured.json_schema if isinstance(structured.json_schema, str) else '{"type": "object"}'

@@ -74,7 +74,7 @@ def _tried(compiler: GrammarCompiler, line: bytes, limits: dict[str, Any]) -> di
         return {"limit": f"compiling it takes more than {limits['cpu_seconds']:g} s of a processor; make it smaller"}
     if ended_by == signal.SIGABRT:
         return {"limit": f"compiling it takes more than {limits['memory_bytes'] >> 20} MiB; make it smaller"}
-    return {"limit": f"compiling it ended the grammar library ({ended_by}), as nesting too deep does; nest it less"}
+    return {"limit": f"it nests too deeply or has too many parts for the grammar library (signal {ended_by}); make it smaller"}
 
 
 def _answer(compiler: GrammarCompiler, line: bytes) -> dict[str, str]:

@@ -48,6 +48,8 @@ _LIMIT_REACHED = {
         f"compiling it takes more than the {GrammarLimits.initial_lexer_fuel} units of work that are allowed "
         f"(initial_lexer_fuel); {_SMALLER}",
     ),
+    "Current row has": f"there are more than 2000 ways to go on at one place (max_items_in_row); {_SMALLER}",
+    "Too many items": f"a step of it takes more than 50000 items of the parser (step_max_items); {_SMALLER}",
     "symbols.len() < u16::MAX": "it has more than 65,000 symbols; make it smaller",
 }
 _QUOTED = re.compile(r"\s*\d+ \| ")  # a numbered line of a grammar

@@ -57,12 +57,12 @@ def walk(rng: random.Random, after: str | None, length: int) -> list[int]:
         if not following or size(joined(path), after) > LONGEST:
             break
         # Often towards the opening, which chance alone seldom comes to.
-        near = [token for token in following if after and TOKENS[token][0] in "<c>"]
+        near = [token for token in following if after and TOKENS[token][0] in after]
         path.append(rng.choice(near if near and rng.random() < 0.5 else following))
     return path
 
 
-@pytest.mark.parametrize("after", [None, "<c>", "c"])
+@pytest.mark.parametrize("after", [None, "<c>", "c", "bab"])
 def test_masks_and_look_ahead_are_those_of_the_texts(after: str | None) -> None:
     rng = random.Random(1)
     for _ in range(150):
