@@ -104,7 +104,8 @@ main()
 
 
 class ProcessServer:
-    """`ddtree-trt serve` as its user starts it. While the file `hold` exists, a pass waits for up to `hold_s`."""
+    """`ddtree-trt serve` as its user starts it. While the file `hold` exists, a pass waits for up to `hold_s`; `code` is
+    run before the command line."""
 
     def __init__(
         self,
@@ -113,8 +114,11 @@ class ProcessServer:
         env: dict[str, str] | None = None,
         hold: Path | None = None,
         hold_s: float = WAIT_S,
+        code: str = "",
     ) -> None:
-        program = ["-m", "ddtree_trt.cli"] if hold is None else ["-c", HELD, str(hold), str(hold_s)]
+        program = ["-c", f"{code}\nfrom ddtree_trt.cli import main\nmain()"] if code else ["-m", "ddtree_trt.cli"]
+        if hold is not None:
+            program = ["-c", HELD, str(hold), str(hold_s)]
         command = [sys.executable, *program, "serve", str(engine), "--port", "0", *options]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         self.process = subprocess.Popen(command, env={**os.environ, **(env or {})}, **pipes)
