@@ -22,8 +22,7 @@ from ddtree_trt.artifact.tokenizer_files import has_chat_template
 from ddtree_trt.cli import app
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.isolation import isolated
-from ddtree_trt.runtime import llm
-from ddtree_trt.runtime import worker_process
+from ddtree_trt.runtime import llm, worker_process
 from ddtree_trt.runtime.text import chat_template, chat_template_worker
 from ddtree_trt.runtime.text.chat_template import Limits, Renderer
 from ddtree_trt.runtime.text.codec import TextCodec
@@ -211,7 +210,7 @@ def test_a_process_that_ends_is_not_the_messages_fault(monkeypatch: pytest.Monke
     renderer = Renderer()
     with monkeypatch.context() as patch:
         patch.setattr(worker_process, "_write", lambda process, *_: process.kill())
-        with pytest.raises(EngineError, match="chat templates cannot be rendered: their process ended with code -9; try again"):
+        with pytest.raises(EngineError, match="rendered: their process ended with code -9; try again"):
             renderer.render("a", MESSAGES, {})
     assert renderer.render("b", MESSAGES, {}) == "b"
     renderer.close()

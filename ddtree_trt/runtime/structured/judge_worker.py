@@ -1,7 +1,7 @@
 """The worker process of `judge`: tries one constraint per line, each in a fork, whose end it survives.
 
-Input: first the vocabulary, then constraints by field name. Output: first {"ready": true}, then {} for a constraint that
-can be used, {"error"} with the sentence why not, or {"limit"} with the reason.
+Input: first the vocabulary, then constraints by field name. Output: first {"ready": true}, then {} for a constraint
+that can be used, {"error"} with the sentence why not, or {"limit"} with the reason.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _tried(compiler: GrammarCompiler, line: bytes, limits: dict[str, Any]) -> di
         return {"limit": f"compiling it takes more than {limits['cpu_seconds']:g} s of a processor; make it smaller"}
     if ended_by == signal.SIGABRT:
         return {"limit": f"compiling it takes more than {limits['memory_bytes'] >> 20} MiB; make it smaller"}
-    return {"limit": f"it nests too deeply or has too many parts for the grammar library (signal {ended_by}); make it smaller"}
+    return {"limit": f"it is too deep for the grammar library, or too large (signal {ended_by}); make it smaller"}
 
 
 def _answer(compiler: GrammarCompiler, line: bytes) -> dict[str, str]:

@@ -178,8 +178,8 @@ def _check(state: LLMatcher) -> None:
 def reason_line(text: str) -> str:
     """The library's reason in one line, without the lines that quote what was given and point into it. Limits of ours
     are named, with what to do."""
-    if said := next((said for sign, said in _LIMIT_REACHED.items() if sign in text), None):
-        return said
+    if limit := next((limit for sign, limit in _LIMIT_REACHED.items() if sign in text), None):
+        return limit
     lines = text.partition("<backtrace>")[0].splitlines()
     marks = {place for place, line in enumerate(lines) if set(line.strip()) == {"^"}}  # they point into the line above
     said = (line for i, line in enumerate(lines) if not marks & {i, i + 1} and not _QUOTED.match(line))

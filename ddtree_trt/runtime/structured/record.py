@@ -83,7 +83,7 @@ class StructuredOutput:
                     raise UsageError(f"structured: {name} is empty; give a text, or leave it out")
         if self.after is not None and len(self.after) > MAX_AFTER:
             raise UsageError(
-                f"structured: after has {len(self.after)} characters, at most {MAX_AFTER} are taken; give the last of them"
+                f"structured: after has {len(self.after)} characters, at most {MAX_AFTER} are taken; give its last ones"
             )
         if len(self.choice) > MAX_CHOICES:
             raise UsageError(f"structured: choice has {len(self.choice)} texts, at most {MAX_CHOICES} are taken")

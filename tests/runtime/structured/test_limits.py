@@ -19,11 +19,12 @@ from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.structured.compiler import GrammarCompiler
 from ddtree_trt.runtime.structured.delayed import Opening
+from ddtree_trt.runtime.structured.grammars import literal
 from ddtree_trt.runtime.structured.judge import Judge, Limits
 from ddtree_trt.runtime.structured.matcher import Preparing
 from ddtree_trt.runtime.structured.record import MAX_AFTER, MAX_CHOICES, StructuredOutput
 
-LETTERS = [*"abcdefghijklmnopqrstuvwxyz\"", "<end>"]
+LETTERS = [*'abcdefghijklmnopqrstuvwxyz"', "<end>"]
 END = len(LETTERS) - 1
 COMPILER = Compiler(LETTERS, END)
 PROMPT = [{"role": "user", "content": "There are 6 drawers, each with 32 cards. How many cards are there?"}]
@@ -150,18 +151,25 @@ def test_a_constraint_that_compiles_for_long_delays_its_own_sequence_only(
     llm.core.add(other)
     while not other.finished:
         llm.core.scheduler.step()
-    assert not slow.finished and not slow.sequences[0].output
+    assert slow.output().outputs[0].token_ids == []
     go.set()
     while not slow.finished:
         llm.core.scheduler.step()
     assert slow.output().outputs[0].text == "ab"
 
 
+def test_special_tokens_of_a_text_are_found_however_many_there_are() -> None:
+    special = {"<|end|>": 7, "<|end|>x": 8, "": 9}
+    assert literal("a<|end|>xb<|end|>", special) == '"a" <[8]> "b" <[7]>'
+    assert literal("<|end|>" * 50_000, special) == " ".join(["<[7]>"] * 50_000)
+    assert literal('é"', special) == literal('é"', {}) == '"é\\""' and literal("", special) == '""'
+
+
 # In a process of their own.
 
 CHAIN = "start: a0\n" + "\n".join(f'a{i}: "x{i}" | "y{i}" "z" a{(i + 1) % 9000}' for i in range(9000))
 HOSTILE = [
-    ({"grammar": CHAIN}, r"too many parts for the grammar library \(signal 11\)"),
+    ({"grammar": CHAIN}, r"too large \(signal 11\)"),
     ({"regex": "\\w|\\W" * 8000}, "more than 128 MiB"),
     ({"regex": "("}, "unclosed group"),
     ({"json_schema": '{"items":' * 900 + "{}" + "}" * 900}, "recursion limit exceeded"),

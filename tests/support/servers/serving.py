@@ -104,8 +104,8 @@ main()
 
 
 class ProcessServer:
-    """`ddtree-trt serve` as its user starts it. While the file `hold` exists, a pass waits for up to `hold_s`; `code` is
-    run before the command line."""
+    """`ddtree-trt serve` as its user starts it. While the file `hold` exists, a pass waits for up to `hold_s`;
+    `code` is run before the command line."""
 
     def __init__(
         self,
