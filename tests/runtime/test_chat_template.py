@@ -18,11 +18,12 @@ from pacing import WAIT_S
 from typer.testing import CliRunner
 
 import ddtree_trt
+from ddtree_trt import worker_process
 from ddtree_trt.artifact.tokenizer_files import has_chat_template
 from ddtree_trt.cli import app
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.isolation import isolated
-from ddtree_trt.runtime import llm, worker_process
+from ddtree_trt.runtime import llm
 from ddtree_trt.runtime.text import chat_template, chat_template_worker
 from ddtree_trt.runtime.text.chat_template import Limits, Renderer
 from ddtree_trt.runtime.text.codec import TextCodec

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.structured.matcher import refused
 from ddtree_trt.runtime.structured.record import StructuredOutput
-from ddtree_trt.runtime.worker_process import WorkerProcess
+from ddtree_trt.worker_process import WorkerProcess
 
 _MODULE = "ddtree_trt.runtime.structured.judge_worker"
 _CANNOT = "constraints cannot be tried"

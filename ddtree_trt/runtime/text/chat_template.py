@@ -18,7 +18,7 @@ from typing import Any
 
 from ddtree_trt.artifact.tokenizer_files import has_chat_template
 from ddtree_trt.errors import UsageError, shown
-from ddtree_trt.runtime.worker_process import WorkerProcess
+from ddtree_trt.worker_process import WorkerProcess
 
 _MODULE = "ddtree_trt.runtime.text.chat_template_worker"
 
