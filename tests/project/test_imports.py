@@ -42,7 +42,17 @@ BY_OTHER_TEXT = {"__init__.py", "device/packages.py", "bench/reference.py"}
 ONNX_ROOM = "build/graph/"  # may import onnx when it is loaded; the rest of build/ inside a function
 
 # What `build` and `runtime` share. These import nothing of ours but each other.
-LEAVES = ("artifact/", "device/", "models/", "plugins/", "errors.py", "files.py", "isolation.py", "reading.py", "worker_process.py")
+LEAVES = (
+    "artifact/",
+    "device/",
+    "models/",
+    "plugins/",
+    "errors.py",
+    "files.py",
+    "isolation.py",
+    "reading.py",
+    "worker_process.py",
+)
 LARGEST_FOLDER, LONGEST_FILE, LONGEST_FUNCTION = 15, 350, 60
 
 
