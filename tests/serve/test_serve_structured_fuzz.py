@@ -6,7 +6,6 @@ import concurrent.futures
 import json
 import statistics
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,7 +20,6 @@ from serving import LONG, ProcessServer, metrics
 
 CLIENTS = 6
 MANY = 5000
-# A refusal of ours names what to do; the library's own reasons are of the grammar's text.
 ALLOWED = {200, 400, 429}
 
 
@@ -54,24 +52,24 @@ def beside(url: str, report: Report) -> Iterator[None]:
     def stream() -> None:
         with httpx.Client(base_url=url, timeout=WAIT_S) as client:
             while not done.is_set():
-                text, latest = "", 0.0
+                texts: list[str] = []
                 asked = {"prompt": "def fib(n):", "stream": True, **LONG, "max_tokens": 150}
                 with client.stream("POST", "/v1/completions", json=asked) as response:
-                    for line in response.iter_lines():
-                        if not line.startswith("data: {"):
-                            continue
-                        if latest:
-                            report.gaps_s.append(time.monotonic() - latest)
-                        latest = time.monotonic()
-                        text += json.loads(line[6:])["choices"][0]["text"]
-                report.texts.add(text)
+                    lines, line = response.iter_lines(), ""
+                    while line != "data: [DONE]":
+                        with Stopwatch() as waited:
+                            line = next(lines)
+                        if line.startswith("data: {"):
+                            report.gaps_s += [waited.seconds] if texts else []
+                            texts.append(json.loads(line[6:])["choices"][0]["text"])
+                report.texts.add("".join(texts))
 
     def look() -> None:
         with httpx.Client(base_url=url, timeout=WAIT_S) as client:
             while not done.wait(0.05):
-                start = time.monotonic()
-                assert client.get("/health").status_code == 200
-                report.health_s.append(time.monotonic() - start)
+                with Stopwatch() as waited:
+                    assert client.get("/health").status_code == 200
+                report.health_s.append(waited.seconds)
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         running = [pool.submit(stream), pool.submit(look)]
