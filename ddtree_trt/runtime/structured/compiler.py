@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -75,9 +74,9 @@ class GrammarCompiler:
             raise refused(structured, state.get_error())
 
     def prepare(self, structured: StructuredOutput, ending: frozenset[int]) -> Preparing:
-        """`matcher`, to be made on a thread of ours. Raises as `check` does."""
+        """`matcher`, to be made on a thread of its own. Raises as `check` does."""
         self.check(structured)
-        return Preparing(partial(self.matcher, structured, ending), self._pool)
+        return Preparing(partial(self.matcher, structured, ending))
 
     def matcher(self, structured: StructuredOutput, ending: frozenset[int]) -> Matcher:
         """A matcher for one sequence, whose output ends at any of the tokens `ending`. Raises as `check` does."""
@@ -115,10 +114,6 @@ class GrammarCompiler:
     def _process(self) -> Judge:
         text = self._hf.backend_tokenizer.to_str()
         return Judge(text, self._special_tokens, self._vocab_size, self._stop_ids)
-
-    @cached_property
-    def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(2, thread_name_prefix="ddtree-matcher")
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -194,13 +195,21 @@ def refused(structured: StructuredOutput, reason: str) -> UsageError:
 
 
 class Preparing:
-    """The matcher of a sequence, which is made on another thread when it is started."""
+    """The matcher of a sequence, which is made on a thread of its own when it is started."""
 
-    def __init__(self, make: Callable[[], Matcher], pool: Executor) -> None:
+    def __init__(self, make: Callable[[], Matcher]) -> None:
         self._make = make
-        self._pool = pool
 
     @cached_property
     def started(self) -> Future[Matcher]:
         """Starts it."""
-        return self._pool.submit(self._make)
+        made: Future[Matcher] = Future()
+
+        def work() -> None:
+            try:
+                made.set_result(self._make())
+            except Exception as error:
+                made.set_exception(error)
+
+        threading.Thread(target=work, name="ddtree-matcher", daemon=True).start()
+        return made
