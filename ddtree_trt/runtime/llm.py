@@ -102,15 +102,16 @@ class LLM:
         its calls from an output. `use_tqdm` draws a bar of the prompts where stderr is a terminal, or is what makes
         the bar, as `tqdm.notebook.tqdm`.
 
-        The first output that the default of `max_tokens` cuts is warned of. Raises UsageError before anything runs when
-        one of the calls is wrong, EngineError when the engine fails.
+        A completion whose constraint cannot be kept while it runs ends with `finish_reason` "error" and says why in
+        `error`; the others are not affected. The first output that the default of `max_tokens` cuts is warned of. Raises
+        UsageError before anything runs when one of the calls is wrong, EngineError when the engine fails.
         """
         with _bar(use_tqdm) as progress:
             requests = self._callers.call(
                 lambda: self._run(prompts, sampling_params, chat_template_kwargs, tools, progress)
             )
         for request in requests:
-            request.raise_error()
+            request.raise_error(but=UsageError)
         self._warn_of_cut(requests)
         return [request.output() for request in requests]
 

@@ -15,8 +15,9 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int] = field(repr=False)
-    finish_reason: str | None  # "stop" | "length" | "abort"; None while it runs
+    finish_reason: str | None  # "stop" | "length" | "abort" | "error"; None while it runs
     stop_reason: int | str | None = None  # the stop token or stop string met; None for an end-of-text token
+    error: str | None = None  # why it ended with "error": what its constraint came to while it ran
     logprobs: list[TokenLogprob] | None = field(default=None, repr=False)
     cumulative_logprob: float | None = None
 

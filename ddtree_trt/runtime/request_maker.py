@@ -42,10 +42,10 @@ class Request:
     def finished(self) -> bool:
         return all(s.finished for s in self.sequences)
 
-    def raise_error(self) -> None:
-        """Raise the error that ended one of the sequences, if any."""
+    def raise_error(self, *, but: type[Exception] | tuple[()] = ()) -> None:
+        """Raise the error that ended one of the sequences, if any, `but` those of a kind."""
         for s in self.sequences:
-            if s.error is not None:
+            if s.error is not None and not isinstance(s.error, but):
                 raise s.error
 
     def output(self) -> RequestOutput:
@@ -199,7 +199,7 @@ class RequestMaker:
             keep_stop=params.include_stop_str_in_output,
         )
         ending = self._ending_tokens(params)
-        matcher = None if params.structured is None else self.grammars.matcher(params.structured, ending)
+        matcher = None if params.structured is None else self.grammars.prepare(params.structured, ending)
         return Sequence(
             index=index,
             prompt=ids,

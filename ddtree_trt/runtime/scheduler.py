@@ -87,8 +87,10 @@ class Scheduler:
         self._steps += 1
         self._admit()
         advanced: list[Sequence] = []
-        if self.prefilling:
-            advanced += self._guard([self.prefilling[0]], self._prefill_chunk)
+        # A constraint that takes long to compile keeps nobody waiting but its own sequence.
+        ready = [s for s in self.prefilling if s.sampler.prepare()]
+        if ready or (self.prefilling and not self.running):
+            advanced += self._guard([*ready, *self.prefilling][:1], self._prefill_chunk)
         for on_device in (True, False):
             # The prefill may have ended a sequence.
             running = [s for s in self.running if s.route.on_device is on_device and not s.finished]
@@ -167,7 +169,7 @@ class Scheduler:
                 for row, token in zip(np.asarray(verdict.logits), following, strict=False):
                     s.prompt_logprobs.append(logprob(row, token, s.params.prompt_logprobs))
             if last:
-                self.prefilling.popleft()
+                self.prefilling.remove(s)
                 self.running.append(s)
                 logits = verdict.logits[-1]
                 s.append(s.sampler.pick(int(verdict.choices[-1]), logits), logits)

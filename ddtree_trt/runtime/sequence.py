@@ -113,7 +113,7 @@ class Sequence:
         """End an unfinished sequence: its caller cancelled it, or the engine failed with `error`."""
         if not self.finished:
             self.error = error
-            self._finish("abort", None)
+            self._finish("abort" if error is None else "error", None)
 
     def take(self) -> CompletionOutput | None:
         """The output since the last call: text that can no longer become a stop string, and its tokens; None when
@@ -148,6 +148,7 @@ class Sequence:
             token_ids=self.output[first:last],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            error=None if self.error is None else str(self.error),
             logprobs=logprobs,
             cumulative_logprob=None if logprobs is None else sum(t.logprob for t in logprobs),
         )

@@ -22,7 +22,7 @@ from ddtree_trt.serve.playground.routes import PAGE
 
 OPEN = ("/health", "/metrics")  # always answered, without a key: for monitoring
 _SEND_ERROR_S = 1.0  # timeout for the error that ended a request: a client may not read
-_SEND_ERRORS_S = 3.0  # timeout for the errors of all requests that a drain ended
+_SEND_ERRORS_S = 1.5  # timeout for the errors of all requests that a drain ended
 _LINGER_BYTES = 32 << 20  # of a refused body that are still read, so that a client that is sending it sees the answer
 
 

@@ -90,7 +90,7 @@ class Metrics:
         """Count a request that ended, for whatever reason."""
         for place, sequence in enumerate(request.sequences):
             metrics = sequence.metrics
-            self._finished.labels("error" if sequence.error is not None else sequence.finish_reason).inc()
+            self._finished.labels(sequence.finish_reason).inc()
             for row, counter in self._counters:
                 if place == 0 or not row.of_prompt:
                     counter.inc(row.read(metrics))

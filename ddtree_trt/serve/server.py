@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import faulthandler
 import gc
+import math
 import socket
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -24,7 +27,9 @@ from ddtree_trt.terminal.printing import progress_bars
 _BACKLOG = 2048
 _ACCEPTS = 8  # connections taken at once: more might need more files than there are before the idle ones end
 _SEND_BUFFER_BYTES = 256 << 10  # of the kernel, per connection: it would grow to megabytes for a slow reader
-_FLUSH_S = 5  # timeout for connections to send their buffers
+_FLUSH_S = 2  # timeout for connections to send their buffers
+_END_S = 4.5  # from the end of the drain timeout to when the process is ended, whatever it is doing
+_END_NOW_S = 4.5  # from a second signal to the same
 
 
 def serve_engine(engine_dir: Path, options: ServeOptions) -> None:
@@ -98,6 +103,7 @@ class Server(uvicorn.Server):
         self._ready = ready
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
+        self._end_s: float | None = None  # by the monotonic clock, when the process is ended
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -107,7 +113,11 @@ class Server(uvicorn.Server):
         print(self._ready, flush=True)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """uvicorn's signal handler."""
+        """uvicorn's signal handler. If the process is still there when its time is up, it is ended by a thread that
+        needs neither the event loop nor the interpreter, with exit code 1, and says what each thread was doing."""
+        allowed_s = self._drain_timeout_s + _END_S if self._end_s is None else _END_NOW_S
+        self._end_s = min(self._end_s or math.inf, time.monotonic() + allowed_s)
+        faulthandler.dump_traceback_later(max(self._end_s - time.monotonic(), 0.01), exit=True)
         self.drain()
 
     def drain(self) -> None:

@@ -51,13 +51,16 @@ class Service:
         # Another for chat templates, which may take seconds and must not delay prompts that need none.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="ddtree-tokenizer")
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="ddtree-template")
-        self._compiler = ThreadPoolExecutor(2, thread_name_prefix="ddtree-grammar")
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="ddtree-grammar")
+        llm.core.maker.grammars.isolated = True
         longest = max((len(token) for token in llm.tokenizer.get_vocab()), default=1)
         self._max_characters = self.max_seq_len * longest * _NORMALISATION
 
     def close(self) -> None:
+        """End what is under way and release the engine, without waiting for what a thread is doing."""
         for thread in (self._renderer, self._encoder, self._compiler):
-            thread.shutdown(cancel_futures=True)
+            thread.shutdown(wait=False, cancel_futures=True)
+        self.llm.core.maker.grammars.close()
         self.llm.shutdown()
 
     def check_model(self, name: str | None) -> None:
@@ -163,13 +166,13 @@ class Service:
             raise _error_with_param(error, names, None) from error
 
     async def compile(self, params: SamplingParams, name: str) -> None:
-        """Compile the constraint that a request's output has, if any, in a thread of its own. Raises ApiError, which
-        gives the constraint `name`, with the reason why it cannot be used."""
-        if params.structured is None:
+        """Try the constraint that a request's output has, if any, in a thread of its own. Raises ApiError, which gives
+        the constraint `name`, with the reason why it cannot be used."""
+        grammars = self.llm.core.maker.grammars
+        if params.structured is None or grammars.passed(params.structured):
             return
-        compile_grammar = self.llm.core.maker.grammars.compile
         try:
-            await asyncio.get_running_loop().run_in_executor(self._compiler, compile_grammar, params.structured)
+            await asyncio.get_running_loop().run_in_executor(self._compiler, grammars.check, params.structured)
         except UsageError as error:
             raise _error_with_param(error, {} if name == STRUCTURED else {STRUCTURED: name}, name) from error
         except MissingDependency as error:

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from ddtree_trt.device.cpu import busy_warning, usable_cores
-from ddtree_trt.errors import DDTreeError
+from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, BASELINES
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
@@ -77,8 +77,14 @@ def closing_line(m: RequestMetrics, ending: str = "") -> str:
 
 
 def print_output_json(output: RequestOutput, *, pretty: bool) -> None:
-    """One request as JSON: its completions, figures and usage."""
+    """One request as JSON: its completions, figures and usage. Raises UsageError where one ended with an error."""
     _print_json(_plain(output), pretty=pretty)
+    _raise_error(output)
+
+
+def _raise_error(output: RequestOutput) -> None:
+    if error := next((o.error for o in output.outputs if o.error is not None), None):
+        raise UsageError(error)
 
 
 def _print_json(data: Any, *, pretty: bool) -> None:
@@ -114,6 +120,7 @@ def compare(llm: LLM, prompt: Prompt, params: SamplingParams, *, as_json: bool, 
             budget = params.tree_budget if method == params.method else "auto"
             each = dataclasses.replace(params, method=method, tree_budget=budget)
             output = llm.generate(prompt, each, use_tqdm=False)[0]
+            _raise_error(output)
             if repetition:  # the first of each warms up
                 runs[method].append(output)
     outputs = {m: r[0] for m, r in runs.items()}

@@ -88,6 +88,7 @@ class Service:
 
     def __init__(self, engine_dir: Path, settings: Settings, metrics: Metrics) -> None:
         self._llm = AsyncLLM(engine_dir, threads=settings.threads, max_waiting=settings.max_queue)
+        self._llm.core.maker.grammars.isolated = True
         self._layout = settings.layout
         self._metrics = metrics
         self._jobs: set[_Job] = set()
@@ -136,6 +137,7 @@ class Service:
                 job.future.exception()  # waits
         self._busy.set()
         self._watcher.join()
+        self._llm.core.maker.grammars.close()
         self._llm.shutdown()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._forwarder.join()
@@ -170,7 +172,7 @@ class Service:
         """Send the request's responses; returns the outcome."""
         whole: RequestOutput | None = None
         if job.call.params.structured is not None:  # compiling takes its time, which others should not wait
-            await asyncio.to_thread(self._llm.core.maker.grammars.compile, job.call.params.structured)
+            await asyncio.to_thread(self._llm.core.maker.grammars.check, job.call.params.structured)
         with self._llm.submit(job.call.prompt, job.call.params) as submission:
             async for part in submission:
                 started, cpu = time.perf_counter(), time.thread_time()

@@ -41,3 +41,6 @@ def test_refusals(text: Any, tmp_path: Path) -> None:
     missing = text("--json-schema", tmp_path / "none.json")
     assert "cannot be read (No such file or directory); name a file, or give the text" in missing
     assert "structured: regex '(a' cannot be used" in text("--regex", "(a")
+    for compared in ([], ["--compare"]):
+        late = text("--regex", "[0-9]{12}(a{1000}){1000}", *compared)
+        assert late.startswith("error: structured: the output could not be matched") and "max_lexer_states" in late

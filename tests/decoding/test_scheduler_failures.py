@@ -28,7 +28,7 @@ def test_a_failed_round_ends_those_in_it_and_no_others(verb: str) -> None:
         scheduler.step()
     failing(engine, verb)
     scheduler.step()
-    assert [c.finish_reason for c in completions] == ["abort", "abort", None, None]
+    assert [c.finish_reason for c in completions] == ["error", "error", None, None]
     assert [str(c.error) for c in completions[:2]] == [f"{verb} failed"] * 2
     assert scheduler.free_slots == 2
     while scheduler.busy:
@@ -48,7 +48,7 @@ def test_a_failed_prefill_ends_its_sequence_only() -> None:
         scheduler.add(c)
     while scheduler.busy:
         scheduler.step()
-    assert (completions[1].finish_reason, str(completions[1].error)) == ("abort", "prefill failed")
+    assert (completions[1].finish_reason, str(completions[1].error)) == ("error", "prefill failed")
     assert [said(completions[0]), said(completions[2])] == [ALONE[0], ALONE[5]]
 
 
@@ -120,7 +120,7 @@ def test_a_watcher_that_fails_ends_its_sequence_only() -> None:
         scheduler.add(c)
     while scheduler.busy:
         scheduler.step()
-    assert (completions[0].finish_reason, str(completions[0].error)) == ("abort", "cannot draw this")
+    assert (completions[0].finish_reason, str(completions[0].error)) == ("error", "cannot draw this")
     assert said(completions[1]) == ALONE[5]
 
 

@@ -41,7 +41,17 @@ BY_OTHER_TEXT = {"__init__.py", "device/packages.py", "bench/reference.py"}
 ONNX_ROOM = "build/graph/"  # may import onnx when it is loaded; the rest of build/ inside a function
 
 # What `build` and `runtime` share. These import nothing of ours but each other.
-LEAVES = ("artifact/", "device/", "models/", "plugins/", "errors.py", "files.py", "isolation.py", "reading.py")
+LEAVES = (
+    "artifact/",
+    "device/",
+    "models/",
+    "plugins/",
+    "errors.py",
+    "files.py",
+    "isolation.py",
+    "reading.py",
+    "worker_process.py",
+)
 
 
 def imports(tree: ast.AST) -> set[str]:

@@ -18,6 +18,7 @@ from pacing import WAIT_S
 from typer.testing import CliRunner
 
 import ddtree_trt
+from ddtree_trt import worker_process
 from ddtree_trt.artifact.tokenizer_files import has_chat_template
 from ddtree_trt.cli import app
 from ddtree_trt.errors import EngineError, UsageError
@@ -119,7 +120,7 @@ def test_an_interrupted_rendering_leaves_no_answer_behind(monkeypatch: pytest.Mo
 
 
 def test_a_process_that_never_gets_ready_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "_START_S", 0.0)
+    monkeypatch.setattr(worker_process, "_START_S", 0.0)
     with pytest.raises(EngineError, match="no process in 0 s"):
         Renderer().wait()
 
@@ -201,7 +202,7 @@ def test_a_limit_is_never_above_the_hard_one(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(resource, "setrlimit", lambda kind, limits: seen.append((kind, limits)))
     for hard in (resource.RLIM_INFINITY, 500, 2000):
         monkeypatch.setattr(resource, "getrlimit", lambda kind, hard=hard: (100, hard))
-        chat_template_worker._limit(resource.RLIMIT_AS, 1000)
+        chat_template_worker.limit(resource.RLIMIT_AS, 1000)
     unlimited = resource.RLIM_INFINITY
     assert [limits for _, limits in seen] == [(1000, unlimited), (500, 500), (1000, 2000)]
 
@@ -209,8 +210,8 @@ def test_a_limit_is_never_above_the_hard_one(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_process_that_ends_is_not_the_messages_fault(monkeypatch: pytest.MonkeyPatch) -> None:
     renderer = Renderer()
     with monkeypatch.context() as patch:
-        patch.setattr(chat_template, "_write", lambda process, *_: process.kill())
-        with pytest.raises(EngineError, match="the process that renders chat templates ended with code -9; try again"):
+        patch.setattr(worker_process, "_write", lambda process, *_: process.kill())
+        with pytest.raises(EngineError, match="rendered: their process ended with code -9; try again"):
             renderer.render("a", MESSAGES, {})
     assert renderer.render("b", MESSAGES, {}) == "b"
     renderer.close()

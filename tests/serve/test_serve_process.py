@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import httpx
@@ -91,6 +92,39 @@ def test_a_second_signal_ends_at_once(tiny_engine: Path, tmp_path: Path, sig: si
         server.process.send_signal(sig)
         assert json.loads(stream.result()[-1].removeprefix("data: "))["error"]["code"] == "shutting_down"
         assert server.wait()[0] == 0
+
+
+STUCK = {
+    "a thread": "from ddtree_trt.runtime.text.codec import TextCodec as Held; name = 'encode'",
+    "the event loop": "from ddtree_trt.serve.service import Service as Held; name = 'check_model'",
+}
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("stuck", STUCK)
+def test_a_server_that_does_not_come_back_ends_when_its_time_is_up(
+    tiny_engine: Path, tmp_path: Path, stuck: str, signals: int
+) -> None:
+    begun = tmp_path / "begun"
+    code = f"{STUCK[stuck]}\nimport pathlib, time\n"
+    code += f"setattr(Held, name, lambda *_: (pathlib.Path({str(begun)!r}).touch(), time.sleep(36000)))"
+    drain = "0.5" if signals == 1 else "36000"
+    with (
+        ProcessServer(tiny_engine, "--drain-timeout", drain, code=code) as server,
+        httpx.Client(base_url=server.url, timeout=WAIT_S) as client,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        pending = pool.submit(client.post, "/v1/completions", json={"prompt": "x"})
+        wait_for(begun.exists)
+        for _ in range(signals):
+            server.terminate()
+            time.sleep(0.2)  # two of the same that wait to be handled are one
+        exit_code, errors = server.wait()
+        assert exit_code == 1 and "most recent call first" in errors
+        if stuck == "a thread":
+            assert pending.result().json()["error"]["code"] == "shutting_down"
+        else:
+            assert isinstance(pending.exception(), httpx.TransportError)
 
 
 def test_the_api_key_comes_from_the_environment(tiny_engine: Path) -> None:

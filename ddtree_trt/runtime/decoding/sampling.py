@@ -21,7 +21,7 @@ from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.decoding.noise import Noise
 from ddtree_trt.runtime.engines.base import DrawnFrom
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.structured.matcher import Mask, Matcher
+from ddtree_trt.runtime.structured.matcher import Mask, Matcher, Preparing
 
 Row = NDArray[np.float32]  # [V]
 _NOT_FINITE = (
@@ -41,11 +41,11 @@ class Sampler:
         prompt: list[int],
         stop_ids: frozenset[int],
         index: int = 0,
-        matcher: Matcher | None = None,
+        matcher: Matcher | Preparing | None = None,
     ) -> None:
         """`matcher`: holds the output to `params.structured`; None where there is no constraint."""
         self.params = params
-        self.matcher = matcher
+        self._matcher = matcher
         self.noise = Noise(params.seed, index)
         self._position = len(prompt)  # of the next token in the whole sequence
         self._banned = np.array(sorted(t for t in stop_ids if t < vocab_size), np.int64)  # until min_tokens
@@ -57,6 +57,17 @@ class Sampler:
         if self._penalties:
             self._counts = np.zeros(vocab_size, np.int32)  # of output tokens
             self._seen = dict.fromkeys(prompt)  # tokens of prompt and output, each once
+
+    @property
+    def matcher(self) -> Matcher | None:
+        """What holds the output to its constraint. Waits until it is made; raises UsageError where it cannot be."""
+        if isinstance(self._matcher, Preparing):
+            self._matcher = self._matcher.started.result()
+        return self._matcher
+
+    def prepare(self) -> bool:
+        """Begin to make the matcher, if that is still to be done; returns whether it has been."""
+        return not isinstance(self._matcher, Preparing) or self._matcher.started.done()
 
     @property
     def takes_choices(self) -> bool:

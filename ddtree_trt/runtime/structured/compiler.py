@@ -1,94 +1,130 @@
-"""Compiling constraints for an engine's vocabulary, with a cache."""
+"""Compiling constraints for an engine's vocabulary, and the matchers of sequences."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import asdict
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
-from ddtree_trt.errors import MissingDependency, UsageError, install_with, shown
+import numpy as np
+
+from ddtree_trt.errors import MissingDependency, UsageError, install_with
 from ddtree_trt.runtime.structured.delayed import DelayedMatcher, Opening
 from ddtree_trt.runtime.structured.grammars import grammar_text
-from ddtree_trt.runtime.structured.matcher import GrammarMatcher, Matcher, reason_line
+from ddtree_trt.runtime.structured.judge import Judge
+from ddtree_trt.runtime.structured.matcher import GrammarLimits, GrammarMatcher, Matcher, Preparing, refused
 from ddtree_trt.runtime.structured.record import StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-MAX_CACHED = 256  # compiled grammars
-
-
-@dataclass(frozen=True)
-class _Compiled:
-    """A constraint for a vocabulary."""
-
-    state: LLMatcher  # at its beginning, to be copied
-    opening: Opening | None  # the text behind which it begins
+_REMEMBERED = 1024  # constraints that were tried, by their hashes
+_OPENINGS = 16
 
 
 class GrammarCompiler:
     """Compiles the constraints of an engine's requests; any thread may call it. Compiling releases the interpreter, so
-    that decoding goes on meanwhile."""
+    that decoding goes on meanwhile.
+
+    Copies of a compiled grammar share what the library learns of it, its memory and its limits, so that each sequence
+    has one of its own from when it has a slot to its end. None is kept: a usual one takes less than a millisecond.
+    """
 
     def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: frozenset[int]) -> None:
         """`tokenizer`: the transformers tokenizer; `stop_ids`: the tokens that end the model's own texts."""
         self._hf = tokenizer
         self._vocab_size = vocab_size
         self._stop_ids = stop_ids
-        self._lock = threading.Lock()
-        self._compiled: OrderedDict[StructuredOutput, _Compiled] = OrderedDict()
+        self.isolated = False  # whether constraints are tried in a process of their own: those of strangers
+        self._lock = threading.RLock()
+        self._passed: OrderedDict[int, None] = OrderedDict()
+        self._opening = lru_cache(_OPENINGS)(lambda text: Opening(text, self._token_bytes))
 
-    def compile(self, structured: StructuredOutput) -> _Compiled:
-        """What sequences under the constraint start from.
+    def passed(self, structured: StructuredOutput) -> bool:
+        """Whether the constraint was checked lately, and can be used."""
+        return hash(structured) in self._passed
 
-        Raises UsageError with the library's reason for a constraint that it cannot compile, MissingDependency where it
-        is not installed.
-        """
+    def check(self, structured: StructuredOutput) -> None:
+        """Raises UsageError, which says why, for a constraint that cannot be used, MissingDependency where the library
+        is not installed."""
+        if self.passed(structured):
+            return
+        if self.isolated:
+            with self._lock:
+                judge = self._process
+            judge.check(structured)
+        else:
+            self.try_out(structured)
         with self._lock:
-            if (found := self._compiled.get(structured)) is not None:
-                self._compiled.move_to_end(structured)
-                return found
-        compiled = self._compile(structured)
-        with self._lock:
-            self._compiled[structured] = compiled
-            while len(self._compiled) > MAX_CACHED:
-                self._compiled.popitem(last=False)
-        return compiled
+            self._passed[hash(structured)] = None
+            while len(self._passed) > _REMEMBERED:
+                self._passed.popitem(last=False)
+
+    def try_out(self, structured: StructuredOutput) -> None:
+        """Compile the constraint and take a step: most of what cannot be used comes to a limit there. Raises as `check`
+        does."""
+        state = self._compile(structured)
+        tokens = np.flatnonzero(np.unpackbits(np.frombuffer(state.compute_bitmask(), np.uint8), bitorder="little"))
+        if len(tokens) and not state.is_error():
+            state.consume_token(int(tokens[0]))
+            state.compute_bitmask()
+        if state.is_error():
+            raise refused(structured, state.get_error())
+
+    def prepare(self, structured: StructuredOutput, ending: frozenset[int]) -> Preparing:
+        """`matcher`, to be made on a thread of its own. Raises as `check` does."""
+        self.check(structured)
+        return Preparing(partial(self.matcher, structured, ending))
 
     def matcher(self, structured: StructuredOutput, ending: frozenset[int]) -> Matcher:
-        """A matcher for one sequence, whose output ends at any of the tokens `ending`. Raises as `compile` does."""
-        compiled = self.compile(structured)
-        matcher = GrammarMatcher(
-            compiled.state.deep_copy(),
-            self._tokenizer.tokenize_bytes,
-            self._vocab_size,
-            ending,
-            self._stop_ids - ending,
-        )
-        if compiled.opening is None:
+        """A matcher for one sequence, whose output ends at any of the tokens `ending`. Raises as `check` does."""
+        state, tokenizer = self._compile(structured), self._tokenizer
+        banned = self._stop_ids - ending
+        matcher = GrammarMatcher(state, tokenizer.tokenize_bytes, self._vocab_size, ending, banned)
+        matcher.mask()  # takes most of the work; the library keeps it
+        if structured.after is None:
             return matcher
-        return DelayedMatcher(matcher, compiled.opening, self._vocab_size)
+        delayed = DelayedMatcher(matcher, self._opening(structured.after), self._vocab_size, self._tokens.get)
+        delayed.mask()
+        return delayed
 
-    def _compile(self, structured: StructuredOutput) -> _Compiled:
+    def close(self) -> None:
+        """End the process in which constraints are tried, if there is one."""
+        with self._lock:
+            if (judge := self.__dict__.get("_process")) is not None:
+                judge.close()
+
+    def _compile(self, structured: StructuredOutput) -> LLMatcher:
         tokenizer = self._tokenizer
         from llguidance import LLMatcher, LLParserLimits
 
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(verbose_errors=False, **asdict(GrammarLimits()))
         try:
             grammar = grammar_text(structured, self._special_tokens)
-        except ValueError as error:
-            raise _refused(structured, str(error)) from error
-        matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
-        if matcher.is_error():
-            raise _refused(structured, matcher.get_error())
-        opening = None if structured.after is None else Opening(structured.after, self._token_bytes)
-        return _Compiled(matcher, opening)
+        except (ValueError, RecursionError) as error:
+            raise refused(structured, str(error)) from error
+        state = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if state.is_error():
+            raise refused(structured, state.get_error())
+        return state
+
+    @cached_property
+    def _process(self) -> Judge:
+        text = self._hf.backend_tokenizer.to_str()
+        return Judge(text, self._special_tokens, self._vocab_size, self._stop_ids)
 
     @cached_property
     def _token_bytes(self) -> list[bytes]:
         return [self._tokenizer.decode_bytes([token]) for token in range(self._vocab_size)]
+
+    @cached_property
+    def _tokens(self) -> dict[bytes, int]:
+        """The tokens that are only texts, by their bytes."""
+        special = self._tokenizer.is_special_token
+        plain = (t for t in range(self._vocab_size) if t not in self._stop_ids and not special(t))
+        return {self._token_bytes[token]: token for token in plain}
 
     @cached_property
     def _special_tokens(self) -> dict[str, int]:
@@ -112,9 +148,3 @@ class GrammarCompiler:
             return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=sorted(self._stop_ids) or None)
         except ValueError as error:
             raise UsageError(f"structured: this engine's tokenizer cannot be constrained: {error}") from error
-
-
-def _refused(structured: StructuredOutput, reason: str) -> UsageError:
-    """The error for a constraint that the library refuses, with its reason in one line."""
-    given = shown(getattr(structured, structured.kind))
-    return UsageError(f"structured: {structured.kind} {given} cannot be used: {reason_line(reason)}")

@@ -2,94 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.structured.matcher import GrammarMatcher, Mask, Matcher
 
+_KEPT_MASKS = 8
+
 
 class Opening:
-    """A text behind which constraints begin, over a vocabulary: its first occurrence in a sequence of tokens."""
+    """A text behind which constraints begin, over a vocabulary: its first occurrence in a sequence of tokens.
+
+    The automaton of Knuth, Morris and Pratt: a state is how many bytes of the text the output ends with.
+    """
 
     def __init__(self, text: str, token_bytes: Sequence[bytes]) -> None:
         """`token_bytes`: the bytes of every token of the vocabulary."""
         self._text = text.encode()
         self._bytes = token_bytes
-        ends = [self._text[i:] for i in range(len(self._text))]
-        self.crossing = [  # tokens that may have the text's end and more behind it
-            token
-            for token, raw in enumerate(token_bytes)
-            if any(raw.startswith(end) and len(raw) > len(end) for end in ends) or self._text in raw
-        ]
+        self._shorter = [0, 0]  # [1 + bytes of the text] the state to go on from where the next byte is another
+        for place in range(1, len(self._text)):
+            self._shorter.append(self._next(self._shorter[place], self._text[place]))
+        # Tokens that end the text and have more behind it, by how many bytes of the text must be there before.
+        self._crossing: dict[int, list[int]] = defaultdict(list)
+        last = self._text[-1:]
+        for token, raw in enumerate(token_bytes):
+            end = raw.find(last, 0, -1)
+            while end >= 0:
+                begun = raw[: end + 1]
+                if self._text.endswith(begun) or begun.endswith(self._text):
+                    self._crossing[max(len(self._text) - len(begun), 0)].append(token)
+                end = raw.find(last, end + 1, -1)
 
-    def feed(self, tail: bytes, token: int) -> tuple[bytes, bytes | None]:
-        """A token behind `tail`, the last bytes that may begin the text: the new tail, and, where the text is complete
-        now, the token's bytes behind it, else None."""
-        seen = tail + self._bytes[token]
-        at = seen.find(self._text)
-        if at >= 0:
-            return b"", seen[at + len(self._text) :]
-        return seen[-(len(self._text) - 1) :] if len(self._text) > 1 else b"", None
+    def _next(self, state: int, byte: int) -> int:
+        while state and self._text[state] != byte:
+            state = self._shorter[state]
+        return state + (self._text[state] == byte)
+
+    def feed(self, state: int, token: int) -> tuple[int, bytes | None]:
+        """The state behind a token, and, where the text is complete in it, the token's bytes behind the text, else
+        None."""
+        raw = self._bytes[token]
+        for place, byte in enumerate(raw):
+            state = self._next(state, byte)
+            if state == len(self._text):
+                return 0, raw[place + 1 :]
+        return state, None
+
+    def crossing(self, state: int) -> list[tuple[int, bytes]]:
+        """The tokens that end the text at a state and have more behind it, each with what it has there."""
+        begun, candidates = state, set(self._crossing.get(0, ()))
+        while begun:
+            candidates.update(self._crossing.get(begun, ()))
+            begun = self._shorter[begun]
+        return [(token, rest) for token in sorted(candidates) if (rest := self.feed(state, token)[1])]
 
 
 class DelayedMatcher(Matcher):
     """A matcher that allows everything up to the end of its opening. A token that goes beyond the opening's end is
     allowed if the constraint allows what it has there."""
 
-    def __init__(self, inner: GrammarMatcher, opening: Opening, vocab_size: int) -> None:
+    def __init__(
+        self, inner: GrammarMatcher, opening: Opening, vocab_size: int, token_of: Callable[[bytes], int | None]
+    ) -> None:
+        """`token_of`: the token with these bytes, if there is one."""
         self._inner = inner
         self._opening = opening
         self._vocab_size = vocab_size
-        self._tail: bytes | None = b""  # None once the constraint has begun
+        self._token_of = token_of
+        self._place: int | None = 0  # the opening's state; None once the constraint has begun
+        self._masks: dict[int, Mask] = {}  # by the opening's state
 
     @property
     def ended(self) -> bool:
-        return self._tail is None and self._inner.ended
+        return self._place is None and self._inner.ended
 
     def allowed_length(self, path: Sequence[int]) -> int:
-        opened, matcher = self._opened(path)
+        opened, matcher, _ = self._opened(path)
         if matcher is None:
             return min(opened, len(path))
         rest = path[opened:]
         return opened + (matcher.allowed_length(rest) if rest else 0)
 
     def ends(self, behind: Sequence[int]) -> bool:
-        opened, matcher = self._opened(behind)
+        opened, matcher, _ = self._opened(behind)
         return matcher is not None and (matcher.ended or matcher.ends(behind[opened:]))
 
     def mask(self, behind: Sequence[int] = ()) -> Mask:
-        opened, matcher = self._opened(behind)
+        opened, matcher, place = self._opened(behind)
         if matcher is not None:
             return matcher.mask(behind[opened:])
-        mask = np.ones(self._vocab_size, bool)
-        for token in self._opening.crossing:
-            mask[token] = self.allows(token, behind)
-        return mask
+        if place not in self._masks:
+            while len(self._masks) >= _KEPT_MASKS:
+                del self._masks[next(iter(self._masks))]
+            self._masks[place] = self._mask_before(place)
+        return self._masks[place].copy()
 
     def advance(self, token: int) -> None:
-        if self._tail is None:
+        if self._place is None:
             self._inner.advance(token)
             return
-        self._tail, rest = self._opening.feed(self._tail, token)
+        self._place, rest = self._opening.feed(self._place, token)
         if rest is not None:
-            self._tail = None
+            self._place = None
             matcher = self._inner.behind_text(rest)
             if matcher is None:
                 raise UsageError(f"structured: token {token} has behind the opening what the constraint does not allow")
             self._inner = matcher
 
-    def _opened(self, path: Sequence[int]) -> tuple[int, GrammarMatcher | None]:
-        """How many tokens of the path lead to the opening's end, and the matcher behind them. Without an opening's end:
-        all of them and None; where the constraint does not allow what the last of them has behind it: one less and
-        None."""
-        if self._tail is None:
-            return 0, self._inner
-        tail = self._tail
+    def _mask_before(self, place: int) -> Mask:
+        mask = np.ones(self._vocab_size, bool)
+        if crossing := self._opening.crossing(place):
+            begins = self._inner.library_mask()
+            for token, rest in crossing:
+                same = self._token_of(rest)  # what is allowed of bytes is allowed of a token with them
+                mask[token] = self._inner.behind_text(rest) is not None if same is None else begins[same]
+        return mask
+
+    def _opened(self, path: Sequence[int]) -> tuple[int, GrammarMatcher | None, int]:
+        """How many tokens of the path lead to the opening's end, the matcher behind them, and the opening's state.
+        Without an opening's end: all of them and None; where the constraint does not allow what the last of them has
+        behind it: one less and None."""
+        if self._place is None:
+            return 0, self._inner, 0
+        state = self._place
         for place, token in enumerate(path):
-            tail, rest = self._opening.feed(tail, token)
+            state, rest = self._opening.feed(state, token)
             if rest is not None:
                 matcher = self._inner.behind_text(rest)
-                return place + (matcher is not None), matcher
-        return len(path), None
+                return place + (matcher is not None), matcher, state
+        return len(path), None, state

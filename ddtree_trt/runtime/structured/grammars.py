@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,8 +26,9 @@ def grammar_text(structured: StructuredOutput, special_tokens: Mapping[str, int]
     if structured.regex is not None:
         return LLMatcher.grammar_from_regex(structured.regex)
     if structured.choice:
+        # One terminal: the lexer makes a trie of its texts, while the parser would take a row for each of them.
         texts = " | ".join(literal(text, {}) for text in structured.choice)
-        return LLMatcher.grammar_from_lark(f"start: {texts}")
+        return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {texts}")
     if structured.tags:
         return LLMatcher.grammar_from_lark(_tags_lark(structured, special_tokens))
     schema = structured.json_schema if isinstance(structured.json_schema, str) else '{"type": "object"}'
@@ -63,10 +65,11 @@ def _tag_body(tag: Tag, special_tokens: Mapping[str, int]) -> str:
 
 def literal(text: str, special_tokens: Mapping[str, int]) -> str:
     """A text in Lark; the names of special tokens in it stand for these tokens."""
-    found = [(text.index(name), name) for name in special_tokens if name and name in text]
-    if not found:
-        return json.dumps(text, ensure_ascii=False)
-    at, name = min(found, key=lambda each: (each[0], -len(each[1])))
-    parts = [literal(text[:at], {})] * (at > 0) + [f"<[{special_tokens[name]}]>"]
-    rest = text[at + len(name) :]
-    return " ".join(parts + [literal(rest, special_tokens)] * bool(rest))
+    names = sorted(filter(None, special_tokens), key=len, reverse=True)  # the longest of those at one place
+    parts = re.split(f"({'|'.join(map(re.escape, names))})", text) if names else [text]
+    written = (
+        f"<[{special_tokens[part]}]>" if place % 2 else json.dumps(part, ensure_ascii=False)
+        for place, part in enumerate(parts)
+        if part
+    )
+    return " ".join(written) or '""'

@@ -3,21 +3,56 @@
 from __future__ import annotations
 
 import re
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.errors import UsageError
+from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.reading import printable
+from ddtree_trt.runtime.structured.record import StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 Mask = NDArray[np.bool_]  # [V]
 MAX_REASON = 400  # characters of the library's reason in a message
+
+
+@dataclass(frozen=True)
+class GrammarLimits:
+    """Limits that the library holds a grammar to. A unit of fuel is about 1 to 4 µs of work and up to 500 bytes."""
+
+    initial_lexer_fuel: int = 500_000  # of compiling
+    step_lexer_fuel: int = 50_000  # between two masks
+    max_lexer_states: int = 20_000  # of a sequence; a state has 1 to 2 kB
+
+
+# A mask renews the lexer's fuel; without one, as many tokens are taken before one is made for that alone. A token of a
+# text with a bound on its length takes some fifty units, and what is allowed of a tree as much for each of its levels.
+_TOKENS_OF_FUEL = 8
+_SMALLER = "make it smaller: shorter repetitions, fewer alternatives, bounds that are less far apart"
+# What the library says → what we do.
+_LIMIT_REACHED = {
+    "too many expressions": f"a step of it takes more than the {GrammarLimits.step_lexer_fuel} units of work that are "
+    f"allowed (step_lexer_fuel); {_SMALLER}",
+    "too many states": f"it has come to the {GrammarLimits.max_lexer_states} states that are allowed "
+    f"(max_lexer_states); {_SMALLER}",
+    **dict.fromkeys(
+        ("(grammar) too big", "precomputation failed", "fuel exhausted"),
+        f"compiling it takes more than the {GrammarLimits.initial_lexer_fuel} units of work that are allowed "
+        f"(initial_lexer_fuel); {_SMALLER}",
+    ),
+    "Current row has": f"there are more than 2000 ways to go on at one place (max_items_in_row); {_SMALLER}",
+    "Too many items": f"a step of it takes more than 50000 items of the parser (step_max_items); {_SMALLER}",
+    "symbols.len() < u16::MAX": "it has more than 65,000 symbols; make it smaller",
+}
 _QUOTED = re.compile(r"\s*\d+ \| ")  # a numbered line of a grammar
 
 
@@ -74,6 +109,7 @@ class GrammarMatcher(Matcher):
         self._ending = ending
         self._banned = banned
         self._ended = False
+        self._since_mask = 0  # tokens taken
 
     @property
     def ended(self) -> bool:
@@ -91,20 +127,29 @@ class GrammarMatcher(Matcher):
 
     def mask(self, behind: Sequence[int] = ()) -> Mask:
         state = self._at(behind)
-        bits = np.frombuffer(state.compute_bitmask(), np.uint8)
-        _check(state)
-        mask = np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
+        mask = self.library_mask(state)
         mask[[t for t in self._banned if t < len(mask)]] = False
         mask[[t for t in self._ending if t < len(mask)]] = state.is_accepting()
         if not mask.any():
             raise UsageError("structured: no token of the model's vocabulary continues the output")
         return mask
 
+    def library_mask(self, state: LLMatcher | None = None) -> Mask:
+        """The tokens whose bytes may be next, bool [V], with the library's opinion of those that end the output."""
+        state = state or self._state
+        bits = np.frombuffer(state.compute_bitmask(), np.uint8)
+        _check(state)
+        return np.unpackbits(bits, count=self._vocab_size, bitorder="little").astype(bool)
+
     def advance(self, token: int) -> None:
         if token in self._ending:
             self._ended = True
             return
         self._state.consume_token(token)
+        self._since_mask += 1
+        if self._since_mask == _TOKENS_OF_FUEL:
+            self._since_mask = 0
+            self._state.compute_bitmask()
         _check(self._state)
         self._ended = self._state.is_stopped()
 
@@ -132,9 +177,39 @@ def _check(state: LLMatcher) -> None:
 
 
 def reason_line(text: str) -> str:
-    """The library's reason in one line, without the lines that quote what was given and point into it."""
-    lines = text.splitlines()
+    """The library's reason in one line, without the lines that quote what was given and point into it. Limits of ours
+    are named, with what to do."""
+    if limit := next((limit for sign, limit in _LIMIT_REACHED.items() if sign in text), None):
+        return limit
+    lines = text.partition("<backtrace>")[0].splitlines()
     marks = {place for place, line in enumerate(lines) if set(line.strip()) == {"^"}}  # they point into the line above
     said = (line for i, line in enumerate(lines) if not marks & {i, i + 1} and not _QUOTED.match(line))
     line = printable(" ".join(" ".join(said).split()))
     return line if len(line) <= MAX_REASON else f"{line[:MAX_REASON]}…"
+
+
+def refused(structured: StructuredOutput, reason: str) -> UsageError:
+    """The error for a constraint that cannot be used, with the library's reason, or ours, in one line."""
+    given = shown(getattr(structured, structured.kind))
+    return UsageError(f"structured: {structured.kind} {given} cannot be used: {reason_line(reason)}")
+
+
+class Preparing:
+    """The matcher of a sequence, which is made on a thread of its own when it is started."""
+
+    def __init__(self, make: Callable[[], Matcher]) -> None:
+        self._make = make
+
+    @cached_property
+    def started(self) -> Future[Matcher]:
+        """Starts it."""
+        made: Future[Matcher] = Future()
+
+        def work() -> None:
+            try:
+                made.set_result(self._make())
+            except Exception as error:
+                made.set_exception(error)
+
+        threading.Thread(target=work, name="ddtree-matcher", daemon=True).start()
+        return made

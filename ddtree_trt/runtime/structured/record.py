@@ -11,7 +11,8 @@ from typing import Any
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.values import Integer, Texts, check_text
 
-MAX_CHARACTERS = 1 << 20  # of a schema, expression or grammar
+MAX_CHARACTERS = 1 << 20  # of a schema, expression or grammar, and of the texts of a choice together
+MAX_AFTER = 256  # characters
 MAX_CHOICES = 10_000
 MAX_TAGS = 1024
 MAX_REPEATS = 1 << 16
@@ -80,8 +81,14 @@ class StructuredOutput:
                 _check_string(f"structured: {name}", text)
                 if not text:
                     raise UsageError(f"structured: {name} is empty; give a text, or leave it out")
+        if self.after is not None and len(self.after) > MAX_AFTER:
+            raise UsageError(
+                f"structured: after has {len(self.after)} characters, at most {MAX_AFTER} are taken; give its last ones"
+            )
         if len(self.choice) > MAX_CHOICES:
             raise UsageError(f"structured: choice has {len(self.choice)} texts, at most {MAX_CHOICES} are taken")
+        if (characters := sum(map(len, self.choice))) > MAX_CHARACTERS:
+            raise UsageError(f"structured: choice has {characters} characters, at most {MAX_CHARACTERS} are taken")
         self._check_tags()
 
     def _check_tags(self) -> None:

@@ -22,18 +22,18 @@ def main() -> None:
     try:
         from transformers.utils.chat_template_utils import render_jinja_template
     except Exception as error:
-        _send(answers, {"error": f"{type(error).__name__}: {error}", "last": True})
+        send(answers, {"error": f"{type(error).__name__}: {error}", "last": True})
         return
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if sys.platform == "linux":  # macOS has the limit and does not hold a process to it
-        _limit(resource.RLIMIT_AS, _mapped_bytes() + memory_bytes)
-    _discard_stderr()
-    _send(answers, {"ready": True})
+        limit(resource.RLIMIT_AS, mapped_bytes() + memory_bytes)
+    discard_stderr()
+    send(answers, {"ready": True})
     for line in requests:
         # The parent kills this process in time; the kernel's limit serves where the parent is gone.
         spent = resource.getrusage(resource.RUSAGE_SELF)
-        _limit(resource.RLIMIT_CPU, math.ceil(spent.ru_utime + spent.ru_stime + 2 * seconds) + 1)
-        _send(answers, _answer(render_jinja_template, line, memory_bytes, characters))
+        limit(resource.RLIMIT_CPU, math.ceil(spent.ru_utime + spent.ru_stime + 2 * seconds) + 1)
+        send(answers, _answer(render_jinja_template, line, memory_bytes, characters))
 
 
 def _answer(render: Any, line: bytes, memory_bytes: int, characters: int) -> dict[str, Any]:
@@ -54,24 +54,24 @@ def _answer(render: Any, line: bytes, memory_bytes: int, characters: int) -> dic
         return {"error": str(error)[:1000] or type(error).__name__}
 
 
-def _limit(kind: int, most: int) -> None:
+def limit(kind: int, most: int) -> None:
     """Set a limit of this process, at most its hard limit, which is not changed."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
 
 
-def _discard_stderr() -> None:
+def discard_stderr() -> None:
     """Send later output on stderr to /dev/null: the parent no longer reads it."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stderr.fileno())
     os.close(null)
 
 
-def _mapped_bytes() -> int:
+def mapped_bytes() -> int:
     with open("/proc/self/statm", encoding="ascii") as file:
         return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def _send(answers: BinaryIO, answer: dict[str, Any]) -> None:
+def send(answers: BinaryIO, answer: dict[str, Any]) -> None:
     answers.write(json.dumps(answer).encode() + b"\n")
     answers.flush()

@@ -57,12 +57,12 @@ def walk(rng: random.Random, after: str | None, length: int) -> list[int]:
         if not following or size(joined(path), after) > LONGEST:
             break
         # Often towards the opening, which chance alone seldom comes to.
-        near = [token for token in following if after and TOKENS[token][0] in "<c>"]
+        near = [token for token in following if after and TOKENS[token][0] in after]
         path.append(rng.choice(near if near and rng.random() < 0.5 else following))
     return path
 
 
-@pytest.mark.parametrize("after", [None, "<c>", "c"])
+@pytest.mark.parametrize("after", [None, "<c>", "c", "bab"])
 def test_masks_and_look_ahead_are_those_of_the_texts(after: str | None) -> None:
     rng = random.Random(1)
     for _ in range(150):
@@ -149,7 +149,14 @@ def test_ends_of_the_model_that_a_request_ignores_are_never_allowed() -> None:
     assert one.ended
 
 
-def test_compiled_constraints_are_kept() -> None:
-    first, again = (COMPILER.compile(StructuredOutput(regex="a+")) for _ in range(2))
-    assert first is again
-    assert COMPILER.compile(StructuredOutput(regex="a*")) is not first
+def test_a_constraint_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, tried = Compiler(TOKENS, END), list[StructuredOutput]()
+    monkeypatch.setattr(compiler, "try_out", tried.append)
+    constraints = [StructuredOutput(regex="a+"), StructuredOutput(regex="a*"), StructuredOutput(regex="a+")]
+    for each in constraints:
+        compiler.check(each)
+    assert tried == constraints[:2]
+    monkeypatch.undo()
+    for _ in range(2):  # one that cannot be used is not remembered as one that can
+        with pytest.raises(UsageError, match="unclosed group"):
+            compiler.check(StructuredOutput(regex="("))

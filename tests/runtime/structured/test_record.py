@@ -39,6 +39,8 @@ WRONG: list[tuple[dict[Any, Any], str]] = [
     ({"tags": [TAG], "at_least": 3, "at_most": 2}, "at_most 2 is below 3"),
     ({"tags": [TAG], "separator": None, "after": 3}, "after must be a text, not 3"),
     ({"regex": "a", "after": ""}, "after is empty"),
+    ({"regex": "a", "after": "x" * 257}, "after has 257 characters, at most 256 are taken; give its last ones"),
+    ({"choice": ["x" * 600_000, "y" * 600_000]}, f"choice has 1200000 characters, at most {MAX_CHARACTERS} are taken"),
     ({"pattern": "a"}, "unknown name 'pattern'; known are json, after, "),
     ({cast(str, None): "a"}, "unknown name None; known are"),
     ({"json": {}, "json_schema": {}}, "json and json_schema are the same"),

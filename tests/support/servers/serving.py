@@ -135,7 +135,8 @@ main()
 
 
 class ProcessServer:
-    """`ddtree-trt serve` as its user starts it. While the file `hold` exists, a pass waits for up to `hold_s`."""
+    """`ddtree-trt serve` as its user starts it. While the file `hold` exists, a pass waits for up to `hold_s`;
+    `code` is run before the command line."""
 
     def __init__(
         self,
@@ -145,9 +146,12 @@ class ProcessServer:
         hold: Path | None = None,
         hold_s: float = WAIT_S,
         files: int | None = None,
+        code: str = "",
     ) -> None:
-        """`files`: how many file descriptors the process may have."""
-        program = ["-m", "ddtree_trt.cli"] if hold is None else ["-c", HELD, str(hold), str(hold_s)]
+        """`files`: how many file descriptors the process may have. `code` runs before the command."""
+        program = ["-c", f"{code}\nfrom ddtree_trt.cli import main\nmain()"] if code else ["-m", "ddtree_trt.cli"]
+        if hold is not None:
+            program = ["-c", HELD, str(hold), str(hold_s)]
         command = [sys.executable, *program, "serve", str(engine), "--port", "0", "--no-request-log", *options]
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         if files is not None:

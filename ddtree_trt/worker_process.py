@@ -1,0 +1,188 @@
+"""A process that does one kind of work for this one, a request at a time, and is killed when its time is up.
+
+Neither a thread nor a call into a library can be stopped from within the interpreter; a process can.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import threading
+import time
+from contextlib import suppress
+from typing import Any, BinaryIO
+
+from ddtree_trt.errors import EngineError, shown
+from ddtree_trt.isolation import isolated
+
+_START_S = 120.0  # for the process to finish its imports on a busy machine
+_PIPE_BYTES = 1 << 16
+_ERROR_BYTES = 4096  # read from the end of the stderr of a process that did not start
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+
+
+class WorkerProcess:
+    """A process started and restarted when it is needed, with a line of JSON for each request and each answer.
+
+    Its first answer says that it is ready; one with "last" is its last. Thread-safe: requests wait for each other.
+    """
+
+    def __init__(self, module: str, argument: str, cannot: str, greeting: bytes = b"") -> None:
+        """The process runs `main` of `module` with `argument`, and reads the line `greeting` before it is ready.
+        `cannot`: the beginning of errors about the process itself."""
+        self._module = module
+        self._argument = argument
+        self._cannot = cannot
+        self._greeting = greeting
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._errors: BinaryIO | None = None  # stderr of the process until it is ready
+        self._ready = False
+
+    def start(self) -> None:
+        """Start the process without waiting for it, so that the first request finds it ready."""
+        with self._lock:
+            self._start()
+
+    def wait(self) -> None:
+        """Wait until the process is ready. Raises EngineError where it cannot be started."""
+        with self._lock:
+            self._ready_process()
+
+    def ask(self, request: bytes, seconds: float, most_bytes: int) -> dict[str, Any]:
+        """The answer, a line of at most `most_bytes`, to a request, a line of JSON.
+
+        Raises TimeoutError, after which the process is another, and EngineError where it cannot be started or ends.
+        """
+        with self._lock:
+            process = self._ready_process()
+            end = time.monotonic() + seconds
+            try:
+                _write(process, request, end)
+                line = self._read_line(process, end, most_bytes)
+            except BrokenPipeError:
+                line = b""
+            except BaseException:  # too late, or Ctrl-C: the pending answer must not be read by the next call
+                self._stop()
+                raise
+            return self._parse_answer(line)
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._stop()
+
+    def _ready_process(self) -> subprocess.Popen[bytes]:
+        process = self._start()
+        if not self._ready:
+            end = time.monotonic() + _START_S
+            try:
+                if self._greeting:
+                    _write(process, self._greeting, end)
+                line = self._read_line(process, end, 1 << 16)
+            except BrokenPipeError:
+                line = b""
+            except TimeoutError:
+                self._stop()
+                raise EngineError(f"{self._cannot}: no process in {_START_S:g} s") from None
+            self._parse_answer(line)
+            self._ready = True
+        return process
+
+    def _parse_answer(self, line: bytes) -> dict[str, Any]:
+        """The process's answer. Where it is the last one, or missing, the next call starts another process."""
+        answer: dict[str, Any] = json.loads(line) if line else {"last": True}
+        if answer.get("last"):
+            starting, stderr = not self._ready, self._last_error_line()
+            code = self._stop()
+            if starting:
+                reason = answer.get("error") or f"exit code {code}{stderr and f': {stderr}'}"
+                raise EngineError(f"{self._cannot}: {reason}")
+            if "error" not in answer:
+                raise EngineError(f"{self._cannot}: their process ended with code {code}; try again")
+        return answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._stop()
+        try:
+            command = isolated(f"from {self._module} import main; main()", self._argument)
+            self._errors = os.fdopen(os.memfd_create("stderr"), "w+b")  # a pipe would fill up
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                env={**os.environ, **_ONE_THREAD},
+                bufsize=0,
+                start_new_session=True,  # Ctrl-C in a terminal must reach this process only
+            )
+        except EngineError as error:
+            raise EngineError(f"{self._cannot}: {error}") from error
+        except OSError as error:
+            self._stop()
+            raise EngineError(f"{self._cannot}: {command[0]} does not start: {error}") from error
+        assert self._process.stdin is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
+        return self._process
+
+    def _read_line(self, process: subprocess.Popen[bytes], end: float, most: int) -> bytes:
+        """The process's next line; empty where it has ended or wrote more than `most` bytes. Raises TimeoutError."""
+        assert process.stdout is not None
+        line = bytearray()
+        while not line.endswith(b"\n"):
+            _wait(process.stdout.fileno(), select.POLLIN, end)
+            chunk = os.read(process.stdout.fileno(), _PIPE_BYTES)
+            line += chunk
+            if not chunk or len(line) > most:
+                return b""
+        return bytes(line)
+
+    def _last_error_line(self) -> str:
+        """The last line that the process wrote to stderr."""
+        if self._errors is None:
+            return ""
+        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - _ERROR_BYTES))
+        lines = self._errors.read().decode("utf-8", "replace").strip().splitlines()
+        return shown(lines[-1])[1:-1] if lines else ""
+
+    def _stop(self) -> int | None:
+        """Kill the process; returns its exit code."""
+        process, self._process, self._ready = self._process, None, False
+        if self._errors is not None:
+            self._errors.close()
+            self._errors = None
+        if process is None:
+            return None
+        process.kill()
+        code = process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
+        return code
+
+    def _reset_after_fork(self) -> None:
+        """Drop the process in a forked child: it belongs to the parent."""
+        self._lock = threading.Lock()
+        self._process = None
+        self._errors = None
+        self._ready = False
+
+
+def _write(process: subprocess.Popen[bytes], data: bytes, end: float) -> None:
+    assert process.stdin is not None
+    left = memoryview(data)
+    while left:
+        _wait(process.stdin.fileno(), select.POLLOUT, end)
+        left = left[os.write(process.stdin.fileno(), left[:_PIPE_BYTES]) :]
+
+
+def _wait(descriptor: int, event: int, end: float) -> None:
+    poll = select.poll()
+    poll.register(descriptor, event)
+    if not poll.poll(max(0.0, 1000 * (end - time.monotonic()))):
+        raise TimeoutError
