@@ -103,8 +103,8 @@ class LLM:
         the bar, as `tqdm.notebook.tqdm`.
 
         A completion whose constraint cannot be kept while it runs ends with `finish_reason` "error" and says why in
-        `error`; the others are not affected. The first output that the default of `max_tokens` cuts is warned of. Raises
-        UsageError before anything runs when one of the calls is wrong, EngineError when the engine fails.
+        `error`; the others are not affected. The first output that the default of `max_tokens` cuts is warned of.
+        Raises UsageError before anything runs when one of the calls is wrong, EngineError when the engine fails.
         """
         with _bar(use_tqdm) as progress:
             requests = self._callers.call(
