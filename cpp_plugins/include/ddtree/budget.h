@@ -5,8 +5,8 @@
 
 namespace ddtree {
 
-// accepted [n]: the acceptance probabilities of nodes, min(1, exp(log_weights [n]) * r_1 * ... * r_depth) with the ratios
-// r_1 ... r_D [deepest].
+// accepted [n]: the acceptance probabilities of nodes, min(1, exp(log_weights [n]) * r_1 * ... * r_depth) with the
+// ratios r_1 ... r_D [deepest].
 void acceptances(const double* log_weights, const int32_t* depths, int64_t n, const double* ratios, int64_t deepest,
                  double* accepted);
 
