@@ -56,7 +56,9 @@ class EngineCore:
         return ChatFormat(self.codec)
 
     def with_engine(self, engine: Engine) -> EngineCore:
-        """A core over another engine, with this one's codec and budgets and the defaults of all other options."""
+        """A core over another engine, with this one's codec and budgets and the defaults of all other options. What its
+        rounds take says nothing about this engine: costs are not saved from now on."""
+        self._save.detach()
         return EngineCore(engine, self.codec, self._budgets)
 
     def add(self, request: Request) -> None:

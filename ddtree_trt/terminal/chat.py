@@ -176,8 +176,12 @@ class Chat:
             raise UsageError("there is no question to answer again; ask one")
         if not self._params.stochastic:
             print_note("note: at temperature 0 nothing is left to chance; /temperature 0.8 makes the answer another")
-        self._turns = self._before
-        self._answer(self._asked)
+        turns, self._turns = self._turns, self._before
+        try:
+            self._answer(self._asked)
+        except DDTreeError:
+            self._turns = turns
+            raise
 
     def _stats(self, value: str) -> None:
         if not self._metrics:

@@ -4,7 +4,6 @@ those that rewrite the text of tokens. Rules whose replacements are replaced aga
 from __future__ import annotations
 
 import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -80,7 +79,8 @@ def _rules(part: Any) -> list[dict[str, Any]]:
         return []
     if part.get("type") != "Sequence":
         return [part]
-    return [rule for name in ("normalizers", "decoders") for each in part.get(name) or [] for rule in _rules(each)]
+    parts = [each for name in ("normalizers", "decoders") if isinstance(part.get(name), list) for each in part[name]]
+    return [rule for each in parts for rule in _rules(each)]
 
 
 def _growth(rule: Mapping[str, Any]) -> float:
@@ -90,7 +90,7 @@ def _growth(rule: Mapping[str, Any]) -> float:
         return _GROWTH.get(str(rule.get("type")), 1.0)
     try:
         data = base64.b64decode(table)
-    except binascii.Error:
+    except ValueError:
         return 1.0  # the tokenizer does not load
     # SentencePiece's table: the bytes of its index, the index, and the replacements, each ending in a zero.
     return max(1.0, *map(len, data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")))

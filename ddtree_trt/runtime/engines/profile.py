@@ -13,6 +13,7 @@ import json
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -131,10 +132,12 @@ def store(directory: Path, profile: Profile) -> None:
     try:
         folder = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with suppress(OSError):  # a file system that locks no folders
+                try:
+                    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return
             write_atomically(directory / PROFILE, json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
-        except BlockingIOError:
-            pass
         finally:
             os.close(folder)
     except OSError as error:

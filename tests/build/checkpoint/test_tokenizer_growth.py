@@ -87,6 +87,19 @@ def test_the_bound_holds(rules: list[dict[str, Any]], text: str) -> None:
     assert len(applied) <= most_growth(rules) * (len(text) + 1)
 
 
+@pytest.mark.parametrize(
+    "part", [{"type": "Sequence", "normalizers": 5}, {"type": "Precompiled", "precompiled_charsmap": "é"}, 5, None]
+)
+def test_a_malformed_one_is_left_to_the_loader(part: Any) -> None:
+    """Which says what is wrong with it."""
+    source = Source("tokenizer.json", CheckpointError, "fetch it again")
+    if part is None or isinstance(part, dict):
+        check_growth(Fields({"normalizer": part}, source), "normalizer")
+    else:
+        with pytest.raises(CheckpointError):
+            check_growth(Fields({"normalizer": part}, source), "normalizer")
+
+
 def test_a_build_refuses_one(tmp_path: Path) -> None:
     target, drafter = make_pair(tmp_path)
     edit_json(target / "tokenizer.json", decoder=rule("t", "t" * 100))

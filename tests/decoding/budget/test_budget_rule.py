@@ -23,6 +23,7 @@ from ddtree_trt.runtime.decoding.budget.policy import (
     AutoBudgets,
     Calibration,
     FixedBudget,
+    Proposes,
     RoundPlan,
     SlotInput,
 )
@@ -194,6 +195,54 @@ def test_fixed_budgets_keep_theirs_beside_automatic_ones() -> None:
     assert plan.ceilings()[0] == 12
     assert plan.choose([tree, tree])[0] == 12
     assert plan.decisions[0] is None and plan.decisions[1] is not None
+
+
+def test_a_fixed_budget_ends_no_drafting_beside_it() -> None:
+    """A round without drafts is due now and then, and cannot be had while another request drafts anyhow."""
+    shared = make_budgets(MANY)
+    budget, drafts = AutoBudget(shared), 0
+    tree = chain(np.zeros(3, np.int32))
+    for _ in range(100):
+        plan = RoundPlan([SlotInput(FixedBudget(4), 0, 99), SlotInput(budget, 0, 99)])
+        nodes = plan.ceilings()
+        drafts += nodes[1] > 0
+        nodes = plan.choose([tree, tree if nodes[1] else None])
+        plan.took(0.3, 1.2, 4)
+        assert plan.decisions[1] is not None
+        budget.observe(plan.decisions[1], tree.cut(nodes[1]), np.arange(1 + min(nodes[1], 3), dtype=np.int32))
+    assert drafts == 100
+
+
+def test_a_draft_that_a_constraint_empties_is_paid() -> None:
+    shared = make_budgets(CPU)
+    budget, drafts = AutoBudget(shared), 0
+    for _ in range(300):
+        plan = RoundPlan([SlotInput(budget, 0, 99)])
+        (most,) = plan.ceilings()
+        drafts += most > 0
+        plan.choose([EMPTY if most else None])
+        assert plan.decisions[0] is not None
+        budget.observe(plan.decisions[0], EMPTY, np.array([0], np.int32))
+    assert 1 <= drafts <= max(LOSS, LEAST_DRAFTS * 2) + PROBE * math.sqrt(300)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6), st.sampled_from(["block", "tokens", "levels"]))
+def test_rounds_of_any_costs_and_ends_are_planned(seed: int, proposes: Proposes) -> None:
+    rng = np.random.default_rng(seed)
+    shared = make_budgets(MANY, 15, 15, proposes)
+    budgets = [AutoBudget(shared) for _ in range(7)]
+    for _ in range(30):
+        plan = RoundPlan([SlotInput(budget, 0, int(rng.choice([1, 2, 3, 100]))) for budget in budgets])
+        most = plan.ceilings()
+        trees = [chain(np.zeros(min(n, 5), np.int32)) if n else None for n in most]
+        nodes = plan.choose(trees)
+        plan.took(float(rng.uniform(0.01, 9)) * any(most), float(rng.uniform(0.1, 20)), max(nodes))
+        for budget, tree, n, decision in zip(budgets, trees, nodes, plan.decisions, strict=True):
+            assert decision is not None and decision.expected_s > 0
+            budget.observe(
+                decision, (tree or EMPTY).cut(n), np.arange(1 + int(rng.integers(0, 1 + min(n, 5))), dtype=np.int32)
+            )
 
 
 def test_a_slot_that_may_not_draft_is_left_alone() -> None:

@@ -37,7 +37,6 @@ class Costs:
         self._means: dict[tuple[str, int], dict[int, Correction]] = {}  # by kind and bits of slots, and by size
         for each in profile.corrections:
             self._means.setdefault((each.kind, each.slots), {})[each.size] = each
-        self._profiled: dict[tuple[int, int], NDArray[np.float64]] = {}
         self.kept: dict[Any, NDArray[np.float64]] = {}  # sums of these costs, until rounds have changed them
         self.rounds = 0  # that were learnt from
         self._drafted = 0  # rounds since the last without a draft
@@ -45,7 +44,8 @@ class Costs:
     @property
     def corrected(self) -> Profile:
         """The profile with what rounds have shown."""
-        return replace(self._profile, corrections=tuple(c for sizes in self._means.values() for c in sizes.values()))
+        means = [each for sizes in tuple(self._means.values()) for each in tuple(sizes.values())]
+        return replace(self._profile, corrections=tuple(means))
 
     @property
     def single_due(self) -> bool:
@@ -100,7 +100,7 @@ class Costs:
         return max(1e-9, float(self._profile.at(past, slots, lambda times: np.array(times.draft_s))))
 
     def _verify_profiled(self, past: int, slots: int) -> NDArray[np.float64]:
-        key = past // STEP, slots
-        if key not in self._profiled:
-            self._profiled[key] = self._profile.at(past, slots, lambda times: times.verify_s(self._tokens))
-        return self._profiled[key]
+        key = "profile", past // STEP, slots
+        if key not in self.kept:
+            self.kept[key] = self._profile.at(past, slots, lambda times: times.verify_s(self._tokens))
+        return self.kept[key]

@@ -190,7 +190,11 @@ class RoundPlan:
         for i in self._autos:
             self.decisions[i] = Decision(0, 1.0, self._single_s, self._single_s, drafted=False)
         able = [i for i, deepest in self._deepest.items() if deepest] if self._autos else []
-        if not able or self._shared.costs.single_due or (self._slots == 1 and self._autos[0].rest > 0):
+        if (
+            not able
+            or (self._shared.costs.single_due and not self._mixed)
+            or (self._slots == 1 and self._autos[0].rest > 0)
+        ):
             return list(self._nodes)
         expected = {i: self._autos[i].expected(self._deepest[i]) for i in able}
         price, _ = self._price(len(able))
@@ -249,6 +253,9 @@ class RoundPlan:
         """Have slots draft for the size of which most is expected, and no less than the smallest that could pay."""
         shared, drafting = self._shared, self._drafting
         self._lowest, least = self._price(len(drafting))
+        if not least:  # so few could not pay
+            self._drafting = []
+            return
         added_s, gains = self._added_s(len(drafting)), sum(expected[i] for i in drafting)
         place = max(int(np.argmax((self._slots + gains) / (self._verify_s[0] + added_s))), least)
         size, self._least = int(shared.sizes[place]), int(shared.sizes[least])
@@ -281,7 +288,8 @@ class RoundPlan:
         rates = (self._slots + np.cumsum(gains)) / (self._verify_s[0] + added_s[1:])
         size = 1 + int(np.argmax(rates)) if longest else 0
         slot_s, total = self._slot_s(count), float(gains[:size].sum())
-        common_s = max(0.0, float(added_s[size]) - slot_s * count)
+        spent_s = float(added_s[size]) if size else self._passes * self._shared.costs.draft_s(self._past, count)
+        common_s = max(0.0, spent_s - slot_s * count)
         for i, accepted in weighed.items():
             nodes[i], tokens = min(size, len(accepted)), float(accepted[:size].sum())
             # What all pay for is shared by what each expects: who expects little is not charged for others' rows.
