@@ -73,7 +73,10 @@ def serve(
     ] = _D.request_log,
     access_log: Annotated[bool, typer.Option("--access-log", help="Log every HTTP exchange.")] = _D.access_log,
     allowed_origins: Annotated[
-        str, typer.Option(metavar="ORIGIN,…", help="Whose pages may call from browsers; * is any. Default: none.")
+        str,
+        typer.Option(
+            metavar="ORIGINS", help="Whose pages may call from browsers, comma-separated; * is any. Default: none."
+        ),
     ] = _D.allowed_origins,
     playground: Annotated[
         bool, typer.Option("--playground", help="Also serve /playground, a page that draws each round's tree.")

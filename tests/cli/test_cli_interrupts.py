@@ -36,7 +36,6 @@ COMMANDS = {  # each takes seconds
     "run": ("run", "ENGINE", "--prompt", "Lars has 9 keys.", "--max-tokens", "1900", "--ignore-eos", "--method", "ar"),
     "check": ("check", "ENGINE"),
     "build": ("build", "--target", "tiny", "--backend", "onnxruntime", "--output", "FOLDER/engine"),
-    "profile": ("profile", "ENGINE"),
 }
 
 

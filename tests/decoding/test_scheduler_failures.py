@@ -17,9 +17,12 @@ from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.tree import TokenTree
 
 
+@pytest.mark.parametrize("together", [True, False])
 @pytest.mark.parametrize("verb", ["draft", "verify", "commit"])
-def test_a_failed_round_ends_those_in_it_and_no_others(verb: str) -> None:
+def test_a_failed_round_ends_those_in_it_and_no_others(verb: str, together: bool) -> None:
+    """Slots that take turns have rounds of their own."""
     engine = make(2)
+    engine.batches = together
     scheduler = Scheduler(engine)
     completions = [completion(engine, *MIXED[i]) for i in (0, 1, 2, 5)]
     for c in completions:
@@ -28,9 +31,10 @@ def test_a_failed_round_ends_those_in_it_and_no_others(verb: str) -> None:
         scheduler.step()
     failing(engine, verb)
     scheduler.step()
-    assert [c.finish_reason for c in completions] == ["error", "error", None, None]
-    assert [str(c.error) for c in completions[:2]] == [f"{verb} failed"] * 2
-    assert scheduler.free_slots == 2
+    ended = 2 if together else 1
+    assert [c.finish_reason for c in completions] == ["error"] * ended + [None] * (4 - ended)
+    assert [str(c.error) for c in completions[:ended]] == [f"{verb} failed"] * ended
+    assert scheduler.free_slots == ended
     while scheduler.busy:
         scheduler.step()
     assert [said(c) for c in completions[2:]] == [ALONE[2], ALONE[5]]

@@ -66,7 +66,7 @@ async def test_parts_joined_are_the_output_and_generate_grows_towards_it(llm: As
     params = SamplingParams(max_tokens=48, n=2, logprobs=1, echo=True, stop=("zzz",))
     parts: list[RequestOutput] = []
     passes = Passes(llm.engine)
-    passes.in_step_with(lambda: len(parts), 2)
+    passes.in_step_with(lambda: len(parts), 4)  # of two sequences, which take turns
     async for part in llm.stream(PROMPTS[0], params):
         parts.append(part)
     passes.release()
@@ -131,7 +131,8 @@ async def test_every_way_of_leaving_frees_the_slot(llm: AsyncLLM, way: str) -> N
     await until(lambda: len(llm._commands) == (2 if way == "submission" else 1))
     passes.release()
     await until(lambda: llm.running == 0 and llm.waiting == 0)
-    assert passes.begun == begun, "no round after the one under way"
+    # The slots take turns: where two leave, the second one's pass may belong to the round under way.
+    assert passes.begun <= begun + (way == "submission"), "no round after the one under way"
     await asyncio.gather(*leaving, return_exceptions=True)
     if way == "abort":
         last = [part async for part in parts][-1]

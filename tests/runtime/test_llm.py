@@ -355,7 +355,7 @@ def test_outputs_are_printed_without_lists_of_tokens(llm: LLM) -> None:
     (completion,) = output.outputs
     assert repr(output) == (
         f"RequestOutput(request_id={output.request_id!r}, prompt='a', outputs=[CompletionOutput(index=0, "
-        f"text={completion.text!r}, finish_reason='length', stop_reason=None, "
+        f"text={completion.text!r}, finish_reason='length', stop_reason=None, error=None, "
         f"cumulative_logprob={completion.cumulative_logprob!r})], finished=True, "
         f"usage=Usage(prompt_tokens={len(output.prompt_token_ids)}, completion_tokens=4, cached_tokens="
         f"{output.usage.cached_tokens}))"

@@ -6,6 +6,7 @@ import concurrent.futures
 import json
 import statistics
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -66,7 +67,8 @@ def beside(url: str, report: Report) -> Iterator[None]:
 
     def look() -> None:
         with httpx.Client(base_url=url, timeout=WAIT_S) as client:
-            while not done.wait(0.05):
+            while not done.is_set():
+                time.sleep(0.05)
                 with Stopwatch() as waited:
                     assert client.get("/health").status_code == 200
                 report.health_s.append(waited.seconds)
