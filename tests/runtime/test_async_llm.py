@@ -66,7 +66,7 @@ async def test_parts_joined_are_the_output_and_generate_grows_towards_it(llm: As
     params = SamplingParams(max_tokens=48, n=2, logprobs=1, echo=True, stop=("zzz",))
     parts: list[RequestOutput] = []
     passes = Passes(llm.engine)
-    passes.in_step_with(lambda: len(parts), 4)  # of two sequences, which take turns
+    passes.in_step_with(lambda: len(parts), 2, slots=2)
     async for part in llm.stream(PROMPTS[0], params):
         parts.append(part)
     passes.release()

@@ -89,8 +89,9 @@ class Passes:
             self._may_begin = condition
             self._state.notify_all()
 
-    def in_step_with(self, read: Callable[[], int], parts: int) -> None:
-        """Let a pass begin only when what came before the one before it has been read, for the first `parts` passes:
-        then the reader gets more than `parts` parts, since none can be joined with the next. `read` counts them."""
+    def in_step_with(self, read: Callable[[], int], parts: int, slots: int = 1) -> None:
+        """Let a step begin only when what came before the one before it has been read, for the first `parts` steps:
+        then the reader gets more than `parts` parts, since none can be joined with the next. `read` counts them.
+        `slots`: how many take turns in a step, each with a pass of its own."""
         before = self.begun
-        self.wait_until(lambda requests: read() >= min(self.begun - before - 1, parts))
+        self.wait_until(lambda requests: read() >= min((self.begun - before - 1) // slots, parts))
