@@ -15,6 +15,7 @@ STEP = 64  # tokens of context over which costs are taken as constant
 SLOWEST = 1 / 64  # least weight of a new round in a mean
 OUTLIER = 2.0  # most times the mean so far that is believed: a pass may have waited for other work
 REFRESH = 16  # rounds after which costs follow what they have shown
+SPARSE = 256  # rounds after which one in four is learnt from
 SINGLES = 4  # rounds with drafts before the first that is made without, to see what it takes
 
 
@@ -37,7 +38,7 @@ class Costs:
         self._means: dict[tuple[str, int], dict[int, Correction]] = {}  # by kind and bits of slots, and by size
         for each in profile.corrections:
             self._means.setdefault((each.kind, each.slots), {})[each.size] = each
-        self.kept: dict[Any, NDArray[np.float64]] = {}  # sums of these costs, until rounds have changed them
+        self.kept: dict[Any, Any] = {}  # what was computed of these costs, until rounds have changed them
         self.rounds = 0  # that were learnt from
         self._drafted = 0  # rounds since the last without a draft
 
@@ -78,6 +79,8 @@ class Costs:
         if self.rounds <= REFRESH or self.rounds % REFRESH == 0:
             self.kept.clear()
         self._drafted = self._drafted + 1 if nodes else 0
+        if self.rounds > SPARSE and self.rounds % 4:
+            return  # learning takes time as well
         profiled_s = float(self._verify_profiled(past, slots)[nodes])
         self._correct("verify", slots, round(self._logs[nodes]), rest_s / profiled_s)
         if drafting:

@@ -95,6 +95,7 @@ class AutoBudget:
         self.levels: int | None = None  # of the next draft, of a drafter by levels
         self.fresh = True  # whether it has not drafted yet
         self.rest = 0  # tokens until it is weighed again, where it is alone in its passes
+        self.single: Decision | None = None  # the one until then
         self._loss = 0.0  # single-token passes
         self._tokens = 0  # since the loss was last a gain
         self._expect_anew()
@@ -171,9 +172,13 @@ class RoundPlan:
     def __init__(self, slots: Sequence[SlotInput], *, ahead: bool = False) -> None:
         """`ahead`: sizes are chosen before the drafts are seen, as for rounds that a device makes."""
         self.decisions: list[Decision | None] = [None] * len(slots)  # None for fixed budgets
+        self._drafting: list[int] = []  # slots of automatic budgets
+        budget = slots[0].budget
+        if len(slots) == 1 and isinstance(budget, AutoBudget) and budget.rest > 0:
+            self._nodes, self._autos, self.decisions = [0], {}, [budget.single]
+            return
         self._nodes = [s.budget.nodes if s.drafts and isinstance(s.budget, FixedBudget) else 0 for s in slots]
         self._autos = {i: s.budget for i, s in enumerate(slots) if s.drafts and isinstance(s.budget, AutoBudget)}
-        self._drafting: list[int] = []  # of the automatic ones
         self._gaining: set[int] = set()  # those from whose drafts gain is expected; the others probe
         if not self._autos:
             return
@@ -190,11 +195,7 @@ class RoundPlan:
         for i in self._autos:
             self.decisions[i] = Decision(0, 1.0, self._single_s, self._single_s, drafted=False)
         able = [i for i, deepest in self._deepest.items() if deepest] if self._autos else []
-        if (
-            not able
-            or (self._shared.costs.single_due and not self._mixed)
-            or (self._slots == 1 and self._autos[0].rest > 0)
-        ):
+        if not able or (self._shared.costs.single_due and not self._mixed):
             return list(self._nodes)
         expected = {i: self._autos[i].expected(self._deepest[i]) for i in able}
         price, _ = self._price(len(able))
@@ -209,15 +210,15 @@ class RoundPlan:
                 break
             able = self._drafting
         if not self._drafting and self._slots == 1:
-            self._autos[0].rest = REST
+            self._autos[0].rest, self._autos[0].single = REST, self.decisions[0]
         if self._drafting:
             self._plan_drafts(expected)
         return list(self._nodes)
 
     def _choose_gaining(self, slots: list[int], expected: Mapping[int, Floats]) -> set[int]:
         """Those of the slots, the most promising first, with whose drafts the round makes most tokens per second."""
-        slots = sorted(slots, key=lambda i: -expected[i].max())
-        gains = np.cumsum([expected[i] for i in slots], axis=0)
+        slots = sorted(slots, key=lambda i: -expected[i][-1]) if len(slots) > 1 else slots
+        gains = np.cumsum([expected[i] for i in slots], axis=0) if len(slots) > 1 else [expected[i] for i in slots]
         best, chosen, count = self._slots / self._verify_s[0], 0, len(slots)
         while count:
             rates = (self._slots + gains[count - 1]) / (self._verify_s[0] + self._added_s(count))
@@ -229,9 +230,13 @@ class RoundPlan:
     def _price(self, drafting: int) -> tuple[float, int]:
         """What the smallest draft that could pay costs each of so many slots, in single-token passes, and its place in
         `sizes`; zeros where none could."""
-        added = self._added_s(drafting) / drafting / self._single_s
-        least = int(np.argmax(np.minimum(self._shared.sizes, max(self._deepest.values())) > added))
-        return float(added[least]), least
+        deepest = max(self._deepest.values())
+        kept, key = self._shared.costs.kept, ("price", drafting, self._past // STEP, self._slots, self._passes, deepest)
+        if key not in kept:
+            added = self._added_s(drafting) / drafting / self._single_s
+            least = int(np.argmax(np.minimum(self._shared.sizes, deepest) > added))
+            kept[key] = float(added[least]), least
+        return kept[key]
 
     def _added_s(self, drafting: int, *, planned: bool = False) -> Floats:
         """Seconds that so many drafts of each of `sizes` add to the round; with `planned`, planned drafts with every
