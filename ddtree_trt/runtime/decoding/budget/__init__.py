@@ -7,7 +7,7 @@
   request is one (`policy`). q̂ is the drafter's probability, corrected by how often such nodes were accepted
   (`Calibration`). A drafter that drafts by tokens or by levels has no probabilities before it runs: there the length is
   chosen in the same way by how often rounds came to each depth.
-- **Costs** are what passes take: every round's time corrects a coarse profile (`costs`).
+- **Costs** are what passes take: a coarse profile, corrected by the time of rounds (`costs`).
 - **Draft or not.** Since it last gained a request may lose, in single-token passes, LOSS or LEAST_DRAFTS of the
   smallest drafts that could pay, and PROBE · √tokens. It drafts where gain is expected and that affords a round of
   which nothing is accepted; where none is, PROBE · √tokens alone pays for probes, at growing gaps. So a useless drafter

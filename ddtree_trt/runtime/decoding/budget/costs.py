@@ -1,4 +1,4 @@
-"""What passes cost on this machine: a coarse profile, corrected by the time of every round."""
+"""What passes cost on this machine: a coarse profile, corrected by the time of rounds."""
 
 from __future__ import annotations
 
