@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def test_what_is_written_is_read(file: Path) -> None:
     np.testing.assert_array_equal(library["a"], VALUES[6:10])
 
 
-LIES = {
+LIES: dict[str, dict[str, dict[str, Any]]] = {
     "another type": {"a": {"dtype": "F16"}},
     "an unknown type": {"a": {"dtype": "\x1b[2J"}},
     "another shape": {"a": {"shape": [5]}},
