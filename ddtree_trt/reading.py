@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MAX_JSON_BYTES = 4 << 20  # of a configuration or manifest; real ones have some kilobytes
 _SHOWN_CHARACTERS = 120  # of a foreign value in one message
+_PROBLEM_CHARACTERS = 1000
 _T = TypeVar("_T", bound="DataclassInstance")
 
 
@@ -191,7 +192,7 @@ class Source:
 
     def fault(self, problem: str) -> DDTreeError:
         """The error for a problem, which is a whole sentence or begins with the name of a field."""
-        return self.error(f"{self.where}: {printable(problem)}; {self.advice}")
+        return self.error(f"{self.where}: {printable(problem[:_PROBLEM_CHARACTERS])}; {self.advice}")
 
 
 # Reading
