@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.chat.events import CallArguments, CallBegin, Content, Event, Reasoning
-from ddtree_trt.runtime.chat.reader import MessageReader, Thinking, read_message
+from ddtree_trt.runtime.chat.reader import Content, Event, MessageReader, Reasoning, Thinking, read_message
 from ddtree_trt.runtime.chat.tools import ToolUse
 from ddtree_trt.runtime.decoding.sampling import TokenLogprob
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
@@ -120,12 +119,10 @@ def _events(reader: MessageReader | None, output: CompletionOutput) -> list[Even
 def _delta(event: Event) -> Delta:
     if isinstance(event, Reasoning):
         return Delta(reasoning_content=event.text)
-    if isinstance(event, CallBegin):
-        function = Function(name=event.name, arguments="")
-        return Delta(tool_calls=[CallDelta(index=event.index, id=event.id, type="function", function=function)])
-    if isinstance(event, CallArguments):
-        return Delta(tool_calls=[CallDelta(index=event.index, function=Function(arguments=event.text))])
-    return Delta(content=event.text)
+    if isinstance(event, Content):
+        return Delta(content=event.text)
+    function = Function(name=event.name, arguments=event.arguments)
+    return Delta(tool_calls=[CallDelta(index=event.index, id=event.id, type="function", function=function)])
 
 
 def _finish_reason(output: CompletionOutput, calls: int) -> Any:
