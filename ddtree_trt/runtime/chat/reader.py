@@ -42,6 +42,10 @@ class ToolCall:
     name: str
     arguments: str
 
+    def to_dict(self) -> dict[str, Any]:
+        """The call as OpenAI's API has it."""
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
 
 Event = Reasoning | Content | ToolCall
 
@@ -70,10 +74,7 @@ class ChatMessage:
 
     def to_dict(self) -> dict[str, Any]:
         """The message as OpenAI's API has it, to be put behind the others of its chat."""
-        calls = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-            for call in self.tool_calls
-        ]
+        calls = [call.to_dict() for call in self.tool_calls]
         parts = {"reasoning_content": self.reasoning_content, "tool_calls": calls}
         return {"role": "assistant", "content": self.content, **{name: part for name, part in parts.items() if part}}
 
