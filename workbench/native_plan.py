@@ -2,8 +2,8 @@
 
 Prints one line of JSON: times, sizes and the peak memory of this process, weights' making included.
 
-    python tools/native_plan.py qwen3-0.6b
-    python tools/native_plan.py qwen3-8b --network drafter --layers 2
+    python -m workbench native-plan qwen3-0.6b
+    python -m workbench native-plan qwen3-8b --network drafter --layers 2
 """
 
 from __future__ import annotations
