@@ -42,7 +42,7 @@ HINT_PROMPTS = 4
 def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> CheckReport:
     """Run every check. Raises UsageError for prompts that do not fit, ArtifactError for an engine that cannot load."""
     directory = Path(settings.engine)
-    with closing(Session.open(directory, settings)) as session:
+    with closing(Session(directory, settings)) as session:
         opened = load_prompts(settings.prompts, settings.limit)
         prompts = _encode(session, opened, settings)
         texts = dict(zip(prompts, answers(session, list(prompts.values()), settings.max_tokens), strict=True))
@@ -60,8 +60,7 @@ def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> C
             trials = format_trials(session, opened[:HINT_PROMPTS], settings.max_tokens, progress)
         manifest, others = session.manifest, variants(session.manifest, session.codec)
     if diagnose and not agreement.broken:
-        opening = (manifest, settings.threads, settings.exact)
-        trials += wiring_trials(directory, others, list(texts.values()), agreement, opening, progress)
+        trials += wiring_trials(directory, others, list(texts.values()), agreement, (manifest, settings), progress)
     return CheckReport(
         engine=manifest.name,
         precision=manifest.precision,

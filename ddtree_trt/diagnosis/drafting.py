@@ -15,6 +15,7 @@ from ddtree_trt.diagnosis.agreement import Agreement, Text, measure_agreement
 from ddtree_trt.diagnosis.variants import Variant, open_variant
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE
+from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
 
 LOW_TAU = 4.0  # of the chain: published block drafters have more on the texts they were trained for
@@ -164,17 +165,17 @@ def wiring_trials(
     found: Sequence[Variant],
     texts: Sequence[Text],
     own: Agreement,
-    engine: tuple[Manifest, int, bool | None],
+    engine: tuple[Manifest, EngineOptions],
     progress: Progress,
 ) -> tuple[Trial, ...]:
-    """The agreement of every variant. `engine`: the manifest of the engine on disk, its threads, and whether it was
-    asked to be exact; it is closed, so that no two are in memory."""
-    manifest, threads, exact = engine
+    """The agreement of every variant. `engine`: the manifest of the engine on disk, and how it was opened;
+    it is closed, so that no two are in memory."""
+    manifest, options = engine
     trials = []
     for number, variant in enumerate(found):
         progress("other wirings", number, len(found))
         try:
-            with open_variant(directory, manifest, variant, threads, exact) as other:
+            with open_variant(directory, manifest, variant, options) as other:
                 agreement = measure_agreement(other, texts)
         except OSError:
             trials.append(Trial(variant.cause, variant.setting, None, False))

@@ -15,6 +15,7 @@ from ddtree_trt.artifact.precisions import PLAN_BACKENDS
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.engines.load import load_backend
+from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.text.codec import TextCodec
 
 SHIFTS = (-1, 1)  # layers: conventions count a layer's input, its output, or the embedding as number 0
@@ -58,14 +59,12 @@ def _masks(manifest: Manifest, codec: TextCodec) -> list[int]:
 
 
 @contextmanager
-def open_variant(
-    directory: Path, manifest: Manifest, variant: Variant, threads: int, exact: bool | None
-) -> Iterator[Engine]:
+def open_variant(directory: Path, manifest: Manifest, variant: Variant, options: EngineOptions) -> Iterator[Engine]:
     """The engine of `directory`, whose digests were checked, wired as the variant is. Raises OSError where a tapped
     graph cannot be written beside the directory, because its file system has no links or is not writable."""
     before, after = manifest.drafting.tap_layers, variant.manifest.drafting.tap_layers
     if manifest.backend != "onnxruntime" or before == after:
-        with closing(load_backend(directory, variant.manifest, threads, exact)) as engine:
+        with closing(load_backend(directory, variant.manifest, options)) as engine:
             yield engine
         return
     from ddtree_trt.build.graph.tapping import tap_other_layers
@@ -79,5 +78,5 @@ def open_variant(
         tap_other_layers(
             directory / artifact.TARGET_GRAPH, wired / artifact.TARGET_GRAPH, dict(zip(before, after, strict=True))
         )
-        with closing(load_backend(wired, variant.manifest, threads, exact)) as engine:
+        with closing(load_backend(wired, variant.manifest, options)) as engine:
             yield engine
