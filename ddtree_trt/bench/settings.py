@@ -205,7 +205,6 @@ class CheckSettings(EngineOptions):
     seeds: int = 24  # sampled requests per prompt, method and temperature; 0 skips the distribution test
     sampled_prompts: int = 4
     sampled_tokens: int = 12
-    diagnose: bool | None = None  # try what may be wired wrongly; None: where few drafted tokens are accepted
 
     def __post_init__(self) -> None:
         super().__post_init__()

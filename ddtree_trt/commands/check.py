@@ -27,10 +27,6 @@ def check(
     seeds: Annotated[
         int, typer.Option(metavar="N", help="Sampled requests per prompt, method and temperature; 0 skips them.")
     ] = CheckSettings.seeds,
-    diagnose: Annotated[
-        bool | None,
-        typer.Option(help="Try other tapped layers, mask tokens and prompt formats. Default: where acceptance is low."),
-    ] = CheckSettings.diagnose,
     *,
     options: EngineOptions,
     json: AsJson = False,
@@ -45,11 +41,10 @@ def check(
         limit=limit,
         max_tokens=max_tokens,
         seeds=seeds,
-        diagnose=diagnose,
         **vars(options),
     )
-    from ddtree_trt.check import check_engine
-    from ddtree_trt.findings import describe
+    from ddtree_trt.check.findings import describe
+    from ddtree_trt.check.run import check_engine
 
     with terminal.progress_bars() as progress:
         report = check_engine(settings, progress)

@@ -79,12 +79,12 @@ def test_dflash_of_an_autoregressive_engine() -> None:
     ("place", "value", "message"),
     [
         (("schema_version",), 99, "schema version 99, this ddtree-trt reads version 1; rebuild with"),
-        (("backend",), "abacus", "'torch' or 'tensorrt' or 'tensorrt-rtx', found 'abacus'"),
+        (("backend",), "abacus", "'torch', 'tensorrt' or 'tensorrt-rtx', found 'abacus'"),
         (("name",), 5, "m: name must be a name of letters, digits, '.', '_' and '-', found 5"),
         (("build_seconds",), True, "m: build_seconds must be a number from 0 to 1e+09, found true"),
         (("limits", "max_batch"), "8", "m: limits.max_batch must be an integer from 1 to 1024, found '8'"),
         (("limits", "max_batch"), 8.0, "m: limits.max_batch must be an integer from 1 to 1024, found 8.0"),
-        (("limits", "colour"), 1, "m: limits has unknown fields ['colour'], lacks fields []"),
+        (("limits", "colour"), 1, "m: limits.colour is unknown; rebuild the engine"),
         (("limits",), [1], "m: limits must be an object, found [1]"),
         (("target_dims",), None, "m: target_dims must be an object, found null"),
         (
@@ -93,11 +93,11 @@ def test_dflash_of_an_autoregressive_engine() -> None:
             "m: drafter_dims.tap_layers[1] must be an integer from 0 to 999",
         ),
         (("drafter_dims", "tap_layers"), 3, "m: drafter_dims.tap_layers must be a list, found 3"),
-        (("golden_tau", "ddtree"), [1.0], "m: golden_tau.ddtree must be a list of 2 entries"),
+        (("golden_tau", "ddtree"), [1.0], "m: golden_tau.ddtree[1] is missing"),
         (("files", "weights.bin", "size"), None, "m: files.'weights.bin'.size must be an integer"),
         (("tensors", "target", "inputs"), [1], "m: tensors.target.inputs[0] must be a text"),
         (("plugin",), {"abi": 1}, "m: plugin.abi must be a text"),
-        (("drafter_kind",), "autoregressive", "m: drafter_dims has unknown fields ['block_size'"),
+        (("drafter_kind",), "autoregressive", "m: drafter_dims.block_size is unknown"),
     ],
 )
 def test_a_wrong_field_is_named(place: tuple[str, ...], value: Any, message: str) -> None:
@@ -122,7 +122,7 @@ def test_not_a_manifest(text: str, message: str) -> None:
 def test_missing_field_is_named() -> None:
     data = json.loads(make_manifest().to_json())
     del data["limits"]
-    with pytest.raises(ArtifactError, match=r"lacks fields \['limits'\]"):
+    with pytest.raises(ArtifactError, match="limits is missing"):
         parse_manifest(json.dumps(data), "m")
 
 
@@ -209,7 +209,7 @@ def test_truncated_missing_and_unlisted_files(tmp_path: Path) -> None:
     assert "does not list weights.bin" in verify_refusal(engine)
     outside = {**manifest.files, "../secret": FileEntry(1, "0" * 64)}
     (engine / MANIFEST).write_text(dataclasses.replace(manifest, files=outside).to_json())
-    assert "files: the name must be a name of letters, digits" in verify_refusal(engine)
+    assert "files: a key must be a name of letters, digits" in verify_refusal(engine)
 
 
 def test_an_edited_manifest_is_refused(tmp_path: Path) -> None:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 from typer.testing import CliRunner
 
 from ddtree_trt.cli import app
+from ddtree_trt.commands import bench
 
 # What stands beside the option: a call that is right without it. ENGINE is the tiny engine, FOLDER an empty directory.
 ARGUMENTS = {
@@ -105,11 +106,16 @@ IN_TEXT: dict[tuple[str, str], tuple[str, ...]] = {
 
 def numeric_options() -> Iterator[tuple[str, str]]:
     """Every (command, option) whose value is an integer or a real number."""
-    commands: Any = typer.main.get_command(app)
-    for command, found in commands.commands.items():
-        for option in getattr(found, "commands", {"run": found})["run"].params:
-            if option.type.name in ("integer", "float"):
-                yield command, option.opts[0]
+    groups = {"bench": [c for c in bench.app.registered_commands if c.name == "run"], None: app.registered_commands}
+    for group, commands in groups.items():
+        for command in commands:
+            callback: Any = command.callback
+            name = group or command.name or callback.__name__.replace("_", "-")
+            for option, hint in typing.get_type_hints(callback, include_extras=True).items():
+                kind, *infos = typing.get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
+                if {int, float} & {kind, *typing.get_args(kind)}:
+                    named = [word for info in infos for word in info.param_decls or ()]
+                    yield name, (named or ["--" + option.replace("_", "-")])[0]
 
 
 def test_every_numeric_option_is_in_the_table() -> None:

@@ -1,0 +1,212 @@
+"""Checks of `ddtree-trt check`: whether an engine is lossless up to its rounding, and its drafter wired right.
+
+Greedy: every method gives the tokens of `ar`; where one differs, the target's logits of both tokens must be closer than
+the precision rounds, and in an engine that is `exact` none may differ. Distribution: every sampled token's place in the
+target's own distribution is uniform. Golden τ: the mean acceptance length is within the pair's range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.precisions import PRECISIONS
+from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.bench.paper_datasets import PAPER_SETS
+from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
+from ddtree_trt.bench.session import Session
+from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
+from ddtree_trt.check.agreement import Agreement, Text, measure_agreement
+from ddtree_trt.check.drafting import LOW_TAU, DraftingFinding, answers, wiring
+from ddtree_trt.check.findings import (
+    TEMPERATURES,
+    CheckReport,
+    Difference,
+    DistributionFinding,
+    GreedyFinding,
+    TauFinding,
+)
+from ddtree_trt.check.uniformity import place_in_distribution, uniformity
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, METHODS
+from ddtree_trt.runtime.decoding.routing import engine_host_reason
+from ddtree_trt.runtime.outputs import RequestOutput
+from ddtree_trt.runtime.params import SamplingParams
+
+GREEDY_BUDGETS: tuple[Budget, ...] = ("auto", 3, 16, 64)
+SAMPLED_BUDGETS: tuple[Budget, ...] = ("auto", 16)
+DEVICE_BUDGET = 16  # of the case whose rounds stay on the device
+GOLDEN_BUDGET = 64  # what manifest.golden_tau of ddtree is for, or the engine's largest
+
+
+def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> CheckReport:
+    """Run every check. Raises UsageError for prompts that do not fit, ArtifactError for an engine that cannot load."""
+    directory = Path(settings.engine)
+    with closing(Session(directory, settings)) as session:
+        prompts = _encode(session, load_prompts(settings.prompts, settings.limit), settings)
+        texts = dict(zip(prompts, answers(session, list(prompts.values()), settings.max_tokens), strict=True))
+        agreement = measure_agreement(session.engine, list(texts.values()))
+        cases = engine_cases(session.manifest, _with_golden(GREEDY_BUDGETS, session.manifest))
+        if agreement.broken:  # what drafts cannot be decoded with
+            cases = [case for case in cases if not METHODS[case.method].drafts]
+        greedy = _check_greedy(session, texts, cases, settings, progress)
+        distribution = _check_distribution(session, prompts, settings, progress) if settings.seeds else ()
+        tau = () if agreement.broken else _check_tau(session, greedy, settings)
+        manifest = session.manifest
+    return CheckReport(
+        engine=manifest.name,
+        precision=manifest.precision,
+        prompts=len(prompts),
+        greedy=greedy,
+        distribution=distribution,
+        tau=tau,
+        drafting=DraftingFinding(agreement, wiring(manifest), _is_low(agreement, tau)),
+    )
+
+
+def _is_low(agreement: Agreement, tau: Sequence[TauFinding]) -> bool:
+    """Whether τ is below the pair's range; where there is none for these prompts, below LOW_TAU."""
+    judged = [finding for finding in tau if finding.judged]
+    return not all(f.passed for f in judged) if judged else agreement.tau < LOW_TAU
+
+
+def _encode(session: Session, prompts: Sequence[BenchPrompt], settings: CheckSettings) -> dict[str, list[int]]:
+    """Token ids by prompt id."""
+    encoded = {p.id: session.codec.encode(p.opening) for p in prompts}
+    room = session.manifest.limits.max_seq_len - settings.max_tokens
+    if long := [p for p, ids in encoded.items() if len(ids) > room]:
+        raise UsageError(
+            f"prompt {long[0]} has {len(encoded[long[0]])} tokens; with {settings.max_tokens} new ones it does not fit "
+            f"max_seq_len {session.manifest.limits.max_seq_len}; lower --max-tokens or leave the prompt out"
+        )
+    return encoded
+
+
+def engine_cases(manifest: Manifest, budgets: Sequence[Budget]) -> list[Case]:
+    """Every method the engine can do, `ar` first; trees at each of the budgets within the engine's limit, and once on
+    the device."""
+    allowed = [b for b in budgets if b == "auto" or b <= manifest.limits.max_tree_budget]
+    cases = []
+    for method in METHODS.values():
+        if not method.serves(manifest.drafter_kind):
+            continue
+        cases += [Case(method.name, b) for b in allowed] if method.branches else [Case(method.name)]
+        if method.host_reason is None and engine_host_reason(manifest) is None:
+            cases += [Case(method.name, b, device=True) for b in allowed if b == DEVICE_BUDGET]
+    return sorted(cases, key=lambda case: case.method != AUTOREGRESSIVE.name)
+
+
+def _generate(session: Session, prompt: list[int], case: Case, params: SamplingParams) -> RequestOutput:
+    """The output of a request decoded on the device or the host as the case says, whatever `auto` would choose."""
+    return session.generate(prompt, params, device_rounds="on" if case.device else "off")[0]
+
+
+def _params(case: Case, max_tokens: int, temperature: float, seed: int) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        method=case.method,
+        tree_budget="auto" if case.budget is None else case.budget,
+    )
+
+
+def _check_greedy(
+    session: Session, texts: dict[str, Text], cases: Sequence[Case], settings: CheckSettings, progress: Progress
+) -> tuple[GreedyFinding, ...]:
+    """A finding per case; `texts` are the prompts, continued by `ar`."""
+    findings = []
+    for done, case in enumerate(cases):
+        progress("greedy equality", done, len(cases))
+        differences, taus, lengths = [], [], []
+        for name, text in texts.items():
+            ids, expected = list(text.token_ids[: text.start]), list(text.token_ids[text.start :])
+            output = _generate(session, ids, case, _params(case, settings.max_tokens, 0.0, 0))
+            tokens = output.outputs[0].token_ids
+            taus.append(output.metrics.mean_acceptance_length)
+            lengths += output.metrics.acceptance_lengths
+            if tokens != expected:
+                differences.append(_explain(session, name, ids, expected, tokens))
+        deepest = max(lengths, default=1)
+        depths = tuple(sum(n > d for n in lengths) / len(lengths) for d in range(1, deepest))
+        findings.append(GreedyFinding(case.label, len(texts), tuple(differences), float(np.mean(taus)), depths))
+    progress("greedy equality", len(cases), len(cases))
+    return tuple(findings)
+
+
+def _with_golden(budgets: Sequence[Budget], manifest: Manifest) -> list[Budget]:
+    return list(dict.fromkeys([*budgets, _golden_budget(manifest)]))
+
+
+def _golden_budget(manifest: Manifest) -> int:
+    return min(GOLDEN_BUDGET, manifest.limits.max_tree_budget)
+
+
+def _explain(session: Session, name: str, prompt: list[int], expected: list[int], found: list[int]) -> Difference:
+    pairs = zip(expected, found, strict=False)
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
+    row = target_logits(session, prompt, expected[: position + 1] if position < len(expected) else found)[position]
+    exact = session.engine.foresee is not None
+    rounding = 0.0 if exact else PRECISIONS[session.manifest.precision].relative_rounding * float(np.abs(row).max())
+    if position >= min(len(expected), len(found)):
+        a = expected[position] if position < len(expected) else None
+        b = found[position] if position < len(found) else None
+        return Difference(name, position, a, b, None, rounding)
+    gap = float(row.max() - min(row[expected[position]], row[found[position]]))
+    return Difference(name, position, expected[position], found[position], gap, rounding)
+
+
+def target_logits(session: Session, prompt: list[int], output: Sequence[int]) -> NDArray[np.float32]:
+    """The target's own logits [len(output), V]: row i is what output token i was chosen from. Uses slot 0."""
+    engine, chunk = session.engine, session.manifest.limits.prefill_chunk
+    engine.truncate(0, 0)
+    head, tail = prompt[:-1], [prompt[-1], *output[:-1]]
+    for start in range(0, len(head), chunk):
+        engine.prefill(0, np.array(head[start : start + chunk], np.int64), rows="none", taps=False)
+    rows = []
+    for start in range(0, len(tail), chunk):
+        verdict = engine.prefill(0, np.array(tail[start : start + chunk], np.int64), rows="all", taps=False)
+        rows.append(np.array(verdict.logits))
+    engine.truncate(0, 0)
+    return np.concatenate(rows)
+
+
+def _check_distribution(
+    session: Session, prompts: dict[str, list[int]], settings: CheckSettings, progress: Progress
+) -> tuple[DistributionFinding, ...]:
+    """A finding per case. Every case draws with seeds of its own, at each of TEMPERATURES: cases are independent."""
+    cases = engine_cases(session.manifest, SAMPLED_BUDGETS)
+    chosen = list(prompts.values())[: settings.sampled_prompts]
+    findings = []
+    for number, case in enumerate(cases):
+        progress("distribution", number, len(cases))
+        rng = np.random.default_rng([number, 1])
+        places: list[float] = []
+        for i in range(settings.seeds):
+            for j, ids in enumerate(chosen):
+                for temperature in TEMPERATURES:
+                    seed = (number * settings.seeds + i) * len(chosen) + j
+                    output = _generate(session, ids, case, _params(case, settings.sampled_tokens, temperature, seed))
+                    tokens = output.outputs[0].token_ids
+                    rows = target_logits(session, ids, tokens)
+                    found = [place_in_distribution(*pair, temperature, rng) for pair in zip(rows, tokens, strict=True)]
+                    places += [place for place in found if place is not None]
+        findings.append(DistributionFinding(case.label, uniformity(places)))
+    progress("distribution", len(cases), len(cases))
+    return tuple(findings)
+
+
+def _check_tau(session: Session, greedy: Sequence[GreedyFinding], settings: CheckSettings) -> tuple[TauFinding, ...]:
+    known = {TINY, *PAPER_SETS}
+    judged = all(spec.partition("=")[0] in known for spec in settings.prompts)
+    findings = []
+    for method, (low, high) in session.manifest.golden_tau.items():
+        case = Case(method, _golden_budget(session.manifest) if METHODS[method].branches else None)
+        tau = next(f.tau for f in greedy if f.case == case.label)
+        findings.append(TauFinding(case.label, tau, low, high, judged))
+    return tuple(findings)

@@ -1,0 +1,196 @@
+"""Record the output of the published DDTree code on the tiny pair, as golden traces for our own tests.
+
+    git clone https://github.com/liranringel/ddtree ../ddtree
+    python -m workbench golden --reference ../ddtree
+
+Nothing of the published code is kept here: it is imported from that checkout and runs unchanged on the CPU, in float32
+with PyTorch SDPA. Stand-ins replace only what it requires of its environment: a CUDA device to synchronise with, two
+packages that it imports and does not need here, and a cache that can be cropped to a length.
+
+How the traces count. Prefill yields one token, the first bonus token. A round with acceptance length a commits a tokens
+to the cache, that bonus token first, and yields the next one: 1 + sum(acceptance_lengths) tokens after all rounds. The
+published loop looks for a stop token or the length limit only between rounds, and does not take back from its lengths
+what it then cuts from its output. `surplus` is the number of tokens cut, all of them from the last round:
+
+    len(output_ids) = 1 + sum(acceptance_lengths) - surplus      and      0 <= surplus <= acceptance_lengths[-1].
+
+So an implementation that counts nothing past the end has acceptance_lengths[-1] - surplus in its last round. Where that
+is 0 the output was complete before that round (prefill gave a stop token, or max_new_tokens were reached exactly): the
+published loop ran it all the same.
+
+`stable` is true where another correct implementation must agree. It is false where float64 gives another trace, so that
+a near tie decides, and where the published buffer, max_new_tokens + 1 + budget long, cut a draft block at its end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+try:
+    import tokenizers
+    import torch
+    import transformers
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+except ImportError as error:
+    install = "python -m pip install torch==2.13.0 'transformers>=4.57' jinja2"
+    raise SystemExit(f"needs PyTorch and transformers, but: {error}. Install them with: {install}") from error
+
+from ddtree_trt.bench.reference import REPOSITORY, Published, adapted_libraries, commit_of, import_published
+from ddtree_trt.errors import DDTreeError
+from ddtree_trt.runtime.decoding.methods import DDTREE, DFLASH, METHODS
+
+ROOT = Path(__file__).resolve().parent.parent
+PAIR = ROOT / "ddtree_trt/assets/tiny"
+OUTPUT = ROOT / "tests/decoding/golden/ddtree_reference.json"
+SCHEMA_VERSION = 1
+PROMPTS = 10
+BUDGETS = (7, 16, 64)
+MAX_NEW_TOKENS = 128
+
+Record = dict[str, Any]
+
+
+def choose_prompts(path: Path) -> list[Record]:
+    """PROMPTS of the file's lines, divided among its domains and evenly spaced within each."""
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    domains = list(dict.fromkeys(row["domain"] for row in rows))
+    chosen = []
+    for i, domain in enumerate(domains):
+        own, share = [row for row in rows if row["domain"] == domain], len(range(i, PROMPTS, len(domains)))
+        chosen += [{"domain": domain, "prompt": own[j * len(own) // share]["prompt"]} for j in range(share)]
+    return chosen
+
+
+class Reference:
+    """The pair under the published loops, in one precision, at temperature 0."""
+
+    def __init__(self, published: Published, pair: Path, dtype: torch.dtype) -> None:
+        self.ddtree, self.dflash = published.ddtree, published.dflash
+        options = {"dtype": dtype, "attn_implementation": "sdpa"}
+        self.tokenizer = AutoTokenizer.from_pretrained(pair / "tokenizer")
+        self.target = AutoModelForCausalLM.from_pretrained(pair / "target", **options).eval()
+        self.drafter = self.ddtree.DFlashDraftModel.from_pretrained(pair / "drafter", **options).eval()
+
+    def encode(self, prompt: str) -> list[int]:
+        message = [{"role": "user", "content": prompt}]
+        text = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def greedy(self, prompt_ids: list[int]) -> list[int]:
+        ids = torch.tensor([prompt_ids])
+        limits = {"max_new_tokens": MAX_NEW_TOKENS, "eos_token_id": self.tokenizer.eos_token_id}
+        output = self.target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, **limits)
+        return output[0, len(prompt_ids) :].tolist()
+
+    def trace(self, prompt_ids: list[int], method: str, budget: int) -> Record:
+        """The record of one request. A chain's budget must be the L draft positions of a block."""
+        block = self.drafter.block_size
+        tree = METHODS[method].branches
+        result = (self.ddtree.ddtree_generate if tree else self.dflash.dflash_generate)(
+            model=self.drafter,
+            target=self.target,
+            input_ids=torch.tensor([prompt_ids]),
+            mask_token_id=self.drafter.mask_token_id,
+            max_new_tokens=MAX_NEW_TOKENS,
+            block_size=block,
+            stop_token_ids=[self.tokenizer.eos_token_id],
+            temperature=0.0,
+            **({"tree_budget": budget} if tree else {}),
+        )
+        output, lengths = result.output_ids[0, len(prompt_ids) :].tolist(), result.acceptance_lengths
+        surplus = 1 + sum(lengths) - len(output)
+        assert 0 <= surplus <= lengths[-1], f"not counted as documented: {lengths} for {len(output)} tokens"
+        whole = sum(lengths[:-1]) + block <= MAX_NEW_TOKENS + 1 + budget
+        return {"output_ids": output, "acceptance_lengths": lengths, "surplus": surplus, "stable": whole}
+
+
+def record(published: Published, pair: Path, prompts: list[Record]) -> tuple[Record, list[Record]]:
+    """(settings, a trace for every prompt, method and budget). Adds token ids and greedy output to the prompts."""
+    single, double = (Reference(published, pair, dtype) for dtype in (torch.float32, torch.float64))
+    block, eos = single.drafter.block_size, single.tokenizer.eos_token_id
+    traces = []
+    for index, row in enumerate(prompts):
+        ids = row["prompt_ids"] = single.encode(row["prompt"])
+        row["greedy_ids"] = single.greedy(ids)
+        for method, budget in [(DFLASH.name, block - 1), *((DDTREE.name, budget) for budget in BUDGETS)]:
+            trace = single.trace(ids, method, budget)
+            if trace["output_ids"] != row["greedy_ids"]:
+                raise SystemExit(
+                    f"{method} at budget {budget} on {row['prompt']!r}: expected the greedy {row['greedy_ids']}, "
+                    f"found {trace['output_ids']}. If that is a near tie, choose other --prompts."
+                )
+            trace["stable"] &= trace == double.trace(ids, method, budget)
+            traces.append({"prompt": index, "method": method, "budget": budget} | trace)
+    return {"block_size": block, "eos_token_id": eos, "max_new_tokens": MAX_NEW_TOKENS, "temperature": 0.0}, traces
+
+
+def one_per_line(document: Record) -> str:
+    """JSON whose lists take one line an item, so that a diff shows the cases that changed."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, list):
+            return "[\n    " + ",\n    ".join(json.dumps(item, ensure_ascii=False) for item in value) + "\n  ]"
+        return json.dumps(value)
+
+    return "{\n" + ",\n".join(f'  "{key}": {text(value)}' for key, value in document.items()) + "\n}\n"
+
+
+def report(traces: list[Record]) -> None:
+    print("mean acceptance length      published   not past the end   stable")
+    for method, budget in dict.fromkeys((t["method"], t["budget"]) for t in traces):
+        own = [t for t in traces if (t["method"], t["budget"]) == (method, budget)]
+        rounds, tokens = (sum(f(t["acceptance_lengths"]) for t in own) for f in (len, sum))
+        kept, stable = tokens - sum(t["surplus"] for t in own), sum(t["stable"] for t in own)
+        print(f"{method:7}{budget:4}{rounds:9} rounds{tokens / rounds:10.3f}{kept / rounds:19.3f}{stable:6}/{len(own)}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--reference", type=Path, required=True, help=f"a checkout of {REPOSITORY}")
+    parser.add_argument("--pair", type=Path, default=PAIR, help="a folder with target, drafter and tokenizer")
+    parser.add_argument("--prompts", type=Path, help="JSON lines with `domain` and `prompt` (the pair's prompts.jsonl)")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    args = parser.parse_args()
+    args.prompts = args.prompts or args.pair / "prompts.jsonl"
+    weights = [args.pair / name / "model.safetensors" for name in ("target", "drafter")]
+    if missing := [str(p) for p in (*weights, args.pair / "tokenizer", args.prompts) if not p.exists()]:
+        raise SystemExit(f"expected a pair and its prompts, found no {', '.join(missing)}")
+    try:
+        published, commit = import_published(args.reference), commit_of(args.reference)
+    except DDTreeError as error:
+        raise SystemExit(f"--reference: {error}") from error
+
+    torch.set_num_threads(1)  # two wait for each other on a busy machine, and take four times as long
+    transformers.utils.logging.disable_progress_bar()
+    prompts = choose_prompts(args.prompts)
+    with adapted_libraries():
+        settings, traces = record(published, args.pair, prompts)
+    command = "python -m workbench golden --reference ../ddtree"
+    for name, usual in {"pair": PAIR, "prompts": args.pair / "prompts.jsonl", "output": OUTPUT}.items():
+        if (path := getattr(args, name).resolve()) != usual.resolve():
+            command += f" --{name} {os.path.relpath(path, ROOT)}"
+    libraries = {module.__name__: module.__version__ for module in (torch, transformers, tokenizers)}
+    document = {
+        "schema_version": SCHEMA_VERSION,
+        "about": "Traces of the published DDTree code. workbench/golden.py says what the fields count.",
+        "regenerate": [f"git clone {REPOSITORY} ../ddtree", f"git -C ../ddtree checkout {commit}", command],
+        "source": {"repository": REPOSITORY, "commit": commit},
+        "versions": {"python": platform.python_version()} | libraries,
+        "sha256": {str(p.relative_to(args.pair)): hashlib.sha256(p.read_bytes()).hexdigest() for p in weights},
+        "settings": settings,
+        "prompts": prompts,
+        "traces": traces,
+    }
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(one_per_line(document), encoding="utf-8")
+    report(traces)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""Play the rule of automatic budgets and its rivals over recorded drafts, under given costs.
+
+    python -m workbench judge record ENGINE --prompts FILE.jsonl [--tokens 160] -o known.npz
+    python -m workbench judge play known.npz [more.npz …] [--machine h100,torch] [--slots 1,4,16,64] [--wrong 0.5]
+
+`record` has the target answer prompts greedily, and drafts at every token of the answers: whatever a policy commits,
+its next draft is known. `play` needs no engine and reads no clock. Each line is a machine, a number of requests side by
+side, and a recording. Its figures are tokens a second over those of single tokens: of `auto`, of the chain, of every
+fixed budget, and for one request of hindsight, which knows in each round what every size would have had accepted. The
+last column is `auto` over the best of them but hindsight. `--wrong 0.5` begins with a profile in which drafts take half
+and trees twice what they do, 2 the other way round. With `--late` a round is decided before the one before it is read,
+and its size before its drafts are seen, as where rounds stay on a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.runtime.candidates import Marginals
+from ddtree_trt.runtime.decoding.budget.costs import Costs
+from ddtree_trt.runtime.decoding.budget.policy import (
+    AutoBudget,
+    AutoBudgets,
+    Budget,
+    Decision,
+    FixedBudget,
+    RoundPlan,
+    SlotInput,
+)
+from ddtree_trt.runtime.engines.profile import PassTimes, Profile
+from ddtree_trt.runtime.tree import EMPTY, DraftTree, best_tree, descend
+
+NODES, PAST = 64, 200
+FIXED = (1, 2, 4, 8, 12, 16, 24, 32, 64)
+PROFILED = (1, 2, 5, 17, 65)  # tree tokens
+
+
+@dataclass(frozen=True)
+class Text:
+    """An answer of P + 1 tokens, and the drafter's candidates behind each but the last."""
+
+    tokens: list[int]
+    log_probs: NDArray[np.float32]  # [P, L, K]
+    ids: NDArray[np.int32]  # [P, L, K]
+
+    def tree(self, place: int, nodes: int, width: int | None = None) -> DraftTree:
+        """The draft behind token `place`."""
+        return best_tree(Marginals(self.log_probs[place], self.ids[place]), nodes, width=width)
+
+    def path(self, place: int, tree: DraftTree) -> NDArray[np.int32]:
+        """The nodes that the answer takes, root first, at most as many as it has tokens left."""
+        following = iter(self.tokens[place + 1 :])
+        return descend(tree, lambda node: next(following, None))[: len(self.tokens) - 1 - place]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """True times of passes, by slots: of verifications by tree tokens, and of drafts. Linear between and beyond."""
+
+    verify: Mapping[int, Mapping[int, float]]
+    draft: Mapping[int, float]
+    in_turn: bool = False  # whether every slot has passes of its own
+    buckets: tuple[int, ...] | None = None
+
+    def verify_s(self, slots: int, tokens: int) -> float:
+        if self.buckets is not None:
+            tokens = next(size for size in self.buckets if size >= tokens)
+        times = [PassTimes(n, 1, 0.0, tuple(self.verify[n].items())).verify_s(np.array(tokens)) for n in self.verify]
+        return float(np.interp(slots, list(self.verify), np.array(times)))
+
+    def draft_s(self, slots: int) -> float:
+        return float(np.interp(slots, list(self.draft), list(self.draft.values()))) if slots else 0.0
+
+    def budgets(self, slots: int, wrong: float = 1.0) -> AutoBudgets:
+        """Those of an engine that serves so many requests, whose profile is wrong by that factor."""
+
+        def times(n: int) -> PassTimes:
+            verify = ((t, self.verify_s(n, t) * (1 if t == 1 else 1 / wrong)) for t in PROFILED)
+            return PassTimes(n, 64, self.draft_s(n) * wrong, tuple(verify))
+
+        many = times(slots) if slots > 1 and not self.in_turn else None
+        return AutoBudgets(Costs(Profile("", times(1), None, many), NODES, self.buckets), NODES, 15)
+
+
+def _processor(slots: int) -> dict[int, float]:
+    """The packaged pair with PyTorch on one core of a processor, in milliseconds."""
+    return {t: 2.3 + slots * (0.2 + (0.06 + 0.085 * (t - 1) if t > 1 else 0)) for t in (1, 2, 65)}
+
+
+MACHINES = {
+    # ONNX Runtime on two cores: the packaged pair in fp32, SmolLM2-135M in int8.
+    "tiny": Machine({1: {1: 0.80, 2: 1.1, 3: 1.2, 5: 1.4, 9: 1.9, 17: 2.7, 33: 4.4, 65: 7.5}}, {1: 1.15}, in_turn=True),
+    "smollm2": Machine({1: {1: 10.5, 2: 11.3, 5: 14.2, 9: 18.2, 17: 27.6, 33: 33.4, 65: 58.2}}, {1: 4.5}, in_turn=True),
+    "torch": Machine({n: _processor(n) for n in (1, 64)}, {n: 1.4 + 0.67 * n for n in (1, 64)}),
+    # Qwen3-8B's shape in bf16 with a block drafter, measured behind 512 tokens; the largest trees continued.
+    "h100": Machine(
+        {
+            1: {1: 6.57, 4: 6.65, 16: 6.77, 64: 7.07, 128: 8.2},
+            4: {1: 6.69, 4: 6.8, 8: 6.95, 16: 7.10, 32: 7.56, 64: 9.04},
+            16: {1: 7.09, 4: 7.25, 8: 7.67, 16: 9.04, 32: 13.8, 64: 26.0},
+            64: {1: 8.66, 4: 10.28, 8: 15.2, 16: 27.8, 32: 54.0, 64: 106.0},
+        },
+        {1: 2.2, 4: 2.2, 8: 2.55, 16: 3.3, 32: 4.95, 64: 9.25},
+        buckets=(1, 2, 4, 8, 16, 32, 48, 64, 65, 128),
+    ),
+}
+
+
+@dataclass
+class _Slot:
+    text: Text
+    budget: Budget
+    place: int = 0
+    unread: Callable[[], None] = field(default=lambda: None)  # learns from the round before, where it is read late
+
+    @property
+    def left(self) -> int:
+        return len(self.text.tokens) - 1 - self.place
+
+
+def play(
+    machine: Machine,
+    texts: Sequence[Text],
+    slots: int,
+    make: Callable[[], Budget],
+    *,
+    width: int | None = None,
+    late: bool = False,
+) -> tuple[float, int]:
+    """(time, tokens) of the answers, `slots` side by side. `width`: most children of a node; 1 makes chains."""
+    waiting = deque(texts)
+    running: list[_Slot] = []
+    seconds, tokens = 0.0, 0
+    while waiting or running:
+        running += [_Slot(waiting.popleft(), make()) for _ in range(min(len(waiting), slots - len(running)))]
+        for group in [[s] for s in running] if machine.in_turn else [running]:
+            plan = RoundPlan([SlotInput(s.budget, PAST + s.place, s.left) for s in group], ahead=late)
+            nodes = plan.ceilings()
+            for s in group:
+                s.unread()
+            drafts = sum(n > 0 for n in nodes)
+            drafted = [s.text.tree(s.place, 2 * n if late else n, width) for s, n in zip(group, nodes, strict=True)]
+            if not late:
+                nodes = plan.choose([tree if n else None for tree, n in zip(drafted, nodes, strict=True)])
+            widest = max(min(n, len(tree)) for n, tree in zip(nodes, drafted, strict=True))
+            draft_s, verify_s = machine.draft_s(drafts), machine.verify_s(len(group), 1 + widest)
+            seconds += draft_s + verify_s
+            plan.took(draft_s, verify_s, widest)
+            for s, n, tree, decision in zip(group, nodes, drafted, plan.decisions, strict=True):
+                tokens += _advance(s, tree, n, decision, late)
+        running = [s for s in running if s.left]
+    return seconds, tokens
+
+
+def _advance(slot: _Slot, drafted: DraftTree, nodes: int, decision: Decision | None, late: bool) -> int:
+    """Commit what the answer takes of the first nodes of a draft, and learn from it; now, or before the round after the
+    next is decided."""
+    verified = drafted.cut(nodes)
+    path = slot.text.path(slot.place, verified)
+    ends, left, budget = len(path) == slot.left, slot.left, slot.budget
+    slot.place += len(path)
+
+    def learn() -> None:
+        if isinstance(budget, AutoBudget) and decision is not None:
+            if late and decision.drafted:
+                budget.weigh(drafted, min(left - 1, budget.shared.max_depth))
+            budget.observe(decision, verified, path, ends=ends)
+
+    slot.unread = learn if late else lambda: None
+    if not late:
+        learn()
+    return len(path)
+
+
+def hindsight(machine: Machine, texts: Sequence[Text]) -> float:
+    """Tokens per time of one request after the other, each round of the best size or without a draft."""
+    seconds = tokens = 0.0
+    single_s = machine.verify_s(1, 1)
+    for text in texts:
+        place = 0
+        while place < len(text.tokens) - 1:
+            path = text.path(place, text.tree(place, NODES)).tolist()
+            sizes = [(machine.draft_s(1) + machine.verify_s(1, 1 + n), m) for m, n in enumerate(path[1:], 2)]
+            taken_s, made = max([(single_s, 1), *sizes], key=lambda each: each[1] * single_s - each[0])
+            seconds, tokens, place = seconds + taken_s, tokens + made, place + made
+    return tokens / seconds
+
+
+def speeds(
+    machine: Machine, texts: Sequence[Text], slots: int, *, wrong: float = 1.0, late: bool = False
+) -> dict[str, float]:
+    """Tokens per time over those of single tokens, of `auto` and its rivals."""
+
+    def rate(make: Callable[[], Budget], **options: Any) -> float:
+        seconds, tokens = play(machine, texts, slots, make, **options)
+        return tokens / seconds
+
+    shared, longest = machine.budgets(slots, wrong), texts[0].log_probs.shape[1]
+    found = {"auto": rate(lambda: AutoBudget(shared), late=late), "ar": rate(lambda: FixedBudget(0))}
+    found["chain"] = rate(lambda: FixedBudget(longest), width=1)
+    for nodes in FIXED:
+        found[str(nodes)] = rate(lambda nodes=nodes: FixedBudget(nodes))  # type: ignore[misc]
+    return {name: speed / found["ar"] for name, speed in found.items()}
+
+
+def record(directory: Path, prompts: Sequence[str], tokens: int) -> list[Text]:
+    """The target's greedy answers to chats of a prompt, and a block drafter's candidates at each of their tokens."""
+    from ddtree_trt import LLM, SamplingParams
+    from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
+    from ddtree_trt.runtime.tree import compile_tree
+
+    texts = []
+    with LLM(directory) as llm:
+        engine, chunk = llm.engine, llm.engine.manifest.limits.prefill_chunk
+        params = SamplingParams(method="ar", max_tokens=tokens)
+        for output in llm.generate([[{"role": "user", "content": prompt}] for prompt in prompts], params):
+            said, prompt, rows = list(output.outputs[0].token_ids), np.array(output.prompt_token_ids), []
+            engine.truncate(0, 0)
+            for start in range(0, len(prompt), chunk):
+                engine.prefill(0, prompt[start : start + chunk], rows="none", taps=True)
+            for token in said[:-1]:
+                (draft,) = engine.draft([DraftRequest(0, token, 16, NODES, lambda *_: None)])  # type: ignore[arg-type]
+                assert isinstance(draft.candidates, Marginals), "only a block drafter's marginals are recorded"
+                rows.append(draft.candidates)
+                engine.verify([VerifyRequest(0, compile_tree(token, EMPTY))])
+                engine.commit(0, np.zeros(1, np.int32), taps=True)
+            engine.truncate(0, 0)
+            if rows:
+                log_probs = np.array([row.log_probs[:, :16] for row in rows], np.float32)
+                texts.append(Text(said, log_probs, np.array([row.token_ids[:, :16] for row in rows], np.int32)))
+    return texts
+
+
+def save(texts: Sequence[Text], path: Path) -> None:
+    arrays = {
+        f"{name}{i}": getattr(text, name) for i, text in enumerate(texts) for name in ("tokens", "log_probs", "ids")
+    }
+    np.savez_compressed(path, **arrays)
+
+
+def load(path: Path) -> list[Text]:
+    data = np.load(path)
+    count = sum(name.startswith("tokens") for name in data)
+    return [Text(data[f"tokens{i}"].tolist(), data[f"log_probs{i}"], data[f"ids{i}"]) for i in range(count)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    recorder = commands.add_parser("record")
+    recorder.add_argument("engine", type=Path)
+    recorder.add_argument("--prompts", type=Path, required=True, help="JSON lines with a `prompt` each")
+    recorder.add_argument("--count", type=int, default=15)
+    recorder.add_argument("--tokens", type=int, default=160)
+    recorder.add_argument("-o", "--output", type=Path, required=True)
+    player = commands.add_parser("play")
+    player.add_argument("texts", type=Path, nargs="+")
+    player.add_argument("--machine", default=",".join(MACHINES))
+    player.add_argument("--slots", default="1")
+    player.add_argument("--wrong", type=float, default=1.0)
+    player.add_argument("--late", action="store_true")
+    args = parser.parse_args()
+    if args.command == "record":
+        lines = args.prompts.read_text(encoding="utf-8").splitlines()
+        prompts = [json.loads(line)["prompt"] for line in lines]
+        save(
+            record(args.engine, prompts[:: max(1, len(prompts) // args.count)][: args.count], args.tokens), args.output
+        )
+        return
+    heads = ["machine", "slots", "texts", "auto", "chain", *map(str, FIXED), "hindsight", "auto / best"]
+    print(f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|")
+    for name in args.machine.split(","):
+        machine = MACHINES[name]
+        for slots in map(int, args.slots.split(",")):
+            for path in args.texts:
+                texts = load(path)
+                texts *= -(-slots // len(texts))
+                found = speeds(machine, texts, slots, wrong=args.wrong, late=args.late)
+                best = max(speed for rival, speed in found.items() if rival != "auto")
+                figures = [f"{speed:.2f}" for rival, speed in found.items() if rival != "ar"]
+                known = f"{hindsight(machine, texts) * machine.verify_s(1, 1):.2f}" if slots == 1 else ""
+                cells = [name, str(slots), path.stem, *figures, known, f"{found['auto'] / best:.3f}"]
+                print(f"| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""Compile a network of a published shape, with random weights and native attention, by TensorRT for RTX. No GPU needed.
+
+Prints one line of JSON: times, sizes and the peak memory of this process, weights' making included.
+
+    python -m workbench native-plan qwen3-0.6b
+    python -m workbench native-plan qwen3-8b --network drafter --layers 2
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import ModelProto
+
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.artifact.progress import no_progress
+from ddtree_trt.bench.pairs.random_pair import SHAPES, PairShape
+from ddtree_trt.build.backends.base import BuilderOptions
+from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions
+from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
+from ddtree_trt.build.backends.tensorrt.profiles import covering, drafter_sizes, profile, target_sizes
+from ddtree_trt.build.graph.drafter_network import build_drafter_graph
+from ddtree_trt.build.graph.lowering_native import ATTENTION, NativeGraph
+from ddtree_trt.build.graph.networks import build_target_graph
+from ddtree_trt.build.graph.ops import Sink
+from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.device.rtx_kinds import KINDS
+from ddtree_trt.device.tensorrt_library import import_tensorrt
+from ddtree_trt.models.decoder import language_model_shapes
+from ddtree_trt.models.drafters.dflash import dflash_shapes
+
+LIMITS = Limits(max_seq_len=4096, max_batch=4, max_tree_budget=256, prefill_chunk=512)
+NETWORKS = ("target", "drafter")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shape", choices=SHAPES)
+    parser.add_argument("--network", choices=NETWORKS, default="target")
+    parser.add_argument("--layers", type=int, help="of the network; default: all")
+    parser.add_argument("--precision", choices=("bfloat16", "float16"), default="bfloat16")
+    options = parser.parse_args()
+    shape = SHAPES[options.shape]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / f"{options.network}.onnx"
+        started = time.perf_counter()
+        with WeightFile(path.with_name("weights.bin")) as sink:
+            model = lowered(sink, options.network, shape, options.layers, options.precision)
+        path.write_bytes(model.SerializeToString())
+        written, spent = time.perf_counter(), time.process_time()
+        plan_bytes = compiled(path, model, shape if options.network == "drafter" else None)
+        built = time.perf_counter()
+    result = {
+        **vars(options),
+        "weight_bytes": sink.size,
+        "plan_bytes": plan_bytes,
+        "write_s": round(written - started, 1),
+        "build_s": round(built - written, 1),
+        "build_cpu_s": round(time.process_time() - spent, 1),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+    print(json.dumps(result))
+
+
+def lowered(sink: Sink, network: str, shape: PairShape, layers: int | None, floats: str) -> ModelProto:
+    """The graph, its weights written to `sink`."""
+    graph, tied, taps = NativeGraph(network, sink, floats), shape.tied, shape.drafter.tap_layers
+    values = np.random.default_rng(0).standard_normal(1_000_003, np.float32) * np.float32(0.02)
+
+    def weights_of(shapes: dict[str, tuple[int, ...]]) -> Callable[[str], NDArray[np.float32]]:
+        # Repeated: drawing all of them would take minutes. No two tensors are alike: a plan stores equal ones once.
+        return lambda name: np.resize(np.roll(values, zlib.crc32(name.encode()) % values.size), shapes[name])
+
+    if network == "drafter":
+        drafter = shape.drafter if layers is None else replace(shape.drafter, num_layers=layers)
+        none: Any = None  # the target's tables are inputs
+        own = weights_of(dflash_shapes(drafter))
+        return build_drafter_graph(graph, drafter, own, target_weights=none, target_tied=tied, limits=LIMITS)
+    target = shape.target if layers is None else replace(shape.target, num_layers=layers)
+    own = weights_of(language_model_shapes(target, tied=tied))
+    return build_target_graph(graph, target, own, tap_layers=taps, limits=LIMITS, tied=tied)
+
+
+def compiled(path: Path, model: ModelProto, drafter: PairShape | None) -> int:
+    """Bytes of the plan, as `build --backend tensorrt-rtx` compiles it for every kind of GPU. Raises BuildError with
+    the builder's reasons."""
+    trt = import_tensorrt(rtx=True)
+    builder = EngineBuilder(trt, f"TensorRT for RTX {trt.__version__}", BuilderOptions(), no_progress, gpus=[*KINDS])
+    sizes = covering(drafter_sizes(LIMITS, drafter.block_size) if drafter else target_sizes(LIMITS))
+    attentions = [node.name for node in model.graph.node if node.op_type == ATTENTION]
+    plan = path.with_suffix(".plan")
+    finish = partial(mend_attentions, name=path.stem, attentions=attentions)
+    builder.build(path.stem, path, plan, [profile(model.graph.input, sizes)], finish)
+    return plan.stat().st_size
+
+
+if __name__ == "__main__":
+    main()

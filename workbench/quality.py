@@ -1,0 +1,142 @@
+"""Compare the next-token distributions of two engines of one model over prose.
+
+    python -m workbench quality ENGINE REFERENCE [--text FILE ...] [--tokens N] [--window N] [--threads N]
+
+Both engines read the same windows of text. Printed are the mean Kullback-Leibler divergence from the reference to the
+engine in nats a token, the share of tokens after which both have the same best token, and the perplexity of each. The
+default text is the prose of this repository's documentation. Last comes the time of a single token in each: medians of
+passes that take turns, of use where the machine has nothing else to do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.engines.base import Engine, VerifyRequest
+from ddtree_trt.runtime.engines.load import open_engine
+from ddtree_trt.runtime.text.codec import TextCodec
+from ddtree_trt.runtime.tree import TokenTree, chain_parents
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PAGES = ("architecture.md", "generation.md", "serving.md", "deployment.md")
+PAST, TURNS, IN_A_ROW = 100, 60, 5  # of the timed passes
+SHORTEST = 200  # characters of a paragraph of prose
+MARKUP = tuple("#|`-<!0123456789")  # what headings, tables, lists, code and comments begin with
+BLOCKS = ("```", "<!--", "\n|")  # what else is in paragraphs that hold code, comments or tables
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How far an engine is from its reference, over `tokens` rows of logits."""
+
+    tokens: int
+    divergence: float  # nats a token
+    same_best: float  # share
+    perplexity: float
+    reference_perplexity: float
+
+
+def compare(engine: Engine, reference: Engine, token_ids: Sequence[int], window: int) -> Quality:
+    """The two engines over whole windows of `token_ids`, each read from an empty cache. Uses slot 0 of both. Raises
+    UsageError where there is no whole window or it is longer than an engine allows."""
+    longest = min(e.manifest.limits.max_seq_len for e in (engine, reference))
+    if not 2 <= window <= longest:
+        raise UsageError(f"--window must be from 2 to {longest}, the shorter context of both engines, not {window}")
+    if len(token_ids) < window:
+        raise UsageError(f"the text has {len(token_ids)} tokens, less than one window of {window}; give more --text")
+    divergence, same, losses = [], [], []
+    for start in range(0, len(token_ids) - window + 1, window):
+        tokens = np.array(token_ids[start : start + window], np.int64)
+        found, expected = log_probs(engine, tokens), log_probs(reference, tokens)
+        divergence.append((np.exp(expected) * (expected - found)).sum(-1).mean())
+        same.append((found.argmax(-1) == expected.argmax(-1)).mean())
+        losses.append([-np.take_along_axis(rows[:-1], tokens[1:, None], -1).mean() for rows in (found, expected)])
+    perplexities = np.exp(np.mean(losses, 0))
+    return Quality(len(same) * window, float(np.mean(divergence)), float(np.mean(same)), *map(float, perplexities))
+
+
+def log_probs(engine: Engine, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Log-probabilities [T, V] of what follows each of T tokens."""
+    chunk = engine.manifest.limits.prefill_chunk
+    engine.truncate(0, 0)
+    rows = [np.array(engine.prefill(0, part, rows="all", taps=False).logits) for part in _parts(token_ids, chunk)]
+    engine.truncate(0, 0)
+    logits = np.concatenate(rows)
+    logits -= logits.max(-1, keepdims=True)
+    logits -= np.log(np.exp(logits).sum(-1, keepdims=True))
+    return logits
+
+
+def token_times(engines: Sequence[Engine]) -> list[float]:
+    """Median seconds of a single token of each engine, behind PAST others. Uses slot 0 of each."""
+    tree = TokenTree(np.array([1], np.int64), chain_parents(1), np.zeros(1, np.int32))
+    times: list[list[float]] = [[] for _ in engines]
+    for engine in engines:
+        engine.prefill(0, np.ones(PAST, np.int64), rows="none", taps=False)
+    for _ in range(TURNS):
+        for engine, spent in zip(engines, times, strict=True):
+            start = time.perf_counter()
+            for _ in range(IN_A_ROW):
+                engine.verify([VerifyRequest(0, tree)])
+            spent.append((time.perf_counter() - start) / IN_A_ROW)
+    for engine in engines:
+        engine.truncate(0, 0)
+    return [median(spent) for spent in times]
+
+
+def _parts(token_ids: NDArray[np.int64], size: int) -> Iterator[NDArray[np.int64]]:
+    return (token_ids[start : start + size] for start in range(0, len(token_ids), size))
+
+
+def documentation() -> str:
+    """The paragraphs of prose in this repository's documentation."""
+    paragraphs = [p for page in PAGES for p in (DOCS / page).read_text(encoding="utf-8").split("\n\n")]
+    plain = (" ".join(p.split()) for p in paragraphs if not (p.startswith(MARKUP) or any(b in p for b in BLOCKS)))
+    return "\n\n".join(p for p in plain if len(p) >= SHORTEST)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Compare the next-token distributions of two engines over prose.")
+    parser.add_argument("engine", type=Path)
+    parser.add_argument("reference", type=Path, help="an engine of the same target in a finer precision")
+    parser.add_argument(
+        "--text", type=Path, nargs="+", help="files of prose instead of this repository's documentation"
+    )
+    parser.add_argument("--tokens", type=int, default=5120, help="at most so many tokens of the text")
+    parser.add_argument("--window", type=int, default=512, help="tokens that are read from an empty cache")
+    parser.add_argument("--threads", type=int, default=0, help="of both engines; 0 leaves it to them")
+    args = parser.parse_args(arguments)
+    text = "\n\n".join(p.read_text(encoding="utf-8") for p in args.text) if args.text else documentation()
+    token_ids = TextCodec(args.reference, {}).encode(text)[: args.tokens]
+    threads = args.threads
+    with (
+        closing(open_engine(args.engine, threads=threads)) as engine,
+        closing(open_engine(args.reference, threads=threads)) as reference,
+    ):
+        if engine.manifest.target.sha256 != reference.manifest.target.sha256:
+            parser.error(f"{args.engine} and {args.reference} are engines of different targets")
+        try:
+            found = compare(engine, reference, token_ids, args.window)
+        except UsageError as error:
+            parser.error(str(error))
+        own_s, reference_s = token_times((engine, reference))
+        ratio = f"{own_s / reference_s:.2f} (threads: {engine.threads} and {reference.threads})"
+    print(
+        f"{found.tokens} tokens: divergence {found.divergence:.4f} nats a token, same best token {found.same_best:.1%}"
+    )
+    print(f"perplexity {found.perplexity:.2f}, of the reference {found.reference_perplexity:.2f}")
+    print(f"a single token {own_s * 1e3:.2f} ms, of the reference {reference_s * 1e3:.2f}: {ratio}")
+
+
+if __name__ == "__main__":
+    main()
