@@ -114,7 +114,7 @@ def numeric_options() -> Iterator[tuple[str, str]]:
             for option, hint in typing.get_type_hints(callback, include_extras=True).items():
                 kind, *infos = typing.get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
                 if {int, float} & {kind, *typing.get_args(kind)}:
-                    named = [word for info in infos for word in info.param_decls or ()]
+                    named = [w for i in infos for w in (i.default, *(i.param_decls or ())) if str(w).startswith("--")]
                     yield name, (named or ["--" + option.replace("_", "-")])[0]
 
 
