@@ -24,7 +24,7 @@ from ddtree_trt.replicas.options import ReplicaOptions
 from ddtree_trt.replicas.requests import OfflineRequest, read_requests
 from ddtree_trt.runtime.params import MAX_SEED
 from ddtree_trt.serve.app import open_app
-from ddtree_trt.serve.options import ServeOptions
+from ddtree_trt.serve.options import ANSWER_OPTIONS, ServeOptions
 
 Row = dict[str, Any]  # an answer as a line of OpenAI's batch output
 Ask = Callable[[OfflineRequest], "Future[Row]"]  # begins a request
@@ -61,8 +61,7 @@ def map_prompts(
         source: JSON lines, as `read_requests` takes them.
         output: JSON lines in the form of OpenAI's batch output. Until it appears, whole, there is `OUTPUT.part`, to
             which each answer is appended when it is there.
-        options: those of the server that concern the engine and its answers: `model_name`, `threads`, `device_rounds`,
-            `exact`, `tensor_parallel_size`, `tool_parser` and `reasoning_parser`.
+        options: those of the server that concern the engine and its answers.
         replicas: engines on a Ray cluster; None: one in this process.
         seed: from which the seeds of requests that state none follow.
         progress: gets the requests that are answered.
@@ -78,11 +77,10 @@ def map_prompts(
         options or ServeOptions(), max_requests=MAX_COUNT, max_waiting=MAX_COUNT, max_body_bytes=1 << 30,
         request_timeout_s=0.0, api_key=None,
     )  # fmt: skip
-    kept = ("model_name", "exact", "device_rounds", "tool_parser", "reasoning_parser", "tensor_parallel_size")
     run = {
         "engine": sha256_file(engine_dir / MANIFEST),
         "requests": hashlib.sha256(json.dumps([astuple(r) for r in requests]).encode()).hexdigest(),
-        **{name: getattr(options, name) for name in kept},
+        **{name: value for name, value in vars(options).items() if name in ANSWER_OPTIONS and name != "threads"},
     }
     with closing(_Answers(output, run)) as answers:
         resumed = len(answers.places)
