@@ -88,8 +88,8 @@ def test_an_edited_manifest_is_refused(tmp_path: Path) -> None:
     assert "is damaged or was edited" in verify_refusal(tmp_path / "e")
 
 
-def test_native_attention_needs_a_plan_that_compacts(tmp_path: Path) -> None:
-    files = {n: FileEntry(0, "0" * 64) for n in REQUIRED_FILES["tensorrt"]}
+def test_a_plan_that_is_not_listed(tmp_path: Path) -> None:
+    files = {n: FileEntry(0, "0" * 64) for n in REQUIRED_FILES["tensorrt"] if n != "compaction.plan"}
     manifest = make_manifest(backend="tensorrt", precision="bf16", files=files)
     (tmp_path / "manifest.json").write_text(manifest.to_json())
     with pytest.raises(ArtifactError, match=r"does not list compaction\.plan; rebuild with"):
