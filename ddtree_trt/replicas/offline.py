@@ -20,7 +20,7 @@ from ddtree_trt.replicas.part_worker import PARTS_AT_A_TIME, PartWorker
 from ddtree_trt.replicas.parts import open_parts, rows_per_part
 from ddtree_trt.replicas.requests import read_requests
 from ddtree_trt.runtime.params import MAX_SEED
-from ddtree_trt.serve.options import ServeOptions
+from ddtree_trt.serve.options import ANSWER_OPTIONS, ServeOptions
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,7 @@ def map_prompts(
         engine_dir: the engine; with replicas at the same path on every machine.
         source: JSON lines, as `read_requests` takes them.
         output: JSON lines in the form of OpenAI's batch output. Until it appears, whole, there is a folder beside it.
-        options: those of the server that concern the engine and its answers: `model_name`, `threads`, `device_rounds`,
-            `exact`, `tensor_parallel_size`, `tool_parser` and `reasoning_parser`.
+        options: those of the server that concern the engine and its answers.
         replicas: engines on a Ray cluster; None: one in this process.
         seed: from which the seeds of requests that state none follow.
         progress: gets the parts that are finished.
@@ -74,12 +73,7 @@ def map_prompts(
     run = {
         "engine": sha256_file(engine_dir / MANIFEST),
         "requests": hashlib.sha256("\n".join(request.line for request in requests).encode()).hexdigest(),
-        "model_name": options.model_name,
-        "exact": options.exact,
-        "device_rounds": options.device_rounds,
-        "tool_parser": options.tool_parser,
-        "reasoning_parser": options.reasoning_parser,
-        "tensor_parallel_size": options.tensor_parallel_size,
+        **{name: value for name, value in vars(options).items() if name in ANSWER_OPTIONS},
     }
     with open_parts(output, len(parts), run) as made:
         missing = made.missing()

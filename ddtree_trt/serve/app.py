@@ -52,10 +52,7 @@ def open_app(
     examples = read_examples(engine_dir) if options.playground else None
     llm = AsyncLLM(
         engine_dir,
-        threads=options.threads,
-        device_rounds=options.device_rounds,
-        exact=options.exact,
-        tensor_parallel_size=options.tensor_parallel_size,
+        options,
         progress=progress,
         max_waiting=options.max_waiting,
         on_finished=finished,

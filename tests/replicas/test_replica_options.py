@@ -46,7 +46,7 @@ def test_without_the_extra_the_command_names_it(tiny_engine: Path) -> None:
         f"app(['serve', {str(tiny_engine)!r}, '--replicas', '2'])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    expected = f"error: the server needs the Python package ray; {install_with('ray')}\n"
+    expected = f"error: this needs the Python package ray; {install_with('ray')}\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
 
 
