@@ -79,7 +79,7 @@ def test_profiling_waits_once_more_per_stage_on_the_device(machine: Machine, mon
     def measure(profile: bool) -> tuple[RequestOutput, int, list[int]]:
         """One request's output, the host's waits, and what was left on the stream after each step."""
         left: list[int] = []
-        with LLM(machine.directory, profile=profile) as llm:
+        with LLM(machine.directory, exact_stage_times=profile) as llm:
             engine, step = llm.engine, llm.core.scheduler.step
 
             def watched() -> list[Any]:

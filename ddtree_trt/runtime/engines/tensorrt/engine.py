@@ -33,6 +33,7 @@ from ddtree_trt.runtime.engines.tensorrt.model import PREFILL, VERIFY, Outputs, 
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded, load_plans
 from ddtree_trt.runtime.engines.warming import make_single_passes
+from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 from ddtree_trt.runtime.tree import token_chain
 
 
@@ -92,7 +93,7 @@ class TrtEngine:
         self.drafter = make_drafter(manifest, loaded, drafter_network, upload(buffers.DRAFTER_CONTROL), results)
 
     @classmethod
-    def open(cls, directory: Path, manifest: Manifest) -> TrtEngine:
+    def open(cls, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> TrtEngine:
         """Load an engine directory whose digests were checked.
 
         Raises MissingDependency for what is not installed, ArtifactError for an engine of another toolchain, plugin or

@@ -27,7 +27,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.toolchain import RANKS
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.errors import EngineError, UsageError
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom, LogitRows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom, Engine, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.lazy_rows import LazyRows
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.parallel.ranks import (
@@ -46,6 +46,13 @@ from ddtree_trt.runtime.engines.torch.parallel.ranks import (
 from ddtree_trt.runtime.engines.torch.parallel.split import check_split
 from ddtree_trt.runtime.engines.torch.weights import choose_device
 from ddtree_trt.runtime.engines.warming import make_single_passes
+from ddtree_trt.runtime.options import EngineOptions
+
+
+def open_torch(directory: Path, manifest: Manifest, options: EngineOptions) -> Engine:
+    """The engine of a directory whose digests were checked, over as many ranks as the options say."""
+    engine = TorchEngine if options.tensor_parallel_size == 1 else ParallelEngine
+    return engine.open(directory, manifest, options)
 
 
 class ParallelEngine:
@@ -81,15 +88,16 @@ class ParallelEngine:
 
     @classmethod
     def open(
-        cls, directory: Path, manifest: Manifest, size: int, *, threads: int = 0, timeout_s: float = TIMEOUT_S
+        cls, directory: Path, manifest: Manifest, options: EngineOptions, *, timeout_s: float = TIMEOUT_S
     ) -> ParallelEngine:
-        """Load an engine directory whose digests were checked over `size` ranks: this process and others, which it
-        starts. Each takes a GPU of this machine, or where it has none some of the processor's threads, `threads` each.
+        """Load an engine directory whose digests were checked over several ranks: this process and others, which it
+        starts. Each takes a GPU of this machine, or where it has none some of the processor's threads.
 
         Raises UsageError for an engine that cannot be split so, too few GPUs, or a process that has a process group
         already, EngineError for ranks that fail or take longer than `opening_limit_s`, and what `TorchEngine.open`
         raises.
         """
+        size, threads = options.tensor_parallel_size, options.threads
         check_split(manifest, size)
         weight_bytes = manifest.files[artifact.TORCH_WEIGHTS].size
         opening_s, devices = opening_limit_s(weight_bytes), _devices(size)
