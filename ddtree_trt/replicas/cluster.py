@@ -10,11 +10,11 @@ from contextlib import contextmanager
 
 import ray
 
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
 from ddtree_trt.replicas.options import ReplicaOptions
 
 _CONNECT_S = 20.0  # timeout for a cluster's address: Ray itself tries for minutes
-_FOR_GPUS = ("tensorrt", "tensorrt-rtx", "torch")
 
 
 @contextmanager
@@ -65,9 +65,9 @@ def connected() -> Iterator[bool]:
 def resources_per_replica(backend: str, replicas: ReplicaOptions, ranks: int = 1) -> tuple[float, float]:
     """CPUs and GPUs of each replica, as given, else by what the cluster has now. `ranks`: processes of an engine."""
     total, largest = _resources()
-    gpus = replicas.gpus_per_replica
+    gpus, place = replicas.gpus_per_replica, BACKENDS[backend].place
     if gpus is None:
-        gpus = float(ranks) if backend in _FOR_GPUS and (backend != "torch" or total["GPU"]) else 0.0
+        gpus = float(ranks) if place == "GPU" or (place == "device" and total["GPU"]) else 0.0
     cpus = replicas.cpus_per_replica
     if cpus is None:
         cpus = min(total["CPU"] / replicas.most, largest["CPU"])

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from engine_files import DIMS, FILES, make_engine, make_manifest
 
-from ddtree_trt.artifact.files import MANIFEST, PROFILE, REQUIRED_FILES, newest_engine
+from ddtree_trt.artifact.backends import TENSORRT
+from ddtree_trt.artifact.files import MANIFEST, PROFILE, newest_engine
 from ddtree_trt.artifact.manifest import LOCAL, CheckpointIdentity, FileEntry, Limits, load_manifest, parse_manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.verify import verify_files
@@ -54,15 +55,15 @@ def test_what_computes_attention() -> None:
 
 def test_the_command_that_rebuilds_plans() -> None:
     place, plans = Path("e"), {"precision": "bf16"}
-    native = make_manifest(backend="tensorrt", **plans, toolchain={"tensorrt": "11.4", "row_independence": "yes"})
+    native = make_manifest(backend="tensorrt", **plans, toolchain={"tensorrt": "11.4"})
     assert "--backend tensorrt --precision bf16 --attention native --output" in rebuild_command(place, native)
-    toolchain = {"tensorrt-rtx": "1.7", "row_independence": "no", "gpus": "sm89 sm120"}
+    toolchain = {"tensorrt-rtx": "1.7", "gpus": "sm89 sm120"}
     rtx = make_manifest(backend="tensorrt-rtx", **plans, toolchain=toolchain)
-    assert "--precision bf16 --gpu sm89 --gpu sm120 --no-row-independence --output" in rebuild_command(place, rtx)
+    assert "--precision bf16 --gpu sm89 --gpu sm120 --output" in rebuild_command(place, rtx)
 
 
 def test_a_plan_that_is_not_listed(tmp_path: Path) -> None:
-    files = {n: FileEntry(0, "0" * 64) for n in REQUIRED_FILES["tensorrt"] if n != "compaction.plan"}
+    files = {n: FileEntry(0, "0" * 64) for n in TENSORRT.files if n != "compaction.plan"}
     manifest = make_manifest(backend="tensorrt", precision="bf16", files=files)
     (tmp_path / "manifest.json").write_text(manifest.to_json())
     with pytest.raises(ArtifactError, match=r"does not list compaction\.plan; rebuild with"):

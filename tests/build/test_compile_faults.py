@@ -134,10 +134,10 @@ def _no_network(*args: Any, **kwargs: Any) -> str:
         (["--target", "../up"], ["cannot name an engine"]),
         (["--checkpoint", "somewhere"], ["--checkpoint without --target needs --drafter PATH too"]),
         (
-            ["--target", "tiny", "--builder-inspect"],
-            ["--builder-inspect is for --backend tensorrt, not for onnxruntime"],
+            ["--target", "tiny", "--attention", "native"],
+            ["--attention is for --backend tensorrt, not for onnxruntime"],
         ),
-        (["--target", "tiny", "--builder-optimization-level", "high"], ["--builder-optimization-level", "integer"]),
+        (["--target", "tiny", "--max-batch", "many"], ["--max-batch", "integer"]),
         (["--target", "tiny", "--backend", "abacus"], ["--backend", "abacus"]),
         (["--target", "tiny", "--precision", "fp16"], ["precision 'fp16' is not available"]),
         (["--target", "tiny", "--max-seq-len", "1000000"], ["--max-seq-len 1000000", "positions"]),

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.bench.settings import BenchSettings
-from ddtree_trt.build.compile import BuildRequest, Precision, compile_engine
+from ddtree_trt.build.compile import BuildRequest, PrecisionChoice, compile_engine
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import BIAS, BODY, EMBEDDING, FINAL_NORM, HEAD, TransformerDims
 from ddtree_trt.models.drafters import dflash
@@ -101,7 +101,7 @@ def random_engine(settings: BenchSettings, progress: Progress) -> Iterator[Path]
             target=f"random-{settings.engine}",
             checkpoint=pair / "target",
             drafter=pair / "drafter",
-            precision=cast("Precision", settings.precision),
+            precision=cast("PrecisionChoice", settings.precision),
             max_seq_len=limits.max_seq_len,
             max_tree_budget=limits.max_tree_budget,
             max_batch=limits.max_batch,
