@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from ddtree_trt.build.graph.drafter_network import build_drafter_graph
 from numpy.typing import NDArray
 from onnx import ModelProto
 
@@ -31,15 +32,14 @@ from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions
 from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
 from ddtree_trt.build.backends.tensorrt.profiles import covering, drafter_sizes, profile, target_sizes
-from ddtree_trt.build.graph.drafter_network import build_drafter_graph
 from ddtree_trt.build.graph.lowering_native import ATTENTION, NativeGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.ops import Sink
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.device.rtx_kinds import KINDS
 from ddtree_trt.device.tensorrt_library import import_tensorrt
+from ddtree_trt.drafters.dflash.dims import dflash_shapes
 from ddtree_trt.models.decoder import language_model_shapes
-from ddtree_trt.models.drafters.dflash import dflash_shapes
 
 LIMITS = Limits(max_seq_len=4096, max_batch=4, max_tree_budget=256, prefill_chunk=512)
 NETWORKS = ("target", "drafter")

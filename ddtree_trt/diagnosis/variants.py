@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PLAN_BACKENDS
-from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.engines.load import load_backend
 from ddtree_trt.runtime.text.codec import TextCodec
@@ -33,7 +33,7 @@ class Variant:
 def variants(manifest: Manifest, codec: TextCodec) -> list[Variant]:
     """What can be tried with the engine as it is; nothing where its drafter has neither taps nor a mask."""
     dims = manifest.drafter_dims
-    if not isinstance(dims, DrafterDims):
+    if not isinstance(dims, DFlashDims):
         return []
     found = []
     for shift in SHIFTS if manifest.backend not in PLAN_BACKENDS else ():

@@ -40,7 +40,7 @@ class ServedPair:
 
 def served_pair(manifest: Manifest, target: Model, drafter: Model) -> ServedPair:
     """The pair of a DFlash engine. Raises UsageError for another kind of drafter."""
-    if manifest.drafter_kind != "dflash":
+    if manifest.drafting.drafts != "block":
         raise UsageError(
             f"engine {manifest.name!r} has an {manifest.drafting.title}; exports are for DFlash drafters, whose chain "
             "the other engine then runs"
@@ -49,8 +49,8 @@ def served_pair(manifest: Manifest, target: Model, drafter: Model) -> ServedPair
         name=manifest.name,
         target=target,
         drafter=drafter,
-        draft_length=manifest.dflash.draft_length,
-        features=tuple(manifest.dflash.features()),
+        draft_length=manifest.drafting.dims.draft_length,
+        features=tuple(manifest.drafting.dims.features()),
         dtype=served_dtype(manifest),
         max_seq_len=manifest.limits.max_seq_len,
         max_batch=manifest.limits.max_batch,

@@ -69,12 +69,6 @@ def test_native_attention_needs_a_plan_that_compacts(tmp_path: Path) -> None:
         verify_files(tmp_path, manifest)
 
 
-def test_dflash_of_an_autoregressive_engine() -> None:
-    assert make_manifest().dflash.block_size == 8
-    with pytest.raises(ArtifactError, match="has an autoregressive drafter"):
-        _ = make_manifest(drafter_kind="autoregressive", drafter_dims=DIMS).dflash
-
-
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [

@@ -52,7 +52,7 @@ def test_both_ways_draft_the_same(tmp_path: Path) -> None:
     for first in (1, 40, 600):
         for engine in engines:
             engine.truncate(0, 0)
-        for rows in (first, 3, 1, engines[0].manifest.dflash.block_size):
+        for rows in (first, 3, 1, engines[0].manifest.drafting.dims.block_size):
             tokens = rng.integers(0, engines[0].manifest.target_dims.vocab_size, rows)
             for engine in engines:
                 engine.prefill(0, tokens, rows="none", taps=True)
@@ -84,7 +84,7 @@ def test_the_cache_is_never_overrun(tmp_path: Path, version: str) -> None:
     """A pass that would write behind the cache's last row is refused, to the row."""
     engine = build_engine(*make_pair(tmp_path), tmp_path / "engine", onnxruntime=version, max_batch=1)
     manifest = engine.manifest
-    written = manifest.dflash.block_size * (2 if always_causal(manifest.toolchain) else 1)
+    written = manifest.drafting.dims.block_size * (2 if always_causal(manifest.toolchain) else 1)
     for rows, fits in ((manifest.limits.cache_rows - written, True), (manifest.limits.cache_rows - written + 1, False)):
         engine.truncate(0, 0)
         engine.prefill(0, np.zeros(rows, np.int64), rows="none", taps=True)

@@ -9,29 +9,30 @@ from importlib import import_module
 from typing import Any, get_args
 
 import pytest
+from ddtree_trt.models.drafters.kinds import EMBEDDING, HEAD, LONGEST_CHAIN, DrafterKind, KindName, dims_record, kind_of
+from ddtree_trt.models.pairs import misfit
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.device import buffers as sizes
 from ddtree_trt.device.buffers import tensorrt_buffers
 from ddtree_trt.device.memory import plan_engine
-from ddtree_trt.errors import ArtifactError
-from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters import kinds
-from ddtree_trt.models.drafters.dflash import Convolution, DrafterDims, Selector, Sight, dflash_contradiction
-from ddtree_trt.models.drafters.eagle3 import (
+from ddtree_trt.drafters.dflash.dims import DFlashDims
+from ddtree_trt.drafters.dflash.heads import Convolution, Selector
+from ddtree_trt.drafters.eagle3.dims import (
     Eagle3Dims,
     default_tap_layers,
     eagle3_contradiction,
     eagle3_shapes,
     fitted,
 )
-from ddtree_trt.models.drafters.kinds import EMBEDDING, HEAD, LONGEST_CHAIN, DrafterKind, KindName, dims_record, kind_of
-from ddtree_trt.models.pairs import misfit
+from ddtree_trt.errors import ArtifactError
+from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.models.drafters import kinds
 from ddtree_trt.reading import Source, read_record
 
 _SHAPE = (512, 64, 6, 4, 2, 64, 128, 1e-6, 1e4, 2048)
 TARGET = TransformerDims(*_SHAPE)
-DFLASH = DrafterDims(*_SHAPE, block_size=8, mask_token_id=511, tap_layers=(1, 3), num_target_layers=6)
+DFLASH = DFlashDims(*_SHAPE, block_size=8, mask_token_id=511, tap_layers=(1, 3), num_target_layers=6)
 EAGLE = replace(Eagle3Dims(*_SHAPE, tap_layers=(1, 2, 4), draft_vocab_size=100), num_layers=1)
 LIMITS = Limits(max_seq_len=256, max_batch=4, max_tree_budget=32, prefill_chunk=64)
 
@@ -52,9 +53,9 @@ def test_a_block_drafters_features() -> None:
     assert (DFLASH.draft_length, dims.draft_length, kind_of(dims).longest_draft) == (7, 8, 8)
     assert [dims.sight(i) for i in (0, 1, 5)] == [Sight(), Sight(4), Sight(7)]
     source = Source("manifest.json", ArtifactError, "rebuild")
-    assert read_record(DrafterDims, json.loads(json.dumps(dims.stated())), source) == dims
+    assert read_record(DFlashDims, json.loads(json.dumps(dims.stated())), source) == dims
     whole = replace(dims, draft_vocab_size=100, own_head=True, causal=(True,) * 6, convolution=Convolution(3, 4))
-    assert read_record(DrafterDims, json.loads(json.dumps(whole.stated())), source) == whole
+    assert read_record(DFlashDims, json.loads(json.dumps(whole.stated())), source) == whole
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ def test_an_eagle3_drafter_fits_by_its_targets_width() -> None:
 
 
 def test_dimensions_tell_the_kind() -> None:
-    of_kind = {DrafterDims: DFLASH, TransformerDims: TARGET, Eagle3Dims: EAGLE}
+    of_kind = {DFlashDims: DFLASH, TransformerDims: TARGET, Eagle3Dims: EAGLE}
     for name in get_args(KindName):
         assert kind_of(of_kind[dims_record(name)]).name == name
     unknown: list[object] = ["medusa", None, []]
@@ -166,7 +167,7 @@ def test_dimensions_tell_the_kind() -> None:
         ("ddtree_trt.build.graph.drafters", "_BUILDERS"),
         ("ddtree_trt.runtime.engines.onnxruntime.drafter", "_MAKERS"),
         ("ddtree_trt.runtime.engines.tensorrt.drafter", "_MAKERS"),
-        ("ddtree_trt.runtime.engines.torch.drafters", "_MAKERS"),
+        ("ddtree_trt.drafters.dflash.on_torch", "_MAKERS"),
     ],
 )
 def test_every_table_has_a_row_for_every_kind(module: str, table: str) -> None:

@@ -14,8 +14,8 @@ from torch import Tensor
 from ddtree_trt.artifact.weight_layout import stored_weights
 from ddtree_trt.bench.pairs.random_pair import PairShape, hugging_face_configs
 from ddtree_trt.bench.reference import adapted_libraries, forced_acceptance, import_published
+from ddtree_trt.drafters.dflash.dims import dflash_shapes
 from ddtree_trt.models.decoder import language_model_shapes
-from ddtree_trt.models.drafters.dflash import dflash_shapes
 
 
 class Published:

@@ -87,7 +87,7 @@ def _made_here(context: PeerContext) -> ReadExport:
     if is_gguf(found.target):
         raise UsageError(f"--peer tensorrt-llm reads no GGUF file; {found.target} is one: leave the peer out")
     target = str(found.target)
-    if manifest.drafter_kind != "dflash":
+    if manifest.drafting.drafts != "block":
         plain = {"dtype": served_dtype(manifest), "max_seq_len": manifest.limits.max_seq_len}
         return ReadExport(target, plain, plain)
     pair = served_pair(manifest, Model(target), Model(str(found.drafter)))

@@ -18,8 +18,8 @@ from ddtree_trt.artifact.files import NAME
 from ddtree_trt.artifact.number_bytes import decode
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.safetensor_header import StoredTensor, read_header
+from ddtree_trt.drafters.tapped import INTEGER_TENSORS
 from ddtree_trt.errors import CheckpointError
-from ddtree_trt.models.drafters.dflash import INTEGER_TENSORS
 from ddtree_trt.reading import Fields, Source, read_object, shown
 
 SINGLE_FILE = "model.safetensors"

@@ -27,8 +27,8 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.graph.lowering_native import NativeGraph
 from ddtree_trt.build.graph.ops import TYPES
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.kinds import kind_of
 
 _ROWS = 2  # the axis of a cache's rows
 

@@ -10,7 +10,7 @@ from onnx import TensorProto
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.graph.ops import Attention, Graph, Make, Sink, Table
-from ddtree_trt.models.drafters.dflash import Sight
+from ddtree_trt.models.decoder import BlockMask
 from ddtree_trt.models.experts import Experts
 
 MICROSOFT = "com.microsoft"
@@ -116,18 +116,18 @@ class OnnxRuntimeGraph(Graph):
         """The mask is an attention bias."""
         return self._attention(qkv, at, self._rows(at, self._bias), out)
 
-    def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, sight: Sight, out: str) -> str:
+    def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, mask: BlockMask, out: str) -> str:
         """Where the kernel is always causal a block that is not is repeated: rows of the second copy see all of the
         first, and a bias hides the copy's own keys, which take `block` more rows of the cache."""
-        if sight.causal:
+        if mask.causal:
             # The kernel's own window counts the rows before the current one and itself.
-            window = {"local_window_size": sight.window} if sight.window else {}
+            window = {"local_window_size": mask.window} if mask.window else {}
             seen = self._attention(qkv, at, self._rows(at, ""), f"{out}.rows", **window)
         elif self._always_causal:
-            repeated, rows = self._repeat_block(qkv, at, block, sight)
+            repeated, rows = self._repeat_block(qkv, at, block, mask)
             seen = self._attention(repeated, at, rows, f"{out}.rows")
         else:
-            bias = self._window_bias(block, sight) if sight.window else ""
+            bias = self._window_bias(block, mask) if mask.window else ""
             seen = self._attention(qkv, at, self._rows(at, bias), f"{out}.rows", causal=0)
         return self.rows_from(seen, -block, out)
 
@@ -140,10 +140,10 @@ class OnnxRuntimeGraph(Graph):
         return self.op("GroupQueryAttention", inputs, [out, *at.present], domain=MICROSOFT, **attrs)
 
     def _repeat_block(
-        self, qkv: tuple[str, str, str], at: Attention, block: int, sight: Sight
+        self, qkv: tuple[str, str, str], at: Attention, block: int, mask: BlockMask
     ) -> tuple[tuple[str, str, str], _Rows]:
         """(qkv with the last `block` rows repeated, the inputs that place them), with the bias [1, 1, T, W] that hides
-        the copy and what `sight` does not allow."""
+        the copy and what `mask` does not allow."""
         query, key, value = qkv
         # The kernel's own rotary embedding lets positions only rise in a first pass.
         query, key = (
@@ -164,25 +164,25 @@ class OnnxRuntimeGraph(Graph):
         none = self.constant("zeros", np.zeros(2, np.int64))
         pads = self.concat([none, before, columns, none, none], "hidden.pads", axis=0)
         bias = self.op("Pad", [self.constant(f"hidden.{block}", hidden), pads], ["hidden.bias"])
-        if sight.window:
-            bias = self._repeated_window_bias(block, sight)
+        if mask.window:
+            bias = self._repeated_window_bias(block, mask)
         return (query, key, value), _Rows(seqlens, total, "", ("", ""), bias)
 
-    def _window_bias(self, block: int, sight: Sight) -> str:
+    def _window_bias(self, block: int, mask: BlockMask) -> str:
         """The bias [1, 1, T, W] that hides keys outside of the windows of the last `block` rows."""
-        name = f"window.{sight.window}"
-        hidden = self._outside(block, sight.window)
+        name = f"window.{mask.window}"
+        hidden = self._outside(block, mask.window)
         before = self.op("Shape", [names.POSITIONS], ["rows.all"], start=1)
         before = self.op("Sub", [before, self.constant(f"rows.{block}", np.array([block], np.int64))], ["rows.context"])
         none = [self.constant(f"zeros.{n}", np.zeros(n, np.int64)) for n in (2, 5)]
         pads = self.concat([none[0], before, none[1]], "window.pads", axis=0)
         return self.op("Pad", [hidden, pads], [f"{name}.bias"])
 
-    def _repeated_window_bias(self, block: int, sight: Sight) -> str:
+    def _repeated_window_bias(self, block: int, mask: BlockMask) -> str:
         """`_window_bias` where the block is repeated: the rows are the copy's, whose keys are hidden too."""
-        name = f"window.{sight.window}"
+        name = f"window.{mask.window}"
         copy = np.full((1, 1, block, block), np.finfo(np.float32).min, np.float32)
-        columns = [self._outside(block, sight.window), self.constant(f"hidden.{block}", copy)]
+        columns = [self._outside(block, mask.window), self.constant(f"hidden.{block}", copy)]
         hidden = self.concat(columns, f"{name}.columns", axis=3)
         before = self.op("Shape", [names.POSITIONS], ["rows.before"], start=1)
         none = [self.constant(f"zeros.{n}", np.zeros(n, np.int64)) for n in (2, 5)]

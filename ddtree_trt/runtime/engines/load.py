@@ -143,7 +143,7 @@ def require_torch(why: str) -> None:
 def _check_onnxruntime(directory: Path, manifest: Manifest) -> None:
     """Raises ArtifactError when the drafter needs an attention kernel newer than the installed one."""
     installed = installed_versions("onnxruntime")
-    if not manifest.drafting.at_once or always_causal(manifest.toolchain) or not installed:
+    if manifest.drafting.drafts != "block" or always_causal(manifest.toolchain) or not installed:
         return
     if always_causal(installed):
         raise ArtifactError(

@@ -127,7 +127,7 @@ class Lowerings:
         window = window_rows(self._drafter.dims)
         graph = compaction_graph(self._target.dims, limits, floats, window)
         self._compaction = Lowered(folder / "graphs" / "move.onnx", graph, self._target.dims, limits)
-        if target.is_relative_to(PACKAGED) and self.pair.kind.at_once:
+        if target.is_relative_to(PACKAGED) and self.pair.kind.block_size:
             assert self.pair.kind.block_size == BLOCK
 
     @classmethod

@@ -15,10 +15,10 @@ from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import always_causal, installed_versions
 from ddtree_trt.build.backends.base import Written
 from ddtree_trt.device.buffers import FLOAT_BYTES
+from ddtree_trt.drafters.dflash.heads import is_of_head
+from ddtree_trt.drafters.tapped import FC, OWN_EMBEDDING
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims, is_of_values
-from ddtree_trt.models.drafters.dflash import FC, OWN_EMBEDDING
-from ddtree_trt.models.drafters.heads import is_of_head
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -61,7 +61,6 @@ class OnnxRuntimeBuild:
         precision: PrecisionName,
         progress: Progress,
     ) -> Written:
-        from ddtree_trt.build.graph.drafters import build_drafter
         from ddtree_trt.build.graph.lowering_int8 import Int8Graph
         from ddtree_trt.build.graph.lowering_onnxruntime import OnnxRuntimeGraph
         from ddtree_trt.build.graph.networks import build_target_graph
@@ -77,7 +76,7 @@ class OnnxRuntimeBuild:
             graph = build_target_graph(g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied)
             names["target"] = _write_graph(directory / artifact.TARGET_GRAPH, graph)
             g = graphs("drafter", sink, always_causal=always_causal(self._toolchain))
-            graph = build_drafter(g, drafter, target, limits)
+            graph = drafter.kind.load("graph")(g, drafter, target, limits)
             names["drafter"] = _write_graph(directory / artifact.DRAFTER_GRAPH, graph)
         return Written(names, self._toolchain)
 

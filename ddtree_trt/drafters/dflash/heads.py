@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from ddtree_trt.models.decoder import Part, TransformerDims
+from ddtree_trt.models.decoder import ATTENTION, MLP, Part, TransformerDims
 from ddtree_trt.reading import Between
 
 RANK = Between(1, 1 << 16)
@@ -43,7 +43,6 @@ MARKOV_GATE_BIAS = "markov_head.gate_proj.bias"
 SELECTOR_LEFT = "candidate_selector.predecessor_codebook"
 SELECTOR_RIGHT = "candidate_selector.successor_codebook"
 SELECTOR_PROJECTION = "candidate_selector.hidden_projection.weight"
-ATTENTION, MLP = "attention_conv", "mlp_conv"  # the convolutions of a layer
 
 
 @dataclass(frozen=True)
@@ -99,7 +98,7 @@ class ConvolutionParts:
 def is_of_head(name: str) -> bool:
     """Whether a tensor of a checkpoint is a part of a head or a convolution."""
     return name.startswith(("markov_head.", "candidate_selector.")) or any(
-        f".{place}." in name for place in (ATTENTION, MLP)
+        f".{place}_conv." in name for place in (ATTENTION, MLP)
     )
 
 
@@ -131,10 +130,12 @@ def selector_head(dims: TransformerDims, selector: Selector, head_size: int) -> 
 def convolution_parts(dims: TransformerDims, convolution: Convolution, place: str, prefix: str) -> ConvolutionParts:
     """The tensors of the convolution at `place`, ATTENTION or MLP, of the layer whose tensors begin with `prefix`."""
     kernels = 2 * convolution.taps * convolution.groups
-    base = {f"{prefix}{place}.base_kernel": (2, convolution.taps, dims.hidden_size)}
+    base = {f"{prefix}{place}_conv.base_kernel": (2, convolution.taps, dims.hidden_size)}
     return ConvolutionParts(
-        base=Part(f"{place}.base", base),
-        kernels=Part(f"{place}.kernels", {f"{prefix}{place}.kernel_projection.weight": (kernels, dims.hidden_size)}),
+        base=Part(f"{place}_conv.base", base),
+        kernels=Part(
+            f"{place}_conv.kernels", {f"{prefix}{place}_conv.kernel_projection.weight": (kernels, dims.hidden_size)}
+        ),
     )
 
 
