@@ -73,7 +73,7 @@ docs: $(VENV)/.stamp-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 bench: $(VENV)/.stamp-dev
-	$(BIN)/python tools/bench_host.py
+	$(BIN)/python -m workbench host
 
 # Triton beside the engine without a server.
 bench-triton: $(TRITON_VENV)/.stamp

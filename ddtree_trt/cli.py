@@ -20,14 +20,13 @@ from ddtree_trt.commands.ablate import ablate
 from ddtree_trt.commands.build import build
 from ddtree_trt.commands.check import check
 from ddtree_trt.commands.doctor import doctor
-from ddtree_trt.commands.export_peer import export_command
 from ddtree_trt.commands.export_triton import export_triton
+from ddtree_trt.commands.export_trtllm import export_trtllm
 from ddtree_trt.commands.inspect import inspect
 from ddtree_trt.commands.run import RunCommand, run
 from ddtree_trt.commands.run_batch import run_batch
 from ddtree_trt.commands.serve import serve
 from ddtree_trt.errors import DDTreeError
-from ddtree_trt.peerconfig.registry import PEERS
 from ddtree_trt.terminal import printing as terminal
 
 
@@ -129,10 +128,8 @@ def options(
         raise typer.Exit(2)
 
 
-for command in (build, run, serve, run_batch, check, ablate, export_triton, inspect, doctor):
+for command in (build, run, serve, run_batch, check, ablate, export_triton, export_trtllm, inspect, doctor):
     app.command(cls=RunCommand if command is run else None)(command)
-for peer in PEERS:
-    app.command(f"export-{peer.name}")(export_command(peer))
 app.add_typer(bench.app, name="bench")
 
 

@@ -34,10 +34,10 @@ from ddtree_trt.bench.runner import run_bench
 from ddtree_trt.bench.settings import BenchSettings, CheckSettings
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.sources import PackagedSource
-from ddtree_trt.check import check_engine
+from ddtree_trt.check.findings import describe
+from ddtree_trt.check.run import check_engine
 from ddtree_trt.commands.build import measure as measure_latencies
 from ddtree_trt.errors import DDTreeError
-from ddtree_trt.findings import describe
 from ddtree_trt.terminal.printing import progress_bars
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -203,7 +203,6 @@ class CheckSettings:
     threads: int = 0
     exact: bool | None = None  # as for LLM
     tensor_parallel_size: int = 1  # likewise
-    diagnose: bool | None = None  # try what may be wired wrongly; None: where few drafted tokens are accepted
 
     def __post_init__(self) -> None:
         for name in ("limit", "max_tokens", "sampled_prompts", "sampled_tokens"):

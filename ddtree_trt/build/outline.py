@@ -48,7 +48,7 @@ class Pair:
         """Bytes of both networks' weights in an engine. Of plans without the heads, which `device/memory.py`
         counts as they are on the device."""
         if backend == "onnxruntime":
-            return weight_bytes(self.target.shapes, precision) + weight_bytes(self.drafter.shapes, precision)
+            return weight_bytes(self.target, precision) + weight_bytes(self.drafter, precision)
         size, plans = PRECISIONS[precision].value_bytes, backend in PLAN_BACKENDS
         target, drafter = self.target, self.drafter
         if plans:

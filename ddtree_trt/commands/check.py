@@ -24,10 +24,6 @@ def check(
     seeds: Annotated[
         int, typer.Option(metavar="N", help="Sampled requests per prompt, method and temperature; 0 skips them.")
     ] = CheckSettings.seeds,
-    diagnose: Annotated[
-        bool | None,
-        typer.Option(help="Try other tapped layers, mask tokens and prompt formats. Default: where acceptance is low."),
-    ] = CheckSettings.diagnose,
     threads: Threads = CheckSettings.threads,
     exact: Exact = CheckSettings.exact,
     tensor_parallel_size: TensorParallelSize = CheckSettings.tensor_parallel_size,
@@ -46,10 +42,9 @@ def check(
         threads=threads,
         exact=exact,
         tensor_parallel_size=tensor_parallel_size,
-        diagnose=diagnose,
     )
-    from ddtree_trt.check import check_engine
-    from ddtree_trt.findings import describe
+    from ddtree_trt.check.findings import describe
+    from ddtree_trt.check.run import check_engine
 
     with terminal.progress_bars() as progress:
         report = check_engine(settings, progress)

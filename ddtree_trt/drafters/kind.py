@@ -16,6 +16,9 @@ from ddtree_trt.models.decoder import Part, Shapes, TransformerDims
 # What one pass proposes: all positions of a block, a level of a tree, or one token.
 Drafts = Literal["block", "levels", "tokens"]
 EMBEDDING, HEAD = "embedding", "head"  # names of tables
+# Of a tree that is drafted level by level, as EAGLE is published: nodes that a pass expands, and children of each; and
+# its levels, where its number of nodes is fixed.
+EXPANDED, LEVELS = 10, 8
 LONGEST_CHAIN = 16  # γ: most tokens an automatic budget has a drafter without a block draft per round
 
 
@@ -67,6 +70,11 @@ class DrafterKind(ABC):
     def stored(self, *, tied: bool) -> Iterator[Part]:
         """The tensors of a weight file of PyTorch's, in order."""
 
+    @property
+    def unrounded(self) -> frozenset[str]:
+        """Names of the matrices that products in 8 bits leave as they are."""
+        return frozenset()
+
     def fitted(self, target: TransformerDims) -> Any:
         """Its dimensions beside a target, which may decide what a config.json left open."""
         return self.dims
@@ -78,6 +86,11 @@ class DrafterKind(ABC):
     def misfit(self, target: TransformerDims) -> str | None:
         """Why it does not fit a target of these dimensions, in Hugging Face's names; None where it fits."""
         return differs("vocab_size", self.dims.vocab_size, "the target's", target.vocab_size)
+
+
+def most_expanded(width: int, levels: int) -> int:
+    """Most nodes that a draft by levels expands, `width` in a pass: the nodes of all levels but the last."""
+    return width * (levels - 1)
 
 
 def differs(name: str, found: int, whose: str, expected: int) -> str | None:

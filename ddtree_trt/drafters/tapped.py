@@ -75,6 +75,10 @@ class TappedKind(DrafterKind):
         return (*embedding, *head)
 
     @property
+    def unrounded(self) -> frozenset[str]:
+        return frozenset((FC, OWN_EMBEDDING))
+
+    @property
     def to_target(self) -> tuple[Part, ...]:
         """The map of draft ids to the target's, where its vocabulary is smaller."""
         size = self.dims.draft_vocab_size

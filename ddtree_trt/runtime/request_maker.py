@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ddtree_trt.artifact.limits import BUDGETS
-from ddtree_trt.drafters.eagle3.dims import LEVELS, most_expanded
+from ddtree_trt.drafters.kind import LEVELS, most_expanded
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.chat.formats import MARKS
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, AutoBudgets, Budget, FixedBudget

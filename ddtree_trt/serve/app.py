@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,7 +29,6 @@ from ddtree_trt.serve.openai.body import read, request_schemas
 from ddtree_trt.serve.openai.chat import chat
 from ddtree_trt.serve.openai.completions import complete
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from ddtree_trt.serve.openai.responses import ChatCompletion, Completion, ModelCard, ModelList
 from ddtree_trt.serve.openai.tokenize import detokenize, tokenize
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.playground import routes as playground
@@ -85,22 +85,23 @@ def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions, examples:
     gate = Gate(app, options, metrics)
     errors.install(app, lambda: metrics.retry_after_s)
 
-    @app.post("/v1/chat/completions", response_model=ChatCompletion, openapi_extra=_body_schema(ChatRequest))
+    @app.post("/v1/chat/completions", response_class=JSONResponse, openapi_extra=_body_schema(ChatRequest))
     async def chat_completions(request: Request) -> Response:
         return await chat(service, request, await read(request, ChatRequest))
 
-    @app.post("/v1/completions", response_model=Completion, openapi_extra=_body_schema(CompletionRequest))
+    @app.post("/v1/completions", response_class=JSONResponse, openapi_extra=_body_schema(CompletionRequest))
     async def completions(request: Request) -> Response:
         return await complete(service, request, await read(request, CompletionRequest))
 
-    card = ModelCard(id=service.model_name, created=service.created, max_model_len=service.max_seq_len)
+    card = {"id": service.model_name, "object": "model", "created": int(time.time()), "owned_by": "ddtree-trt"}
+    card |= {"max_model_len": service.max_seq_len}
 
     @app.get("/v1/models")
-    async def models() -> ModelList:
-        return ModelList(data=[card])
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [card]}
 
     @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> ModelCard:
+    async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
         return card
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +13,6 @@ from starlette.responses import JSONResponse
 from ddtree_trt.errors import SHOWN_CHARACTERS, DDTreeError, UsageError, shown
 from ddtree_trt.runtime.async_llm import QueueFull
 from ddtree_trt.serve.openai.protocol import UNKNOWN
-from ddtree_trt.serve.openai.responses import event
 
 INVALID = "invalid_request_error"
 SERVER = "server_error"
@@ -65,11 +63,6 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body(), self.status, self.headers)
-
-
-def error_event(error: ApiError) -> str:
-    """The event that ends a stream which cannot go on. No [DONE] follows it."""
-    return event(json.dumps(error.body()))
 
 
 def shutting_down() -> ApiError:

@@ -15,8 +15,9 @@ from typing import Any
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ddtree_trt.serve.errors import CLOSE, ApiError, error_event, overloaded, shutting_down, timed_out
+from ddtree_trt.serve.errors import CLOSE, ApiError, overloaded, shutting_down, timed_out
 from ddtree_trt.serve.metrics import Metrics
+from ddtree_trt.serve.openai.answers import event
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.playground.routes import PAGE
 
@@ -208,7 +209,7 @@ class _Exchange:
         if not self._answer.started:
             await reason.response()(self._scope, self._receive, self._answer.send)
         elif self._answer.streams and not self._answer.complete:
-            body = error_event(reason).encode()
+            body = event(reason.body()).encode()
             await self._answer.send({"type": "http.response.body", "body": body, "more_body": False})
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-import time
-import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -17,16 +15,13 @@ from ddtree_trt.errors import MissingDependency, UsageError, shown
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.decoding.loop import Watcher
-from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
-from ddtree_trt.runtime.stats import merge
 from ddtree_trt.runtime.structured.names import ALIASES, STRUCTURED
 from ddtree_trt.runtime.submission import Submission
 from ddtree_trt.runtime.text.codec import Tools
-from ddtree_trt.serve.errors import INVALID, SERVER, ApiError, cut
+from ddtree_trt.serve.errors import INVALID, ApiError, cut
 from ddtree_trt.serve.metrics import Metrics
 from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
-from ddtree_trt.serve.openai.responses import AcceptanceMetrics, PromptTokensDetails, UsageInfo
 from ddtree_trt.serve.openai.tokens import TokenTexts
 from ddtree_trt.serve.options import ServeOptions
 
@@ -43,10 +38,10 @@ class Service:
         self.chat_format = chat_format
         self.metrics = metrics
         self.model_name = options.model_name or llm.engine.manifest.name
-        self.created = int(time.time())
         self.texts = TokenTexts(llm.codec)
         self._default_max_tokens = options.default_max_tokens
         self.max_seq_len = llm.engine.manifest.limits.max_seq_len
+        self.longest_draft = llm.engine.manifest.drafting.longest_draft
         # One thread for the tokenizer, which is not thread-safe, and whose long prompts must not block the event loop.
         # Another for chat templates, which may take seconds and must not delay prompts that need none.
         self._encoder = ThreadPoolExecutor(1, thread_name_prefix="ddtree-tokenizer")
@@ -197,31 +192,6 @@ class Service:
         request.state.cleanup.enter_context(submission)
         return submission
 
-    def usage(self, outputs: Sequence[RequestOutput]) -> UsageInfo:
-        prompt = sum(o.usage.prompt_tokens for o in outputs)
-        completion = sum(o.usage.completion_tokens for o in outputs)
-        return UsageInfo(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(o.usage.cached_tokens for o in outputs)),
-        )
-
-    def acceptance(self, outputs: Sequence[RequestOutput]) -> AcceptanceMetrics:
-        metrics = merge(o.metrics for o in outputs)
-        return AcceptanceMetrics.of(metrics, self.llm.engine.manifest.drafting.longest_draft)
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
-
-
-def finish_reason(reason: str | None) -> Any:
-    """The reason in OpenAI's terms. Raises ApiError for "abort", which happens when the server ends the request."""
-    if reason == "abort":
-        raise ApiError(503, "the request was ended by the server", kind=SERVER, code="aborted")
-    return reason
-
 
 def _error_with_param(error: UsageError, names: Mapping[str, str], other: str | None) -> ApiError:
     """The error with its parameter, which is the first word of our texts; `other` where that word is no parameter."""
@@ -234,7 +204,7 @@ def _error_with_param(error: UsageError, names: Mapping[str, str], other: str | 
     return ApiError(400, text, kind=INVALID, param=other, code="invalid_value")
 
 
-def check_stream_options(body: ChatRequest | CompletionRequest) -> bool:
+def wants_usage(body: ChatRequest | CompletionRequest) -> bool:
     """Whether the stream ends with the usage. Raises ApiError for a request that does not stream."""
     if body.stream_options is None:
         return False

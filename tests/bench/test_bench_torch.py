@@ -17,7 +17,7 @@ from ddtree_trt.bench.reporting.markdown import markdown
 from ddtree_trt.bench.result import read_result, to_json
 from ddtree_trt.bench.runner import run_bench
 from ddtree_trt.bench.settings import BenchSettings, CheckSettings
-from ddtree_trt.check import check_engine
+from ddtree_trt.check.run import check_engine
 from ddtree_trt.cli import app
 from ddtree_trt.errors import MissingDependency, UsageError
 

@@ -14,17 +14,17 @@ from hypothesis import strategies as st
 from scipy import stats
 from scripted import make_manifest
 
-from ddtree_trt import check
 from ddtree_trt.artifact.files import MANIFEST
 from ddtree_trt.artifact.manifest import Limits, load_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import CheckSettings
-from ddtree_trt.bench.uniformity import BINS, FALSE_ALARM, chi_square_tail, place_in_distribution, uniformity
-from ddtree_trt.check import check_engine, engine_cases, target_logits
-from ddtree_trt.diagnosis.drafting import CAUSES
+from ddtree_trt.check import run as check
+from ddtree_trt.check.drafting import CAUSES
+from ddtree_trt.check.findings import Difference, describe
+from ddtree_trt.check.run import check_engine, engine_cases, target_logits
+from ddtree_trt.check.uniformity import BINS, FALSE_ALARM, chi_square_tail, place_in_distribution, uniformity
 from ddtree_trt.errors import UsageError
-from ddtree_trt.findings import Difference, describe
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.params import SamplingParams
 
@@ -90,9 +90,6 @@ def test_a_low_tau_fails_and_names_the_usual_causes(hopeful_engine: Path) -> Non
     low, high = report.tau
     assert not low.passed
     assert report.drafting.low
-    tried = {trial.setting: trial for trial in report.drafting.trials}
-    assert {"no chat template", "tapped layers 0, 2, 3", "tapped layers 2, 4, 5", "mask token 2"} <= tried.keys()
-    assert not any(trial.better for trial in tried.values())
     assert high.passed  # above the range is no fault: it was verified
     text = "\n".join(describe(report))
     assert all(cause in text for cause in CAUSES)

@@ -5,26 +5,22 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shutil
 from contextlib import closing
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from majority_pair import build_majority
 
 from ddtree_trt.bench.prompts import load_prompts
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import Case, CheckSettings
-from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.check import check_engine
-from ddtree_trt.diagnosis.agreement import Agreement, ContextBin, Text, measure_agreement
-from ddtree_trt.diagnosis.drafting import CAUSES, DraftingFinding, answers
-from ddtree_trt.diagnosis.variants import variants
+from ddtree_trt.check.agreement import Agreement, ContextBin, Text, measure_agreement
+from ddtree_trt.check.drafting import CAUSES, DraftingFinding, answers
+from ddtree_trt.check.findings import CheckReport, describe
+from ddtree_trt.check.run import check_engine
 from ddtree_trt.errors import EngineError
-from ddtree_trt.findings import CheckReport, describe
 from ddtree_trt.runtime.params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -35,7 +31,7 @@ TINY = ROOT / "ddtree_trt" / "assets" / "tiny"
 def drafter_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether methods are lossless is the matter of other tests."""
     monkeypatch.setattr(
-        "ddtree_trt.check.engine_cases", lambda manifest, budgets: [Case("ar"), Case("dflash"), Case("ddtree", 64)]
+        "ddtree_trt.check.run.engine_cases", lambda manifest, budgets: [Case("ar"), Case("dflash"), Case("ddtree", 64)]
     )
 
 
@@ -65,46 +61,7 @@ def faults_of(report: CheckReport) -> list[str]:
     return report.drafting.faults
 
 
-def rewired(directory: Path, template: str = "", **entries: object) -> Path:
-    """An engine of the packaged pair with other entries of the drafter's configuration, and a text in front of the
-    chat template."""
-    drafter = shutil.copytree(TINY / "drafter", directory / "drafter") / "config.json"
-    config = json.loads(drafter.read_text())
-    config["dflash_config"] |= entries
-    drafter.write_text(json.dumps(config))
-    target = shutil.copytree(TINY / "target", directory / "target")
-    shutil.copytree(TINY / "tokenizer", target, dirs_exist_ok=True)
-    chat = target / "chat_template.jinja"
-    chat.write_text(template + chat.read_text())
-    engine = directory / "engine"
-    compile_engine(BuildRequest(target="mine", checkpoint=target, drafter=drafter.parent, output=engine))
-    return engine
-
-
 # The causes
-
-
-@pytest.mark.parametrize("taps", [[2, 4, 5], [0, 2, 3]])
-def test_taps_that_are_off_by_one(tmp_path: Path, taps: list[int]) -> None:
-    report = checked(rewired(tmp_path, target_layer_ids=taps))
-    assert report.drafting.low
-    (fault,) = faults_of(report)
-    assert fault.startswith("wrong taps: τ is ") and "tapped layers 1, 3, 4;" in fault
-
-
-def test_a_wrong_mask_token(tmp_path: Path) -> None:
-    report = checked(rewired(tmp_path, mask_token_id=2))
-    (fault,) = faults_of(report)
-    assert fault.startswith("wrong mask token: τ is ") and "mask token 4;" in fault
-
-
-def test_a_missing_chat_template_argument(tmp_path: Path) -> None:
-    """The template's own mode puts a text before the answer that the drafter has never seen."""
-    rubbish = "numbers: return shells plates 12 + " * 8
-    engine = rewired(tmp_path, "{% if enable_thinking | default(true) %}" + rubbish + "{% endif %}")
-    report = checked(engine, diagnose=True)
-    assert faults_of(report) == []
-    assert any("--chat-template-arg enable_thinking=false" in hint for hint in report.drafting.hints)
 
 
 @pytest.fixture
@@ -170,43 +127,6 @@ def test_drafts_fail_past_a_context_where_no_longer_one_works(accepted: tuple[in
     found = Agreement(tuple(lengths), tuple(a for a in accepted for _ in range(12)), 8)
     assert found.by_context == tuple(ContextBin(128 << i, 12, float(a)) for i, a in enumerate(accepted))
     assert found.fails_past == past
-
-
-def test_a_difference_within_chance_is_none() -> None:
-    rng = np.random.default_rng(0)
-    draws = rng.geometric(0.4, (2, 144))
-    plain, same = (Agreement((0,) * 144, tuple(row.tolist()), 15) for row in draws)
-    more = Agreement((0,) * 144, tuple((2 * draws[0]).tolist()), 15)
-    assert more.better(plain) and not plain.better(more)
-    assert not same.better(plain) and not plain.better(same)
-
-
-def test_what_cannot_be_tried_is_said(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that cannot be written, or a file system without links."""
-
-    def refuse(*_: object) -> None:
-        raise OSError("no links")
-
-    monkeypatch.setattr("os.link", refuse)
-    report = checked(tiny_engine, diagnose=True, limit=1)
-    untried = [trial.setting for trial in report.drafting.trials if trial.tau is None]
-    assert untried == ["tapped layers 0, 2, 3", "tapped layers 2, 4, 5"]
-    assert "        tried: tapped layers 0, 2, 3: could not be tried here" in describe(report)
-    assert report.passed
-
-
-def test_a_plan_has_its_taps(tiny_engine: Path) -> None:
-    with closing(Session(tiny_engine)) as session:
-        manifest = session.manifest
-        planned = dataclasses.replace(manifest, backend="tensorrt")
-        assert {v.cause for v in variants(manifest, session.codec)} == {"wrong taps", "wrong mask token"}
-        assert {v.cause for v in variants(planned, session.codec)} == {"wrong mask token"}
-
-
-def test_nothing_is_left_beside_the_engine(tiny_engine: Path, tmp_path: Path) -> None:
-    engine = shutil.copytree(tiny_engine, tmp_path / "engine")
-    checked(engine, diagnose=True, limit=1)
-    assert [p.name for p in tmp_path.iterdir()] == ["engine"]
 
 
 def test_without_a_fault_the_usual_causes_are_named() -> None:

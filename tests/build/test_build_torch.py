@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
-from ddtree_trt.artifact.number_bytes import encode
+from ddtree_trt.artifact.tensor_files import encode
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.artifact.weight_layout import stored_weights
 from ddtree_trt.build.backends.registry import resolve_precision
@@ -90,13 +90,6 @@ def test_auto_is_bf16_where_there_is_a_gpu(tmp_path: Path, monkeypatch: pytest.M
             control.touch()
         monkeypatch.setattr(torch_build, "_GPU_CONTROL", control)
         assert resolve_precision(torch_build.TorchBuild(), "auto") == precision
-
-
-def test_large_tensors_are_converted_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = make_pair(tmp_path)
-    whole = build(pair, tmp_path / "whole", precision="bf16")
-    monkeypatch.setattr("ddtree_trt.artifact.number_bytes._BLOCK", 100)
-    assert build(pair, tmp_path / "blocks", precision="bf16").files == whole.files
 
 
 def test_the_rebuild_command_names_backend_and_precision(tmp_path: Path) -> None:

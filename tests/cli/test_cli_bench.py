@@ -146,7 +146,7 @@ def test_check_reports_and_ends_with_the_verdict(tiny_engine: Path, monkeypatch:
     code, out, _ = call("check", tiny_engine, *quick)
     assert code == 0
     assert out.endswith("passed\n")
-    monkeypatch.setattr("ddtree_trt.check.GreedyFinding.passed", False)
+    monkeypatch.setattr("ddtree_trt.check.findings.GreedyFinding.passed", False)
     code, out, _ = call("check", tiny_engine, *quick, "--json")
     assert code == 1
     assert json.loads(out)["passed"] is False

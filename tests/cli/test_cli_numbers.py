@@ -17,14 +17,13 @@ from ddtree_trt.commands import (
     build,
     check,
     doctor,
-    export_peer,
     export_triton,
+    export_trtllm,
     inspect,
     run,
     run_batch,
     serve,
 )
-from ddtree_trt.peerconfig.registry import PEERS
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "ablate": ablate.ablate,
@@ -32,8 +31,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "build": build.build,
     "check": check.check,
     "doctor": doctor.doctor,
-    **{f"export-{peer.name}": export_peer.export_command(peer) for peer in PEERS},
     "export-triton": export_triton.export_triton,
+    "export-trtllm": export_trtllm.export_trtllm,
     "inspect": inspect.inspect,
     "run": run.run,
     "run-batch": run_batch.run_batch,

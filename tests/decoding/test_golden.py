@@ -1,6 +1,6 @@
 """Acceptance lengths on the packaged pair against those of the published DDTree code, round by round.
 
-`tools/golden_traces.py` writes the file and says how its rounds are counted.
+`workbench/golden.py` writes the file and says how its rounds are counted.
 """
 
 from __future__ import annotations

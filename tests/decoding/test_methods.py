@@ -16,7 +16,7 @@ from scripted_models import Good, MarkovTarget
 import ddtree_trt
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.bench.settings import BenchSettings
-from ddtree_trt.check import engine_cases
+from ddtree_trt.check.run import engine_cases
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import BASELINES, DFLASH, METHODS, Proposal, resolve_method
 from ddtree_trt.runtime.decoding.policies import TreePlan

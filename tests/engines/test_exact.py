@@ -22,7 +22,7 @@ from ddtree_trt.runtime.engines.profile import fingerprint
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import token_chain
-from tools.equal_bits import compare
+from workbench.equal_bits import compare
 
 STEPS = 140
 CHAINS = ((2,), (5,), (9,), (17,), (33,), (129,), (1, 4, 2, 9, 17, 1, 1, 3))

@@ -34,7 +34,7 @@ from ddtree_trt.build.graph.lowering_int8 import BLOCK, LARGEST, Int8Graph, quan
 from ddtree_trt.build.graph.ops import Fine, Table
 from ddtree_trt.build.graph.rotation import rotate
 from ddtree_trt.build.graph.weights import WeightFile
-from ddtree_trt.check import check_engine
+from ddtree_trt.check.run import check_engine
 from ddtree_trt.device.cpu import Cpu
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.engines.base import DraftRequest

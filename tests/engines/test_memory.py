@@ -302,6 +302,6 @@ def test_every_session_of_onnxruntime_packs_a_head(tied: bool, tmp_path: Path) -
     layers = [shape for network in networks for shape in network.shapes.values() if shape != table]
     request = BuildRequest(target="x", checkpoint=target, drafter=drafter)
     assert dry_run(request).memory.weights_bytes == 4 * (sum(map(math.prod, layers)) + 3 * math.prod(table))
-    stored = sum(weight_bytes(network.shapes, "int8") for network in networks)
+    stored = sum(weight_bytes(network, "int8") for network in networks)
     again = dataclasses.replace(request, precision="int8")
     assert dry_run(again).memory.weights_bytes == stored + math.prod(table)

@@ -22,7 +22,7 @@ from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.build.backends.tensorrt.machine import LOWEST_FP8_SM, Machine, examine
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.check import check_engine
+from ddtree_trt.check.run import check_engine
 from ddtree_trt.device.cuda_calls import call, cuda_bindings
 from ddtree_trt.errors import ArtifactError, DDTreeError
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest

@@ -1,4 +1,4 @@
-"""tools/quality.py: an engine compared with another over text."""
+"""workbench/quality.py: an engine compared with another over text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from numerics import Truth
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from ddtree_trt.errors import UsageError
-from tools import quality
+from workbench import quality
 
 TOKENS = np.random.default_rng(0).integers(0, 90, 70)
 

@@ -29,7 +29,7 @@ from ddtree_trt.bench.result import BenchResult, Part
 from ddtree_trt.bench.runner import WHOLE, Measurement
 from ddtree_trt.bench.session import EngineContender, Session
 from ddtree_trt.bench.settings import BenchSettings
-from ddtree_trt.drafters.eagle3.dims import EXPANDED
+from ddtree_trt.drafters.kind import EXPANDED
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.candidates import Candidates, Marginals
 from ddtree_trt.runtime.decoding.methods import AUTO, AUTOREGRESSIVE, Method, resolve_method

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddtree_trt.artifact.manifest import CheckpointIdentity, Manifest
+from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.build.checkpoint.paths import is_gguf
-from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.presets import PRESETS
 from ddtree_trt.build.sources import Source, locate, named_source
 from ddtree_trt.errors import UsageError
+from ddtree_trt.trtllm_export import check_same
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,3 @@ def pretrained(path: Path) -> dict[str, str]:
     """What transformers' `from_pretrained` is given to load a checkpoint."""
     names = {"pretrained_model_name_or_path": str(path)}
     return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name} if is_gguf(path) else names
-
-
-def check_same(directory: Path, expected: CheckpointIdentity, option: str) -> None:
-    """Raises UsageError where the checkpoint is not the one the engine was built from."""
-    found = load_checkpoint(directory).identity.sha256
-    if found != expected.sha256:
-        raise UsageError(
-            f"{option} {directory} is not what the engine was built from: its sha256 begins with {found[:12]}, the "
-            f"engine's {expected.name} with {expected.sha256[:12] or 'nothing'}; a fair peer runs the same checkpoint"
-        )

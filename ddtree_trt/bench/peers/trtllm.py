@@ -5,20 +5,21 @@ Both run with the settings that `ddtree-trt export-trtllm` writes, read from an 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.bench.contender import Outcome, Request, TokenClock
 from ddtree_trt.bench.peers.base import PeerContext
 from ddtree_trt.bench.settings import Case
 from ddtree_trt.build.checkpoint.paths import is_gguf
 from ddtree_trt.errors import MissingDependency, UsageError, install_with
-from ddtree_trt.peerconfig.export import ReadExport, read_export
-from ddtree_trt.peerconfig.pair import Model, served_dtype, served_pair
-from ddtree_trt.peerconfig.peer import Settings
-from ddtree_trt.peerconfig.trtllm import SPECULATIVE, TRTLLM
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, DFLASH
+from ddtree_trt.trtllm_export import CONFIG, PLAIN_CONFIG, RECORD, SPECULATIVE, Model, plain, settings
 
 PEER = "tensorrt-llm"
 # Two models share the GPU; block reuse is off because every request of a benchmark starts cold.
@@ -38,17 +39,17 @@ class TensorRTLLMPeer:
                 f"--peer tensorrt-llm needs TensorRT-LLM ({error}); {install_with('trtllm')}"
             ) from error
         self._module, self._api = tensorrt_llm, llmapi
-        export = read_export(TRTLLM, Path(directory), context.manifest) if directory else _made_here(context)
-        self._models: dict[str, Any] = {AUTOREGRESSIVE.name: self._load(export.model, export.plain)}
-        if SPECULATIVE in export.settings:
+        model, config, single = _read(Path(directory), context.manifest) if directory else _made_here(context)
+        self._models: dict[str, Any] = {AUTOREGRESSIVE.name: self._load(model, single)}
+        if SPECULATIVE in config:
             if not hasattr(llmapi, "DFlashDecodingConfig"):
                 raise MissingDependency(
                     f"TensorRT-LLM {tensorrt_llm.__version__} has no DFlash; run: pip install -U --pre tensorrt-llm"
                 )
-            self._models[DFLASH.name] = self._load(export.model, export.settings)
+            self._models[DFLASH.name] = self._load(model, config)
         self.cases = tuple(Case(m, peer=PEER) for m in self._models)
 
-    def _load(self, model: str, settings: Settings) -> Any:
+    def _load(self, model: str, settings: Mapping[str, Any]) -> Any:
         given = dict(settings)
         if SPECULATIVE in given:
             given[SPECULATIVE] = self._api.DFlashDecodingConfig(**given[SPECULATIVE])
@@ -81,16 +82,33 @@ class TensorRTLLMPeer:
             model.shutdown()
 
 
-def _made_here(context: PeerContext) -> ReadExport:
+_Export = tuple[str, dict[str, Any], dict[str, Any]]  # the target by its name, and the settings with and without drafts
+
+
+def _read(directory: Path, manifest: Manifest) -> _Export:
+    """An export of the engine's pair, whose files may have been edited. Raises UsageError where it is none."""
+    path, again = directory / RECORD, f"write it again with: ddtree-trt export-trtllm ENGINE_DIR {directory} --force"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        config, single = (yaml.safe_load((directory / name).read_text("utf-8")) for name in (CONFIG, PLAIN_CONFIG))
+        same = (record["target"], record["drafter"]) == (manifest.target.sha256, manifest.drafter.sha256)
+        found = str(record["model"]), dict(config), dict(single)
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{directory} cannot be read as an export for TensorRT-LLM: {reason}; {again}") from error
+    if not same:
+        raise UsageError(f"{directory} is an export of another pair than that of the engine {manifest.name!r}; {again}")
+    return found
+
+
+def _made_here(context: PeerContext) -> _Export:
     """What an export of the engine has, of the checkpoints that a benchmark's peers load."""
     found, manifest = context.checkpoints(), context.manifest
     if is_gguf(found.target):
         raise UsageError(f"--peer tensorrt-llm reads no GGUF file; {found.target} is one: leave the peer out")
     target = str(found.target)
     if manifest.drafting.drafts != "block":
-        plain = {"dtype": served_dtype(manifest), "max_seq_len": manifest.limits.max_seq_len}
-        return ReadExport(target, plain, plain)
-    pair = served_pair(manifest, Model(target), Model(str(found.drafter)))
-    TRTLLM.check(pair)
-    settings = TRTLLM.settings(pair)
-    return ReadExport(target, settings, TRTLLM.plain(settings))
+        config: dict[str, Any] = {"dtype": "auto", "max_seq_len": manifest.limits.max_seq_len}
+    else:
+        config = settings(manifest, Model(target), Model(str(found.drafter)))
+    return target, config, plain(config)

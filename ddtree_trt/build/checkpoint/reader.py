@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.files import sha256_file
 from ddtree_trt.artifact.manifest import LOCAL, CheckpointIdentity
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.artifact.safetensor_header import StoredTensor
+from ddtree_trt.artifact.tensor_files import StoredTensor
 from ddtree_trt.build.checkpoint.config import CONFIG, ModelConfig, read_config
 from ddtree_trt.build.checkpoint.gguf.files import open_gguf
 from ddtree_trt.build.checkpoint.gguf.network import gguf_names, read_gguf_config, read_tensor, unused_names
@@ -47,7 +47,7 @@ from ddtree_trt.drafters.tapped import TO_TARGET
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, Shapes, TransformerDims
 
-# Tensors that some files hold and nothing uses: a copy of tied weights, and buffers. `dialects` has those of drafters.
+# Tensors that some files hold and nothing uses: a copy of tied weights, and buffers. Dialects have those of drafters.
 _IGNORED = (HEAD, EMBEDDING)
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", *CACHE_SCALES)
 _SHOWN_NAMES = 3  # in one message

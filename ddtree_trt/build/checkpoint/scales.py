@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.safetensor_header import StoredTensor
+from ddtree_trt.artifact.tensor_files import StoredTensor
 from ddtree_trt.build.checkpoint.quantization import MODELOPT_CONFIG, STORED_TYPES, Quantization, Values
 from ddtree_trt.build.checkpoint.tensorfile import check_dtype, read_float32
 from ddtree_trt.errors import CheckpointError
@@ -169,7 +170,7 @@ def dequantize(stored: NDArray[np.uint8], scales: Scales) -> NDArray[np.float32]
 def _values(stored: NDArray[np.uint8], kind: Values) -> NDArray[np.float32]:
     """The stored numbers as float32 [out, in], without scales."""
     if kind == "float8_e4m3fn":
-        return _FLOAT8[stored]
+        return stored.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     if kind == "int8":
         return stored.view(np.int8).astype(np.float32)
     values = np.empty((2 * stored.shape[0], stored.shape[1]), np.float32)
@@ -177,15 +178,3 @@ def _values(stored: NDArray[np.uint8], kind: Values) -> NDArray[np.float32]:
     values[::2] = (signed << 4) >> 4  # the shift back extends the sign
     values[1::2] = signed >> 4
     return values
-
-
-def _float8() -> NDArray[np.float32]:
-    """The value of every byte as an e4m3 number: sign, 4 bits of exponent, 3 of mantissa; no infinity, two NaNs."""
-    codes = np.arange(256)
-    exponent, mantissa = codes >> 3 & 15, codes & 7
-    magnitude = np.where(exponent > 0, (8 + mantissa) * 2.0 ** (exponent - 10), mantissa * 2.0**-9)
-    magnitude[codes & 127 == 127] = np.nan
-    return np.where(codes & 128, -magnitude, magnitude).astype(np.float32)
-
-
-_FLOAT8 = _float8()

@@ -15,9 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact.files import NAME
-from ddtree_trt.artifact.number_bytes import decode
 from ddtree_trt.artifact.precisions import PRECISIONS
-from ddtree_trt.artifact.safetensor_header import StoredTensor, read_header
+from ddtree_trt.artifact.tensor_files import StoredTensor, read_tensors
 from ddtree_trt.drafters.tapped import INTEGER_TENSORS
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.reading import Fields, Source, read_object, shown
@@ -37,7 +36,8 @@ def open_tensors(directory: Path) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
     placed = _placement(directory)
     for file in weight_files(directory):
-        for name, tensor in _locate_tensors(file).items():
+        source = Source(str(file), CheckpointError, f"the file is damaged or cut short, {_ADVICE}")
+        for name, tensor in read_tensors(file, source).items():
             if placed is None or placed.get(name) == file.name:
                 tensors[name] = tensor
     for name, file_name in (placed or {}).items():
@@ -74,15 +74,6 @@ def _placement(directory: Path) -> dict[str, str] | None:
     return placed
 
 
-def _locate_tensors(file: Path) -> dict[str, StoredTensor]:
-    """Tensor name → its place in one file."""
-    source = Source(str(file), CheckpointError, f"the file is damaged or cut short, {_ADVICE}")
-    try:
-        return read_header(file, source).locate()
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-
-
 def check_dtype(name: str, tensor: StoredTensor) -> None:
     """Raises CheckpointError when the tensor's storage type cannot be converted."""
     if name in INTEGER_TENSORS:
@@ -104,7 +95,7 @@ def read_float32(name: str, tensor: StoredTensor) -> NDArray[np.float32]:
     check_dtype(name, tensor)
     if tensor.size == 0:
         return np.empty(tensor.shape, np.float32)
-    values = decode(map_values(name, tensor))
+    values = np.array(map_values(name, tensor), np.float32)
     check_finite(name, tensor, values)
     return values.reshape(tensor.shape)
 

@@ -9,9 +9,9 @@ from types import TracebackType
 import numpy as np
 from onnx import StringStringEntryProto, TensorProto
 
-from ddtree_trt.artifact.number_bytes import encode
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.artifact.tensor_files import encode
 from ddtree_trt.build.graph.ops import TYPES
 
 ALIGNMENT = 4096  # a memory page: the runtime can map a tensor instead of reading it

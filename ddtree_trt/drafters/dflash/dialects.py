@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from ddtree_trt.build.checkpoint.config_fields import refuse_other_values
-from ddtree_trt.build.checkpoint.dialects import (
+from ddtree_trt.build.checkpoint.dialect import (
     SPECULATORS_DECODER,
     SPECULATORS_TYPE,
     Dialect,

@@ -140,6 +140,12 @@ class DFlash(TappedKind):
     def borrowed_rows(self) -> Shapes:
         return {} if self.dims.draft_vocab_size is None or self.dims.own_head else {OWN_HEAD: self.head_shape}
 
+    @property
+    def unrounded(self) -> frozenset[str]:
+        convolutions = [layer_convolutions(self.dims, i).values() for i in range(self.dims.num_layers)]
+        parts = [part for each in convolutions for parts in each for part in parts]
+        return super().unrounded | set(shapes_of([*parts, *(self.pairs.parts if self.pairs else ())]))
+
     def shapes(self, *, tied: bool) -> Shapes:
         d = self.dims
         layers = [part for layer in decoder_layers(d, BODY) for part in layer]
@@ -163,6 +169,8 @@ class DFlash(TappedKind):
 
     def contradiction(self) -> str | None:
         d = self.dims
+        if not d.tap_layers:
+            return "tap_layers is empty"
         for name, entries in (("windows", d.windows), ("causal", d.causal)):
             if entries and len(entries) != d.num_layers:
                 return f"{name} has {len(entries)} entries for {d.num_layers} layers"

@@ -28,7 +28,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
 
-from ddtree_trt.models.decoder import ATTENTION, MLP, Part, TransformerDims
+from ddtree_trt.models.decoder import Part, TransformerDims
 from ddtree_trt.reading import Between
 
 RANK = Between(1, 1 << 16)
@@ -93,13 +93,6 @@ class ConvolutionParts:
 
     def __iter__(self) -> Iterator[Part]:
         return iter((self.base, self.kernels))
-
-
-def is_of_head(name: str) -> bool:
-    """Whether a tensor of a checkpoint is a part of a head or a convolution."""
-    return name.startswith(("markov_head.", "candidate_selector.")) or any(
-        f".{place}_conv." in name for place in (ATTENTION, MLP)
-    )
 
 
 def markov_head(dims: TransformerDims, rank: int, head_size: int, *, gated: bool) -> PairHead:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
-from ddtree_trt.build.checkpoint.dialects import SPECULATORS_DECODER, SPECULATORS_TYPE, Dialect, Known, words
+from ddtree_trt.build.checkpoint.dialect import SPECULATORS_DECODER, SPECULATORS_TYPE, Dialect, Known, words
 from ddtree_trt.build.checkpoint.layer_types import refuse_windows
 from ddtree_trt.drafters.eagle3.dims import Eagle3, Eagle3Dims
 from ddtree_trt.drafters.tapped import TapLayer

@@ -29,8 +29,6 @@ from ddtree_trt.models.decoder import (
 )
 
 STATE_NORM = "layers.0.hidden_norm.weight"
-EXPANDED = 10  # nodes that a pass expands, and children of each, as EAGLE is published
-LEVELS = 8  # of a tree whose number of nodes is fixed, likewise
 TAPS = 3  # M where a checkpoint names no layers
 _PACKAGE = "ddtree_trt.drafters.eagle3"
 
@@ -52,11 +50,6 @@ class Eagle3Dims(TappedDims):
     def taps_width(self) -> int:
         """M·H of the target: width of the tapped states of one token, side by side."""
         return (len(self.tap_layers) or TAPS) * (self.target_hidden_size or self.hidden_size)
-
-
-def most_expanded(width: int, levels: int) -> int:
-    """Most nodes that a draft expands, `width` in a pass: the nodes of all levels but the last."""
-    return width * (levels - 1)
 
 
 def default_tap_layers(num_target_layers: int) -> tuple[int, ...]:

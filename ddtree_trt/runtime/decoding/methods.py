@@ -13,8 +13,7 @@ from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ddtree_trt.drafters.eagle3.dims import EXPANDED
-from ddtree_trt.drafters.kind import DrafterKind, Drafts
+from ddtree_trt.drafters.kind import EXPANDED, DrafterKind, Drafts
 from ddtree_trt.drafters.registry import KINDS
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.decoding.policies import CHAIN, EAGLE2, HEAP, POLICIES, Policy, TreePlan

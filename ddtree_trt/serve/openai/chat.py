@@ -1,28 +1,41 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions: messages of whole outputs, and deltas of outputs that arrive in parts."""
 
 from __future__ import annotations
 
 import re
-import time
+from dataclasses import replace
 from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
 
 from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.runtime.chat.events import CallArguments, CallBegin, Content, Event, Reasoning
+from ddtree_trt.runtime.chat.reader import MessageReader, Thinking, read_message
 from ddtree_trt.runtime.chat.tools import ToolUse, read_use
+from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
+from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.structured.names import given_name
 from ddtree_trt.serve.errors import ApiError
-from ddtree_trt.serve.openai.chat_answers import ChatAnswers, Chunks
+from ddtree_trt.serve.openai.answers import (
+    Answer,
+    acceptance,
+    finish_reason,
+    head,
+    json_logprob,
+    json_response,
+    new_id,
+    parts_of,
+    stream_response,
+    usage,
+)
 from ddtree_trt.serve.openai.protocol import ChatRequest, Message
-from ddtree_trt.serve.openai.responses import ChatCompletion, ChatCompletionChunk, json_response
-from ddtree_trt.serve.openai.streaming import stream
-from ddtree_trt.serve.service import Service, check_stream_options, new_id
+from ddtree_trt.serve.service import Service, wants_usage
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
     service.check_model(body.model)
-    with_usage = check_stream_options(body)
+    with_usage = wants_usage(body)
     given = body.sampling()
     names = {"logprobs": "top_logprobs", "max_tokens": _apply_token_limit(body, given)}
     if "logprobs" in given and not body.logprobs:
@@ -38,18 +51,19 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     await service.compile(params, given_name(given) or "tools")
     request_id = new_id("chatcmpl")
     submission = service.submit(request, ids, params, request_id, "messages")
-    head: dict[str, Any] = {"id": request_id, "created": int(time.time()), "model": service.model_name}
     if body.stream:
-        last = ChatCompletionChunk(**head, choices=[]) if with_usage else None
-        return stream(service, [submission], Chunks(answers, head), last, request_id)
+        begin = head(request_id, "chat.completion.chunk", service.model_name)
+        last = {**begin, "choices": []} if with_usage else None
+        return stream_response(parts_of([submission], Chunks(answers, begin), last, service.longest_draft), request_id)
     output = await submission.result()
-    completion = ChatCompletion(
-        **head,
-        choices=[answers.choice(o) for o in output.outputs],
-        usage=service.usage([output]),
-        metrics=service.acceptance([output]),
+    return json_response(
+        {
+            **head(request_id, "chat.completion", service.model_name),
+            "choices": [answers.choice(o) for o in output.outputs],
+            "usage": usage([output]),
+            "metrics": acceptance([output], service.longest_draft),
+        }
     )
-    return json_response(completion)
 
 
 def tool_use(service: Service, tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
@@ -83,3 +97,111 @@ def _apply_token_limit(body: ChatRequest, given: dict[str, Any]) -> str:
         raise ApiError(400, f"{both} differ; give one", param="max_tokens", code="invalid_value")
     given["max_tokens"] = newer
     return "max_completion_tokens"
+
+
+class ChatAnswers:
+    """Reads the outputs of one request: what is reasoning, content and calls of its tools."""
+
+    def __init__(self, service: Service, use: ToolUse, thinking: Thinking) -> None:
+        self._format = service.chat_format
+        self._texts = service.texts
+        self._use = use
+        self._thinking = thinking
+
+    def params(self, given: SamplingParams) -> SamplingParams:
+        """The request's parameters with what its answers need: the tokens that mark their parts, and the constraint
+        that its tools ask for. Raises ApiError where there is another one already."""
+        try:
+            structured = self._format.constraint(self._use, self._thinking, given.structured)
+        except UsageError as error:
+            raise ApiError(400, str(error), param="tools", code="invalid_value") from error
+        plain = not self._use.tools and self._thinking == "never"
+        return replace(given, structured=structured, keep_special_tokens=() if plain else self._format.marks)
+
+    def choice(self, output: CompletionOutput) -> Answer:
+        tools = self._format.tool_format(self._use)
+        read = read_message(output.text, self._thinking, tools, parallel=self._use.parallel)
+        message: Answer = {"role": "assistant", "content": read.content, "refusal": None}
+        if read.reasoning_content is not None:
+            message["reasoning_content"] = read.reasoning_content
+        if read.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in read.tool_calls
+            ]
+        reason = _finish_reason(output, len(read.tool_calls))
+        return {"index": output.index, "message": message, "logprobs": self.logprobs(output), "finish_reason": reason}
+
+    def reader(self) -> MessageReader | None:
+        """A reader of one output that arrives in parts; None where all of it is content."""
+        return self._format.reader(self._thinking, self._use)
+
+    def logprobs(self, output: CompletionOutput) -> Answer | None:
+        if output.logprobs is None:
+            return None
+        tokens = [
+            {**self._token(t.token_id, t.logprob), "top_logprobs": [self._token(*top) for top in t.top]}
+            for t in output.logprobs
+        ]
+        return {"content": tokens, "refusal": None}
+
+    def _token(self, token_id: int, logprob: float) -> Answer:
+        text, raw = self._texts.of(token_id)
+        return {"token": text, "logprob": json_logprob(logprob), "bytes": None if raw is None else list(raw)}
+
+
+class Chunks:
+    """Converts parts of a stream to chunks; each choice's first chunk has the role."""
+
+    def __init__(self, answers: ChatAnswers, begin: Answer) -> None:
+        self._answers = answers
+        self._begin = begin
+        self._readers: dict[int, MessageReader | None] = {}
+
+    def __call__(self, place: int, part: RequestOutput, output: CompletionOutput) -> list[Answer]:
+        choices: list[Answer] = []
+
+        def add(delta: Answer, logprobs: Answer | None = None, reason: str | None = None) -> None:
+            choices.append({"index": output.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
+
+        if output.index not in self._readers:
+            self._readers[output.index] = self._answers.reader()
+            add({"role": "assistant", "content": ""})
+        reader = self._readers[output.index]
+        deltas = [_delta(event) for event in _events(reader, output)]
+        logprobs = self._answers.logprobs(output)
+        ends = output.finish_reason is not None
+        if not deltas and (ends or (logprobs and logprobs["content"])):
+            deltas = [{}]
+        for delta in deltas:
+            add(delta, logprobs)
+            if logprobs is not None:  # those of the part are sent with its first chunk
+                logprobs = {**logprobs, "content": []}
+        if ends:
+            choices[-1]["finish_reason"] = _finish_reason(output, reader.calls if reader else 0)
+        return [{**self._begin, "choices": [choice]} for choice in choices]
+
+
+def _events(reader: MessageReader | None, output: CompletionOutput) -> list[Event]:
+    """What a part of an output says."""
+    if reader is None:
+        return [Content(output.text)] if output.text else []
+    return reader.push(output.text) + (reader.end() if output.finish_reason is not None else [])
+
+
+def _delta(event: Event) -> Answer:
+    """The new part of a message. A call's first has its id, type and name, the others the next part of arguments."""
+    if isinstance(event, Reasoning):
+        return {"reasoning_content": event.text}
+    if isinstance(event, CallBegin):
+        function = {"name": event.name, "arguments": ""}
+        return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
+    if isinstance(event, CallArguments):
+        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
+    return {"content": event.text}
+
+
+def _finish_reason(output: CompletionOutput, calls: int) -> str | None:
+    """The reason in OpenAI's terms; an answer that stops behind calls has stopped for their results."""
+    reason = finish_reason(output.finish_reason)
+    return "tool_calls" if calls and reason == "stop" else reason

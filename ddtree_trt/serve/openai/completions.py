@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from functools import cache
-from typing import Any
 
 from fastapi import Request
 from starlette.responses import Response
@@ -14,18 +12,28 @@ from ddtree_trt.runtime.decoding.sampling import TokenLogprob
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.runtime.structured.names import STRUCTURED, given_name
 from ddtree_trt.serve.errors import ApiError
+from ddtree_trt.serve.openai.answers import (
+    Answer,
+    acceptance,
+    finish_reason,
+    head,
+    json_logprob,
+    json_response,
+    new_id,
+    parts_of,
+    stream_response,
+    usage,
+)
 from ddtree_trt.serve.openai.protocol import CompletionRequest
-from ddtree_trt.serve.openai.responses import Answer, Completion, CompletionChoice, CompletionLogprobs, json_response
-from ddtree_trt.serve.openai.streaming import stream
-from ddtree_trt.serve.openai.tokens import TextOffsets, TokenTexts, json_logprob
-from ddtree_trt.serve.service import Service, check_stream_options, finish_reason, new_id
+from ddtree_trt.serve.openai.tokens import TextOffsets, TokenTexts
+from ddtree_trt.serve.service import Service, wants_usage
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's, for this endpoint
 
 
 async def complete(service: Service, request: Request, body: CompletionRequest) -> Response:
     service.check_model(body.model)
-    with_usage = check_stream_options(body)
+    with_usage = wants_usage(body)
     given = body.sampling()
     _check_total(service, len(body.prompt) * max(given.get("n", 1), 1))
     prompts = [await service.encode(p, "prompt") for p in body.prompt]
@@ -38,28 +46,28 @@ async def complete(service: Service, request: Request, body: CompletionRequest) 
     request_id = new_id("cmpl")
     # No await between the first and the last: on QueueFull, those already submitted are cancelled at once.
     submissions = [service.submit(request, ids, p, f"{request_id}-{i}", "prompt") for i, (ids, p) in enumerate(calls)]
-    head: dict[str, Any] = {"id": request_id, "created": int(time.time()), "model": service.model_name}
+    begin = head(request_id, "text_completion", service.model_name)
     n, skip = calls[0][1].n, calls[0][1].skip_special_tokens
     choices = _Choices(service.texts, n, echo=echo, skip_special_tokens=skip)
     if body.stream:
 
         def chunks(place: int, part: RequestOutput, output: CompletionOutput) -> list[Answer]:
             choice = choices.choice(place, part, output)
-            empty = (
-                not choice.text and choice.finish_reason is None and not (choice.logprobs and choice.logprobs.tokens)
-            )
-            return [] if empty else [Completion(**head, choices=[choice])]
+            logprobs = choice["logprobs"]
+            says = choice["text"] or choice["finish_reason"] is not None or (logprobs and logprobs["tokens"])
+            return [{**begin, "choices": [choice]}] if says else []
 
-        last = Completion(**head, choices=[]) if with_usage else None
-        return stream(service, submissions, chunks, last, request_id)
+        last = {**begin, "choices": []} if with_usage else None
+        return stream_response(parts_of(submissions, chunks, last, service.longest_draft), request_id)
     outputs = [await submission.result() for submission in submissions]
-    completion = Completion(
-        **head,
-        choices=[choices.choice(place, whole, o) for place, whole in enumerate(outputs) for o in whole.outputs],
-        usage=service.usage(outputs),
-        metrics=service.acceptance(outputs),
+    return json_response(
+        {
+            **begin,
+            "choices": [choices.choice(place, whole, o) for place, whole in enumerate(outputs) for o in whole.outputs],
+            "usage": usage(outputs),
+            "metrics": acceptance(outputs, service.longest_draft),
+        }
     )
-    return json_response(completion)
 
 
 def _check_total(service: Service, sequences: int) -> None:
@@ -81,16 +89,13 @@ class _Choices:
         self._skip_special_tokens = skip_special_tokens
         self._offsets: dict[int, TextOffsets] = {}
 
-    def choice(self, place: int, part: RequestOutput, output: CompletionOutput) -> CompletionChoice:
+    def choice(self, place: int, part: RequestOutput, output: CompletionOutput) -> Answer:
         index = place * self._n + output.index
-        return CompletionChoice(
-            index=index,
-            text=output.text,
-            logprobs=self._logprobs(index, part, output),
-            finish_reason=finish_reason(output.finish_reason),
-        )
+        logprobs = self._logprobs(index, part, output)
+        reason = finish_reason(output.finish_reason)
+        return {"index": index, "text": output.text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _logprobs(self, index: int, part: RequestOutput, output: CompletionOutput) -> CompletionLogprobs | None:
+    def _logprobs(self, index: int, part: RequestOutput, output: CompletionOutput) -> Answer | None:
         if output.logprobs is None:
             return None
         tokens: list[tuple[int, TokenLogprob | None]] = []
@@ -99,12 +104,12 @@ class _Choices:
             if self._echo:
                 tokens += zip(part.prompt_token_ids, part.prompt_logprobs or [], strict=True)
         tokens += zip(output.token_ids, output.logprobs, strict=True)
-        return CompletionLogprobs(
-            tokens=[self._texts.of(token)[0] for token, _ in tokens],
-            token_logprobs=[None if t is None else json_logprob(t.logprob) for _, t in tokens],
-            top_logprobs=[None if t is None else self._top(t) for _, t in tokens],
-            text_offset=[self._offsets[index].next(token) for token, _ in tokens],
-        )
+        return {
+            "tokens": [self._texts.of(token)[0] for token, _ in tokens],
+            "token_logprobs": [None if t is None else json_logprob(t.logprob) for _, t in tokens],
+            "top_logprobs": [None if t is None else self._top(t) for _, t in tokens],
+            "text_offset": [self._offsets[index].next(token) for token, _ in tokens],
+        }
 
     def _top(self, token: TokenLogprob) -> dict[str, float]:
         """The best alternatives and the token itself. Of two tokens with one text the more probable one stays."""

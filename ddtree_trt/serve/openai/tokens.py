@@ -67,8 +67,3 @@ class TextOffsets:
             text, raw = self._texts.of(token)
             self._offset += len(text if raw is None else self._decoder.decode(raw))
         return start
-
-
-def json_logprob(logprob: float) -> float:
-    """A log-probability for JSON, which has no −∞: at least −9999, as in OpenAI's API."""
-    return max(logprob, -9999.0)

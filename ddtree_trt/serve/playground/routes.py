@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections import deque
 from collections.abc import AsyncIterator
@@ -11,7 +10,7 @@ from importlib.resources import files
 from typing import Any, Literal
 
 from fastapi import FastAPI, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 
 from ddtree_trt.artifact.examples import Examples
 from ddtree_trt.device.cpu import busy_warning, usable_cores
@@ -20,12 +19,11 @@ from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.decoding.methods import METHODS
 from ddtree_trt.runtime.structured.names import STRUCTURED, given_name
 from ddtree_trt.runtime.submission import Submission
-from ddtree_trt.serve.errors import as_api_error, error_event
+from ddtree_trt.serve.openai.answers import event, finish_reason, new_id, stream_response
 from ddtree_trt.serve.openai.body import read
 from ddtree_trt.serve.openai.protocol import ChatRequest
-from ddtree_trt.serve.openai.responses import DONE, event
 from ddtree_trt.serve.playground.records import figures, round_record
-from ddtree_trt.serve.service import Service, finish_reason, new_id
+from ddtree_trt.serve.service import Service
 
 PATH = "/playground"
 PAGE = {
@@ -117,23 +115,19 @@ async def _rounds(service: Service, request: Request, body: PlaygroundRequest) -
     seen: deque[Round] = deque()  # filled on the engine's thread, emptied here
     request_id = new_id("playground")
     submission = service.submit(request, ids, params, request_id, "messages", on_round=seen.append)
-    headers = {"X-Request-Id": request_id, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-    return StreamingResponse(_events(service, submission, seen), media_type="text/event-stream", headers=headers)
+    return stream_response(_events(service, submission, seen), request_id)
 
 
 async def _events(service: Service, submission: Submission, seen: deque[Round]) -> AsyncIterator[str]:
     busy = busy_warning(os.getloadavg()[0], usable_cores())
-    try:
-        async for part in submission:
-            (output,) = part.outputs
-            record = {
+    async for part in submission:
+        (output,) = part.outputs
+        yield event(
+            {
                 "text": output.text,
                 "rounds": [round_record(service.texts, seen.popleft()) for _ in range(len(seen))],
                 "figures": figures(part.metrics),
                 "finish_reason": finish_reason(output.finish_reason),
                 "busy": busy,
             }
-            yield event(json.dumps(record))
-        yield DONE
-    except Exception as error:  # the status has been sent, so the error is an event
-        yield error_event(as_api_error(error))
+        )

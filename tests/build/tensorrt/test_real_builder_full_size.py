@@ -40,8 +40,8 @@ def test_published_shape(arguments: str, free_gb: int, record_property: Callable
     with ALONE:
         if free_bytes() < free_gb << 30:
             pytest.skip(f"needs {free_gb} GB of free memory")
-        command = [sys.executable, str(ROOT / "tools/native_plan.py"), *arguments.split()]
-        run = subprocess.run(command, capture_output=True, text=True)
+        command = [sys.executable, "-m", "workbench", "native-plan", *arguments.split()]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
     result: dict[str, Any] = json.loads(run.stdout)
     print(run.stdout)

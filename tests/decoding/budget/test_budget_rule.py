@@ -31,7 +31,7 @@ from ddtree_trt.runtime.engines.profile import PassTimes, Profile
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, chain
-from tools.budget_judge import MACHINES, Machine, Text, play
+from workbench.judge import MACHINES, Machine, Text, play
 
 PROFILES = {"cpu": (CPU, False), "slow-cpu": (SLOW_CPU, False), "gpu": (GPU, False)}
 PROFILES |= {name: (profile, True) for name, profile in CHAINS.items()}

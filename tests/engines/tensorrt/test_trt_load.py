@@ -21,9 +21,8 @@ from safetensors.numpy import load_file
 from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import FileEntry, Limits, load_manifest
-from ddtree_trt.artifact.number_bytes import decode
 from ddtree_trt.artifact.precisions import PRECISIONS
-from ddtree_trt.artifact.safetensor_header import STORED
+from ddtree_trt.artifact.tensor_files import STORED
 from ddtree_trt.device import buffers
 from ddtree_trt.errors import ArtifactError, DDTreeError, EngineError, MissingDependency
 from ddtree_trt.inspection import inspect_engine
@@ -165,8 +164,8 @@ def rewrite(machine: Machine, name: str, data: bytes) -> None:
 
 def test_tables_of_another_model(machine: Machine) -> None:
     stored = (machine.directory / artifact.SHARED_WEIGHTS).read_bytes()
-    rewrite(machine, artifact.SHARED_WEIGHTS, stored.replace(b'"F16"', b'"F32"'))
-    refused(machine, ArtifactError, "embedding should be", "F16", "F32")
+    rewrite(machine, artifact.SHARED_WEIGHTS, stored.replace(b'"F16"', b'"I16"'))
+    refused(machine, ArtifactError, "embedding should be", "F16", "I16")
     rewrite(machine, artifact.SHARED_WEIGHTS, stored.replace(b'"embedding"', b'"embeddong"'))
     refused(machine, ArtifactError, "no tensor 'embedding'")
     for data in (b"\xff" * 40, stored[:-2], stored[:20], stored.replace(b'"data_offsets": [0', b'"data_offsets": [2')):
@@ -255,7 +254,7 @@ def test_one_block_laid_out_before_it_is_allocated(machine: Machine) -> None:
 def test_a_head_becomes_float32_on_its_way(precision: str, dtype: torch.dtype) -> None:
     values = torch.tensor([0.0, -0.0, 1.0, -1.0078125, 6e-5, 3.0e4, -65280.0, float("inf")]).to(dtype)
     stored = values.view(torch.uint8).numpy().copy().view(STORED[PRECISIONS[precision].safetensors])
-    found = decode(stored)
+    found = stored.astype(np.float32)
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found.view(np.uint32), values.float().numpy().view(np.uint32))
 

@@ -11,7 +11,7 @@ from profiles import make_budgets
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, AutoBudgets, Budget, RoundPlan, SlotInput
 from ddtree_trt.runtime.engines.profile import Profile
 from ddtree_trt.runtime.tree import EMPTY, DraftTree, build_tree, chain
-from tools.budget_judge import Text
+from workbench.judge import Text
 
 DEPTH, VOCAB = 15, 16
 

@@ -25,8 +25,8 @@ from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.drafters import kind as kinds
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
-from ddtree_trt.models.drafters import kinds
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.plugins.reference import compact, packed_mask
 from ddtree_trt.runtime.tree import TokenTree, token_chain

@@ -13,10 +13,9 @@ from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import AttentionName, Limits
-from ddtree_trt.artifact.number_bytes import encode
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName, block_drafter_precision
 from ddtree_trt.artifact.progress import Progress
-from ddtree_trt.artifact.safetensor_header import safetensors_header
+from ddtree_trt.artifact.tensor_files import encode, safetensors_header
 from ddtree_trt.build.backends.tensorrt import profiles
 from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions
 from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.artifact.number_bytes import encode
 from ddtree_trt.artifact.precisions import (
     BACKEND_PRECISIONS,
     PRECISIONS,
@@ -22,7 +21,7 @@ from ddtree_trt.artifact.precisions import (
     block_drafter_precision,
 )
 from ddtree_trt.artifact.progress import Progress
-from ddtree_trt.artifact.safetensor_header import safetensors_header
+from ddtree_trt.artifact.tensor_files import encode, safetensors_header
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.artifact.weight_layout import stored_weights
 from ddtree_trt.build.backends.base import Written

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.safetensor_header import StoredTensor
+from ddtree_trt.artifact.tensor_files import StoredTensor
 from ddtree_trt.build.checkpoint.gguf.header import Header, file_source, read_header
 from ddtree_trt.build.checkpoint.gguf.quantised import TensorType, read_values
 from ddtree_trt.build.checkpoint.paths import PART

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from ddtree_trt.artifact.safetensor_header import StoredTensor
+from ddtree_trt.artifact.tensor_files import StoredTensor
 from ddtree_trt.build.checkpoint.gguf.quantised import TensorType, tensor_types, unknown_type
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.reading import Between, Source, shown

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact.number_bytes import decode
-from ddtree_trt.artifact.safetensor_header import StoredTensor
+from ddtree_trt.artifact.tensor_files import StoredTensor
 from ddtree_trt.build.checkpoint.tensorfile import FLOATS, check_finite, map_values, mapping
 from ddtree_trt.errors import CheckpointError, MissingDependency, install_with
 from ddtree_trt.reading import Source
@@ -54,7 +53,7 @@ def read_values(name: str, tensor: StoredTensor, kind: TensorType) -> NDArray[np
 
     Raises CheckpointError when it cannot be read or holds NaN or Inf.
     """
-    values = decode(map_values(name, tensor)) if kind.name in FLOATS else _dequantised(name, tensor, kind)
+    values = np.array(map_values(name, tensor), np.float32) if kind.name in FLOATS else _dequantised(name, tensor, kind)
     check_finite(name, tensor, values)
     return values.reshape(tensor.shape)
 

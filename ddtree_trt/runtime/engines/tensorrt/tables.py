@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.artifact.number_bytes import decode
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.artifact.safetensor_header import StoredTensor, read_header
+from ddtree_trt.artifact.tensor_files import read_tensors
 from ddtree_trt.device.cuda_device import Device
 from ddtree_trt.drafters.kind import EMBEDDING, HEAD
 from ddtree_trt.drafters.registry import kind_of
@@ -26,26 +27,22 @@ class Tables:
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         path = directory / artifact.SHARED_WEIGHTS
         rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
-        try:
-            header = read_header(path, Source(f"{path} cannot be read", ArtifactError, rebuild))
-        except OSError as error:
-            raise ArtifactError(f"{path} cannot be read ({error}); {rebuild}") from error
+        self._tensors = read_tensors(path, Source(f"{path} cannot be read", ArtifactError, rebuild))
         dtype = PRECISIONS[manifest.precision].safetensors
         shapes = _shapes(manifest)
         # Name of a table that passes read → the tensor of the file that it is: a head that is absent is tied.
         self.sources: dict[str, str] = {}
         for name in shapes:
             tied = name.removesuffix(names.HEAD) + names.EMBEDDING
-            self.sources[name] = source = name if name in header.entries or tied not in shapes else tied
-            if source not in header.entries:
+            self.sources[name] = source = name if name in self._tensors or tied not in shapes else tied
+            if source not in self._tensors:
                 raise ArtifactError(f"{path} has no tensor {source!r}; {rebuild}")
-        for name, entry in header.entries.items():
-            expected, found = (dtype, shapes.get(name)), (entry.dtype, entry.shape)
+        for name, tensor in self._tensors.items():
+            expected, found = (dtype, shapes.get(name)), (tensor.dtype, tensor.shape)
             if name not in shapes:
                 raise ArtifactError(f"{path} has a tensor {name!r} that the engine has no place for; {rebuild}")
             if found != expected:
                 raise ArtifactError(f"{path}: {name} should be {expected}, found {found}; {rebuild}")
-        self._tensors: dict[str, StoredTensor] = header.locate()
 
     def upload(self, tensor: str, device: Device, address: int) -> None:
         """Upload a table and wait for the copy."""
@@ -57,7 +54,7 @@ class Tables:
         table = self._tensors[tensor].mapped()
         step = _PIECE_BYTES // table.itemsize
         for start in range(0, len(table), step):
-            piece = decode(table[start : start + step])
+            piece = table[start : start + step].astype(np.float32)
             device.upload(address, piece)
             device.synchronize()
             address += piece.nbytes

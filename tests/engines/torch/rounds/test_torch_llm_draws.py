@@ -10,7 +10,7 @@ import pytest
 from torch_rounds import greedy, rounds_of
 from truth import FALSE_ALARM, chi_square
 
-from ddtree_trt.bench.uniformity import place_in_distribution, uniformity
+from ddtree_trt.check.uniformity import place_in_distribution, uniformity
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines.base import RoundRequest
 from ddtree_trt.runtime.llm import LLM

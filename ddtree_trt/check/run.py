@@ -21,12 +21,18 @@ from ddtree_trt.bench.paper_datasets import PAPER_SETS
 from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import TINY, Budget, Case, CheckSettings
-from ddtree_trt.bench.uniformity import place_in_distribution, uniformity
-from ddtree_trt.diagnosis.agreement import Agreement, Text, measure_agreement
-from ddtree_trt.diagnosis.drafting import LOW_TAU, DraftingFinding, Trial, answers, format_trials, wiring, wiring_trials
-from ddtree_trt.diagnosis.variants import variants
+from ddtree_trt.check.agreement import Agreement, Text, measure_agreement
+from ddtree_trt.check.drafting import LOW_TAU, DraftingFinding, answers, wiring
+from ddtree_trt.check.findings import (
+    TEMPERATURES,
+    CheckReport,
+    Difference,
+    DistributionFinding,
+    GreedyFinding,
+    TauFinding,
+)
+from ddtree_trt.check.uniformity import place_in_distribution, uniformity
 from ddtree_trt.errors import UsageError
-from ddtree_trt.findings import TEMPERATURES, CheckReport, Difference, DistributionFinding, GreedyFinding, TauFinding
 from ddtree_trt.runtime.decoding.methods import AUTOREGRESSIVE, METHODS
 from ddtree_trt.runtime.decoding.routing import engine_host_reason
 from ddtree_trt.runtime.outputs import RequestOutput
@@ -36,15 +42,13 @@ GREEDY_BUDGETS: tuple[Budget, ...] = ("auto", 3, 16, 64)
 SAMPLED_BUDGETS: tuple[Budget, ...] = ("auto", 16)
 DEVICE_BUDGET = 16  # of the case whose rounds stay on the device
 GOLDEN_BUDGET = 64  # what manifest.golden_tau of ddtree is for, or the engine's largest
-HINT_PROMPTS = 4
 
 
 def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> CheckReport:
     """Run every check. Raises UsageError for prompts that do not fit, ArtifactError for an engine that cannot load."""
     directory = Path(settings.engine)
     with closing(Session.open(directory, settings)) as session:
-        opened = load_prompts(settings.prompts, settings.limit)
-        prompts = _encode(session, opened, settings)
+        prompts = _encode(session, load_prompts(settings.prompts, settings.limit), settings)
         texts = dict(zip(prompts, answers(session, list(prompts.values()), settings.max_tokens), strict=True))
         agreement = measure_agreement(session.engine, list(texts.values()))
         cases = engine_cases(session.manifest, _with_golden(GREEDY_BUDGETS, session.manifest))
@@ -53,15 +57,7 @@ def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> C
         greedy = _check_greedy(session, texts, cases, settings, progress)
         distribution = _check_distribution(session, prompts, settings, progress) if settings.seeds else ()
         tau = () if agreement.broken else _check_tau(session, greedy, settings)
-        low = _is_low(agreement, tau)
-        diagnose = low if settings.diagnose is None else settings.diagnose
-        trials: tuple[Trial, ...] = ()
-        if diagnose and not agreement.broken:
-            trials = format_trials(session, opened[:HINT_PROMPTS], settings.max_tokens, progress)
-        manifest, others = session.manifest, variants(session.manifest, session.codec)
-    if diagnose and not agreement.broken:
-        opening = (manifest, settings.threads, settings.exact)
-        trials += wiring_trials(directory, others, list(texts.values()), agreement, opening, progress)
+        manifest = session.manifest
     return CheckReport(
         engine=manifest.name,
         precision=manifest.precision,
@@ -69,7 +65,7 @@ def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> C
         greedy=greedy,
         distribution=distribution,
         tau=tau,
-        drafting=DraftingFinding(agreement, wiring(manifest), low, trials),
+        drafting=DraftingFinding(agreement, wiring(manifest), _is_low(agreement, tau)),
     )
 
 

@@ -1,6 +1,6 @@
 """Compare the tokens and logits of every method, budget and batch with those of `ar`, bit for bit.
 
-    python tools/equal_bits.py ENGINE_DIR --tokens 20000
+    python -m workbench equal-bits ENGINE_DIR --tokens 20000
 
 Decodes every prompt by `ar` alone, then prompts in batches of random size, each with a random method and budget, until
 so many tokens were compared. Every row of logits a token was chosen from is compared too. Prints the sums after each

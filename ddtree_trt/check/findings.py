@@ -6,8 +6,8 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from ddtree_trt.bench.uniformity import FALSE_ALARM, UniformityTest
-from ddtree_trt.diagnosis.drafting import DraftingFinding
+from ddtree_trt.check.drafting import DraftingFinding
+from ddtree_trt.check.uniformity import FALSE_ALARM, UniformityTest
 
 TEMPERATURES = (1.0, 2.0)  # of the distribution test: at 1 a good model leaves little to chance
 
@@ -139,9 +139,6 @@ def _drafting(found: DraftingFinding) -> list[str]:
     lines.append(f"  {_mark(found.passed)}  chain            τ {a.tau:.2f}; accepted up to position 1, 2, …: {shares}")
     lines += [f"        contexts up to {b.longest} tokens: τ {1 + b.accepted:.2f}" for b in a.by_context]
     lines.append("        wired: " + "; ".join(f"{name} {value}" for name, value in found.wiring.items()))
-    for trial in found.trials:
-        tau = "could not be tried here" if trial.tau is None else f"τ {trial.tau:.2f}"
-        lines.append(f"        tried: {trial.setting}: {tau}")
     lines += [f"  FAIL  {fault}" for fault in found.faults]
     return lines + [f"  note  {hint}" for hint in found.hints]
 

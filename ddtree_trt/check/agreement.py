@@ -1,6 +1,6 @@
 """The drafter's agreement with the target: chains drafted at places of texts whose continuations the target chose.
 
-Nothing is decoded, so that engines which differ in one thing are compared at the same places of the same texts.
+Nothing is decoded, so that two engines can be compared at the same places of the same texts.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine
 from ddtree_trt.runtime.tree import descend
 
 PLACES = 12  # places of one text at which a chain is drafted
-LEAST_ERRORS, LEAST_GAIN = 3.0, 0.2  # by which a difference is clear: standard errors, share of what is accepted
-LEAST_PLACES = 30  # fewer prove nothing
 LOST = 0.25  # share of the drafted tokens accepted with short contexts below which longer ones are said to fail
 SHORTEST_BIN = 128  # tokens: contexts are counted by powers of two from here
 
@@ -80,15 +78,6 @@ class Agreement:
         edges = [-1, *(SHORTEST_BIN << i for i in range(24))]
         found = [(high, accepted[(contexts > low) & (contexts <= high)]) for low, high in pairwise(edges)]
         return tuple(ContextBin(high, len(values), float(values.mean())) for high, values in found if len(values))
-
-    def better(self, other: Agreement) -> bool:
-        """Whether the target accepts clearly more of these drafts than of the other ones."""
-        mine, theirs = np.array(self.accepted, np.float64), np.array(other.accepted, np.float64)
-        if min(len(mine), len(theirs)) < LEAST_PLACES:
-            return False
-        error = float(np.sqrt(mine.var() / len(mine) + theirs.var() / len(theirs)))
-        difference = float(mine.mean() - theirs.mean())
-        return difference > max(LEAST_ERRORS * error, LEAST_GAIN * float(theirs.mean()))
 
     @property
     def fails_past(self) -> int | None:

@@ -1,7 +1,7 @@
 """Record the output of the published DDTree code on the tiny pair, as golden traces for our own tests.
 
     git clone https://github.com/liranringel/ddtree ../ddtree
-    python tools/golden_traces.py --reference ../ddtree
+    python -m workbench golden --reference ../ddtree
 
 Nothing of the published code is kept here: it is imported from that checkout and runs unchanged on the CPU, in float32
 with PyTorch SDPA. Stand-ins replace only what it requires of its environment: a CUDA device to synchronise with, two
@@ -171,14 +171,14 @@ def main() -> None:
     prompts = choose_prompts(args.prompts)
     with adapted_libraries():
         settings, traces = record(published, args.pair, prompts)
-    command = "python tools/golden_traces.py --reference ../ddtree"
+    command = "python -m workbench golden --reference ../ddtree"
     for name, usual in {"pair": PAIR, "prompts": args.pair / "prompts.jsonl", "output": OUTPUT}.items():
         if (path := getattr(args, name).resolve()) != usual.resolve():
             command += f" --{name} {os.path.relpath(path, ROOT)}"
     libraries = {module.__name__: module.__version__ for module in (torch, transformers, tokenizers)}
     document = {
         "schema_version": SCHEMA_VERSION,
-        "about": "Traces of the published DDTree code. tools/golden_traces.py says what the fields count.",
+        "about": "Traces of the published DDTree code. workbench/golden.py says what the fields count.",
         "regenerate": [f"git clone {REPOSITORY} ../ddtree", f"git -C ../ddtree checkout {commit}", command],
         "source": {"repository": REPOSITORY, "commit": commit},
         "versions": {"python": platform.python_version()} | libraries,

@@ -1,6 +1,6 @@
 """Compare the next-token distributions of two engines of one model over prose.
 
-    python tools/quality.py ENGINE REFERENCE [--text FILE ...] [--tokens N] [--window N] [--threads N]
+    python -m workbench quality ENGINE REFERENCE [--text FILE ...] [--tokens N] [--window N] [--threads N]
 
 Both engines read the same windows of text. Printed are the mean Kullback-Leibler divergence from the reference to the
 engine in nats a token, the share of tokens after which both have the same best token, and the perplexity of each. The

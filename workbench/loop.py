@@ -1,6 +1,6 @@
 """Time the loop and the scheduler in a round, over an engine that takes no time.
 
-    python tools/bench_round.py [--rounds N]
+    python -m workbench loop [--rounds N]
 
 The drafter's answer is fixed, and the target agrees with three of its tokens: four tokens per slot and round, decoded
 by the packaged tokenizer. Time inside the engine's methods is subtracted; the rest is compared with the project's

@@ -1,6 +1,6 @@
 """Compare automatic budgets with the chain, fixed ones and `ar` in an engine, on its own passes and prompts.
 
-    python tools/bench_budgets.py ENGINE [--prompts FILE.jsonl] [--slots 1,4,8] [--count 15] [--tokens 128]
+    python -m workbench budgets ENGINE [--prompts FILE.jsonl] [--slots 1,4,8] [--count 15] [--tokens 128]
 
 Every repeat runs each case once on the same prompts, the cases interleaved and rotated; medians over the repeats are
 shown, as tokens a second over those of `ar` in the same repeat. So many requests are side by side as `--slots` says;

@@ -2,8 +2,8 @@
 
 Prints one line of JSON: times, sizes and the peak memory of this process, weights' making included.
 
-    python tools/native_plan.py qwen3-0.6b
-    python tools/native_plan.py qwen3-8b --network drafter --layers 2
+    python -m workbench native-plan qwen3-0.6b
+    python -m workbench native-plan qwen3-8b --network drafter --layers 2
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
-from ddtree_trt.build.graph.drafter_network import build_drafter_graph
 from numpy.typing import NDArray
 from onnx import ModelProto
 
@@ -38,7 +37,7 @@ from ddtree_trt.build.graph.ops import Sink
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.device.rtx_kinds import KINDS
 from ddtree_trt.device.tensorrt_library import import_tensorrt
-from ddtree_trt.drafters.dflash.dims import dflash_shapes
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.models.decoder import language_model_shapes
 
 LIMITS = Limits(max_seq_len=4096, max_batch=4, max_tree_budget=256, prefill_chunk=512)
@@ -85,9 +84,11 @@ def lowered(sink: Sink, network: str, shape: PairShape, layers: int | None, floa
 
     if network == "drafter":
         drafter = shape.drafter if layers is None else replace(shape.drafter, num_layers=layers)
-        none: Any = None  # the target's tables are inputs
-        own = weights_of(dflash_shapes(drafter))
-        return build_drafter_graph(graph, drafter, own, target_weights=none, target_tied=tied, limits=LIMITS)
+        kind = kind_of(drafter)
+        checkpoint = SimpleNamespace(kind=kind, dims=drafter, tensor=weights_of(kind.shapes(tied=tied)))
+        tables = SimpleNamespace(tensor=None, tie_word_embeddings=tied)  # the target's, which are inputs
+        model: ModelProto = kind.load("graph")(graph, checkpoint, tables, LIMITS)
+        return model
     target = shape.target if layers is None else replace(shape.target, num_layers=layers)
     own = weights_of(language_model_shapes(target, tied=tied))
     return build_target_graph(graph, target, own, tap_layers=taps, limits=LIMITS, tied=tied)

@@ -1,7 +1,7 @@
 """Play the rule of automatic budgets and its rivals over recorded drafts, under given costs.
 
-    python tools/budget_judge.py record ENGINE --prompts FILE.jsonl [--tokens 160] -o known.npz
-    python tools/budget_judge.py play known.npz [more.npz …] [--machine h100,torch] [--slots 1,4,16,64] [--wrong 0.5]
+    python -m workbench judge record ENGINE --prompts FILE.jsonl [--tokens 160] -o known.npz
+    python -m workbench judge play known.npz [more.npz …] [--machine h100,torch] [--slots 1,4,16,64] [--wrong 0.5]
 
 `record` has the target answer prompts greedily, and drafts at every token of the answers: whatever a policy commits,
 its next draft is known. `play` needs no engine and reads no clock. Each line is a machine, a number of requests side by

@@ -1,6 +1,6 @@
 """Time the native host work of one round, and the same heap in plain Python for comparison.
 
-    python tools/bench_host.py
+    python -m workbench host
 
 Medians of one call through Python, in microseconds, for L = 15 draft positions and K = B candidates, past = 2048.
 Results are compared before anything is timed.

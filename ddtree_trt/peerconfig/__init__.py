@@ -1,1 +1,0 @@
-"""Configuration of other inference engines for the pair of an engine directory, by the names of a release of each."""

@@ -1,0 +1,141 @@
+"""The export for TensorRT-LLM: names are those of a release, and files say the engine's pair."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from checkpoints import make_pair
+from typer.testing import CliRunner
+
+import ddtree_trt
+from ddtree_trt.artifact.manifest import CheckpointIdentity, Manifest, load_manifest
+from ddtree_trt.cli import app
+from ddtree_trt.errors import BuildError, UsageError
+from ddtree_trt.trtllm_export import CONFIG, PLAIN_CONFIG, README, RECORD, RELEASE, export_pair
+
+NAMES = json.loads((Path(__file__).parents[1] / "fixtures" / "peers" / "trtllm.json").read_text())
+COMMIT = "b968826d9c46dd6066d109eabc6255188de91218"
+
+
+@pytest.fixture
+def changed(tiny_engine: Path, tmp_path: Path) -> Callable[..., Path]:
+    """An engine directory that has only a manifest: the tiny engine's with other values."""
+
+    def change(**values: Any) -> Path:
+        directory = tmp_path / "changed"
+        directory.mkdir(exist_ok=True)
+        (directory / "manifest.json").write_text(replace(load_manifest(tiny_engine), **values).to_json())
+        return directory
+
+    return change
+
+
+def export(engine: Path, directory: Path, **options: Any) -> dict[str, Any]:
+    """The configuration that is written."""
+    export_pair(engine, directory, **{"checkpoint": None, "drafter": None, **options})
+    found: dict[str, Any] = yaml.safe_load((directory / CONFIG).read_text())
+    return found
+
+
+def packaged_target(engine: Path) -> Path:
+    return Path(ddtree_trt.__file__).parent / "assets" / load_manifest(engine).target.name
+
+
+def test_the_command_writes_names_of_the_release(tiny_engine: Path, tmp_path: Path) -> None:
+    out = tmp_path / "with space"
+    result = CliRunner().invoke(app, ["export-trtllm", str(tiny_engine), str(out)])
+    assert result.exit_code == 0, result.output
+    assert {path.name for path in out.iterdir()} == {CONFIG, PLAIN_CONFIG, README, RECORD}
+    written, plain = (yaml.safe_load((out / name).read_text()) for name in (CONFIG, PLAIN_CONFIG))
+    speculative = written["speculative_config"]
+    assert NAMES["release"] == RELEASE
+    assert set(written) <= set(NAMES["options"]) and set(speculative) <= set(NAMES["speculative"])
+    assert speculative["decoding_type"] in NAMES["values"]["decoding_type"]
+    assert plain == {name: value for name, value in written.items() if name != "speculative_config"}
+    assert f"trtllm-serve {packaged_target(tiny_engine)} --config {CONFIG}" in (out / README).read_text()
+
+
+def test_a_pair_of_the_hub_is_named_by_its_commits(changed: Callable[..., Path], tmp_path: Path) -> None:
+    identity = CheckpointIdentity("Qwen/Qwen3-8B", COMMIT, "0" * 64)
+    engine = changed(
+        target=identity,
+        drafter=replace(identity, name="z-lab/d"),
+        chat_template_args={"enable_thinking": False},
+        backend="torch",
+        precision="bf16",
+    )
+    assert export(engine, tmp_path / "out") == {
+        "revision": COMMIT,
+        "dtype": "bfloat16",
+        "max_seq_len": 2048,
+        "max_batch_size": load_manifest(engine).limits.max_batch,
+        "speculative_config": {"decoding_type": "DFlash", "max_draft_len": 15, "speculative_model": "z-lab/d"},
+    }
+    text = (tmp_path / "out" / README).read_text()
+    assert f"hf download z-lab/d --revision {COMMIT}" in text
+    assert '"chat_template_kwargs": {"enable_thinking": false}' in text
+
+
+def test_an_engine_of_32_bits_is_served_as_the_checkpoint_is_stored(tiny_engine: Path, tmp_path: Path) -> None:
+    assert export(tiny_engine, tmp_path / "out")["dtype"] == "auto"
+
+
+def test_a_local_checkpoint_must_be_given_and_be_the_same(
+    changed: Callable[..., Path], tiny_engine: Path, tmp_path: Path
+) -> None:
+    engine = changed(target=replace(load_manifest(tiny_engine).target, name="mine", revision="local"))
+    with pytest.raises(UsageError, match=r"built from a local directory called 'mine'.*give it as --checkpoint DIR"):
+        export(engine, tmp_path / "out")
+    other, _ = make_pair(tmp_path)
+    with pytest.raises(UsageError, match="is not what the engine was built from"):
+        export(engine, tmp_path / "out", checkpoint=str(other))
+    assert not (tmp_path / "out").exists()
+    export(engine, tmp_path / "out", checkpoint=str(packaged_target(tiny_engine)))
+    assert json.loads((tmp_path / "out" / RECORD).read_text())["model"] == str(packaged_target(tiny_engine))
+
+
+def gguf(manifest: Manifest) -> dict[str, Any]:
+    return {"target": replace(manifest.target, name="llm/model.Q8_0.gguf")}
+
+
+def autoregressive(manifest: Manifest) -> dict[str, Any]:
+    return {"drafter_kind": "autoregressive", "drafter_dims": manifest.target_dims}
+
+
+def markov(manifest: Manifest) -> dict[str, Any]:
+    return {"drafter_dims": replace(manifest.drafting.dims, markov_rank=8)}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (gguf, r"model\.Q8_0\.gguf is a GGUF file"),
+        (autoregressive, "has an autoregressive drafter; exports are for DFlash drafters"),
+        (markov, r"has markov_rank, which DFlash of TensorRT-LLM 1\.4\.0rc1 is not known to compute"),
+    ],
+)
+def test_what_it_cannot_run_is_refused(
+    changed: Callable[..., Path],
+    tiny_engine: Path,
+    tmp_path: Path,
+    values: Callable[[Manifest], dict[str, Any]],
+    message: str,
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        export(changed(**values(load_manifest(tiny_engine))), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_an_export_is_replaced_and_only_by_force(tiny_engine: Path, tmp_path: Path) -> None:
+    export(tiny_engine, tmp_path / "out")
+    (tmp_path / "out" / CONFIG).write_text("max_seq_len: 7\n")
+    with pytest.raises(BuildError, match="give --force to replace it"):
+        export(tiny_engine, tmp_path / "out")
+    assert (tmp_path / "out" / CONFIG).read_text() == "max_seq_len: 7\n"
+    assert export(tiny_engine, tmp_path / "out", force=True)["max_seq_len"] == 2048

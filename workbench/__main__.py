@@ -1,0 +1,37 @@
+"""`python -m workbench NAME …` runs one of the measurements; without a name it lists them."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from ddtree_trt.errors import DDTreeError
+
+
+def names() -> dict[str, str]:
+    """The first line of each module that can be run, by the module's name."""
+    found = {}
+    for path in sorted(Path(__file__).parent.iterdir()):
+        file = path / "__init__.py" if path.is_dir() else path
+        if file.is_file() and "\ndef main(" in (text := file.read_text(encoding="utf-8")) and path.stem != "__main__":
+            found[path.stem.replace("_", "-")] = text.lstrip('"').partition("\n")[0]
+    return found
+
+
+def main() -> None:
+    known = names()
+    name, *arguments = sys.argv[1:] or ["--help"]
+    if name not in known:
+        print("python -m workbench NAME …; NAME --help says more\n")
+        print("\n".join(f"  {each:12} {line}" for each, line in known.items()))
+        raise SystemExit(0 if name == "--help" else 2)
+    sys.argv = [f"python -m workbench {name}", *arguments]  # as argparse shows it
+    try:
+        importlib.import_module(f"workbench.{name.replace('-', '_')}").main()
+    except DDTreeError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+if __name__ == "__main__":
+    main()
