@@ -32,12 +32,14 @@ OWNERS = {
     "tensorrt_rtx_bindings": ("device/",),
     "cuda": ("device/",),
     "ray": ("replicas/",),
-    "gguf": ("build/checkpoint/gguf/quantised.py",),
+    "gguf": ("build/checkpoint/gguf/files.py",),
     "llguidance": ("runtime/structured/",),
 }
 BY_NAME = {"import_module", "import_package", "__import__"}  # functions that import what a text names
-# Where that text is not in the call: the public names, what `import_package` is given, a checkout's modules.
-BY_OTHER_TEXT = {"__init__.py", "device/packages.py", "drafters/kind.py", "bench/reference.py"}
+# Where that text is not in the call: the public names, backends' classes, drafters' halves, what `import_package` gets, a checkout.
+BY_OTHER_TEXT = {
+    *("__init__.py", "artifact/backends.py", "device/packages.py", "drafters/kind.py", "bench/reference.py"),
+}
 ONNX_ROOMS = ("build/graph/", "graph.py")  # may import onnx when loaded; the rest of build/ inside a function
 
 # A drafter kind's package has a half of each side; the rest of it is a leaf. Its record names both halves by a text.
@@ -55,6 +57,7 @@ LEAVES = (
     "files.py",
     "isolation.py",
     "reading.py",
+    "records.py",
     "worker_process.py",
 )
 
