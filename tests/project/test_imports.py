@@ -36,7 +36,7 @@ OWNERS = {
     "llguidance": ("runtime/structured/",),
 }
 BY_NAME = {"import_module", "import_package", "__import__"}  # functions that import what a text names
-# Where that text is not in the call: the public names, backends' classes, drafters' halves, what `import_package` gets, a checkout.
+# Where it is not in the call: public names, classes of backends, halves of drafters, `import_package`, a checkout.
 BY_OTHER_TEXT = {
     *("__init__.py", "artifact/backends.py", "device/packages.py", "drafters/kind.py", "bench/reference.py"),
 }
