@@ -35,7 +35,7 @@ from ddtree_trt.runtime.engines.torch.model import (
     ready_head,
     target_ids,
 )
-from ddtree_trt.runtime.engines.torch.parallel.vocabulary import Vocabulary
+from ddtree_trt.runtime.engines.torch.parallel.shard import Vocabulary
 from ddtree_trt.runtime.engines.torch.pointwise import rotate
 
 # Candidates per position of the captured graphs: a draft takes the next larger number. The last is the largest budget.
