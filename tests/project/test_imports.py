@@ -156,8 +156,7 @@ def test_import_law(path: Path) -> None:
     # A kind is a package and its line in the registry; what measures makes drafters of its own.
     if not place.startswith(("drafters/", "bench/")):
         assert not {file for file in files if file.startswith(KINDS)}, "kinds are asked over their record"
-    # What the kernels and the host are tested against is for tests alone, and what measures is beside the package.
-    assert not within(names, "ddtree_trt.plugins.reference") | within(names, "workbench")
+    assert not within(names, "workbench"), "what measures is beside the package"
     for module, owners in OWNERS.items():
         own_half = place.startswith(KINDS) and place.endswith(f"/on_{module}.py")
         assert own_half or place.startswith(owners) or not within(names, module)
