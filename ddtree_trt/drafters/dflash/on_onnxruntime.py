@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.artifact.toolchain import always_causal
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import Bilinear, Marginals
@@ -46,12 +45,11 @@ class _States:
 class BlockDrafter(Drafter):
     """DFlash: one pass over [bonus, MASK × L], conditioned on the tapped target states of every committed token."""
 
-    def __init__(self, network: OrtNetwork, dims: DFlashDims, chunk: int, scratch: int) -> None:
-        """`chunk`: most states of one pass; `scratch`: cache rows that the graph overwrites behind the block."""
+    def __init__(self, network: OrtNetwork, dims: DFlashDims, chunk: int) -> None:
+        """`chunk`: most states of one pass."""
         self._network = network
         self._dims = dims
         self._chunk = chunk
-        self._scratch = scratch
         self._pending = [_States() for _ in range(network.cache.slots)]
 
     def known(self, slot: int) -> int:
@@ -95,7 +93,7 @@ class BlockDrafter(Drafter):
             positions = take(names.POSITIONS, (1, rows), np.int64)
             positions[0] = np.arange(past, past + rows)
             inputs |= {names.TAPS: piece[None], names.POSITIONS: positions}
-            self._network.run(slot, rows, inputs, outputs, scratch=self._scratch)
+            self._network.run(slot, rows, inputs, outputs)
             cache.append(slot, len(piece))
         token_ids = outputs[names.CANDIDATES][0].astype(np.int32)
         if head is None:
@@ -118,6 +116,5 @@ def make(manifest: Manifest, graph: Path, threads: int) -> Drafter:
     """The drafter of an engine. Raises ArtifactError when its graph does not match the manifest."""
     dims, limits = manifest.drafting.dims, manifest.limits
     widths = {names.TOKEN_IDS: dims.block_size, names.TAPS: dims.taps_width}
-    scratch = dims.block_size if always_causal(manifest.toolchain) else 0
     network = OrtNetwork(graph, dims, limits.max_batch, limits.cache_rows, threads, widths=widths)
-    return BlockDrafter(network, dims, limits.prefill_chunk, scratch)
+    return BlockDrafter(network, dims, limits.prefill_chunk)
