@@ -27,6 +27,7 @@ class Backend:
     files: tuple[str, ...]  # of every engine directory, besides manifest and tokenizer
     builder: str  # what makes its `BackendBuild` of `BuilderOptions`, as module:name
     engine: str  # what opens an engine directory, likewise: (directory, manifest, options) → an `Engine`
+    half: str  # of drafter kinds, for its engines: `drafters/KIND/HALF.py`
     extra: str = ""  # of our package, with what it needs; "" where every installation has that
     modules: tuple[str, ...] = ()  # of NVIDIA's packages, by the names of `device/survey.py`
     # Of the library, as in pyproject.toml: the lowest whose API is the one used here, and the first too new.
@@ -37,7 +38,6 @@ class Backend:
     device_rounds: bool = False  # whether its rounds can stay on the device
     sms: tuple[int, ...] = ()  # compute capabilities, times 10, of the GPUs it serves; none: our kernels' own
     kernels: bool = False  # whether its engines in half precision need the library of our kernels
-    level_drafters: bool = True  # whether it computes drafters that draft level by level
     experts: bool = True  # whether it computes mixtures of experts
 
     @property
@@ -66,6 +66,7 @@ ONNXRUNTIME = Backend(
     files=(files.TARGET_GRAPH, files.DRAFTER_GRAPH, files.WEIGHTS),
     builder="ddtree_trt.build.backends.onnxruntime.backend:OnnxRuntimeBuild",
     engine="ddtree_trt.runtime.engines.onnxruntime.engine:OrtEngine.open",
+    half="onnxruntime",
 )
 TORCH = Backend(
     name="torch",
@@ -76,6 +77,7 @@ TORCH = Backend(
     files=(files.TORCH_WEIGHTS,),
     builder="ddtree_trt.build.backends.torch.backend:TorchBuild",
     engine="ddtree_trt.runtime.engines.torch.parallel.engine:open_torch",
+    half="torch",
     extra="torch",
     modules=("torch",),
     device_rounds=True,
@@ -90,12 +92,12 @@ TENSORRT = Backend(
     files=_TENSORRT_FILES,
     builder="ddtree_trt.build.backends.tensorrt.backend:TensorRtBuild",
     engine="ddtree_trt.runtime.engines.tensorrt.engine:TrtEngine.open",
+    half="tensorrt",
     extra="tensorrt",
     modules=("tensorrt", "cuda.bindings.runtime"),
     releases=((11, 1), (12, 0)),
     plans=True,
     attentions=("plugin", "native"),
-    level_drafters=False,
     experts=False,
 )
 TENSORRT_RTX = Backend(
@@ -107,6 +109,7 @@ TENSORRT_RTX = Backend(
     files=_TENSORRT_FILES,
     builder="ddtree_trt.build.backends.tensorrt.rtx:RtxBuild",
     engine="ddtree_trt.runtime.engines.tensorrt.engine:TrtEngine.open",
+    half="tensorrt",
     extra="tensorrt-rtx",
     modules=("tensorrt_rtx", "cuda.bindings.runtime"),
     releases=((1, 7), (2, 0)),
@@ -114,7 +117,6 @@ TENSORRT_RTX = Backend(
     portable=True,
     sms=(80, 86, 89, 120, 121),
     attentions=("native",),
-    level_drafters=False,
     experts=False,
 )
 BACKENDS: Mapping[str, Backend] = {b.name: b for b in (ONNXRUNTIME, TORCH, TENSORRT, TENSORRT_RTX)}

@@ -14,8 +14,8 @@ from ddtree_trt.build.backends.tensorrt.machine import sm_for_values
 from ddtree_trt.build.outline import Pair
 from ddtree_trt.device.gpus import Gpu
 from ddtree_trt.device.survey import CUDA, DRIVER, Survey
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import UsageError, install_with
-from ddtree_trt.models.drafters.kinds import kind_of
 from ddtree_trt.plugins import HEAD_DIMS, LOWEST_SM, library
 from ddtree_trt.records import misplaced_option
 
@@ -131,8 +131,8 @@ def _of_pair(backend: Backend, survey: Survey, pair: Pair | None, wanted: Wanted
     """What no installation changes: no GPU, a precision the backend does not build, more weights than memory."""
     if survey.gpu is None:
         return Obstacle(survey.no_gpu)
-    if pair and not backend.level_drafters and kind_of(pair.drafter.dims).by_levels:
-        return Obstacle("EAGLE-3 drafters are not implemented for it")
+    if pair and backend.half not in (kind := kind_of(pair.drafter.dims)).halves:
+        return Obstacle(f"{kind.title}s are not implemented for it")
     if pair and not backend.experts and (pair.target.dims.experts or pair.drafter.dims.experts):
         return Obstacle("mixtures of experts are not implemented for it")
     if wanted != "auto" and wanted not in backend.builds:

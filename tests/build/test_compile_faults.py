@@ -154,7 +154,7 @@ def test_a_block_longer_than_a_pass(tmp_path: Path) -> None:
     request = BuildRequest(target="mine", checkpoint=pair[0], drafter=pair[1], output=tmp_path / "e")
     with pytest.raises(UsageError, match=r"block has 300 tokens, .* give --max-tree-budget 300"):
         compile_engine(BuildRequest(**{**vars(request), "max_tree_budget": 298}))
-    assert compile_engine(BuildRequest(**{**vars(request), "max_tree_budget": 300})).dflash.block_size == 300
+    assert compile_engine(BuildRequest(**{**vars(request), "max_tree_budget": 300})).drafting.dims.block_size == 300
 
 
 # The output

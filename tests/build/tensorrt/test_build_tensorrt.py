@@ -128,7 +128,7 @@ def test_an_engine_without_our_library(machine: Machine, tmp_path: Path) -> None
     assert manifest.tensors["compaction"]["inputs"][:3] == ["past_len", "keep", "past_key.0"]
     assert "--attention native" in rebuild_command(tmp_path / "e", manifest)
 
-    recorded, block, rows = machine.recorded, manifest.dflash.block_size, manifest.limits.cache_rows
+    recorded, block, rows = machine.recorded, manifest.drafting.dims.block_size, manifest.limits.cache_rows
     assert recorded is not None and len(recorded.profiles) == 2
     shapes = recorded.shapes(0, 0)
     assert shapes["token_ids"] == ((1, 1), (1, 64), (3, 256)), "trees of up to 101 tokens, and prompts"

@@ -6,13 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddtree_trt.artifact.backends import BACKENDS, TENSORRT, Backend
+from ddtree_trt.artifact.backends import ONNXRUNTIME, TENSORRT, TORCH, Backend
 from ddtree_trt.build.backends.base import Attention
 from ddtree_trt.device.cuda_calls import cuda_bindings, cuda_versions, current_gpu
 from ddtree_trt.device.tensorrt_library import import_tensorrt
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import BuildError, EngineError, MissingDependency, UsageError, install_with
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.kinds import kind_of
 from ddtree_trt.plugins import LOWEST_SM, library
 
 if TYPE_CHECKING:
@@ -74,9 +74,10 @@ def check_release(backend: Backend, version: str) -> None:
 def check_layers(networks: Iterable[TransformerDims], backend: Backend) -> None:
     """Raises UsageError for a network with layers that no lowering to TensorRT has."""
     networks = tuple(networks)
-    if not backend.level_drafters and any(kind_of(dims).by_levels for dims in networks):
-        others = " or ".join(b.name for b in BACKENDS.values() if b.level_drafters)
-        raise UsageError(f"EAGLE-3 drafters are not implemented for {TENSORRT.title}; use --backend {others}")
+    for kind in map(kind_of, networks):
+        if backend.half not in kind.halves:
+            others = " or ".join(b.name for b in (TORCH, ONNXRUNTIME) if b.half in kind.halves)
+            raise UsageError(f"{kind.title}s are not implemented for {TENSORRT.title}; use --backend {others}")
     if not backend.experts and any(dims.experts for dims in networks):
         raise UsageError(f"mixtures of experts are not implemented for {TENSORRT.title}; use --backend torch")
 
