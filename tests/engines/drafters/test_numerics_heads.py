@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from checkpoints import TARGET_DIMS, make_target, make_variant, reading_variant
 from dflash_truth import DFlash, refuse_to_draw
-from engine_builds import CAUSAL, INSTALLED, build_engine, build_torch_engine
+from engine_builds import build_engine, build_torch_engine
 from numerics import Measured, Truth, assert_close, path_to, random_tree
 
-from ddtree_trt.models.drafters.dflash import Convolution, Selector
+from ddtree_trt.drafters.dflash.heads import Convolution, Selector
 from ddtree_trt.runtime.candidates import Bilinear
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 
@@ -46,8 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 BUILDS: dict[str, Callable[..., Measured]] = {
-    # The version whose attention kernel the graph is made for; the installed one runs it.
-    **{v: functools.partial(build_engine, onnxruntime=v) for v in sorted({INSTALLED, CAUSAL})},
+    "onnxruntime": build_engine,
     "torch": build_torch_engine,
 }
 
@@ -93,7 +92,7 @@ def built(shape: str, build: Callable[..., Measured], path: Path) -> tuple[Measu
     dims = make_variant(path / "drafter", **SHAPES[shape])
     with reading_variant(path / "drafter", dims):
         engine = build(target, path / "drafter", path / "engine")
-    assert engine.manifest.dflash == dims
+    assert engine.manifest.drafting.dims == dims
     truth = Truth(target, dims.tap_layers)
     return engine, truth, DFlash(path / "drafter", dims, truth)
 
