@@ -45,7 +45,8 @@ class GgufFiles:
         """Hugging Face name → GGUF's, of tensors of a language model that the package knows."""
         gguf = _package()
         numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
-        table = gguf.get_tensor_name_map(numbers[self.architecture], layers)
+        # llama.cpp's converter writes mistral as llama.
+        table = gguf.get_tensor_name_map(numbers.get(self.architecture, gguf.MODEL_ARCH.LLAMA), layers)
         return {name: table.get_name(name, (".weight", ".bias")) for name in wanted}
 
     def read(self, name: str) -> NDArray[np.float32]:
