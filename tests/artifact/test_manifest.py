@@ -89,7 +89,7 @@ def test_the_command_that_rebuilds_plans() -> None:
         ("drafter_kind", "autoregressive", "m: drafter_dims.block_size is unknown"),
         ("drafter_dims.tap_layers", [0, "x"], "m: drafter_dims.tap_layers[1] must be an integer from 0 to 999"),
         ("drafter_dims.tap_layers", 3, "m: drafter_dims.tap_layers must be a list, found 3"),
-        ("drafter_dims.tap_layers", [], "drafter_dims.tap_layers is empty"),
+        ("drafter_dims.tap_layers", [], "drafter_dims: tap_layers is empty"),
         ("drafter_dims.tap_layers", [0, 7], "target_layer_ids [7] are not layers of the target"),
         ("drafter_dims.mask_token_id", 96, "mask_token_id 96 is not below vocab_size 96"),
         ("stop_token_ids", [96], "stop_token_ids [96] are not below vocab_size 96"),
