@@ -160,6 +160,8 @@ def problem_of(error: ErrorDetails, shown: Callable[[object], str] = shown, foun
         return "is unknown"
     if kind in ("too_long", "string_too_long"):
         return f"has more than {context['max_length']} {'characters' if 'string' in kind else 'entries'}"
+    if kind == "dataclass_exact_type":
+        return f"must be a {context['class_name']}, {found} {shown(error['input'])}"
     if kind == "value_error":
         problem = str(context["error"])
     elif kind == "literal_error":
@@ -219,26 +221,26 @@ def _fields_of(cls: type[Any], **kinds: Any) -> Any:
     return TypedDict(cls.__name__, fields)  # type: ignore[operator]
 
 
-def check_fields(record: DataclassInstance) -> None:
+def check_fields(record: DataclassInstance, within: str = "") -> None:
     """Check a frozen dataclass that was made in Python, in its `__post_init__`, and keep the values as its hints have
-    them. Raises UsageError, whose text begins with the name of the field at fault."""
+    them. Raises UsageError, whose text begins with the name of the field at fault, behind `within`."""
     from pydantic import ValidationError
 
     try:
         (values,) = _adapter(_fields_of(type(record))).validate_python((record.__dict__,))
     except ValidationError as error:
-        raise usage_error(error) from error
+        raise usage_error(error, within) from error
     record.__dict__.update(values)
 
 
-def usage_error(error: ValidationError) -> UsageError:
+def usage_error(error: ValidationError, within: str = "") -> UsageError:
     """The first of pydantic's errors over a record in one line; one that a function raised stays."""
     first = error.errors(include_url=False)[0]
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, UsageError):
         return raised
     place = place_of(first["loc"][1:])
-    return UsageError(f"{place} {problem_of(first, shown_python, 'not')}")
+    return UsageError(f"{within}{place} {problem_of(first, shown_python, 'not')}")
 
 
 def read_json(path: Path, source: Source, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
