@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from pacing import wait_for
 
-from ddtree_trt import LLM
 from ddtree_trt.artifact import verify as verified
 from ddtree_trt.artifact.files import VERIFIED, WEIGHTS
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.verify import verify_files, verify_for_opening
-from ddtree_trt.errors import ArtifactError, UsageError
+from ddtree_trt.errors import ArtifactError
 from ddtree_trt.runtime.engines.load import open_engine
 
 ALWAYS = -(1 << 62)  # nanoseconds: every file counts as settled
@@ -25,7 +24,6 @@ ALWAYS = -(1 << 62)  # nanoseconds: every file counts as settled
 def engine(tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An engine directory without a record, whose files count as settled. What is written later has a later time."""
     monkeypatch.setattr(verified, "_SETTLED_NS", ALWAYS)
-    monkeypatch.delenv(verified.SWITCH, raising=False)
     directory = tmp_path / "e"
     shutil.copytree(tiny_engine, directory)
     (directory / VERIFIED).unlink(missing_ok=True)
@@ -116,19 +114,7 @@ def test_a_record_of_other_digests_does_not_count(engine: Path, reads: list[Path
     assert reads == [engine, engine]
 
 
-def test_the_switch_reads_them_all(engine: Path, reads: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    opened(engine)
-    monkeypatch.setenv(verified.SWITCH, "full")
-    opened(engine)
-    monkeypatch.setenv(verified.SWITCH, "stat")
-    opened(engine)
-    assert reads == [engine, engine]
-    monkeypatch.setenv(verified.SWITCH, "fast")
-    with pytest.raises(UsageError, match=r"^DDTREE_VERIFY must be stat or full, not 'fast'$"):
-        LLM(engine)
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"version": 2, "files": {}}', b'{"files": 1}', b"\xff", None])
+@pytest.mark.parametrize("content", [b"", b"{}", b"[" * 100_000, b"\xff", None])
 def test_an_unreadable_record_does_not_count(engine: Path, reads: list[Path], content: bytes | None) -> None:
     if content is None:
         (engine / VERIFIED).mkdir()  # cannot be replaced either
@@ -151,17 +137,6 @@ def test_a_file_that_changes_meanwhile_is_not_recorded(engine: Path, monkeypatch
     monkeypatch.setattr(verified, "verify_files", lambda directory, *_: damage(directory / WEIGHTS))
     opened(engine)
     assert not (engine / VERIFIED).exists()
-
-
-def test_a_missing_file_and_a_wrong_size_are_found(engine: Path) -> None:
-    opened(engine)
-    with (engine / WEIGHTS).open("ab") as file:
-        file.write(b"x")
-    with pytest.raises(ArtifactError, match="the manifest says"):
-        opened(engine)
-    (engine / WEIGHTS).unlink()
-    with pytest.raises(ArtifactError, match="is missing"):
-        opened(engine)
 
 
 def test_a_directory_that_cannot_be_written(

@@ -32,7 +32,7 @@ OWNERS = {
     "tensorrt_rtx_bindings": ("device/",),
     "cuda": ("device/",),
     "ray": ("replicas/",),
-    "gguf": ("build/checkpoint/gguf/quantised.py",),
+    "gguf": ("build/checkpoint/gguf/files.py",),
     "llguidance": ("runtime/structured/",),
 }
 BY_NAME = {"import_module", "import_package", "__import__"}  # functions that import what a text names

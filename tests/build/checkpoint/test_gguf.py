@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.build.checkpoint.gguf import quantised
+from ddtree_trt.build.checkpoint.gguf import files
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint, load_config
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
@@ -63,7 +63,7 @@ def test_quantised_tensors_are_within_half_a_step(
 ) -> None:
     """A step is what separates the values of a block; Q4_0 has none at one end of its range, hence a whole one. Rows
     are converted a few at a time."""
-    monkeypatch.setattr(quantised, "_ROWS_BYTES", 100)
+    monkeypatch.setattr(files, "_ROWS_BYTES", 100)
     family = LLAMA
     plain, read = pair(tmp_path, kind, family=family)
     for name in plain.shapes:
