@@ -160,15 +160,15 @@ def problem_of(error: ErrorDetails, shown: Callable[[object], str] = shown, foun
         return "is unknown"
     if kind in ("too_long", "string_too_long"):
         return f"has more than {context['max_length']} {'characters' if 'string' in kind else 'entries'}"
-    if kind == "dataclass_exact_type":
-        return f"must be a {context['class_name']}, {found} {shown(error['input'])}"
     if kind == "value_error":
         problem = str(context["error"])
     elif kind == "literal_error":
         problem = f"must be {context['expected']}"
+    elif kind == "dataclass_exact_type":
+        problem = f"must be a {context['class_name']}"
     else:
         problem = f"must be {_NAMES[kind]}" if kind in _NAMES else error["msg"]
-    return f"{problem}, {found} {shown(error['input'])}"
+    return f"{problem}, {found} {shown(error['input'])}" if problem.startswith("must ") else problem
 
 
 def place_of(loc: tuple[int | str, ...], path: str = "") -> str:
@@ -229,7 +229,7 @@ def check_fields(record: DataclassInstance, within: str = "") -> None:
     try:
         (values,) = _adapter(_fields_of(type(record))).validate_python((record.__dict__,))
     except ValidationError as error:
-        raise usage_error(error, within) from error
+        raise usage_error(error, within) from None
     record.__dict__.update(values)
 
 
@@ -300,7 +300,7 @@ def read_value(kind: Any, value: Any, source: Source, path: str) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = place_of(first["loc"][1:], path)
-        raise source.fault(f"{place} {problem_of(first)}") from error
+        raise source.fault(f"{place} {problem_of(first)}") from None
 
 
 _REQUIRED: Any = object()

@@ -21,6 +21,7 @@ from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.runtime.values import Biases, Count, Positive, Share, Texts, TokenIds, plain
 
 DEFAULT_MAX_TOKENS = 256
+MAX_SEED = 2**64 - 1
 _LOWEST_TEMPERATURE = 1e-30  # logits are divided by it; a lower one overflows the float32 of a device, or float64
 
 # Whether rounds stay on the device. auto: where the engine has a GPU, for requests they can serve; on: refuse others.
@@ -157,7 +158,7 @@ class SamplingParams:
     ] = 1.0
     min_p: Annotated[Share, Parameter("Drop tokens below this share of the best.", device="greedy", metavar="P")] = 0.0
     seed: Annotated[
-        Annotated[int, Between(0, 2**64 - 1)] | None,
+        Annotated[int, Between(0, MAX_SEED)] | None,
         Parameter(
             "Makes sampling repeatable.",
             "Requests are independent of each other either way.",

@@ -56,7 +56,7 @@ def test_constraints_as_request_parameters() -> None:
     both = {"guided_decoding_guide_type": strings("json"), "sampling_parameters": strings('{"guided_regex": "a"}')}
     with pytest.raises(UsageError, match="structured is given twice, the second time by sampling_parameters"):
         params(both)
-    with pytest.raises(UsageError, match="guided_decoding_guide: json_schema is not JSON"):
+    with pytest.raises(UsageError, match="guided_decoding_guide: the schema is not JSON"):
         params({"guided_decoding_guide_type": strings("json_schema"), "guided_decoding_guide": strings("{")})
     with pytest.raises(UsageError, match="guided_decoding_guide_type must be one of json, json_schema, regex"):
         params({"guided_decoding_guide_type": strings("xml")})

@@ -150,7 +150,7 @@ def test_wrong_requests_are_told_so(instance: Instance) -> None:
     before = instance.metrics["refused"]
     for inputs, message in (
         ({}, "text_input is missing"),  # the server lets this through
-        (trtllm(max_tokens=0), "max_tokens must be at least 1"),
+        (trtllm(max_tokens=0), "max_tokens must be an integer from 1"),
         (
             trtllm(max_tokens=100_000),
             r"max_tokens 100000 does not fit: the prompt leaves \d+ of this engine's \d+ tokens",
@@ -195,7 +195,7 @@ HOSTILE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
         raw('{"seed": 1' + "0" * 400 + "}"),
         {},
         "INVALID_ARG",
-        "seed must be from 0 to .* an integer of about 401 digits",
+        "seed must be an integer from 0 to .* an integer of about 401 digits",
     ),
     (raw('{"seed": ' + "9" * 5000 + "}"), {}, "INVALID_ARG", "a number has too many digits"),
     (raw('{"seed": "' + "9" * 5000 + '"}'), {}, "INVALID_ARG", "seed must be an integer"),
@@ -204,13 +204,13 @@ HOSTILE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
     (raw('{"a":' * 100_000), {}, "INVALID_ARG", "nested too deeply"),
     (raw("{"), {}, "INVALID_ARG", "sampling_parameters is not JSON"),
     (raw('["' + "x" * 5000 + '"]'), {}, "INVALID_ARG", "must be a JSON object, not"),
-    (raw('{"logit_bias": {"' + "9" * 5000 + '": 1}}'), {}, "INVALID_ARG", "is not a token id"),
+    (raw('{"logit_bias": {"' + "9" * 5000 + '": 1}}'), {}, "INVALID_ARG", "logit_bias: a key must be an integer"),
     (raw('{"temperature": 1e999}'), {}, "INVALID_ARG", "temperature must be a number from 0 to 100"),
     (raw('{"\\ud800": 1}'), {}, "INVALID_ARG", "unknown sampling parameter"),
     (raw('{"\\ud800": 1}'), {"parameters": {"\ud800": 1}}, "INVALID_ARG", "is given twice"),
     (raw('{"' + "k" * 9000 + '": 1}'), {"parameters": {"k" * 9000: 1}}, "INVALID_ARG", "kkkkk"),
-    (raw('{"stop": "\\ud800"}'), {}, "INVALID_ARG", "stop is not valid Unicode"),
-    (raw('{"method": {}}'), {}, "INVALID_ARG", "method must be auto or one of"),
+    (raw('{"stop": "\\ud800"}'), {}, "INVALID_ARG", "must be valid Unicode"),
+    (raw('{"method": {}}'), {}, "INVALID_ARG", "method must be a text"),
     (trtllm(), {"parameters": {"timeout": 10**400}}, "INVALID_ARG", "timeout must be microseconds"),
     (trtllm(), {"parameters": {"timeout": "x"}}, "INVALID_ARG", "timeout must be microseconds"),
     ({"text_input": np.array([[b"\xff\xfe"]], object)}, {}, "INVALID_ARG", "text_input is not valid UTF-8"),
