@@ -15,7 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt.artifact.files import COMPACTION_PLAN, MANIFEST, REQUIRED_FILES, VERIFIED, sha256_file
+from ddtree_trt.artifact.files import MANIFEST, REQUIRED_FILES, VERIFIED, sha256_file
 from ddtree_trt.artifact.manifest import Manifest, digest_holds
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.rebuild import rebuild_command
@@ -73,8 +73,7 @@ def _check_listed(directory: Path, manifest: Manifest) -> str:
     rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
     if not digest_holds(directory):
         raise ArtifactError(f"{path} is damaged or was edited: its content differs from its digest; {rebuild}")
-    required = REQUIRED_FILES[manifest.backend] + ((COMPACTION_PLAN,) if manifest.attention == "native" else ())
-    for name in required:
+    for name in REQUIRED_FILES[manifest.backend]:
         if name not in manifest.files:
             raise ArtifactError(f"{path} does not list {name}; {rebuild}")
     for name, entry in manifest.files.items():

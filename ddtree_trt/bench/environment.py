@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact.manifest import Manifest
@@ -77,7 +77,7 @@ def read_environment() -> Environment:
         product_version=__version__,
         packages={**diagnosis.packages, **installed_versions(*_PEER_PACKAGES)},
         load_1min=round(os.getloadavg()[0], 2),
-        started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        started=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 

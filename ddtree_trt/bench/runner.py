@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from ddtree_trt.artifact.backends import TORCH
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.bench.contender import Contender, Outcome, Request
 from ddtree_trt.bench.environment import describe_engine, read_environment
@@ -27,7 +28,7 @@ from ddtree_trt.bench.result import BenchResult, Part, Sample, output_digest
 from ddtree_trt.bench.session import EngineContender, Session
 from ddtree_trt.bench.settings import SINGLE_TOKENS, BenchSettings, Case, Shard
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.engines.load import require_torch
+from ddtree_trt.runtime.engines.load import require
 from ddtree_trt.runtime.text.codec import Prompt
 
 WHOLE = Shard()
@@ -65,7 +66,7 @@ def run_bench(
             if settings.random_weights:
                 pair = stack.enter_context(random_engine(settings, progress))
                 directory, checkpoint, drafter = pair / "engine", str(pair / "target"), str(pair / "drafter")
-            session = Session.open(directory, settings)
+            session = Session(directory, settings.options)
         stack.enter_context(closing(session))
         settings = _resolved(settings, session)
         prompts = _prompts(settings, session)
@@ -118,7 +119,7 @@ def _resolved(settings: BenchSettings, session: Session) -> BenchSettings:
 
 
 def _random_torch_session(settings: BenchSettings, stack: ExitStack) -> Session:
-    require_torch("random weights of the torch backend are made by it")
+    require(TORCH, "random weights of the torch backend are made by it")
     from ddtree_trt.bench.pairs.random_torch import random_session
 
     return random_session(settings, Path(stack.enter_context(TemporaryDirectory(prefix="ddtree-random-"))))

@@ -9,13 +9,14 @@ from pathlib import Path
 
 from ddtree_trt.bench.contender import Outcome, Request
 from ddtree_trt.bench.pairs.forced import ForcedEngine
-from ddtree_trt.bench.settings import BenchSettings, Case, CheckSettings
+from ddtree_trt.bench.settings import BenchSettings, Case
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.core import EngineCore, assemble_core, open_core
 from ddtree_trt.runtime.decoding.methods import resolve_method
 from ddtree_trt.runtime.engines.base import Engine
+from ddtree_trt.runtime.options import DEFAULTS, DeviceRoundsMode, EngineOptions
 from ddtree_trt.runtime.outputs import RequestOutput
-from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
+from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.text.codec import Prompt
 
 
@@ -25,34 +26,16 @@ class Session:
     def __init__(
         self,
         directory: Path,
+        options: EngineOptions = DEFAULTS,
         *,
-        threads: int = 0,
-        exact: bool | None = None,
-        tensor_parallel_size: int = 1,
         engine: Engine | None = None,
     ) -> None:
-        """`threads`, `exact` and `tensor_parallel_size` are those of `open_engine`. `engine`: an open engine in
-        their place, whose directory needs to hold a tokenizer only."""
-        if engine is None:
-            core = open_core(
-                directory, threads=threads, warm=False, exact=exact, tensor_parallel_size=tensor_parallel_size
-            )
-        else:
-            core = assemble_core(directory, engine)
+        """`engine`: an open engine, whose directory needs to hold a tokenizer only."""
+        core = open_core(directory, options, warm=False) if engine is None else assemble_core(directory, engine)
         self.core = core
         self.engine = core.engine
         self.codec = core.codec
         self.manifest = core.engine.manifest
-
-    @classmethod
-    def open(cls, directory: Path, settings: BenchSettings | CheckSettings) -> Session:
-        """A session with the engine in a directory, opened with the options of these settings."""
-        return cls(
-            directory,
-            threads=settings.threads,
-            exact=settings.exact,
-            tensor_parallel_size=settings.tensor_parallel_size,
-        )
 
     def generate(
         self,

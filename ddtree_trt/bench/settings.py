@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ddtree_trt.artifact.precisions import PrecisionName
-from ddtree_trt.errors import MAX_COUNT, MAX_THREADS, UsageError, check_range, check_ranks
+from ddtree_trt.errors import MAX_COUNT, UsageError, check_range
 from ddtree_trt.models.drafters.kinds import KindName
 from ddtree_trt.runtime.decoding.methods import AUTO, AUTOREGRESSIVE, BASELINES, DDTREE, DFLASH, METHODS, resolve_method
-from ddtree_trt.runtime.params import DEVICE_ROUNDS, MAX_SEED
+from ddtree_trt.runtime.options import DeviceRoundsMode, EngineOptions
+from ddtree_trt.runtime.params import MAX_SEED
 
 Budget = int | Literal["auto"]
 
 TINY = "tiny"  # the prompts that ship with the package
 RANDOM_BACKENDS = ("onnxruntime", "torch")
-DEVICE_ROUNDS_MEASURED = (*DEVICE_ROUNDS, "both")
+DEVICE_ROUNDS_MEASURED = (*get_args(DeviceRoundsMode), "both")
 _LABEL = re.compile(r"(?:(?P<peer>[^:@+]+):)?(?P<method>[^:@+]+)(?:@(?P<budget>auto|\d+))?(?P<device>\+device)?")
 
 
@@ -133,7 +134,7 @@ class BenchSettings:
                 f"device_rounds {self.device_rounds} is for method {DDTREE.name} with a number as its budget, which is "
                 "not among what is measured"
             )
-        check_ranks(self.tensor_parallel_size)
+        _ = self.options  # raises where one is out of range
         if self.tensor_parallel_size > 1 and self.random_weights:
             raise UsageError("tensor_parallel_size is for an engine directory, not for random weights; leave one out")
         if self.tensor_parallel_size > 1 and self.device_rounds in ("on", "both"):
@@ -150,6 +151,11 @@ class BenchSettings:
             )
         if self.forced_acceptance is not None:
             self._check_forced()
+
+    @property
+    def options(self) -> EngineOptions:
+        """How to open the engine."""
+        return EngineOptions(threads=self.threads, exact=self.exact, tensor_parallel_size=self.tensor_parallel_size)
 
     def _check_forced(self) -> None:
         if any(t > 0 for t in self.temperatures):
@@ -183,14 +189,13 @@ _RANGES: tuple[tuple[str, int, int], ...] = (
     ("repeats", 1, MAX_COUNT),
     ("warmup_tokens", 0, MAX_COUNT),
     ("seed", 0, MAX_SEED),
-    ("threads", 0, MAX_THREADS),
     ("prompt_tokens", 1, MAX_COUNT),
     ("forced_acceptance", 1, MAX_COUNT),
 )
 
 
 @dataclass(frozen=True)
-class CheckSettings:
+class CheckSettings(EngineOptions):
     """Settings of `ddtree-trt check`."""
 
     engine: str
@@ -200,15 +205,11 @@ class CheckSettings:
     seeds: int = 24  # sampled requests per prompt, method and temperature; 0 skips the distribution test
     sampled_prompts: int = 4
     sampled_tokens: int = 12
-    threads: int = 0
-    exact: bool | None = None  # as for LLM
-    tensor_parallel_size: int = 1  # likewise
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("limit", "max_tokens", "sampled_prompts", "sampled_tokens"):
             check_range(name, getattr(self, name), 1, MAX_COUNT)
         check_range("seeds", self.seeds, 0, MAX_COUNT)
-        check_range("threads", self.threads, 0, MAX_THREADS)
-        check_ranks(self.tensor_parallel_size)
         if not self.prompts:
             raise UsageError("give at least one prompt set")

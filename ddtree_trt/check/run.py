@@ -47,7 +47,7 @@ GOLDEN_BUDGET = 64  # what manifest.golden_tau of ddtree is for, or the engine's
 def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> CheckReport:
     """Run every check. Raises UsageError for prompts that do not fit, ArtifactError for an engine that cannot load."""
     directory = Path(settings.engine)
-    with closing(Session.open(directory, settings)) as session:
+    with closing(Session(directory, settings)) as session:
         prompts = _encode(session, load_prompts(settings.prompts, settings.limit), settings)
         texts = dict(zip(prompts, answers(session, list(prompts.values()), settings.max_tokens), strict=True))
         agreement = measure_agreement(session.engine, list(texts.values()))

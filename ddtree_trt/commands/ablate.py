@@ -8,13 +8,16 @@ from typing import Annotated, Any
 import typer
 
 from ddtree_trt.bench.ablation.settings import AblationSettings
-from ddtree_trt.commands.options.common import EngineDirectory, Exact, Threads, listing, numbers
+from ddtree_trt.commands.options.common import EngineDirectory, listing, numbers
 from ddtree_trt.commands.options.outputs import STDOUT, folders_of, prepare_folders, write_text
+from ddtree_trt.commands.options.records import with_options
+from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.terminal import printing as terminal
 
 _DEFAULT = AblationSettings
 
 
+@with_options(options=("threads", "exact"))
 def ablate(
     engine_dir: EngineDirectory,
     prompts: Annotated[
@@ -41,8 +44,8 @@ def ablate(
         int, typer.Option(metavar="N", help="Prompts that are decoded for times; 0 measures none.")
     ] = _DEFAULT.timed_prompts,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the draws at a temperature.")] = _DEFAULT.seed,
-    threads: Threads = _DEFAULT.threads,
-    exact: Exact = _DEFAULT.exact,
+    *,
+    options: EngineOptions,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result; - is stdout.")] = None,
     markdown: Annotated[
         Path | None, typer.Option("--markdown", metavar="FILE", help="Write tables in Markdown; - is stdout.")
@@ -66,8 +69,7 @@ def ablate(
         max_tokens=max_tokens,
         timed_prompts=timed_prompts,
         seed=seed,
-        threads=threads,
-        exact=exact,
+        **vars(options),
         **{name: value for name, value in lists.items() if value is not None},
     )
     if plot is not None:

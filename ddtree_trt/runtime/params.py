@@ -11,7 +11,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, cast, get_args
+from typing import Annotated, Any, Literal
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.reading import After, Between, Expected, check_fields
@@ -23,10 +23,6 @@ from ddtree_trt.runtime.values import Biases, Count, Positive, Share, Texts, Tok
 DEFAULT_MAX_TOKENS = 256
 MAX_SEED = 2**64 - 1
 _LOWEST_TEMPERATURE = 1e-30  # logits are divided by it; a lower one overflows the float32 of a device, or float64
-
-# Whether rounds stay on the device. auto: where the engine has a GPU, for requests they can serve; on: refuse others.
-DeviceRoundsMode = Literal["auto", "on", "off"]
-DEVICE_ROUNDS: tuple[str, ...] = get_args(DeviceRoundsMode)
 
 Endpoint = Literal["chat", "completions"]
 BOTH: Mapping[Endpoint, str] = {"chat": "", "completions": ""}
@@ -316,10 +312,3 @@ def _rows() -> Iterator[Parameter]:
 
 
 PARAMETERS: Mapping[str, Parameter] = {row.name: row for row in _rows()}
-
-
-def check_device_rounds(mode: str) -> DeviceRoundsMode:
-    """The mode, checked. Raises UsageError for any other text."""
-    if mode not in DEVICE_ROUNDS:
-        raise UsageError(f"device_rounds must be one of {', '.join(DEVICE_ROUNDS)}, not {shown(mode)}")
-    return cast(DeviceRoundsMode, mode)

@@ -56,7 +56,7 @@ def run_ablation(settings: AblationSettings, progress: Progress = no_progress) -
             "with a block drafter or an EAGLE-3 drafter"
         )
     limits = limits_for(directory, manifest, settings.budgets[-1])
-    engine = open_engine(directory, threads=settings.threads, exact=settings.exact, limits=limits)
+    engine = open_engine(directory, settings, limits=limits)
     with closing(Session(directory, engine=engine)) as session:
         prompts = load_prompts(settings.prompts, settings.limit)
         encoded = {p.id: session.codec.encode(p.opening) for p in prompts}

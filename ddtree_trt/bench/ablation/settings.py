@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from ddtree_trt.artifact.limits import BUDGETS
 from ddtree_trt.bench.settings import TINY
-from ddtree_trt.errors import MAX_COUNT, MAX_THREADS, UsageError, check_range
+from ddtree_trt.errors import MAX_COUNT, UsageError, check_range
+from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import MAX_SEED
 
 
 @dataclass(frozen=True)
-class AblationSettings:
+class AblationSettings(EngineOptions):
     """Everything that decides what is compared."""
 
     engine: str
@@ -23,10 +24,9 @@ class AblationSettings:
     temperatures: tuple[float, ...] = (0.0, 0.5, 1.0, 1.5)
     timed_prompts: int = 3  # of those, decoded to measure times; 0 measures none
     seed: int = 0
-    threads: int = 0
-    exact: bool | None = None  # as for LLM
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("budgets", "depths", "temperatures", "prompts"):
             if not getattr(self, name):
                 raise UsageError(f"give at least one of {name}")
@@ -42,6 +42,5 @@ class AblationSettings:
             ("max_tokens", 2, MAX_COUNT),
             ("timed_prompts", 0, MAX_COUNT),
             ("seed", 0, MAX_SEED),
-            ("threads", 0, MAX_THREADS),
         ):
             check_range(name, getattr(self, name), low, high)

@@ -45,7 +45,7 @@ def test_a_file_is_its_checkpoint(family: Any, tied: bool, tmp_path: Path) -> No
     assert (read.dims, read.tie_word_embeddings, read.shapes) == (plain.dims, tied, plain.shapes)
     assert read.stop_token_ids == plain.stop_token_ids == (STOP_TOKEN,)
     assert read.name == "model.gguf" and read.quantization is None
-    assert read.identity.sha256 == hashlib.sha256((tmp_path / "model.gguf").read_bytes()).hexdigest()
+    assert read.identify().sha256 == hashlib.sha256((tmp_path / "model.gguf").read_bytes()).hexdigest()
     for name in plain.shapes:
         np.testing.assert_array_equal(read.tensor(name), plain.tensor(name), err_msg=name)
 
@@ -123,7 +123,7 @@ def test_a_split_file(tmp_path: Path) -> None:
     assert read.shapes == plain.shapes and len(read.files) == 4
     for name in plain.shapes:
         np.testing.assert_array_equal(read.tensor(name), plain.tensor(name), err_msg=name)
-    assert read.identity.sha256 == hashlib.sha256(b"".join(p.read_bytes() for p in read.files)).hexdigest()
+    assert read.identify().sha256 == hashlib.sha256(b"".join(p.read_bytes() for p in read.files)).hexdigest()
     assert BuildRequest(checkpoint=first).name == "model"
     assert BuildRequest(checkpoint=tmp_path / "some.Q4_1.gguf").name == "some.Q4_1"
 
