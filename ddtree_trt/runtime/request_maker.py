@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from ddtree_trt.drafters.kind import LEVELS
 from ddtree_trt.errors import UsageError, shown
-from ddtree_trt.models.drafters.eagle3 import LEVELS
 from ddtree_trt.runtime.chat.formats import MARKS
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.decoding.loop import Watcher
@@ -195,7 +195,7 @@ class RequestMaker:
     def _budget(self, params: SamplingParams) -> Budget:
         method = METHODS[params.method]
         if params.tree_budget != "auto":
-            levels = LEVELS if self._manifest.drafting.by_levels else None
+            levels = LEVELS if self._manifest.drafting.drafts == "levels" else None
             return FixedBudget(params.tree_budget, levels)
         fixed = method.default_budget(self._manifest.drafting)
         if fixed is not None:

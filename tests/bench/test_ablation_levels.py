@@ -15,7 +15,7 @@ from ddtree_trt.bench.ablation.recording import RecordedText
 from ddtree_trt.bench.prompts import load_prompts
 from ddtree_trt.bench.session import Session
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.models.drafters.eagle3 import LEVELS
+from ddtree_trt.drafters.kind import LEVELS
 from ddtree_trt.runtime.decoding.policies import POLICIES
 from ddtree_trt.runtime.params import SamplingParams
 

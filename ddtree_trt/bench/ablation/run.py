@@ -29,8 +29,8 @@ from ddtree_trt.bench.result import BenchResult, Part
 from ddtree_trt.bench.runner import WHOLE, Measurement
 from ddtree_trt.bench.session import EngineContender, Session
 from ddtree_trt.bench.settings import BenchSettings
+from ddtree_trt.drafters.kind import EXPANDED
 from ddtree_trt.errors import UsageError
-from ddtree_trt.models.drafters.eagle3 import EXPANDED
 from ddtree_trt.runtime.candidates import Candidates, Marginals
 from ddtree_trt.runtime.decoding.methods import AUTO, AUTOREGRESSIVE, Method, resolve_method
 from ddtree_trt.runtime.engines.base import DrawnFrom
@@ -70,7 +70,7 @@ def run_ablation(settings: AblationSettings, progress: Progress = no_progress) -
         environment = read_environment()
         texts = _texts(session, [encoded[p.id] for p in fitting], settings, progress)
         trees: Trees
-        if manifest.drafting.by_levels:
+        if manifest.drafting.drafts == "levels":
             recorded = record(session.engine, texts[:1], EXPANDED, _most_probable, progress)
             trees = LevelTrees(
                 [RecordedText(tuple(ids), start) for ids, start in texts], settings, session.engine, progress
@@ -121,7 +121,7 @@ def limits_for(directory: Path, manifest: Manifest, nodes: int) -> Limits:
 
 def _notes(manifest: Manifest, limits: Limits, skipped: int) -> list[str]:
     notes = []
-    if manifest.drafting.by_levels:
+    if manifest.drafting.drafts == "levels":
         notes.append(
             "The drafter drafts level by level: each tree has drafts of its own, made where its rounds came to, and "
             "parts of tree_build are those of the first text's drafts."

@@ -25,9 +25,9 @@ from ddtree_trt.build.backends.torch.backend import TorchBuild
 from ddtree_trt.build.compile import Precision
 from ddtree_trt.device.gpus import available_bytes
 from ddtree_trt.device.memory import plan_engine
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import BIAS
-from ddtree_trt.models.drafters.kinds import kind_of
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.weights import DTYPES, choose_device, device_name
 
