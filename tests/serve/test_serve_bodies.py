@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pydantic
 import pytest
-from serving import ThreadServer, thread_server
+from serving import ThreadServer
 
 from ddtree_trt.serve.errors import ApiError
 from ddtree_trt.serve.openai.body import parse
@@ -51,12 +49,6 @@ COMPLEX = {
     "wrong stops": (f'{{"messages": [{X}], "stop": [{"5," * 200_000}5]}}', "at most 16 entries"),
     "wrong parts": (f'{{"messages": [{{"role": "user", "content": [{"5," * 200_000}5]}}]}}', "not 5"),
 }
-
-
-@pytest.fixture(scope="module")
-def server(tiny_engine: Path) -> Iterator[ThreadServer]:
-    with thread_server(tiny_engine) as server:
-        yield server
 
 
 @pytest.mark.parametrize(("body", "text"), COMPLEX.values(), ids=COMPLEX.keys())

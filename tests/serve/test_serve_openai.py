@@ -6,13 +6,12 @@ import asyncio
 import dataclasses
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from serving import ThreadServer, thread_server
+from serving import ThreadServer
 
 import ddtree_trt
 from ddtree_trt import LLM, RequestOutput, SamplingParams
@@ -20,24 +19,6 @@ from ddtree_trt import LLM, RequestOutput, SamplingParams
 PROMPTS_FILE = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "prompts.jsonl"
 QUESTIONS = [json.loads(line)["prompt"] for line in PROMPTS_FILE.read_text(encoding="utf-8").splitlines()][:6]
 UNICODE = "héllo 🙂 你好 "
-
-
-@pytest.fixture(scope="module")
-def server(tiny_engine: Path) -> Iterator[ThreadServer]:
-    with thread_server(tiny_engine) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: ThreadServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine) as llm:
-        yield llm
 
 
 def messages(question: str) -> list[Any]:

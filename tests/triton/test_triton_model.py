@@ -48,10 +48,11 @@ def llm(tiny_engine: Path) -> Iterator[LLM]:
 
 @pytest.fixture(scope="module")
 def instance(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Instance]:
-    repository = tmp_path_factory.mktemp("models")
+    repository, before = tmp_path_factory.mktemp("models"), set(threading.enumerate())
     with loaded(export_triton(ExportRequest(tiny_engine, repository, "m", max_queue=0, link=True))) as running:
         yield running
-    assert not [t for t in threading.enumerate() if t.name.startswith("ddtree-")], "threads were left behind"
+    left = set(threading.enumerate()) - before
+    assert not [t for t in left if t.name.startswith("ddtree-")], "threads were left behind"
 
 
 def eventually(instance: Instance, **metrics: float) -> None:
