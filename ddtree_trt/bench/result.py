@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ddtree_trt.bench.contender import Outcome
 from ddtree_trt.bench.environment import EngineInfo, Environment
 from ddtree_trt.bench.settings import BenchSettings, Case, Shard
+from ddtree_trt.drafters.registry import KindName
 from ddtree_trt.errors import UsageError
-from ddtree_trt.models.drafters.kinds import KindName
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

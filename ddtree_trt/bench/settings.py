@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ddtree_trt.artifact.precisions import PrecisionName
+from ddtree_trt.drafters.registry import KindName
 from ddtree_trt.errors import MAX_COUNT, UsageError, check_range
-from ddtree_trt.models.drafters.kinds import KindName
 from ddtree_trt.runtime.decoding.methods import AUTO, AUTOREGRESSIVE, BASELINES, DDTREE, DFLASH, METHODS, resolve_method
 from ddtree_trt.runtime.options import DeviceRoundsMode, EngineOptions
 from ddtree_trt.runtime.params import MAX_SEED

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.errors import UsageError
 from ddtree_trt.records import with_fields
 from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.decoding.budget.costs import Costs
-from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets, Proposes
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets
 from ddtree_trt.runtime.decoding.routing import check_mode
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.engines.load import closed_on_failure, open_engine
@@ -88,6 +90,16 @@ class EngineCore:
                 self.cancel(request)
 
 
+def check_process(owner: int, name: str) -> None:
+    """Raises UsageError in a process that was forked from `owner`, which loaded the object of that name: its engine's
+    threads and device do not survive a fork."""
+    if os.getpid() != owner:
+        raise UsageError(
+            f"this {name} was loaded by process {owner} and cannot be used in process {os.getpid()}, which was forked "
+            "from it; load one here, or start processes with multiprocessing's spawn method"
+        )
+
+
 def _save_costs(directory: Path | None, costs: Costs) -> None:
     if directory is not None and costs.rounds:
         store(directory, costs.corrected)
@@ -125,8 +137,7 @@ def assemble_core(
     codec = TextCodec(directory, engine.manifest.chat_template_args)
     manifest, latencies = engine.manifest, load_or_measure(directory, engine, progress)
     max_nodes, kind = manifest.limits.max_tree_budget, manifest.drafting
-    proposes: Proposes = "block" if kind.at_once else "levels" if kind.by_levels else "tokens"
     depth = min(max_nodes, kind.longest_draft)
-    nodes = depth if proposes == "tokens" else max_nodes
-    budgets = AutoBudgets(Costs(latencies, nodes, engine.buckets), nodes, depth, proposes)
+    nodes = depth if kind.drafts == "tokens" else max_nodes
+    budgets = AutoBudgets(Costs(latencies, nodes, engine.buckets), nodes, depth, kind.drafts)
     return EngineCore(engine, codec, budgets, options, directory=directory)

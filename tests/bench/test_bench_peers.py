@@ -226,7 +226,9 @@ def test_tensorrt_llm_runs_both_methods_cold(tiny_engine: Path, monkeypatch: pyt
     assert [c.label for c in peer.cases] == ["tensorrt-llm:ar", "tensorrt-llm:dflash"]
     plain, speculative = FakeLLM.made
     assert "speculative_config" not in plain
-    assert speculative["speculative_config"][1]["max_draft_len"] == load_manifest(tiny_engine).dflash.draft_length
+    assert (
+        speculative["speculative_config"][1]["max_draft_len"] == load_manifest(tiny_engine).drafting.dims.draft_length
+    )
     assert plain["kv_cache_config"][1]["enable_block_reuse"] is False
     outcome = peer.run(peer.cases[1], [1, 2], GREEDY)
     assert outcome.token_ids == tuple(range(6))

@@ -11,21 +11,20 @@ from typing import Any
 import pytest
 from checkpoints import make_pair
 
-from ddtree_trt.artifact.precisions import BackendName
+from ddtree_trt.artifact.backends import BACKENDS, BackendName
 from ddtree_trt.build import compile as compiling
-from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.checkpoint.quantization import Quantization
-from ddtree_trt.build.choice import RTX_SMS, Wanted, choose_backend
+from ddtree_trt.build.choice import Wanted, choose_backend
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.build.outline import Outline, Pair, outline_pair
 from ddtree_trt.build.sources import LocalSource
 from ddtree_trt.device.gpus import Gpu, visible_gpus
 from ddtree_trt.device.survey import CUDA_PYTHON, TENSORRT, TENSORRT_RTX, Survey
+from ddtree_trt.drafters.dflash.dims import DFlashDims
+from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims
-from ddtree_trt.models.pairs import checkpoint_shapes
 from ddtree_trt.plugins import library
 
 GPUS = {
@@ -129,7 +128,7 @@ def test_machines(description: str, backend: BackendName, words: str) -> None:
 def outline(layers: int, hidden: int, head_dim: int = 128, quantization: Quantization | None = None) -> Pair:
     """A pair of Qwen3's vocabulary whose target has these dimensions."""
     target = TransformerDims(151936, hidden, layers, 32, 8, head_dim, 3 * hidden, 1e-6, 1e6, 40960)
-    drafter = DrafterDims(151936, hidden, 5, 32, 8, head_dim, 3 * hidden, 1e-6, 1e6, 40960, 16, 151669, (1, 9), layers)
+    drafter = DFlashDims(151936, hidden, 5, 32, 8, head_dim, 3 * hidden, 1e-6, 1e6, 40960, 16, 151669, (1, 9), layers)
     return Pair(
         Outline("target", target, checkpoint_shapes(target, tied=False), quantization),
         Outline("drafter", drafter, checkpoint_shapes(drafter, tied=True), None),
@@ -185,7 +184,7 @@ def test_every_gpu_that_tensorrt_for_rtx_serves() -> None:
         gpu = Gpu("x", "580.1", "90000 MiB", str(sm / 10))
         assert gpu.sm == sm
         found = choose_backend(dataclasses.replace(machine("h200 rtx"), gpus=(gpu,))).backend
-        assert found == ("tensorrt-rtx" if sm in RTX_SMS else "onnxruntime")
+        assert found == ("tensorrt-rtx" if sm in BACKENDS["tensorrt-rtx"].sms else "onnxruntime")
 
 
 @pytest.mark.parametrize(
@@ -219,9 +218,8 @@ def test_a_build_says_it_before_any_work(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_options_are_checked_for_the_backend_that_was_chosen(tmp_path: Path) -> None:
     target, drafter = make_pair(tmp_path / "pair")
-    options = BuilderOptions(optimization_level=2)
-    request = BuildRequest(target="x", checkpoint=target, drafter=drafter, output=tmp_path / "e", builder=options)
-    with pytest.raises(UsageError, match="--builder-optimization-level is for --backend tensorrt"):
+    request = BuildRequest(target="x", checkpoint=target, drafter=drafter, output=tmp_path / "e", attention="native")
+    with pytest.raises(UsageError, match="--attention is for --backend tensorrt"):
         compile_engine(request)
 
 

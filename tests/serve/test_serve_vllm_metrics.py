@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from pacing import WAIT_S
-from serving import ProcessServer, ThreadServer, metrics, thread_server
+from serving import ThreadServer, thread_server
 
 from ddtree_trt import LLM, SamplingParams
 
@@ -55,18 +52,6 @@ SCRAPED = {
     "vllm:time_per_output_token_seconds": "histogram",
     "vllm:time_to_first_token_seconds": "histogram",
 }
-
-
-@pytest.fixture(scope="module")
-def server(tiny_engine: Path) -> Iterator[ThreadServer]:
-    with thread_server(tiny_engine, vllm_metrics=True) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine) as reference:
-        yield reference
 
 
 def expected(llm: LLM, **sampling: Any) -> dict[str, Any]:
@@ -223,16 +208,10 @@ def test_scrapes_add_up_with_the_answers(tiny_engine: Path) -> None:
         assert found[name] == sum(sum(o["acceptance_histogram"][position + 1 :]) for o in objects)
 
 
-def test_the_switch_of_the_command_line(tiny_engine: Path) -> None:
-    with (
-        ProcessServer(tiny_engine, "--vllm-metrics") as process,
-        httpx.Client(base_url=process.url, timeout=WAIT_S) as client,
-    ):
-        assert metrics(client)['vllm:num_requests_running{engine="0",model_name="tiny"}'] == 0
-        page = client.get("/metrics").text
+def test_the_names_are_vllms(server: ThreadServer) -> None:
+    page = server.http.get("/metrics").text
     kinds = dict(line.split()[2:4] for line in page.splitlines() if line.startswith("# TYPE vllm:"))
-    counted = {name.removesuffix("_total"): kind for name, kind in kinds.items()}
-    assert counted == SCRAPED
+    assert {name.removesuffix("_total"): kind for name, kind in kinds.items()} == SCRAPED
 
 
 def test_the_document_lists_vllms_names() -> None:

@@ -14,8 +14,7 @@ from torch import Tensor
 from ddtree_trt.artifact.weight_layout import stored_weights
 from ddtree_trt.bench.pairs.random_pair import PairShape, hugging_face_configs
 from ddtree_trt.bench.reference import adapted_libraries, forced_acceptance, import_published
-from ddtree_trt.models.decoder import language_model_shapes
-from ddtree_trt.models.drafters.dflash import dflash_shapes
+from ddtree_trt.drafters.registry import checkpoint_shapes
 
 
 class Published:
@@ -71,7 +70,10 @@ class Published:
 def _copy(target: Any, drafter: Any, shape: PairShape, weights: dict[str, Tensor]) -> None:
     """Copy our joined weights into their modules, so that both draft trees of the same shapes."""
     states = {"target": target.state_dict(), "drafter": drafter.state_dict()}
-    shapes = {"target": language_model_shapes(shape.target, tied=shape.tied), "drafter": dflash_shapes(shape.drafter)}
+    shapes = {
+        name: checkpoint_shapes(dims, tied=shape.tied)
+        for name, dims in (("target", shape.target), ("drafter", shape.drafter))
+    }
     for weight in stored_weights(shape.target, shape.drafter, target_tied=shape.tied, drafter_tied=shape.tied):
         rows = weights[weight.name].reshape(-1, weight.shape[-1]) if len(weight.shape) > 1 else weights[weight.name]
         start = 0

@@ -13,7 +13,7 @@ from ddtree_trt.bench.ablation.recording import DraftBehind, RecordedText, commi
 from ddtree_trt.bench.ablation.result import TreeRow
 from ddtree_trt.bench.ablation.settings import AblationSettings
 from ddtree_trt.bench.ablation.trees import CONDITIONALS, Trees
-from ddtree_trt.models.drafters.eagle3 import LEVELS
+from ddtree_trt.drafters.kind import LEVELS
 from ddtree_trt.runtime.candidates import Candidates
 from ddtree_trt.runtime.decoding.loop import request_draft
 from ddtree_trt.runtime.decoding.methods import EAGLE

@@ -12,9 +12,9 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.limits import Limits
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
-from ddtree_trt.artifact.precisions import PLAN_BACKENDS
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.bench.ablation.recording import RecordedText, record
@@ -29,8 +29,8 @@ from ddtree_trt.bench.result import BenchResult, Part
 from ddtree_trt.bench.runner import WHOLE, Measurement
 from ddtree_trt.bench.session import EngineContender, Session
 from ddtree_trt.bench.settings import BenchSettings
+from ddtree_trt.drafters.kind import EXPANDED
 from ddtree_trt.errors import UsageError
-from ddtree_trt.models.drafters.eagle3 import EXPANDED
 from ddtree_trt.runtime.candidates import Candidates, Marginals
 from ddtree_trt.runtime.decoding.methods import AUTO, AUTOREGRESSIVE, Method, resolve_method
 from ddtree_trt.runtime.engines.base import DrawnFrom
@@ -70,7 +70,7 @@ def run_ablation(settings: AblationSettings, progress: Progress = no_progress) -
         environment = read_environment()
         texts = _texts(session, [encoded[p.id] for p in fitting], settings, progress)
         trees: Trees
-        if manifest.drafting.by_levels:
+        if manifest.drafting.drafts == "levels":
             recorded = record(session.engine, texts[:1], EXPANDED, _most_probable, progress)
             trees = LevelTrees(
                 [RecordedText(tuple(ids), start) for ids, start in texts], settings, session.engine, progress
@@ -104,7 +104,7 @@ def limits_for(directory: Path, manifest: Manifest, nodes: int) -> Limits:
     limits = manifest.limits
     if nodes <= limits.max_tree_budget:
         return limits
-    if manifest.backend in PLAN_BACKENDS:
+    if BACKENDS[manifest.backend].plans:
         raise UsageError(
             f"a tree of {nodes} nodes is above this engine's {limits.max_tree_budget}, which its plans were built for; "
             f"lower --budgets or rebuild with a larger --max-tree-budget: {rebuild_command(directory, manifest)}"
@@ -121,7 +121,7 @@ def limits_for(directory: Path, manifest: Manifest, nodes: int) -> Limits:
 
 def _notes(manifest: Manifest, limits: Limits, skipped: int) -> list[str]:
     notes = []
-    if manifest.drafting.by_levels:
+    if manifest.drafting.drafts == "levels":
         notes.append(
             "The drafter drafts level by level: each tree has drafts of its own, made where its rounds came to, and "
             "parts of tree_build are those of the first text's drafts."

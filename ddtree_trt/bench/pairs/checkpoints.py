@@ -34,7 +34,7 @@ def find_checkpoints(manifest: Manifest, settings: BenchSettings) -> Checkpoints
     check_same(target, manifest.target, "--checkpoint")
     check_same(drafter, manifest.drafter, "--drafter")
     assistant = Path(settings.assistant) if settings.assistant else None
-    if assistant is None and manifest.drafting.language_model:
+    if assistant is None and manifest.drafting.drafts == "tokens":
         assistant = drafter
     return Checkpoints(target, drafter, assistant)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from ddtree_trt.drafters.dflash.on_torch import BlockDrafter
 from ddtree_trt.runtime.engines.torch.device_round import DeviceRound
-from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 
 if TYPE_CHECKING:

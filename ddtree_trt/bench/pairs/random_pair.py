@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.bench.settings import BenchSettings
-from ddtree_trt.build.compile import BuildRequest, Precision, compile_engine
+from ddtree_trt.build.compile import BuildRequest, PrecisionChoice, compile_engine
+from ddtree_trt.drafters.dflash import dims as dflash
+from ddtree_trt.drafters.dflash.dims import DFlashDims
+from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import BIAS, BODY, EMBEDDING, FINAL_NORM, HEAD, TransformerDims
-from ddtree_trt.models.drafters import dflash
-from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.families import QWEN3
-from ddtree_trt.models.pairs import checkpoint_shapes
 
 LOGIT_STD = 10.0
 _SHARD_BYTES = 512 << 20
@@ -43,9 +43,9 @@ class PairShape:
     block_size: int = 16
 
     @property
-    def drafter(self) -> DrafterDims:
+    def drafter(self) -> DFlashDims:
         layers = self.target.num_layers
-        return DrafterDims(
+        return DFlashDims(
             **{**vars(self.target), "num_layers": self.draft_layers},
             block_size=self.block_size,
             mask_token_id=self.target.vocab_size - 1,
@@ -101,7 +101,7 @@ def random_engine(settings: BenchSettings, progress: Progress) -> Iterator[Path]
             target=f"random-{settings.engine}",
             checkpoint=pair / "target",
             drafter=pair / "drafter",
-            precision=cast("Precision", settings.precision),
+            precision=cast("PrecisionChoice", settings.precision),
             max_seq_len=limits.max_seq_len,
             max_tree_budget=limits.max_tree_budget,
             max_batch=limits.max_batch,

@@ -21,7 +21,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.tensor_files import StoredTensor
 from ddtree_trt.build.checkpoint.config import CONFIG, ModelConfig, read_config
 from ddtree_trt.build.checkpoint.gguf.files import open_gguf
-from ddtree_trt.build.checkpoint.gguf.network import gguf_names, read_gguf_config, read_tensor, unused_names
+from ddtree_trt.build.checkpoint.gguf.network import read_gguf_config, read_tensor, unused_names
 from ddtree_trt.build.checkpoint.paths import checkpoint_name, is_gguf
 from ddtree_trt.build.checkpoint.quantization import Quantization
 from ddtree_trt.build.checkpoint.scales import (
@@ -40,13 +40,13 @@ from ddtree_trt.build.checkpoint.tensorfile import (
     read_bytes,
     read_float32,
 )
+from ddtree_trt.drafters.kind import DrafterKind
+from ddtree_trt.drafters.registry import checkpoint_shapes, kind_of
+from ddtree_trt.drafters.tapped import TO_TARGET
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, Shapes, TransformerDims
-from ddtree_trt.models.drafters.dflash import TO_TARGET
-from ddtree_trt.models.drafters.kinds import DrafterKind, kind_of
-from ddtree_trt.models.pairs import checkpoint_shapes, misfit
 
-# Tensors that some files hold and nothing uses: a copy of tied weights, and buffers. `dialects` has those of drafters.
+# Tensors that some files hold and nothing uses: a copy of tied weights, and buffers. Dialects have those of drafters.
 _IGNORED = (HEAD, EMBEDDING)
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", *CACHE_SCALES)
 _SHOWN_NAMES = 3  # in one message
@@ -195,7 +195,7 @@ def _load_gguf(path: Path, name: str, revision: str) -> Checkpoint:
     files = open_gguf(path)
     config = read_gguf_config(files)
     expected = checkpoint_shapes(config.dims, tied=config.tied)
-    names = gguf_names(config.dims, tied=config.tied)
+    names = files.names(expected, config.dims.num_layers)
     wanted = {names[weight]: shape for weight, shape in expected.items()}
     _refuse_missing(path, "metadata", files.tensors, wanted)
     _refuse_misfits(path, "metadata", files.tensors, wanted, unused_names(files))
@@ -261,7 +261,7 @@ class Network(Protocol):
 def check_pair(target: Network, drafter: Network) -> None:
     """Raises CheckpointError when the drafter was not made for a target of this kind; says which number differs."""
     kind = kind_of(target.dims)
-    if not kind.language_model:
+    if kind.record is not TransformerDims:
         raise CheckpointError(f"{target.name} is a {kind.title}, not a target; give it as --drafter")
-    if problem := misfit(target.dims, drafter.dims):
+    if problem := kind_of(drafter.dims).misfit(target.dims):
         raise CheckpointError(f"drafter {drafter.name}: {problem}; use the drafter trained for this target")

@@ -9,9 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ddtree_trt.artifact.backends import TORCH
 from ddtree_trt.artifact.files import TORCH_WEIGHTS
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS
+from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET, StoredWeight, stored_weights
 from ddtree_trt.errors import ArtifactError
@@ -19,7 +20,7 @@ from ddtree_trt.plugins import LOWEST_SM
 from ddtree_trt.runtime.engines.torch.parallel.shard import ALONE, Shard
 from ddtree_trt.runtime.engines.torch.parallel.split import Cut, cut_of
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, PRECISIONS[name].dtype) for name in BACKEND_PRECISIONS["torch"]}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, PRECISIONS[name].dtype) for name in TORCH.precisions}
 
 
 def choose_device() -> torch.device:
@@ -82,7 +83,7 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device, shar
                 cut = cut_of(weight, manifest.target_dims, shard)
                 tensor, shape = _read(file, weight.name, cut)
                 wanted = torch.int32 if weight.integers else dtype
-                if weight.network == "drafter" and manifest.drafting.at_once and wanted == torch.float16:
+                if weight.network == "drafter" and manifest.drafting.drafts == "block" and wanted == torch.float16:
                     wanted = drafter_dtype = drafter_dtype or tensor.dtype  # all of one type
                 if shape != weight.shape or tensor.dtype != wanted:
                     raise ArtifactError(

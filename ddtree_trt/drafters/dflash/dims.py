@@ -1,0 +1,210 @@
+"""The DFlash drafter: its dimensions, and its tensors by their Hugging Face names.
+
+A block of tokens is denoised in one pass. Keys and values of the context come from tapped target states, projected by
+`fc` and normed; its layers are a decoder's. Its embedding and head are the target's unless it has its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Annotated, ClassVar
+
+from ddtree_trt.drafters.dflash.heads import (
+    Convolution,
+    ConvolutionParts,
+    PairHead,
+    Selector,
+    convolution_parts,
+    head_contradiction,
+    markov_head,
+    selector_head,
+)
+from ddtree_trt.drafters.kind import differs
+from ddtree_trt.drafters.tapped import BODY, OWN_HEAD, TapLayer, TappedDims, TappedKind
+from ddtree_trt.models.decoder import (
+    ATTENTION,
+    LAYERS,
+    MLP,
+    TOKEN,
+    VOCABULARY,
+    BlockMask,
+    Part,
+    Shapes,
+    TransformerDims,
+    decoder_layers,
+    final_norm,
+    shapes_of,
+    within_layer,
+)
+from ddtree_trt.reading import Between
+
+BLOCK = Between(2, 4096)
+WINDOW = Between(0, 1 << 30)
+SCALE = Between(1e-6, 1e6)
+CAP = Between(0, 1e6)
+MARKOV_RANK = Between(0, 1 << 16)
+ARCHITECTURE = "DFlashDraftModel"  # its class in config.json
+SECTION = "dflash_config"  # its object in config.json
+CONTEXT_NORM = "hidden_norm.weight"
+_PACKAGE = "ddtree_trt.drafters.dflash"
+
+
+@dataclass(frozen=True)
+class DFlashDims(TappedDims):
+    """A DFlash drafter: a block of `block_size` tokens is denoised in one pass over tapped target states."""
+
+    block_size: Annotated[int, BLOCK]  # the bonus token and block_size − 1 masks
+    mask_token_id: Annotated[int, TOKEN]
+    tap_layers: tuple[TapLayer, ...]  # target layers whose output is tapped, M of them
+    num_target_layers: Annotated[int, LAYERS] | None  # None where the checkpoint does not say
+    # Per layer, or () where no layer differs from the default:
+    windows: tuple[Annotated[int, WINDOW], ...] = field(default=(), kw_only=True)  # positions a row sees; 0: all
+    causal: tuple[bool, ...] = field(default=(), kw_only=True)  # a row of the block sees none behind it
+    anchor_first: bool = field(default=False, kw_only=True)  # the bonus token's row predicts too
+    draft_vocab_size: Annotated[int, VOCABULARY] | None = field(default=None, kw_only=True)  # V' of a smaller head
+    own_embedding: bool = field(default=False, kw_only=True)  # None of the target's
+    own_head: bool = field(default=False, kw_only=True)
+    markov_rank: Annotated[int, MARKOV_RANK] = field(default=0, kw_only=True)  # 0: no Markov head
+    markov_gated: bool = field(default=False, kw_only=True)  # the hidden state gates the Markov head
+    selector: Selector | None = field(default=None, kw_only=True)
+    convolution: Convolution | None = field(default=None, kw_only=True)
+    embedding_scale: Annotated[float, SCALE] = field(default=1.0, kw_only=True)  # embeddings of the block times this
+    logit_scale: Annotated[float, SCALE] = field(default=1.0, kw_only=True)  # logits times this, and then
+    logit_cap: Annotated[float, CAP] = field(default=0.0, kw_only=True)  # cap · tanh(logits / cap); 0: no cap
+
+    @property
+    def draft_length(self) -> int:
+        """L: positions that one pass drafts."""
+        return self.block_size if self.anchor_first else self.block_size - 1
+
+    def mask(self, index: int) -> BlockMask:
+        """What the block's rows see in layer `index`."""
+        return BlockMask(self.windows[index] if self.windows else 0, bool(self.causal) and self.causal[index])
+
+    @property
+    def pair_head(self) -> PairHead | None:
+        """The head that scores a candidate by the one before it; None where a position's candidates depend on none."""
+        if self.selector is not None:
+            return selector_head(self, self.selector, self.head_size)
+        if self.markov_rank:
+            return markov_head(self, self.markov_rank, self.head_size, gated=self.markov_gated)
+        return None
+
+    def features(self) -> list[str]:
+        """Names of the fields in use that the first published checkpoints do not have."""
+        common = {f.name for f in fields(TransformerDims)}
+        own = (f for f in fields(self) if f.kw_only and f.name not in common)
+        return [f.name for f in own if getattr(self, f.name) != f.default]
+
+
+def context_norm(dims: DFlashDims) -> Part:
+    """The norm of the projected states."""
+    return Part("context_norm", {CONTEXT_NORM: (dims.hidden_size,)})
+
+
+def layer_convolutions(dims: DFlashDims, index: int) -> dict[str, ConvolutionParts]:
+    """The convolutions of a layer by their places; none where the drafter has none."""
+    if dims.convolution is None:
+        return {}
+    prefix = f"{BODY}layers.{index}."
+    return {place: convolution_parts(dims, dims.convolution, place, prefix) for place in (ATTENTION, MLP)}
+
+
+class DFlash(TappedKind):
+    """One pass denoises a block."""
+
+    name = "dflash"
+    title = "DFlash drafter"
+    record = DFlashDims
+    drafts = "block"
+    halves: ClassVar = {
+        "dialects": f"{_PACKAGE}.dialects:DIALECTS",
+        "graph": f"{_PACKAGE}.graph:build",
+        "onnxruntime": f"{_PACKAGE}.on_onnxruntime:make",
+        "torch": f"{_PACKAGE}.on_torch:make",
+        "tensorrt": f"{_PACKAGE}.on_tensorrt:make",
+    }
+    dims: DFlashDims
+
+    def __init__(self, dims: DFlashDims) -> None:
+        super().__init__(dims)
+        self.target_layers = dims.num_target_layers
+        self.mask_token_id = dims.mask_token_id
+        self.block_size = dims.block_size
+        self.windowed = any(dims.windows)
+        self.longest_draft = dims.draft_length
+        self.pairs = dims.pair_head
+
+    @property
+    def borrowed_rows(self) -> Shapes:
+        return {} if self.dims.draft_vocab_size is None or self.dims.own_head else {OWN_HEAD: self.head_shape}
+
+    @property
+    def unrounded(self) -> frozenset[str]:
+        convolutions = [layer_convolutions(self.dims, i).values() for i in range(self.dims.num_layers)]
+        parts = [part for each in convolutions for parts in each for part in parts]
+        return super().unrounded | set(shapes_of([*parts, *(self.pairs.parts if self.pairs else ())]))
+
+    def shapes(self, *, tied: bool) -> Shapes:
+        d = self.dims
+        layers = [part for layer in decoder_layers(d, BODY) for part in layer]
+        for index in range(d.num_layers):
+            layers += (part for parts in layer_convolutions(d, index).values() for part in parts)
+        pairs = () if self.pairs is None else self.pairs.parts
+        parts = (self.fc, context_norm(d), *layers, final_norm(d, BODY), *self.own_tables, *self.to_target, *pairs)
+        return shapes_of(parts)
+
+    def stored(self, *, tied: bool) -> Iterator[Part]:
+        d, layers = self.dims, decoder_layers(self.dims, BODY)
+        yield from (self.fc, context_norm(d))
+        # One tensor over all layers: the context's keys and values of every layer come out of one product.
+        for parts in zip(*(layer.projected for layer in layers), strict=True):
+            yield Part(parts[0].name, shapes_of(parts), stacked=len(layers))
+        for i, layer in enumerate(layers):
+            yield from within_layer(i, layer.others, *layer_convolutions(d, i).values())
+        yield from (final_norm(d, BODY), *self.own_tables, *self.to_target)
+        if self.pairs is not None:
+            yield from self.pairs.parts
+
+    def contradiction(self) -> str | None:
+        d = self.dims
+        if not d.tap_layers:
+            return "tap_layers is empty"
+        for name, entries in (("windows", d.windows), ("causal", d.causal)):
+            if entries and len(entries) != d.num_layers:
+                return f"{name} has {len(entries)} entries for {d.num_layers} layers"
+        markov = (d.markov_rank, d.markov_gated)
+        return super().contradiction() or head_contradiction(d, markov, d.selector, d.convolution, d.head_size)
+
+    def misfit(self, target: TransformerDims) -> str | None:
+        d = self.dims
+        problem = super().misfit(target) or differs("hidden_size", d.hidden_size, "the target's", target.hidden_size)
+        if problem is None and d.num_target_layers is not None:
+            problem = differs("num_target_layers", d.num_target_layers, "the target's layers", target.num_layers)
+        problem = problem or self.taps_outside(target)
+        if problem is None and d.mask_token_id >= target.vocab_size:
+            return f"mask_token_id {d.mask_token_id} is not below vocab_size {target.vocab_size}"
+        return problem
+
+
+def default_tap_layers(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """The target layers a published DFlash drafter taps when its config.json names none.
+
+    One per drafter layer, evenly spread from the second layer to the third from last; halves round to even.
+    """
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    first, last = 1, num_target_layers - 3
+    step = (last - first) / (num_draft_layers - 1)
+    return tuple(round(first + i * step) for i in range(num_draft_layers))
+
+
+def config_entries(dims: DFlashDims) -> dict[str, object]:
+    """The entries of a drafter's config.json that its family does not have."""
+    return {
+        "architectures": [ARCHITECTURE],
+        "block_size": dims.block_size,
+        "num_target_layers": dims.num_target_layers,
+        SECTION: {"mask_token_id": dims.mask_token_id, "target_layer_ids": list(dims.tap_layers)},
+    }
