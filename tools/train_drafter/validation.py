@@ -6,7 +6,8 @@ position of the answer that the target would give anyway.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,14 +42,18 @@ def drafts(
     return torch.cat(values), torch.cat(indices)
 
 
+def _next(truth: Iterator[int], _: int) -> int | None:
+    return next(truth, None)
+
+
 def rounds(values: Tensor, indices: Tensor, answer: Sequence[int], budget: int, width: int | None) -> list[int]:
     """Tokens of every round of an answer by trees of so many drafts; the first token is the prefill's and belongs to
     none."""
     place, counts = 0, []
     while place + 1 < len(answer):
-        truth = iter(answer[place + 1 :])
+        truth = answer[place + 1 :]
         tree = best_tree(Marginals(values[place].numpy(), indices[place].int().numpy()), budget, width=width)
-        counts.append(min(len(descend(tree, lambda _, truth=truth: next(truth, None))), len(answer) - 1 - place))
+        counts.append(min(len(descend(tree, partial(_next, iter(truth)))), len(truth)))
         place += counts[-1]
     return counts
 
