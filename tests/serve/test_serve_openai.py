@@ -104,8 +104,8 @@ def test_every_parameter_reaches_the_engine(server: ThreadServer, monkeypatch: p
         "n": 2, "temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.4, "frequency_penalty": 0.2, "seed": 11,
         "stop": ["zzz", "yyy"], "top_k": 40, "min_p": 0.02, "repetition_penalty": 1.1, "min_tokens": 3,
         "ignore_eos": True, "stop_token_ids": [7, 8], "include_stop_str_in_output": True,
-        "skip_special_tokens": False, "method": "ddtree", "tree_budget": 5, "max_tokens": 9, "tree": "beam",
-        "tree_width": 2, "max_tree_depth": 4, "draft_length": 3, "skip_reading_prefix_cache": True,
+        "skip_special_tokens": False, "method": "ddtree", "tree_budget": 5, "max_tokens": 9,
+        "skip_reading_prefix_cache": True,
     }  # fmt: skip
     bias = {17: -50.0, 300: 2.5}
     wanted = SamplingParams(**common, logit_bias=bias, logprobs=3)

@@ -112,7 +112,7 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "not json_schema and regex"),
     ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "unknown name 'xml'"),
     ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "is a second constraint"),
-    ({"guided_regex": 5}, "guided_regex", "valid string"),
+    ({"guided_regex": 5}, "guided_regex", "must be a text"),
 ]
 
 
