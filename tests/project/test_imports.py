@@ -23,10 +23,7 @@ HEAVY = {
 # The rooms that may import a runtime, at any depth: whole packages and single files.
 OWNERS = {
     "onnxruntime": ("runtime/engines/onnxruntime/",),
-    "torch": (
-        *("runtime/engines/torch/", "bench/pairs/forced_torch.py", "bench/pairs/random_torch.py"),
-        *("bench/reference.py", "bench/peers/hf.py", "bench/peers/reference.py"),
-    ),
+    "torch": ("runtime/engines/torch/",),
     "tensorrt": ("device/",),
     "tensorrt_rtx": ("device/",),
     "tensorrt_rtx_bindings": ("device/",),
@@ -36,8 +33,8 @@ OWNERS = {
     "llguidance": ("runtime/structured/",),
 }
 BY_NAME = {"import_module", "import_package", "__import__"}  # functions that import what a text names
-# Where that text is not in the call: the public names, what `import_package` is given, a checkout's modules.
-BY_OTHER_TEXT = {"__init__.py", "device/packages.py", "bench/reference.py"}
+# Where that text is not in the call: the public names, what `import_package` is given.
+BY_OTHER_TEXT = {"__init__.py", "device/packages.py"}
 ONNX_ROOM = "build/graph/"  # may import onnx when it is loaded; the rest of build/ inside a function
 
 # What `build` and `runtime` share. These import nothing of ours but each other.
