@@ -19,11 +19,10 @@ options=(-DDDTREE_HOST=OFF "-DPython_EXECUTABLE=$(command -v "$python")")
 if ! command -v cmake >/dev/null; then
   left_out+=("everything: no cmake")
 elif [ -z "$nvcc" ]; then
-  left_out+=("libddtree_kernels.so, libddtree_plugins.so, libddtree_torch.so: no nvcc (CUDA toolkit 13)")
+  left_out+=("libddtree_plugins.so, libddtree_torch.so: no nvcc (CUDA toolkit 13)")
 else
   options+=(-DDDTREE_CUDA=ON "-DCMAKE_CUDA_COMPILER=$nvcc")
   [ -z "${DDTREE_CUDA_ARCHS:-}" ] || options+=("-DCMAKE_CUDA_ARCHITECTURES=$DDTREE_CUDA_ARCHS")
-  built+=(libddtree_kernels.so)
   if [ -f "$headers/NvInferRuntime.h" ]; then
     options+=("-DDDTREE_TRT_INCLUDE_DIR=$(cd "$headers" && pwd)")
     built+=(libddtree_plugins.so)
@@ -37,8 +36,10 @@ else
     none) options+=(-DDDTREE_TORCH=OFF); left_out+=("libddtree_torch.so: the torch of $python is a CPU build") ;;
     *) options+=(-DDDTREE_TORCH=ON); built+=(libddtree_torch.so) ;;
   esac
-  cmake -S cpp_plugins -B "$build" "${options[@]}" >"$build.log" 2>&1 || { cat "$build.log"; exit 1; }
-  cmake --build "$build"
+  if [ ${#built[@]} -gt 0 ]; then
+    cmake -S cpp_plugins -B "$build" "${options[@]}" >"$build.log" 2>&1 || { cat "$build.log"; exit 1; }
+    cmake --build "$build"
+  fi
   for library in "${built[@]}"; do
     cp "$build/$library" ddtree_trt/plugins/
   done

@@ -70,33 +70,44 @@ def walk(
     token_ids [T-1] belong to nodes 1..T-1, choices [T] to all nodes. Returns a path [m] that begins with 0.
     """
 
-def acceptances(
-    log_weights: NDArray[np.float64], depths: NDArray[np.int32], ratios: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """[n]: the acceptance probabilities of nodes, min(1, exp(log_weight) · r_1 · … · r_depth) with ratios [D]."""
-
-def tried_mass(
-    parents: NDArray[np.int32], log_weights: NDArray[np.float64], path: NDArray[np.int32]
-) -> NDArray[np.float64]:
-    """[m]: for each node of the walked path [m], its children's drafted probability given that the node was reached."""
-
-def learn(evidence: NDArray[np.float64], mass: NDArray[np.float64], keep: float) -> None:
-    """Take a round into evidence [2, D], observed and predicted, in place; the older counts `keep` times what it did.
-
-    The round tried mass [m] at depths 1…m and went on below all of them but the last. Depths where the mass is 0 and
-    depths beyond D learn nothing.
-    """
-
 def calibrated_ratios(
+    evidence: NDArray[np.float64], weight: float, lowest: float, highest: float, root: float = 1.0
+) -> NDArray[np.float64]:
+    """[D]: observed over predicted, the rows of evidence [2, D], shrunk by `weight` pseudo-observations towards the
+    ratio of the depth above (`root` at the first), kept between lowest and highest."""
+
+def acceptances(
+    log_weights: NDArray[np.float64],
+    depths: NDArray[np.int32],
     evidence: NDArray[np.float64],
-    priors: NDArray[np.float64] | None,
     weight: float,
     lowest: float,
     highest: float,
-    root: float = 1.0,
+    deepest: int,
 ) -> NDArray[np.float64]:
-    """[D]: observed over predicted, the rows of evidence [2, D], shrunk by `weight` pseudo-observations towards priors
-    [D], without them towards the ratio of the depth above (`root` at the first), kept between lowest and highest."""
+    """[n]: the acceptance probabilities of nodes, min(1, exp(log_weight) · r_1 · … · r_depth) with the ratios of
+    `calibrated_ratios`; 0 below `deepest`."""
+
+def learn(
+    evidence: NDArray[np.float64],
+    parents: NDArray[np.int32],
+    log_weights: NDArray[np.float64],
+    path: NDArray[np.int32],
+    keep: float,
+) -> None:
+    """Take a verified tree and its walked path [m] into evidence [2, D], observed and predicted, in place; the older
+    counts `keep` times what it did. At each node of the path its children's mass, given that the node was reached, was
+    tried, and the walk went on below all but the last. Depths without children and beyond D learn nothing."""
+
+def follow(means: NDArray[np.float64], sizes: NDArray[np.int64], gains: NDArray[np.float64], weight: float) -> None:
+    """Move means [W] of what nodes sizes[w] … sizes[w + 1] − 1 add by `weight` towards the sums of gains [n], in place.
+    sizes [W + 1] rise; gains beyond n are 0."""
+
+def best_size(
+    gains: NDArray[np.float64], added_s: NDArray[np.float64], tokens: float, seconds: float
+) -> tuple[int, float]:
+    """The size 1 … n with most (tokens + Σ gains up to it) / (seconds + added_s of it), and that rate; without gains
+    [n] size 0 and tokens / seconds. added_s has n entries or more."""
 
 def keep_nucleus(weights: NDArray[np.float64], share: float) -> None:
     """Zero, in place, all but the smallest set of largest weights [n] whose sum reaches `share` of the whole.

@@ -192,8 +192,7 @@ def _check_flash() -> Check:
 def _check_plugins(survey: Survey) -> tuple[Check, ...]:
     """Whether each native library is built, with the ABI of this version."""
     uses = {
-        library.PLUGINS: "tree attention in tensorrt engines",
-        library.KERNELS: "cache compaction in tensorrt engines",
+        library.PLUGINS: "tree attention and cache compaction in tensorrt engines",
         library.TORCH: "tree attention and cache compaction in the torch backend",
     }
     build = library.BUILD_HINT if survey.gpus else None

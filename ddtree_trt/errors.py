@@ -92,13 +92,6 @@ def install_with(extra: str = "") -> str:
 
 
 MAX_COUNT = 1 << 20  # of things that each cost memory or time: far above any use, so a larger number is a mistake
-MAX_THREADS = 1024
-MAX_RANKS = 64  # processes over which an engine is split
-
-
-def check_ranks(size: int) -> None:
-    """Raises UsageError for a number of processes that no engine can be split over."""
-    check_range("tensor_parallel_size", size, 1, MAX_RANKS)
 
 
 def check_range(name: str, value: float, lowest: float, highest: float) -> None:

@@ -1,8 +1,9 @@
-"""Reading JSON that somebody else wrote: bounded, typed, and every error one line that names file and field.
+"""Reading values that somebody else wrote: typed by pydantic, and every error one line that names file and field.
 
-`parse_json` accepts what JSON defines and nothing else. `read_value` reads one value as a type hint says:
-`int`, `float`, `str`, `bool`, `X | None`, `Literal`, lists, tuples, dictionaries, frozen dataclasses, and `Annotated`
-with a `Between` or a `Pattern`. `read_record` reads a dataclass by its own hints, `Fields` single entries of an object.
+Records are plain frozen dataclasses whose type hints say what their fields may hold: `Annotated` with a `Between`, a
+`Pattern`, an `After` or an `Expected` narrows a type. pydantic checks them strictly ("5" is not 5) and refuses unknown
+fields; it is imported when the first value is checked. `read_record` reads a record from JSON, `Fields` single entries
+of an object, and `check_fields` checks a record that is made in Python.
 """
 
 from __future__ import annotations
@@ -10,24 +11,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 import os
 import re
 import stat
-import types
 import typing
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from ddtree_trt.errors import DDTreeError, Shown
+from ddtree_trt.errors import DDTreeError, Shown, UsageError
+from ddtree_trt.errors import shown as shown_python
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+    from pydantic import GetCoreSchemaHandler, TypeAdapter, ValidationError
+    from pydantic_core import CoreSchema, ErrorDetails
 
 MAX_JSON_BYTES = 4 << 20  # of a configuration or manifest; real ones have some kilobytes
-MAX_NESTING = 64  # levels of objects and lists; real files have less than ten
 _SHOWN_CHARACTERS = 120  # of a foreign value in one message
+_PROBLEM_CHARACTERS = 1000
 _T = TypeVar("_T", bound="DataclassInstance")
 
 
@@ -55,8 +58,20 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
+# What narrows a type
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What a value must be, in words, for a type whose own error would say less."""
+
+    words: str
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        text = self.words.replace("{", "(").replace("}", ")")
+        return core_schema.custom_error_schema(handler(source), "expected", custom_error_message=f"must be {text}")
 
 
 @dataclass(frozen=True)
@@ -70,7 +85,35 @@ class Between:
         return self.lowest <= value <= self.highest
 
     def __str__(self) -> str:
-        return f"{self.lowest:g} to {self.highest:g}" if self.highest >= 1e9 else f"{self.lowest} to {self.highest}"
+        return " to ".join(str(n) if isinstance(n, int) else f"{n:g}" for n in (self.lowest, self.highest))
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        bounded = Expected(f"{_NAMES[f'{source.__name__}_type']} from {self}")
+        schema: Any = {**handler(source), "ge": self.lowest, "le": self.highest}
+        return bounded.__get_pydantic_core_schema__(source, lambda _: schema)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class After:
+    """A function of a value that has the type; it returns the value to keep, or raises ValueError with what it must be,
+    or UsageError with a whole sentence."""
+
+    function: Callable[[Any], Any]
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self.function, handler(source))
+
+
+@dataclass(frozen=True)
+class Before(After):
+    """As `After`, of a value of any type, before the type is checked."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_before_validator_function(self.function, handler(source))
 
 
 @dataclass(frozen=True)
@@ -79,6 +122,64 @@ class Pattern:
 
     expression: str
     meaning: str  # for the message
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        matched = After(self._check)
+        return Expected(self.meaning).__get_pydantic_core_schema__(
+            source,
+            lambda _: matched.__get_pydantic_core_schema__(source, handler),  # type: ignore[arg-type]
+        )
+
+    def _check(self, text: str) -> str:
+        if not re.fullmatch(self.expression, text):
+            raise ValueError
+        return text
+
+
+# Errors
+
+_NAMES = {
+    "int_type": "an integer",
+    "float_type": "a number",
+    "finite_number": "a number",
+    "string_type": "a text",
+    "bool_type": "true or false",
+    "dict_type": "an object",
+    "list_type": "a list",
+    "tuple_type": "a list",
+    "dataclass_type": "an object",
+}
+
+
+def problem_of(error: ErrorDetails, shown: Callable[[object], str] = shown, found: str = "found") -> str:
+    """What is wrong with a value that pydantic refused, to stand behind its name."""
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "missing":
+        return "is missing"
+    if kind in ("extra_forbidden", "unexpected_keyword_argument"):
+        return "is unknown"
+    if kind in ("too_long", "string_too_long"):
+        return f"has more than {context['max_length']} {'characters' if 'string' in kind else 'entries'}"
+    if kind == "value_error":
+        problem = str(context["error"])
+    elif kind == "literal_error":
+        problem = f"must be {context['expected']}"
+    else:
+        problem = f"must be {_NAMES[kind]}" if kind in _NAMES else error["msg"]
+    return f"{problem}, {found} {shown(error['input'])}"
+
+
+def place_of(loc: tuple[int | str, ...], path: str = "") -> str:
+    """The name of the value that pydantic refused, below `path`."""
+    is_key = loc[-1:] == ("[key]",)
+    for part in loc[:-2] if is_key else loc:
+        path = f"{path}[{part}]" if isinstance(part, int) else _join(path, part)
+    return f"{path}: a key" if is_key else path
+
+
+def _join(path: str, name: str) -> str:
+    name = name if name.isidentifier() and len(name) <= _SHOWN_CHARACTERS else shown(name)
+    return f"{path}.{name}" if path else name
 
 
 @dataclass(frozen=True)
@@ -91,7 +192,53 @@ class Source:
 
     def fault(self, problem: str) -> DDTreeError:
         """The error for a problem, which is a whole sentence or begins with the name of a field."""
-        return self.error(f"{self.where}: {printable(problem)}; {self.advice}")
+        return self.error(f"{self.where}: {printable(problem[:_PROBLEM_CHARACTERS])}; {self.advice}")
+
+
+# Reading
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    from pydantic import ConfigDict, TypeAdapter
+
+    # In a tuple, because pydantic takes no configuration for a bare dataclass; one within it inherits this.
+    return TypeAdapter(tuple[kind], config=ConfigDict(strict=True, extra="forbid", allow_inf_nan=False))
+
+
+@functools.cache
+def _fields_of(cls: type[Any], **kinds: Any) -> Any:
+    """The dataclass as a type of dictionaries."""
+    from typing_extensions import NotRequired, TypedDict
+
+    hints = typing.get_type_hints(cls, include_extras=True) | kinds
+    optional = {f.name for f in dataclasses.fields(cls) if (f.default, f.default_factory) != (dataclasses.MISSING,) * 2}
+    fields = {
+        f.name: NotRequired[hints[f.name]] if f.name in optional else hints[f.name] for f in dataclasses.fields(cls)
+    }
+    return TypedDict(cls.__name__, fields)  # type: ignore[operator]
+
+
+def check_fields(record: DataclassInstance) -> None:
+    """Check a frozen dataclass that was made in Python, in its `__post_init__`, and keep the values as its hints have
+    them. Raises UsageError, whose text begins with the name of the field at fault."""
+    from pydantic import ValidationError
+
+    try:
+        (values,) = _adapter(_fields_of(type(record))).validate_python((record.__dict__,))
+    except ValidationError as error:
+        raise usage_error(error) from error
+    record.__dict__.update(values)
+
+
+def usage_error(error: ValidationError) -> UsageError:
+    """The first of pydantic's errors over a record in one line; one that a function raised stays."""
+    first = error.errors(include_url=False)[0]
+    raised = first.get("ctx", {}).get("error")
+    if isinstance(raised, UsageError):
+        return raised
+    place = place_of(first["loc"][1:])
+    return UsageError(f"{place} {problem_of(first, shown_python, 'not')}")
 
 
 def read_json(path: Path, source: Source, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
@@ -121,51 +268,14 @@ def read_object(path: Path, source: Source, *, max_bytes: int = MAX_JSON_BYTES) 
     return data
 
 
-def parse_json(data: bytes | str, source: Source, max_nesting: int = MAX_NESTING) -> Any:
-    """JSON without Python's extensions: no NaN, no Infinity, no number that overflows, no name twice in an object,
-    at most `max_nesting` levels of objects and lists. Raises the source's error."""
-    too_deep = f"it is not valid JSON: nested too deeply, at most {max_nesting} levels are read"
+def parse_json(data: bytes | str, source: Source) -> Any:
+    """JSON without NaN and Infinity, of at most 200 levels of objects and lists. Raises the source's error."""
+    from pydantic_core import from_json
+
     try:
-        text = data if isinstance(data, str) else data.decode("utf-8")
-        value = json.loads(text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_no_repeated_names)
-    except RecursionError as error:
-        raise source.fault(too_deep) from error
-    except ValueError as error:  # bytes that are no UTF-8 and integers of more than 4,300 digits, too
-        raise source.fault(f"it is not valid JSON: {_cut(str(error))}") from error
-    if _is_nested_deeper(value, max_nesting):
-        raise source.fault(too_deep)
-    return value
-
-
-def _is_nested_deeper(value: Any, levels: int) -> bool:
-    """Whether a value has more levels of objects and lists; without recursion, which would itself be too deep."""
-    level = [value]
-    for _ in range(levels + 1):
-        level = [v for v in level if isinstance(v, dict | list)]
-        if not level:
-            return False
-        level = [child for v in level for child in (v.values() if isinstance(v, dict) else v)]
-    return True
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"the number {_cut(text)} is too large")
-    return value
-
-
-def _no_repeated_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"{shown(name)} is there twice")
-        found[name] = value
-    return found
+        return from_json(data, allow_inf_nan=False)
+    except ValueError as error:
+        raise source.fault(f"it is not valid JSON: {error}") from error
 
 
 def read_record(cls: type[_T], data: Any, source: Source, path: str = "", **kinds: Any) -> _T:
@@ -175,79 +285,20 @@ def read_record(cls: type[_T], data: Any, source: Source, path: str = "", **kind
     """
     if not isinstance(data, dict):
         raise source.fault(f"{path or 'it'} must be an object, found {shown(data)}")
-    required, hints = _layout(cls)
-    unknown, missing = sorted(data.keys() - hints.keys()), sorted(required - data.keys())
-    if unknown or missing:
-        raise source.fault(f"{path or 'it'} has unknown fields {shown(unknown)}, lacks fields {shown(missing)}")
-    hints = hints | kinds
-    return cls(**{name: read_value(hints[name], value, source, _join(path, name)) for name, value in data.items()})
-
-
-@functools.cache
-def _layout(cls: type[Any]) -> tuple[frozenset[str], dict[str, Any]]:
-    """The names of a dataclass's required fields, and the types of all."""
-    fields, hints = dataclasses.fields(cls), typing.get_type_hints(cls, include_extras=True)
-    required = (f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING)
-    return frozenset(required), {f.name: hints[f.name] for f in fields}
+    return cls(**read_value(_fields_of(cls, **kinds), data, source, path))
 
 
 def read_value(kind: Any, value: Any, source: Source, path: str) -> Any:
     """One JSON value as the type `kind`. Raises the source's error."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if kind is Any:
-        return value
-    if origin is Annotated:
-        return _read_within(args[0], args[1], value, source, path)
-    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
-        return read_record(kind, value, source, path)
-    if origin in (types.UnionType, typing.Union):  # only `X | None` is used
-        return None if value is None else read_value(args[0], value, source, path)
-    if origin is dict and isinstance(value, dict):
-        return {
-            read_value(args[0], k, source, f"{path}: the name"): read_value(args[1], v, source, _join(path, k))
-            for k, v in value.items()
-        }
-    if origin is list and isinstance(value, list):
-        return [read_value(args[0], v, source, f"{path}[{i}]") for i, v in enumerate(value)]
-    if origin is tuple and isinstance(value, list) and (args[-1] is Ellipsis or len(args) == len(value)):
-        items = [args[0]] * len(value) if args[-1] is Ellipsis else args
-        read = (read_value(k, v, source, f"{path}[{i}]") for i, (k, v) in enumerate(zip(items, value, strict=True)))
-        return tuple(read)
-    if origin is Literal and isinstance(value, str | int) and value in args:
-        return value
-    if kind is float and type(value) is int and abs(value) < 1 << 1000:
-        return float(value)
-    if type(value) is kind:
-        return value
-    raise source.fault(f"{path} must be {_named(kind)}, found {shown(value)}")
+    from pydantic import ValidationError
 
-
-def _read_within(kind: Any, limit: Any, value: Any, source: Source, path: str) -> Any:
-    """One JSON value of type `kind` within a `Between` or a `Pattern`, which the message states with the type."""
-    numeric = isinstance(limit, Between)
-    right = type(value) in ((int, float) if kind is float else (kind,))
-    if right and (value in limit if numeric else re.fullmatch(limit.expression, value)):
-        return kind(value)
-    expected = f"{_named(kind)} from {limit}" if numeric else limit.meaning
-    raise source.fault(f"{path} must be {expected}, found {shown(value)}")
-
-
-_NAMES = {int: "an integer", float: "a number", str: "a text", bool: "true or false", dict: "an object", list: "a list"}
-
-
-def _named(kind: Any) -> str:
-    """A type hint in words."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        return " or ".join(map(repr, args))
-    if origin is tuple and args[-1] is not Ellipsis:
-        return f"a list of {len(args)} entries"
-    return _NAMES.get(list if origin is tuple else origin or kind, str(kind))
-
-
-def _join(path: str, name: str) -> str:
-    name = name if name.isidentifier() and len(name) <= _SHOWN_CHARACTERS else shown(name)
-    return f"{path}.{name}" if path else name
+    try:
+        # As JSON, whose lists are tuples and whose objects are records where the type says so.
+        return _adapter(kind).validate_json(f"[{json.dumps(value)}]")[0]
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = place_of(first["loc"][1:], path)
+        raise source.fault(f"{place} {problem_of(first)}") from error
 
 
 _REQUIRED: Any = object()

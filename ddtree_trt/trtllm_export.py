@@ -121,7 +121,7 @@ def plain(config: dict[str, Any]) -> dict[str, Any]:
 
 def check_same(directory: Path, expected: CheckpointIdentity, option: str) -> None:
     """Raises UsageError where the checkpoint is not the one the engine was built from."""
-    found = load_checkpoint(directory).identity.sha256
+    found = load_checkpoint(directory).identify().sha256
     if found != expected.sha256:
         raise UsageError(
             f"{option} {directory} is not what the engine was built from: its sha256 begins with {found[:12]}, the "

@@ -116,7 +116,7 @@ def small_engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_once(tmp_path_factory, "small", build)
 
 
-@pytest.fixture(scope="session", params=["plugin", "native", "native without kernels"])
+@pytest.fixture(scope="session", params=["plugin", "native"])
 def lowerings(
     small_engine: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Lowerings:

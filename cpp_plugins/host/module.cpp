@@ -30,36 +30,47 @@ void bind_trees(nb::module_& m);
 
 namespace {
 
-// Nodes in pop order and the ratios of their depths.
-struct Nodes {
-    const double* log_weights;
-    const int32_t* depths;
-    int64_t n;
-    const double* ratios;
-    int64_t deepest;
-};
-
-Nodes checked_nodes(const Input& log_weights, const Input& depths, const Input& ratios) {
-    const Nodes nodes{checked<double>(log_weights, "log_weights", "[n]", 1),
-                      checked<int32_t>(depths, "depths", "[n]", 1), extent(log_weights, 0),
-                      checked<double>(ratios, "ratios", "[D]", 1), extent(ratios, 0)};
-    if (extent(depths, 0) != nodes.n) {
-        bad_value("depths must have n entries for n = " + std::to_string(nodes.n) + ", found " + shape_text(depths));
+// Counts of an array [2, D]: observed, then predicted.
+ddtree::Evidence checked_evidence(const Output& evidence) {
+    double* counts = checked<double>(evidence, "evidence", "[2, D]", 2);
+    if (evidence.shape(0) != 2) {
+        bad_value("evidence must have shape [2, D], found " + shape_text(evidence));
     }
-    if (std::any_of(nodes.depths, nodes.depths + nodes.n, [&](int32_t d) { return d < 1 || d > nodes.deepest; })) {
-        bad_value("depths must be 1 ... D with a ratio for each: ratios has shape " + shape_text(ratios));
-    }
-    return nodes;
+    const auto deepest = static_cast<int64_t>(evidence.shape(1));
+    return {counts, counts + deepest, deepest};
 }
 
-nb::object acceptances(const Input& log_weights, const Input& depths, const Input& ratios) {
-    const Nodes nodes = checked_nodes(log_weights, depths, ratios);
-    std::unique_ptr<double[]> accepted(new double[static_cast<size_t>(nodes.n)]);
-    ddtree::acceptances(nodes.log_weights, nodes.depths, nodes.n, nodes.ratios, nodes.deepest, accepted.get());
-    return to_numpy(std::move(accepted), {static_cast<size_t>(nodes.n)});
+ddtree::Prior checked_prior(double weight, double lowest, double highest, double root) {
+    if (!(weight > 0) || !(lowest <= highest)) {
+        bad_value("weight must be positive and lowest at most highest");
+    }
+    return {weight, lowest, highest, root};
 }
 
-nb::object tried_mass(const Input& parents, const Input& log_weights, const Input& path) {
+nb::object calibrated_ratios(const Output& evidence, double weight, double lowest, double highest, double root) {
+    return copied(ddtree::calibrated_ratios(checked_evidence(evidence), checked_prior(weight, lowest, highest, root)));
+}
+
+nb::object acceptances(const Input& log_weights, const Input& depths, const Output& evidence, double weight,
+                       double lowest, double highest, int64_t deepest) {
+    const auto ratios =
+        ddtree::calibrated_ratios(checked_evidence(evidence), checked_prior(weight, lowest, highest, 1.0));
+    const double* weights = checked<double>(log_weights, "log_weights", "[n]", 1);
+    const int32_t* levels = checked<int32_t>(depths, "depths", "[n]", 1);
+    const int64_t n = extent(log_weights, 0);
+    const auto known = static_cast<int64_t>(ratios.size());
+    if (extent(depths, 0) != n) {
+        bad_value("depths must have n entries for n = " + std::to_string(n) + ", found " + shape_text(depths));
+    }
+    if (std::any_of(levels, levels + n, [&](int32_t d) { return d < 1 || d > known; })) {
+        bad_value("depths must be 1 ... D with evidence for each: evidence has shape " + shape_text(evidence));
+    }
+    std::unique_ptr<double[]> accepted(new double[static_cast<size_t>(n)]);
+    ddtree::acceptances(weights, levels, n, ratios, deepest, accepted.get());
+    return to_numpy(std::move(accepted), {static_cast<size_t>(n)});
+}
+
+void learn(const Output& evidence, const Input& parents, const Input& log_weights, const Input& path, double keep) {
     const int32_t* tree = checked_parents(parents);
     const double* weights = checked<double>(log_weights, "log_weights", "[n]", 1);
     const int32_t* walked = checked<int32_t>(path, "path", "[m]", 1);
@@ -74,39 +85,29 @@ nb::object tried_mass(const Input& parents, const Input& log_weights, const Inpu
                       std::to_string(j) + "] is " + std::to_string(walked[j]));
         }
     }
-    std::unique_ptr<double[]> mass(new double[static_cast<size_t>(m)]);
-    ddtree::tried_mass(tree, weights, n, walked, m, mass.get());
-    return to_numpy(std::move(mass), {static_cast<size_t>(m)});
+    ddtree::learn(tree, weights, n, walked, m, keep, checked_evidence(evidence));
 }
 
-void learn(const Output& evidence, const Input& mass, double keep) {
-    double* observed = checked<double>(evidence, "evidence", "[2, D]", 2);
-    const double* tried = checked<double>(mass, "mass", "[m]", 1);
-    const auto deepest = static_cast<int64_t>(evidence.shape(1));
-    if (evidence.shape(0) != 2) {
-        bad_value("evidence must have shape [2, D], found " + shape_text(evidence));
+void follow(const Output& means, const Input& sizes, const Input& gains, double weight) {
+    double* followed = checked<double>(means, "means", "[W]", 1);
+    const auto w = static_cast<int64_t>(means.shape(0));
+    const int64_t* bounds = checked<int64_t>(sizes, "sizes", "[W + 1]", 1);
+    if (extent(sizes, 0) != w + 1 || (w >= 0 && bounds[0] < 0) || !std::is_sorted(bounds, bounds + w + 1)) {
+        bad_value("sizes must be W + 1 rising numbers of nodes for W = " + std::to_string(w) + " means, found shape " +
+                  shape_text(sizes));
     }
-    ddtree::learn(tried, extent(mass, 0), keep, observed, observed + deepest, deepest);
+    ddtree::follow(checked<double>(gains, "gains", "[n]", 1), extent(gains, 0), bounds, w, weight, followed);
 }
 
-nb::object calibrated_ratios(const Input& evidence, const std::optional<Input>& priors, double weight, double lowest,
-                             double highest, double root) {
-    const double* observed = checked<double>(evidence, "evidence", "[2, D]", 2);
-    const int64_t deepest = extent(evidence, 1);
-    if (extent(evidence, 0) != 2) {
-        bad_value("evidence must have shape [2, D], found " + shape_text(evidence));
+nb::tuple best_size(const Input& gains, const Input& added_s, double tokens, double seconds) {
+    const double* expected = checked<double>(gains, "gains", "[n]", 1);
+    const double* costs = checked<double>(added_s, "added_s", "[m]", 1);
+    if (extent(gains, 0) > extent(added_s, 0) || !(seconds > 0)) {
+        bad_value("best_size needs added_s for every gain and positive seconds, found gains " + shape_text(gains) +
+                  " and added_s " + shape_text(added_s));
     }
-    const double* expected = priors ? checked<double>(*priors, "priors", "[D]", 1) : nullptr;
-    if (priors && extent(*priors, 0) != deepest) {
-        bad_value("priors must have shape [D] = [" + std::to_string(deepest) + "], found " + shape_text(*priors));
-    }
-    if (!(weight > 0) || !(lowest <= highest)) {
-        bad_value("weight must be positive and lowest at most highest");
-    }
-    std::unique_ptr<double[]> ratios(new double[static_cast<size_t>(deepest)]);
-    ddtree::calibrated_ratios(observed, observed + deepest, deepest, {expected, weight, root}, lowest, highest,
-                              ratios.get());
-    return to_numpy(std::move(ratios), {static_cast<size_t>(deepest)});
+    const ddtree::Size best = ddtree::best_size(expected, extent(gains, 0), costs, tokens, seconds);
+    return nb::make_tuple(best.size, best.rate);
 }
 
 void keep_nucleus(const Output& weights, double share) {
@@ -195,11 +196,12 @@ NB_MODULE(_native, m) {
     m.doc() = "Host part of ddtree-trt: tree build, masks, walk, budgets, sampling and KV row compaction. See "
               "_native.pyi for shapes.";
     ddtree::binding::bind_trees(m);
-    m.def("acceptances", &acceptances, "log_weights"_a, "depths"_a, "ratios"_a);
-    m.def("tried_mass", &tried_mass, "parents"_a, "log_weights"_a, "path"_a);
-    m.def("learn", &learn, "evidence"_a, "mass"_a, "keep"_a);
-    m.def("calibrated_ratios", &calibrated_ratios, "evidence"_a, "priors"_a.none(), "weight"_a, "lowest"_a, "highest"_a,
-          "root"_a = 1.0);
+    m.def("calibrated_ratios", &calibrated_ratios, "evidence"_a, "weight"_a, "lowest"_a, "highest"_a, "root"_a = 1.0);
+    m.def("acceptances", &acceptances, "log_weights"_a, "depths"_a, "evidence"_a, "weight"_a, "lowest"_a, "highest"_a,
+          "deepest"_a);
+    m.def("learn", &learn, "evidence"_a, "parents"_a, "log_weights"_a, "path"_a, "keep"_a);
+    m.def("follow", &follow, "means"_a, "sizes"_a, "gains"_a, "weight"_a);
+    m.def("best_size", &best_size, "gains"_a, "added_s"_a, "tokens"_a, "seconds"_a);
     m.def("keep_nucleus", &keep_nucleus, "weights"_a, "share"_a);
     m.def("attention_workspace_bound", &attention_workspace_bound, "sequences"_a, "tokens"_a, "q_heads"_a, "kv_heads"_a,
           "head_dim"_a, "capacity"_a);

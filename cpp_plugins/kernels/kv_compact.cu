@@ -22,7 +22,7 @@ __global__ void __launch_bounds__(kCompactThreads) compact(const KvCompact a) {
     const int n = blockIdx.z;
     const int slot = clamped(a.slot_ids[n], 0, a.slots - 1);
     const int start = clamped(a.past_len[n], 0, a.capacity);
-    const int count = clamped(a.keep_count[n], 0, a.max_keep);
+    const int count = a.keep_count == nullptr ? a.max_keep : clamped(a.keep_count[n], 0, a.max_keep);
     const int rows = a.capacity - start;
     const int32_t* keep = a.keep + static_cast<int64_t>(n) * a.max_keep;
 
@@ -66,7 +66,7 @@ Status device_compact(const KvCompact& call, Stream stream) {
     if (call.sequences == 0 || call.planes == 0 || call.max_keep == 0) {
         return Status::ok;
     }
-    if (any_null(call.cache, call.slot_ids, call.past_len, call.keep, call.keep_count)) {
+    if (any_null(call.cache, call.slot_ids, call.past_len, call.keep)) {
         return Status::null_pointer;
     }
     if (!aligned16(call.cache)) {

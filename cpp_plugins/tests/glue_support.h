@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "attention_creator.h"
-#include "ddtree/round.h"
+#include "compact_plugin.h"
 
 using namespace ddtree::trt;
 using nvinfer1::IPluginV3;
@@ -95,6 +95,7 @@ Owned create(nvinfer1::v_1_0::IPluginCreatorV3One& creator, const std::vector<Pl
 }
 
 AttentionCreator attention_creator;
+CompactCreator compact_creator;
 
 std::array<PluginTensorDesc, 11> attention_tensors(const Attributes& a, int64_t n, int64_t t, int64_t slots, int64_t s,
                                                    DataType type) {

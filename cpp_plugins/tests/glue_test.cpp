@@ -227,6 +227,147 @@ void test_attention_enqueue() {
     CHECK(runtime(*plugin).enqueue(tensors.data(), &tensors[8], missing, outputs, nullptr, nullptr) == 0);
 }
 
+// DDTreeKVCompact: cache [planes, slots, Hkv, S, D], slot ids and lengths [N], kept rows [N, K].
+std::array<PluginTensorDesc, 5> compact_tensors(int64_t planes, int64_t slots, int64_t n, int64_t k, DataType type) {
+    const Dims cache = dims({planes, slots, 2, 40, 64});
+    const Dims of[] = {cache, dims({n}), dims({n}), dims({n, k}), cache};
+    std::array<PluginTensorDesc, 5> tensors;
+    for (size_t i = 0; i < tensors.size(); ++i) {
+        tensors[i] = {of[i], i == 0 || i == 4 ? type : DataType::kINT32, TensorFormat::kLINEAR, 1.0f};
+    }
+    return tensors;
+}
+
+void test_compact_identity_and_clones() {
+    CHECK(std::string("DDTreeKVCompact") == compact_creator.getPluginName());
+    CHECK(std::string("1") == compact_creator.getPluginVersion());
+    CHECK(std::string("ddtree") == compact_creator.getPluginNamespace());
+    CHECK(compact_creator.getFieldNames()->nbFields == 0);
+    Owned first = create(compact_creator, {});
+    const Owned copy(first->clone()), attached(runtime(*first).attachToContext(nullptr));
+    const Owned again(
+        compact_creator.createPlugin("node", runtime(*first).getFieldsToSerialize(), TensorRTPhase::kRUNTIME));
+    const Owned without(compact_creator.createPlugin("node", nullptr, TensorRTPhase::kBUILD));
+    first.reset();
+    for (IPluginV3* plugin : {copy.get(), attached.get(), again.get(), without.get()}) {
+        CHECK(plugin != nullptr);
+        CHECK(std::string("DDTreeKVCompact") == core(*plugin).getPluginName());
+        CHECK(std::string("ddtree") == core(*plugin).getPluginNamespace());
+        CHECK(build(*plugin).getTimingCacheID() != nullptr);
+    }
+    logger.last.clear();
+    CHECK(create(compact_creator, Attributes().fields()) == nullptr);
+    CHECK(logger.last.find("DDTreeKVCompact: takes no attributes") != std::string::npos);
+}
+
+void test_compact_shapes_types_formats() {
+    const Owned plugin = create(compact_creator, {}, TensorRTPhase::kBUILD);
+    DimsExprs inputs[4] = {}, output{};
+    inputs[0].nbDims = 5;
+    inputs[0].d[2] = reinterpret_cast<const nvinfer1::IDimensionExpr*>(uintptr_t{8});
+    auto* builder = reinterpret_cast<nvinfer1::IExprBuilder*>(inputs);  // never called
+    nvinfer1::IExprBuilder& none = *builder;
+    CHECK(build(*plugin).getNbOutputs() == 1);
+    CHECK(build(*plugin).getOutputShapes(inputs, 4, nullptr, 0, &output, 1, none) == 0);
+    CHECK(output.nbDims == 5 && output.d[2] == inputs[0].d[2]);
+    CHECK(build(*plugin).getOutputShapes(inputs, 3, nullptr, 0, &output, 1, none) != 0);
+    CHECK(build(*plugin).getOutputShapes(inputs, 4, nullptr, 1, &output, 1, none) != 0);
+    CHECK(build(*plugin).getOutputShapes(inputs, 4, nullptr, 0, &output, 2, none) != 0);
+    const DataType given[] = {DataType::kHALF, DataType::kINT32, DataType::kINT32, DataType::kINT32};
+    DataType found{};
+    CHECK(build(*plugin).getOutputDataTypes(&found, 1, given, 4) == 0 && found == DataType::kHALF);
+    CHECK(build(*plugin).getOutputDataTypes(&found, 2, given, 4) != 0);
+    CHECK(build(*plugin).getWorkspaceSize(nullptr, 4, nullptr, 1) == 0);
+
+    for (const DataType type : {DataType::kBF16, DataType::kHALF}) {
+        const auto good = dynamic(compact_tensors(4, 3, 2, 8, type));
+        for (int position = 0; position < 5; ++position) {
+            for (const DataType tried : kTypes) {
+                for (const TensorFormat format : kFormats) {
+                    auto tensors = good;
+                    tensors[position].desc.type = tried;
+                    tensors[position].desc.format = format;
+                    const bool fits = position == 0   ? tried == DataType::kBF16 || tried == DataType::kHALF
+                                      : position == 4 ? tried == type
+                                                      : tried == DataType::kINT32;
+                    CHECK(build(*plugin).supportsFormatCombination(position, tensors.data(), 4, 1) ==
+                          (fits && format == TensorFormat::kLINEAR));
+                }
+            }
+        }
+        for (const int position : {-1, 5}) {
+            CHECK(!build(*plugin).supportsFormatCombination(position, good.data(), 4, 1));
+        }
+        CHECK(!build(*plugin).supportsFormatCombination(0, good.data(), 3, 1));
+        CHECK(!build(*plugin).supportsFormatCombination(0, good.data(), 4, 2));
+    }
+}
+
+void test_compact_configuration() {
+    const Owned plugin = create(compact_creator, {}, TensorRTPhase::kBUILD);
+    const auto tensors = compact_tensors(4, 3, 2, 8, DataType::kBF16);
+    auto described = dynamic(tensors);
+    described[0].desc.dims.d[0] = described[4].desc.dims.d[0] = -1;  // planes not yet known
+    CHECK(build(*plugin).configurePlugin(described.data(), 4, &described[4], 1) == 0);
+    CHECK(build(*plugin).configurePlugin(described.data(), 4, &described[4], 2) != 0);
+    CHECK(runtime(*plugin).onShapeChange(tensors.data(), 4, &tensors[4], 1) == 0);
+    const auto refused_with = [&](int input, int dimension, int64_t value, const char* words) {
+        auto wrong = tensors;
+        if (dimension < 0) {
+            wrong[input].dims.nbDims = static_cast<int32_t>(value);
+        } else {
+            wrong[input].dims.d[dimension] = value;
+        }
+        logger.last.clear();
+        CHECK(runtime(*plugin).onShapeChange(wrong.data(), 4, &wrong[4], 1) != 0);
+        CHECK(logger.last.find(words) != std::string::npos);
+    };
+    for (const int input : {0, 1, 2, 3}) {
+        refused_with(input, -1, 7, "dimensions, found 7");
+    }
+    refused_with(2, 0, 3, "dimension 0 of input 2 must be N of slot_ids = 2, found 3");
+    refused_with(3, 0, 1, "dimension 0 of input 3 must be N of slot_ids = 2, found 1");
+    refused_with(0, 1, 1, "N = 2 sequences need a cache slot each, found 1");
+    refused_with(0, 4, 60, "a row of the cache must be a multiple of 16 bytes, found 120");
+}
+
+void test_compact_enqueue() {
+    const int64_t planes = 4, slots = 3;
+    auto tensors = compact_tensors(planes, slots, 2, 5, DataType::kBF16);
+    const size_t row = 64, cache = planes * slots * 2 * 40 * row;
+    Halves past(cache, 4), expected(cache, 4), apart(cache, 9);
+    // What is behind a path repeats its own row: it does not rise, and ends the list.
+    std::vector<int32_t> slot_ids{2, 0}, past_len{17, 3}, keep{0, 2, 5, 3, 4, /* */ 1, 4, 6, 30, 36};
+    const std::vector<int32_t> kept{3, 5};
+    const void* inputs[] = {past.data, slot_ids.data(), past_len.data(), keep.data()};
+    void* outputs[] = {past.data};
+    const Owned plugin = create(compact_creator, {});
+    CHECK(runtime(*plugin).onShapeChange(tensors.data(), 4, &tensors[4], 1) == 0);
+    CHECK(runtime(*plugin).enqueue(tensors.data(), &tensors[4], inputs, outputs, nullptr, nullptr) == 0);
+    for (int64_t group = 0; group < planes * slots * 2; ++group) {  // [planes, slots, Hkv]
+        for (int n = 0; n < 2; ++n) {
+            for (int j = 0; j < kept[n] && group / 2 % slots == slot_ids[n]; ++j) {
+                uint16_t* rows = expected.data + (group * 40 + past_len[n]) * row;
+                std::copy_n(rows + keep[n * 5 + j] * row, row, rows + j * row);
+            }
+        }
+    }
+    CHECK(std::memcmp(past.data, expected.data, cache * 2) == 0);
+
+    // Two buffers are an error at run time, and normal when the builder times a plugin.
+    void* other[] = {apart.data};
+    logger.last.clear();
+    CHECK(runtime(*plugin).enqueue(tensors.data(), &tensors[4], inputs, other, nullptr, nullptr) != 0);
+    CHECK(logger.last.find("present_cache must be bound to the address of past_cache") != std::string::npos);
+    const Owned built = create(compact_creator, {}, TensorRTPhase::kBUILD);
+    CHECK(runtime(*built).enqueue(tensors.data(), &tensors[4], inputs, other, nullptr, nullptr) == 0);
+    CHECK(std::memcmp(past.data, expected.data, cache * 2) == 0);
+    const void* missing[] = {past.data, nullptr, past_len.data(), keep.data()};
+    CHECK(runtime(*plugin).enqueue(tensors.data(), &tensors[4], missing, outputs, nullptr, nullptr) != 0);
+    tensors[1].dims.d[0] = tensors[2].dims.d[0] = tensors[3].dims.d[0] = 0;  // N = 0
+    CHECK(runtime(*plugin).enqueue(tensors.data(), &tensors[4], missing, outputs, nullptr, nullptr) == 0);
+}
+
 }  // namespace
 
 int main() {
@@ -238,6 +379,10 @@ int main() {
     test_formats();
     test_configuration();
     test_attention_enqueue();
+    test_compact_identity_and_clones();
+    test_compact_shapes_types_formats();
+    test_compact_configuration();
+    test_compact_enqueue();
     std::printf("%d checks, %d failed\n", checks, failures);
     return failures == 0 ? 0 : 1;
 }

@@ -294,6 +294,26 @@ void run_plugins(const char* path) {
     expect(direct.out.read() == through.out.read(), "attention: plugin and launcher differ");
     expect(direct.cache_k.read() == through.cache_k.read(), "keys: plugin and launcher differ");
     expect(direct.cache_v.read() == through.cache_v.read(), "values: plugin and launcher differ");
+
+    const std::vector<uint16_t> rows = halves(size_t(4) * 3 * 2 * 40 * 64);
+    Buffer<uint16_t> launched(rows), moved(rows), replayed(rows);
+    Buffer<int32_t> slots(std::vector<int32_t>{2, 0}), starts(std::vector<int32_t>{17, 3}),
+        keep(std::vector<int32_t>{0, 2, 5, 3, 1, 4, 6, 30});
+    const ddtree::KvCompact call{launched.data, slots.data, starts.data, keep.data, nullptr, 2, 4, 3, 2, 40, 4, 128};
+    ok(ddtree::device_compact(call, nullptr), "compact");
+    auto* compact = attached(library, "DDTreeKVCompact", {});
+    const PluginTensorDesc block = tensor({4, 3, 2, 40, 64}, half), two = tensor({2}, control);
+    const PluginTensorDesc compact_in[] = {block, two, two, tensor({2, 4}, control)};
+    const auto enqueue = [&](void* present, cudaStream_t stream) {
+        const void* given[] = {present, slots.data, starts.data, keep.data};
+        return compact->enqueue(compact_in, &block, given, &present, nullptr, stream);
+    };
+    expect(enqueue(moved.data, nullptr) == 0, "eager enqueue");
+    cuda(cudaDeviceSynchronize(), "eager enqueue");
+    captured([&](cudaStream_t stream) { return enqueue(replayed.data, stream); });
+    expect(moved.read() != rows, "compaction: no row moved");
+    expect(launched.read() == moved.read(), "compaction: plugin and launcher differ");
+    expect(launched.read() == replayed.read(), "compaction: captured plugin and launcher differ");
 }
 
 #endif

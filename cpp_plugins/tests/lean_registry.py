@@ -39,24 +39,29 @@ def main(path: str) -> None:
     registry = trt.get_plugin_registry()
     assert registry.load_library(path) is not None, f"{path} was not loaded"
     attention = registry.get_creator("DDTreeAttention", "1", "ddtree")
+    compact = registry.get_creator("DDTreeKVCompact", "1", "ddtree")
+    nothing = trt.PluginFieldCollection([])
     build, runtime = trt.TensorRTPhase.BUILD, trt.TensorRTPhase.RUNTIME
     print(
         json.dumps(
             {
                 "version": trt.__version__,
                 "creators": [[c.name, c.plugin_version, c.plugin_namespace] for c in registry.all_creators],
-                "attributes": [field.name for field in attention.field_names],
-                "created": {
-                    "build": attention.create_plugin("a", fields({}), build) is not None,
-                    "runtime": attention.create_plugin("a", fields({}), runtime) is not None,
-                },
+                "attributes": {c.name: [field.name for field in c.field_names] for c in (attention, compact)},
+                "created": [
+                    creator.create_plugin("a", given, phase) is not None
+                    for creator, given in ((attention, fields({})), (compact, nothing))
+                    for phase in (build, runtime)
+                ],
                 "refused": {
-                    name: attention.create_plugin("a", fields(change), runtime) is None for name, change in BAD.items()
+                    "attributes of the other": compact.create_plugin("a", fields({}), runtime) is None,
+                    **{name: attention.create_plugin("a", fields(bad), runtime) is None for name, bad in BAD.items()},
                 },
                 "elsewhere": [
                     place
                     for place in (("2", "ddtree"), ("1", ""))
-                    if registry.get_creator("DDTreeAttention", *place) is not None
+                    for name in ("DDTreeAttention", "DDTreeKVCompact")
+                    if registry.get_creator(name, *place) is not None
                 ],
             }
         ),

@@ -57,8 +57,6 @@ export headers
 
 build() {
   build_kernels
-  "$nvcc" -std=c++17 -O2 -Xcompiler -fPIC -I$src/include -shared -cudart static \
-    $src/kernels/c_api.cpp "$work"/*.o -o "$work/libddtree_kernels.so"
   build_host_tree
 }
 step build 240 build || finish

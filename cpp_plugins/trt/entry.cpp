@@ -2,6 +2,7 @@
 // nothing here, and creators are listed rather than registered because the registering macro loses a namespace.
 
 #include "attention_creator.h"
+#include "compact_plugin.h"
 #include "ddtree/abi.h"
 
 namespace {
@@ -16,7 +17,8 @@ DDTREE_EXPORT void setLoggerFinder(nvinfer1::ILoggerFinder* finder) { ddtree::tr
 
 DDTREE_EXPORT nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) {
     static ddtree::trt::AttentionCreator attention;
-    static nvinfer1::IPluginCreatorInterface* const creators[] = {&attention};
-    count = 1;
+    static ddtree::trt::CompactCreator compact;
+    static nvinfer1::IPluginCreatorInterface* const creators[] = {&attention, &compact};
+    count = 2;
     return creators;
 }

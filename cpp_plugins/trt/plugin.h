@@ -1,4 +1,4 @@
-// The parts of a plugin that do not depend on attention: one object with the three capabilities, a fixed identity, and
+// The parts that the plugins share: one object with the three capabilities, a fixed identity, and
 // helpers that read tensors.
 #pragma once
 

@@ -16,7 +16,7 @@ DRAFTER_GRAPH = "drafter.onnx"
 WEIGHTS = "weights.bin"
 TARGET_PLAN = "target.plan"
 DRAFTER_PLAN = "drafter.plan"
-COMPACTION_PLAN = "compaction.plan"  # of engines whose attention is native
+COMPACTION_PLAN = "compaction.plan"
 SHARED_WEIGHTS = "shared.safetensors"  # the tables both plans read
 TORCH_WEIGHTS = "weights.safetensors"
 KERNEL_CACHE = "kernels.cache"  # compiled by TensorRT for RTX
@@ -34,8 +34,8 @@ ENGINES = Path("engines")  # where engines go, and are looked for, when no direc
 REQUIRED_FILES = {  # of an engine directory, by backend
     "onnxruntime": (TARGET_GRAPH, DRAFTER_GRAPH, WEIGHTS, *TOKENIZER_FILES),
     "torch": (TORCH_WEIGHTS, *TOKENIZER_FILES),
-    "tensorrt": (TARGET_PLAN, DRAFTER_PLAN, SHARED_WEIGHTS, *TOKENIZER_FILES),
-    "tensorrt-rtx": (TARGET_PLAN, DRAFTER_PLAN, SHARED_WEIGHTS, *TOKENIZER_FILES),
+    "tensorrt": (TARGET_PLAN, DRAFTER_PLAN, COMPACTION_PLAN, SHARED_WEIGHTS, *TOKENIZER_FILES),
+    "tensorrt-rtx": (TARGET_PLAN, DRAFTER_PLAN, COMPACTION_PLAN, SHARED_WEIGHTS, *TOKENIZER_FILES),
 }
 _HASH_BLOCK = 4 << 20
 # Names of engines and of their files: none leaves a directory, looks like an option, or means anything to a shell.

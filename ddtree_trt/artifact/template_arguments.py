@@ -12,12 +12,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.reading import MAX_NESTING, Source, parse_json, shown
+from ddtree_trt.reading import Source, parse_json, shown
 
 OPTION = "--chat-template-arg"  # of `build` and `run`
 KEYWORD = "chat_template_kwargs"  # of requests
 MAX_TEMPLATE = 256 << 10  # characters; real ones have some thousands
-MAX_ARGUMENT_NESTING = MAX_NESTING // 2  # the manifest, which must be readable too, adds its own levels
 THINKING = "enable_thinking"  # of Qwen3's template
 # A tag that transformers adds to Jinja, around what an assistant said; it has no effect on a prompt.
 _GENERATION = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
@@ -35,7 +34,7 @@ def parse_arguments(given: Sequence[str]) -> dict[str, Any]:
         if name in arguments:
             raise UsageError(f"{OPTION} {name} is given twice; give it once")
         advice = f"a text is quoted, as in {OPTION} '{name}=\"text\"'"
-        arguments[name] = parse_json(value, Source(f"{OPTION} {name}", UsageError, advice), MAX_ARGUMENT_NESTING)
+        arguments[name] = parse_json(value, Source(f"{OPTION} {name}", UsageError, advice))
     return arguments
 
 

@@ -3,7 +3,7 @@
 Shapes use the letters of `artifact`. Types are those of the ONNX Runtime graphs, where W is the width of the attention
 bias, the longest past + T of the call. In TensorRT engines every integer is int32, W the words of a mask row, and what
 is float32 [..., H] or in a cache is in the engine's precision; the last group of names is theirs only. Which of them a
-graph has is said by the manifest: native attention has no slot ids, and a third graph that compacts the cache.
+graph has is said by the manifest: native attention has no slot ids.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ CHOICES = "choices"  # int32 [R]: the target's most probable token
 SLOT_IDS = "slot_ids"  # int32 [N]: the cache slot of each sequence
 PAST_LEN = "past_len"  # int32 [N]: committed rows of each slot
 KEEP = "keep"  # int32 [K]: rows behind the past that the compaction graph moves; see build/graph/compaction.py
+PAST_CACHE = "past_cache"  # [P, slots, Hkv, S, D]: the whole cache, input of our plugin's compaction graph
+PRESENT_CACHE = "present_cache"  # its output, bound to the same buffer
 TREE_MASK = "tree_mask"  # int32 [N, T, W]: bit j % 32 of word j / 32 of row i is set where i sees node j
 EMBEDDING = "embedding"  # [V, H]: one copy on the device for both engines
 HEAD = "lm_head"  # float32 [V, H], likewise; in shared.safetensors only where it is not the embedding

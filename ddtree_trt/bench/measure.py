@@ -10,7 +10,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -101,7 +101,7 @@ def engine_runs(session: Session, settings: BenchSettings) -> dict[str, Run]:
     """The cases of the session's engine, by their labels. Raises UsageError for a method it cannot do."""
     rounds = session.engine.rounds
     if settings.device_rounds == "auto" and rounds is not None and rounds.by_default:
-        settings = BenchSettings(**{**vars(settings), "device_rounds": "on"})
+        settings = replace(settings, device_rounds="on")
     return {case.label: _run(session, case) for case in settings.cases(session.manifest.drafter_kind)}
 
 

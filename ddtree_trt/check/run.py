@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +45,7 @@ GOLDEN_BUDGET = 64  # what manifest.golden_tau of ddtree is for, or the engine's
 
 def check_engine(settings: CheckSettings, progress: Progress = no_progress) -> CheckReport:
     """Run every check. Raises UsageError for prompts that do not fit, ArtifactError for an engine that cannot load."""
-    with closing(Session.open(settings)) as session:
+    with closing(Session(Path(settings.engine), settings)) as session:
         prompts = _encode(session, load_prompts(settings.prompts, settings.limit), settings)
         texts = dict(zip(prompts, answers(session, list(prompts.values()), settings.max_tokens), strict=True))
         agreement = measure_agreement(session.engine, list(texts.values()))

@@ -3,54 +3,39 @@
 from __future__ import annotations
 
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ddtree_trt.artifact.files import newest_engine
-from ddtree_trt.bench.settings import DEVICE_ROUNDS_MEASURED, BenchSettings
-from ddtree_trt.commands.options.common import Exact, NewestByDefault, TensorParallelSize, Threads, listing, words
+from ddtree_trt.bench.settings import BenchSettings
+from ddtree_trt.commands.options.common import NewestByDefault, listing, words
 from ddtree_trt.commands.options.outputs import STDOUT, folders_of, prepare_folders, write_text
+from ddtree_trt.commands.options.records import with_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import BASELINES, METHODS
 from ddtree_trt.terminal import printing as terminal
 
-_DEFAULT = BenchSettings  # class attributes are the fields' defaults
+_METHODS = (
+    f"Of {', '.join(METHODS)}; {' and '.join(m.name for m in BASELINES)} always. Default: what the drafter is for."
+)
 
 
+@with_options()
 def bench(
     engine_dir: NewestByDefault = None,
-    methods: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LIST",
-            help=f"Of {', '.join(METHODS)}; {' and '.join(m.name for m in BASELINES)} always. "
-            "Default: what the drafter is for.",
-        ),
-    ] = None,
+    methods: Annotated[str | None, typer.Option(metavar="LIST", help=_METHODS)] = None,
     budgets: Annotated[
         str, typer.Option(metavar="LIST", help="Draft nodes per round of methods that make trees; auto chooses.")
-    ] = listing(_DEFAULT.budgets),
+    ] = listing(BenchSettings.budgets),
     prompts: Annotated[
         list[str] | None,
         typer.Option(metavar="FILE", help="JSON Lines, or tiny; repeatable. Default: the shipped prompts."),
     ] = None,
-    limit: Annotated[int | None, typer.Option(metavar="N", help="Prompts per set. Default: all.")] = _DEFAULT.limit,
-    max_tokens: Annotated[int, typer.Option(metavar="N", help="New tokens of a request.")] = _DEFAULT.max_tokens,
-    temperature: Annotated[float, typer.Option(metavar="T", help="Of every request.")] = _DEFAULT.temperature,
-    repeats: Annotated[int, typer.Option(metavar="N", help="Of every prompt; the median counts.")] = _DEFAULT.repeats,
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the first request.")] = _DEFAULT.seed,
-    device_rounds: Annotated[
-        str,
-        typer.Option(
-            metavar="|".join(DEVICE_ROUNDS_MEASURED),
-            help="Rounds that stay on the GPU, for fixed budgets; both measures them beside those of the host.",
-        ),
-    ] = _DEFAULT.device_rounds,
-    threads: Threads = _DEFAULT.threads,
-    exact: Exact = _DEFAULT.exact,
-    tensor_parallel_size: TensorParallelSize = _DEFAULT.tensor_parallel_size,
+    *,
+    settings: BenchSettings,
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result; - is stdout.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the result, as PNG or SVG.")] = None,
 ) -> None:
@@ -59,20 +44,12 @@ def bench(
         sizes: list[Any] = [size if size == "auto" else int(size) for size in words(budgets) or ()]
     except ValueError:
         raise UsageError(f"--budgets must be numbers and auto, separated by commas, not {budgets!r}") from None
-    settings = BenchSettings(
+    settings = replace(
+        settings,
         engine=str(engine_dir or newest_engine()),
         methods=words(methods) or (),
         budgets=tuple(sizes),
-        prompts=tuple(prompts or _DEFAULT.prompts),
-        limit=limit,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        repeats=repeats,
-        seed=seed,
-        device_rounds=device_rounds,
-        threads=threads,
-        exact=exact,
-        tensor_parallel_size=tensor_parallel_size,
+        prompts=tuple(prompts or settings.prompts),
     )
     prepare_folders(folders_of((json, plot)))
 
@@ -82,7 +59,7 @@ def bench(
 
     if plot is not None:
         report.require_matplotlib()
-    with terminal.progress_bars() as progress, closing(Session.open(settings)) as session:
+    with terminal.progress_bars() as progress, closing(Session(Path(settings.engine), settings)) as session:
         result = measure(session, settings, engine_runs(session, settings), progress)
     if json is not None:
         write_text(json, result.to_json())

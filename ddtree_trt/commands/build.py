@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.template_arguments import parse_arguments
@@ -149,10 +150,11 @@ def build(
             terminal.print_dry_run(would)
         would.check()
         return
-    if profile and backend == "torch":
-        from ddtree_trt.runtime.engines.load import require_torch
+    if profile and backend != "auto":
+        from ddtree_trt.runtime.engines.load import require
 
-        require_torch("an engine is measured when it is built, unless --no-profile builds it for another machine,")
+        why = "an engine is measured when it is built, unless --no-profile builds it for another machine,"
+        require(BACKENDS[backend], why)
     with terminal.progress_bars() as progress:
         manifest = compile_engine(request, progress, terminal.print_note)
         if profile and not runs_here(manifest):

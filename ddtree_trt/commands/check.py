@@ -7,10 +7,13 @@ from typing import Annotated
 import typer
 
 from ddtree_trt.bench.settings import CheckSettings
-from ddtree_trt.commands.options.common import AsJson, EngineDirectory, Exact, TensorParallelSize, Threads
+from ddtree_trt.commands.options.common import AsJson, EngineDirectory
+from ddtree_trt.commands.options.records import with_options
+from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.terminal import printing as terminal
 
 
+@with_options()
 def check(
     engine_dir: EngineDirectory,
     prompts: Annotated[
@@ -24,9 +27,8 @@ def check(
     seeds: Annotated[
         int, typer.Option(metavar="N", help="Sampled requests per prompt, method and temperature; 0 skips them.")
     ] = CheckSettings.seeds,
-    threads: Threads = CheckSettings.threads,
-    exact: Exact = CheckSettings.exact,
-    tensor_parallel_size: TensorParallelSize = CheckSettings.tensor_parallel_size,
+    *,
+    options: EngineOptions,
     json: AsJson = False,
 ) -> None:
     """Check that an engine is lossless, its drafter wired right.
@@ -39,9 +41,7 @@ def check(
         limit=limit,
         max_tokens=max_tokens,
         seeds=seeds,
-        threads=threads,
-        exact=exact,
-        tensor_parallel_size=tensor_parallel_size,
+        **vars(options),
     )
     from ddtree_trt.check.findings import describe
     from ddtree_trt.check.run import check_engine

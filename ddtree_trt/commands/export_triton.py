@@ -12,7 +12,7 @@ from ddtree_trt.errors import UsageError
 from ddtree_trt.terminal import printing as terminal
 from ddtree_trt.triton import export as triton
 from ddtree_trt.triton.export import ExportRequest
-from ddtree_trt.triton.layouts import LayoutName
+from ddtree_trt.triton.inputs import LayoutName
 
 
 def export_triton(

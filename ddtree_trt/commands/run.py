@@ -14,10 +14,12 @@ from ddtree_trt.artifact.examples import read_examples, required_examples
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.template_arguments import OPTION, parse_arguments
-from ddtree_trt.commands.options.common import DeviceRounds, Exact, NewestByDefault, TensorParallelSize, Threads
+from ddtree_trt.commands.options.common import NewestByDefault
+from ddtree_trt.commands.options.records import with_options
 from ddtree_trt.commands.options.sampling import with_sampling_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import resolve_method
+from ddtree_trt.runtime.options import EngineOptions
 
 
 class RunCommand(TyperCommand):
@@ -33,6 +35,7 @@ class RunCommand(TyperCommand):
 
 
 @with_sampling_options
+@with_options()
 def run(
     engine_dir: NewestByDefault = None,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", metavar="TEXT", help="What to complete.")] = None,
@@ -58,13 +61,7 @@ def run(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print JSON, one line per request.")] = False,
     pretty: Annotated[bool, typer.Option("--pretty", help="Print JSON indented, for a reader.")] = False,
-    profile: Annotated[
-        bool, typer.Option("--profile", help="Exact times of the stages: each waits for the GPU, which takes longer.")
-    ] = False,
-    device_rounds: DeviceRounds = "auto",
-    exact: Exact = None,
-    tensor_parallel_size: TensorParallelSize = 1,
-    threads: Threads = 0,
+    options: EngineOptions,
 ) -> None:
     """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
     directory = newest_engine() if engine_dir is None else engine_dir
@@ -88,25 +85,16 @@ def run(
         raise UsageError(f"{OPTION} is for the chat template, which --raw does without; give one of the two")
 
     from ddtree_trt.runtime.llm import LLM
-    from ddtree_trt.runtime.params import SamplingParams, check_device_rounds
+    from ddtree_trt.runtime.params import SamplingParams
     from ddtree_trt.runtime.text import chat_template
     from ddtree_trt.terminal import chat, console
     from ddtree_trt.terminal import printing as terminal
 
     params = SamplingParams.from_mapping(sampling)
-    rounds = check_device_rounds(device_rounds)
     if not raw:
         chat_template.start_for(directory)  # at the same time as the engine is loaded
     with terminal.progress_bars() as progress:
-        llm = LLM(
-            directory,
-            threads=threads,
-            profile=profile,
-            device_rounds=rounds,
-            exact=exact,
-            tensor_parallel_size=tensor_parallel_size,
-            progress=progress,
-        )
+        llm = LLM(directory, options, progress=progress)
     with llm:
         params = replace(params, method=resolve_method(params.method, llm.engine.manifest.drafter_kind).name)
         llm.codec.check_template_kwargs(arguments, OPTION)

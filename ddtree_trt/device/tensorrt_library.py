@@ -53,15 +53,15 @@ def make_log(trt: Any, warnings: logging.Logger | None = None) -> Any:
 def load_plugins(trt: Any, log: Any, path: Path, refusal: type[DDTreeError]) -> None:
     """Load the plugin library into the process's registry, once. Raises `refusal` where TensorRT does not take it."""
     registry = trt.get_plugin_registry()
-    wanted = (plugins.ATTENTION, plugins.VERSION, plugins.NAMESPACE)
 
-    def registered() -> bool:
-        return wanted in ((c.name, c.plugin_version, c.plugin_namespace) for c in registry.all_creators)
+    def missing() -> list[str]:
+        found = {(c.name, c.plugin_version, c.plugin_namespace) for c in registry.all_creators}
+        return [name for name in plugins.NAMES if (name, plugins.VERSION, plugins.NAMESPACE) not in found]
 
-    if not registered() and (registry.load_library(str(path)) is None or not registered()):
+    if missing() and (registry.load_library(str(path)) is None or missing()):
         raise refusal(
             f"TensorRT {trt.__version__} does not take the plugin library {path}: it registered no "
-            f"{plugins.NAMESPACE}::{plugins.ATTENTION} version {plugins.VERSION}; run `make plugins` again with the "
+            f"{plugins.NAMESPACE}::{missing()[0]} version {plugins.VERSION}; run `make plugins` again with the "
             f"headers of this TensorRT. {log.words()}".rstrip()
         )
 

@@ -1,4 +1,4 @@
-"""The interface of the TensorRT plugin as data: names, tensor positions, attributes and the ABI.
+"""The interface of the TensorRT plugins as data: names, tensor positions, attributes and the ABI.
 
 `build` writes nodes with these, the runtime binds their tensors, and `cpp_plugins/` implements them with the same
 numbers; `ABI` changes with them. `reference.py` computes in NumPy what the kernels compute, `library.py` finds and
@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-ABI = 2  # DDTREE_ABI in cpp_plugins/include/ddtree/abi.h
+ABI = 3  # DDTREE_ABI in cpp_plugins/include/ddtree/abi.h
 VERSION = "1"
 NAMESPACE = "ddtree"
 
 ATTENTION = "DDTreeAttention"
+COMPACT = "DDTreeKVCompact"
+NAMES = (ATTENTION, COMPACT)
 
-# What a manifest records of the plugins an engine was built with; the library it runs with must have the same.
+# What a manifest records of the plugins an engine was built with; the library it runs with must have the same. The ABI
+# stands for both plugins.
 IDENTITY = {"name": ATTENTION, "version": VERSION, "namespace": NAMESPACE, "abi": str(ABI)}
 
 
@@ -48,6 +51,21 @@ class AttentionOutput(IntEnum):
     ATTN = 0  # like q
     PRESENT_K = 1  # at the address of past_k
     PRESENT_V = 2  # at the address of past_v
+
+
+class CompactInput(IntEnum):
+    """Positions of DDTreeKVCompact's inputs. The node has no attributes."""
+
+    PAST_CACHE = 0  # [P, slots, Hkv, S, D], bf16 or fp16; P planes, the keys or the values of a layer each
+    SLOT_IDS = 1  # int32 [N]
+    PAST_LEN = 2  # int32 [N]
+    KEEP = 3  # int32 [N, K]: row past_len + keep[j] becomes row past_len + j; an entry that does not rise ends the list
+
+
+class CompactOutput(IntEnum):
+    """Positions of DDTreeKVCompact's outputs."""
+
+    PRESENT_CACHE = 0  # at the address of past_cache
 
 
 # Attributes of a DDTreeAttention node.

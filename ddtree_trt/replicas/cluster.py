@@ -12,6 +12,7 @@ import ray
 
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
 from ddtree_trt.replicas.options import ReplicaOptions
+from ddtree_trt.serve.options import ServeOptions
 
 _CONNECT_S = 20.0  # timeout for a cluster's address: Ray itself tries for minutes
 _FOR_GPUS = ("tensorrt", "tensorrt-rtx", "torch")
@@ -41,8 +42,7 @@ def connected() -> Iterator[bool]:
         yield False
         return
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    for part in ("ray.serve", "ray.data"):
-        logging.getLogger(part).setLevel(logging.WARNING)
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
     address = os.environ.get("RAY_ADDRESS", "")
     with starting("Ray"):
         if address != "local":
@@ -62,32 +62,32 @@ def connected() -> Iterator[bool]:
         ray.shutdown()
 
 
-def resources_per_replica(backend: str, replicas: ReplicaOptions, ranks: int = 1) -> tuple[float, float]:
-    """CPUs and GPUs of each replica, as given, else by what the cluster has now. `ranks`: processes of an engine."""
-    total, largest = _resources()
+def resources_per_replica(
+    backend: str, replicas: ReplicaOptions, ranks: int = 1, *, check: bool = False
+) -> tuple[float, float]:
+    """CPUs and GPUs of each replica, as given, else by what the cluster has now. `ranks`: processes of an engine.
+
+    With `check`, for a cluster that does not grow, raises UsageError where it has no room for as many replicas as there
+    may be.
+    """
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    total = {kind: sum(node.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU")}
     gpus = replicas.gpus_per_replica
     if gpus is None:
         gpus = float(ranks) if backend in _FOR_GPUS and (backend != "torch" or total["GPU"]) else 0.0
     cpus = replicas.cpus_per_replica
     if cpus is None:
-        cpus = min(total["CPU"] / replicas.most, largest["CPU"])
+        cpus = min(total["CPU"] / replicas.most, max(node.get("CPU", 0.0) for node in nodes))
         cpus = float(int(cpus)) if cpus >= 1 else cpus  # Ray takes fractions below 1 only
-    return cpus, gpus
-
-
-def check_room(backend: str, replicas: ReplicaOptions, ranks: int = 1) -> None:
-    """Raises UsageError where a cluster that does not grow has no room for as many replicas as there may be."""
-    total, _ = _resources()
-    for kind, each in zip(total, resources_per_replica(backend, replicas, ranks), strict=True):
-        if each * replicas.most > total[kind]:
+    for kind, each in (("CPU", cpus), ("GPU", gpus)):
+        if check and each * replicas.most > total[kind]:
             raise UsageError(
                 f"{replicas.most} replicas of {each:g} {kind}s need {each * replicas.most:g}, and this machine has "
                 f"{total[kind]:g}; have fewer, lower --{kind.lower()}s-per-replica, or join machines to a Ray cluster"
             )
+    return cpus, gpus
 
 
-def _resources() -> tuple[dict[str, float], dict[str, float]]:
-    """CPUs and GPUs of the whole cluster, and of its largest machine."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    kinds = ("CPU", "GPU")
-    return {k: sum(n.get(k, 0.0) for n in nodes) for k in kinds}, {k: max(n.get(k, 0.0) for n in nodes) for k in kinds}
+def threads_of(options: ServeOptions, cpus: float) -> int:
+    """Threads of an engine that has so many processors."""
+    return options.threads or max(1, int(cpus) // options.tensor_parallel_size)

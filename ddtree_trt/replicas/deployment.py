@@ -1,65 +1,106 @@
-"""The application of Ray Serve: engines, and an ingress before them.
+"""The application of Ray Serve: engines behind Ray's proxies.
 
 `serve run ddtree_trt.replicas.deployment:app engine_dir=/path/to/engine replicas=2` deploys it with Ray's own command.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import AsyncIterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ray import serve
 from ray.serve import Application
 from ray.serve.schema import LoggingConfig
-from starlette.types import Message
+from starlette.types import ASGIApp
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.errors import UsageError
-from ddtree_trt.replicas.cluster import resources_per_replica
-from ddtree_trt.replicas.engine_app import Call, EngineApp
-from ddtree_trt.replicas.ingress import Ingress
+from ddtree_trt.replicas.cluster import resources_per_replica, threads_of
 from ddtree_trt.replicas.options import ReplicaOptions
-from ddtree_trt.replicas.pages import ACCEPT
 from ddtree_trt.serve import request_log
+from ddtree_trt.serve.app import open_app
+from ddtree_trt.serve.limits import with_origins
+from ddtree_trt.serve.metrics import page_encoder
 from ddtree_trt.serve.options import ServeOptions
 
-# Requests of one key go to one engine while it has room, then to the next; an engine that comes or goes moves only the
-# keys that are its own. Ray's router by prefixes cannot be imported without vLLM or SGLang.
+# Requests with one `X-Session-Id` go to one engine while it has room, then to the next; the others to any.
 _ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-_ENGINES_PER_INGRESS = 8
 _STOP_POLL_S = 0.5  # how often a replica that ends looks whether its requests have finished
 _SEND_ERRORS_S = 5.0  # after a drain, for the errors of requests that it ended
+_PAGE_S = 5.0  # timeout for the figures of the other replicas
 _RAYS_OWN = ("host", "port", "stall_timeout_s")  # Ray's proxies have the sockets
+_OPENMETRICS = "application/openmetrics-text; version=1.0.0; escaping=allow-utf-8"
 
 
 class Engine:
-    """A Ray Serve deployment: one engine with the server's application."""
+    """A Ray Serve deployment: one engine with the server's application, whose metrics page is that of all of them."""
 
-    async def __init__(self, engine_dir: Path, options: ServeOptions) -> None:  # type: ignore[misc]  # Ray awaits it
+    def __init__(self, engine_dir: Path, options: ServeOptions) -> None:
         if options.request_log:
             request_log.show()
-        self._app = EngineApp(engine_dir, options)
-        await self._app.start()
+        self._llm, self._gate = open_app(engine_dir, options, metrics_page=self._pages)
+        self._metrics = self._gate.metrics
+        self._app = with_origins(self._gate, options)
 
-    async def respond(self, call: Call) -> AsyncIterator[list[Message]]:
-        async for messages in self._app.respond(call):
-            yield messages
-
-    async def page(self) -> tuple[str, str]:
-        """This replica's name and its metrics page."""
-        _, page = await self._app.answer(Call("GET", "/metrics", headers=((b"accept", ACCEPT.encode()),)))
-        return serve.get_replica_context().replica_id.unique_id, page.decode()
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._app
 
     async def check_health(self) -> None:
-        await self._app.check_health()
+        if self._llm.failure is not None:
+            raise RuntimeError(str(self._llm.failure))
 
-    async def __del__(self) -> None:
-        if hasattr(self, "_app"):
-            await self._app.stop()
+    async def page(self) -> tuple[str, str]:
+        """This replica's name and its own metrics page."""
+        return serve.get_replica_context().replica_id.unique_id, self._metrics.page(_OPENMETRICS)[0].decode()
+
+    async def _pages(self, accept: str) -> tuple[bytes, str]:
+        context = serve.get_replica_context()
+        all_of_them = serve.get_deployment_handle(context.deployment, context.app_name)
+        pages = all_of_them.broadcast("page").results_async(return_exceptions=True)
+        return merged_page([p for p in await asyncio.wait_for(pages, _PAGE_S) if isinstance(p, tuple)], accept)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, and wait until those open have finished. After `timeout_s`, end the rest."""
+        await self._gate.drain(timeout_s)
+
+    async def end_all(self) -> None:
+        """End all open requests with an error for their clients."""
+        self._gate.end_all()
+
+
+class _Pages(Collector):
+    """The samples of several pages, each with a label that names its replica."""
+
+    def __init__(self, pages: Sequence[tuple[str, str]]) -> None:
+        self._pages = pages
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for replica, page in self._pages:
+            for family in text_string_to_metric_families(page):
+                whole = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                whole.samples += [s._replace(labels={"replica": replica, **s.labels}) for s in family.samples]
+        yield from families.values()
+
+
+def merged_page(pages: Sequence[tuple[str, str]], accept: str) -> tuple[bytes, str]:
+    """The page of all replicas, in the best format that the scraper accepts, and its content type.
+
+    Args:
+        pages: the name of each replica and its page, in OpenMetrics' format.
+    """
+    encode, content_type = page_encoder(accept)
+    registry = CollectorRegistry()
+    registry.register(_Pages(pages))
+    return encode(registry), content_type
 
 
 def application(engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions) -> Application:
@@ -69,20 +110,26 @@ def application(engine_dir: Path, options: ServeOptions, replicas: ReplicaOption
         engine_dir: the engine, at the same path on every machine of the cluster.
         options: those of the server; `host`, `port` and `stall_timeout_s` are Ray's and not read here.
 
-    Raises ArtifactError when there is no engine, UsageError for resources that no machine has.
+    Raises ArtifactError when there is no engine.
     """
     engine_dir = engine_dir.resolve()
     manifest = load_manifest(engine_dir)
     slots = manifest.limits.max_batch
     cpus, gpus = resources_per_replica(manifest.backend, replicas, options.tensor_parallel_size)
-    engine_options = replace(options, threads=options.threads or max(1, int(cpus) // options.tensor_parallel_size))
-    # What engines and ingresses log is for the terminal, which the controller of `serve --replicas` keeps from its own.
-    shown = {"env_vars": {"RAY_SERVE_LOG_TO_STDERR": "1"}}
-    logging_config = LoggingConfig(log_level="WARNING", enable_access_log=options.access_log)
+    scale: dict[str, Any] = {"num_replicas": replicas.replicas}
+    if replicas.most > replicas.replicas:
+        target = replicas.target_ongoing_requests or slots
+        bounds = {"min_replicas": replicas.replicas, "max_replicas": replicas.most}
+        scale = {"autoscaling_config": {**bounds, "target_ongoing_requests": target}}
     engines = serve.deployment(
         name="Engine",
-        **_scale(replicas, slots),
-        ray_actor_options={"num_cpus": cpus, "num_gpus": gpus, "runtime_env": shown},
+        **scale,
+        # What engines log is for the terminal, which the controller of `serve --replicas` keeps from its own.
+        ray_actor_options={
+            "num_cpus": cpus,
+            "num_gpus": gpus,
+            "runtime_env": {"env_vars": {"RAY_SERVE_LOG_TO_STDERR": "1"}},
+        },
         # Half the slots more than run, so that the next is there when one ends. The others wait for whichever engine
         # has room first.
         max_ongoing_requests=slots + math.ceil(slots / 2),
@@ -94,29 +141,14 @@ def application(engine_dir: Path, options: ServeOptions, replicas: ReplicaOption
         },
         graceful_shutdown_wait_loop_s=_STOP_POLL_S,
         graceful_shutdown_timeout_s=options.drain_timeout_s + _SEND_ERRORS_S,
-        logging_config=logging_config,
-    )(Engine)
-    ingress = serve.deployment(
-        name="Ingress",
-        num_replicas=1 + (replicas.most - 1) // _ENGINES_PER_INGRESS,
-        ray_actor_options={"num_cpus": 0, "runtime_env": shown},
-        max_ongoing_requests=2 * options.max_requests,  # the gate refuses first
-        graceful_shutdown_wait_loop_s=_STOP_POLL_S,
-        graceful_shutdown_timeout_s=options.drain_timeout_s + _SEND_ERRORS_S,
-        logging_config=logging_config,
-    )(serve.ingress()(Ingress))
-    return ingress.bind(engines.bind(engine_dir, engine_options), engine_dir, options)
+        logging_config=log_settings(options),
+    )(serve.ingress()(Engine))
+    return engines.bind(engine_dir, replace(options, threads=threads_of(options, cpus)))
 
 
-def _scale(replicas: ReplicaOptions, slots: int) -> dict[str, Any]:
-    if replicas.most == replicas.replicas:
-        return {"num_replicas": replicas.replicas}
-    scaling = {
-        "min_replicas": replicas.replicas,
-        "max_replicas": replicas.most,
-        "target_ongoing_requests": replicas.target_ongoing_requests or slots,
-    }
-    return {"autoscaling_config": scaling}
+def log_settings(options: ServeOptions) -> LoggingConfig:
+    """Ray's access log is at the level below warnings."""
+    return LoggingConfig(log_level="INFO" if options.access_log else "WARNING", enable_access_log=options.access_log)
 
 
 @dataclass(frozen=True)

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import asyncio
+import fcntl
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import closing
-from dataclasses import dataclass, replace
+import os
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import closing, contextmanager
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ddtree_trt.artifact.files import MANIFEST, sha256_file
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.errors import MAX_COUNT, check_range
+from ddtree_trt.errors import MAX_COUNT, DDTreeError, EngineError, UsageError, check_range
 from ddtree_trt.replicas.options import ReplicaOptions
-from ddtree_trt.replicas.part_worker import PARTS_AT_A_TIME, PartWorker
-from ddtree_trt.replicas.parts import open_parts, rows_per_part
-from ddtree_trt.replicas.requests import read_requests
+from ddtree_trt.replicas.requests import OfflineRequest, read_requests
 from ddtree_trt.runtime.params import MAX_SEED
-from ddtree_trt.serve.options import ServeOptions
+from ddtree_trt.serve.app import open_app
+from ddtree_trt.serve.options import ANSWER_OPTIONS, ServeOptions
+
+Row = dict[str, Any]  # an answer as a line of OpenAI's batch output
+Ask = Callable[[OfflineRequest], "Future[Row]"]  # begins a request
+_REQUESTS_PER_SLOT = 2  # under way at a time, so that the next is there when one ends
 
 
 @dataclass(frozen=True)
@@ -51,75 +59,227 @@ def map_prompts(
     Args:
         engine_dir: the engine; with replicas at the same path on every machine.
         source: JSON lines, as `read_requests` takes them.
-        output: JSON lines in the form of OpenAI's batch output. Until it appears, whole, there is a folder beside it.
-        options: those of the server that concern the engine and its answers: `model_name`, `threads`, `device_rounds`,
-            `exact`, `tensor_parallel_size`, `tool_parser` and `reasoning_parser`.
+        output: JSON lines in the form of OpenAI's batch output. Until it appears, whole, there is `OUTPUT.part`, to
+            which each answer is appended when it is there.
+        options: those of the server that concern the engine and its answers.
         replicas: engines on a Ray cluster; None: one in this process.
         seed: from which the seeds of requests that state none follow.
-        progress: gets the parts that are finished.
+        progress: gets the requests that are answered.
 
     Raises UsageError for a file or an output that cannot be used, ArtifactError for an engine that cannot, EngineError
     when an engine fails; what was answered until then is kept.
     """
     check_range("seed", seed, 0, MAX_SEED)
     engine_dir = engine_dir.resolve()
-    load_manifest(engine_dir)
+    slots = load_manifest(engine_dir).limits.max_batch
     requests = read_requests(source, seed)
-    size = rows_per_part(len(requests))
-    parts = [requests[start : start + size] for start in range(0, len(requests), size)]
     options = replace(
         options or ServeOptions(), max_requests=MAX_COUNT, max_waiting=MAX_COUNT, max_body_bytes=1 << 30,
         request_timeout_s=0.0, api_key=None,
     )  # fmt: skip
     run = {
         "engine": sha256_file(engine_dir / MANIFEST),
-        "requests": hashlib.sha256("\n".join(request.line for request in requests).encode()).hexdigest(),
-        "model_name": options.model_name,
-        "exact": options.exact,
-        "device_rounds": options.device_rounds,
-        "tool_parser": options.tool_parser,
-        "reasoning_parser": options.reasoning_parser,
-        "tensor_parallel_size": options.tensor_parallel_size,
+        "requests": hashlib.sha256(json.dumps([astuple(r) for r in requests]).encode()).hexdigest(),
+        **{name: value for name, value in vars(options).items() if name in ANSWER_OPTIONS and name != "threads"},
     }
-    with open_parts(output, len(parts), run) as made:
-        missing = made.missing()
-        todo = {number: "\n".join(request.line for request in parts[number]) for number in missing}
-        resumed = len(requests) - sum(len(parts[number]) for number in missing)
-        with closing(_answers(engine_dir, options, replicas, todo)) as answers:
-            for done, (number, text) in enumerate(answers, len(parts) - len(missing) + 1):
-                made.write(number, text)
-                progress("parts", done, len(parts))
-        result = _result(made.read(), resumed)
-        made.join()
-    return result
+    with closing(_Answers(output, run)) as answers:
+        resumed = len(answers.places)
+        todo = [request for request in requests if request.custom_id not in answers.places]
+        if todo:
+            engines = (
+                _engine(engine_dir, options) if not replicas else _engines(engine_dir, options, replicas, len(todo))
+            )
+            with engines as starting:
+                for row in _spread(starting, todo, _REQUESTS_PER_SLOT * slots):
+                    answers.append(row)
+                    progress("requests", len(answers.places), len(requests))
+        return answers.finish([request.custom_id for request in requests], resumed)
 
 
-def _answers(
-    engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions | None, todo: dict[int, str]
-) -> Generator[tuple[int, str], None, None]:
-    """Number and answers of each part, in the order in which they are finished."""
-    if not todo:
-        return
-    if replicas is not None:
-        from ddtree_trt.replicas.dataset import answers_by_ray
+def _spread(starting: dict[Future[Any], Ask], todo: Sequence[OfflineRequest], each: int) -> Iterator[Row]:
+    """The answers, in the order in which they come.
 
-        yield from answers_by_ray(engine_dir, options, replicas, todo)
-        return
-    # The engine is closed first, which ends the parts that the pool then waits for.
-    with ThreadPoolExecutor(PARTS_AT_A_TIME) as pool, closing(PartWorker(engine_dir, options)) as worker:
-        futures = {pool.submit(worker, part): number for number, part in todo.items()}
+    Args:
+        starting: how to ask each engine, by what is done when it is there.
+        each: how many requests an engine gets at a time.
+    """
+    free: deque[Ask] = deque()
+    pending: dict[Future[Row], Ask] = {}
+    left = deque(todo)
+    while left or pending:
+        while free and left:
+            ask = free.popleft()
+            pending[ask(left.popleft())] = ask
+        for future in wait([*starting, *pending], return_when=FIRST_COMPLETED).done:
+            result = future.result()
+            if future in starting:
+                free.extend([starting.pop(future)] * each)
+            else:
+                free.append(pending.pop(future))
+                yield result
+
+
+class _Engine:
+    """An engine with the server's application, which answers requests on the event loop that calls it."""
+
+    def __init__(self, engine_dir: Path, options: ServeOptions) -> None:
+        _, self._app = open_app(engine_dir, options)
+
+    async def answer(self, request: OfflineRequest) -> Row:
+        """Raises EngineError when the engine fails."""
+        received = [{"type": "http.request", "body": request.body.encode(), "more_body": False}]
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return received.pop() if received else await asyncio.Future()
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {
+            "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+            "path": request.url, "raw_path": request.url.encode(), "query_string": b"", "root_path": "",
+            "headers": [(b"content-type", b"application/json")], "client": None, "server": None,
+        }  # fmt: skip
+        await self._app(scope, receive, send)
+        status, body = sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+        if status >= 500:
+            raise EngineError(f"request {request.custom_id}: {body.decode(errors='replace')}")
+        answer = json.loads(body)
+        response = {"status_code": status, "request_id": answer.get("id", ""), "body": answer}
+        name = request.custom_id
+        return {"id": f"batch_req_{name}", "custom_id": name, "response": response, "error": None}
+
+    async def close(self) -> None:
+        """End the engine and what is under way."""
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        self._app.close()
+
+
+@contextmanager
+def _engine(engine_dir: Path, options: ServeOptions) -> Iterator[dict[Future[Any], Ask]]:
+    """An engine in this process, with an event loop for it."""
+    engine, loop, there = _Engine(engine_dir, options), asyncio.new_event_loop(), Future[None]()
+    there.set_result(None)
+    thread = threading.Thread(target=loop.run_forever, name="ddtree-offline", daemon=True)
+    thread.start()
+    try:
+        yield {there: lambda request: asyncio.run_coroutine_threadsafe(engine.answer(request), loop)}
+    finally:
+        asyncio.run_coroutine_threadsafe(engine.close(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+
+
+@contextmanager
+def _engines(
+    engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions, requests: int
+) -> Iterator[dict[Future[Any], Ask]]:
+    """Engines as Ray's actors, no more than there are requests. One that is lost is started again, and what it had
+    under way with it."""
+    import ray
+
+    from ddtree_trt.replicas.cluster import connected, resources_per_replica, threads_of
+
+    with connected() as started:
+        backend, ranks = load_manifest(engine_dir).backend, options.tensor_parallel_size
+        cpus, gpus = resources_per_replica(backend, replicas, ranks, check=started)
+        actor: Any = ray.remote(_Engine).options(
+            num_cpus=cpus, num_gpus=gpus, max_concurrency=1000, max_restarts=3, max_task_retries=3
+        )
+        options = replace(options, threads=threads_of(options, cpus))
+        engines = [actor.remote(engine_dir, options) for _ in range(min(replicas.most, requests))]
+
+        def asking(engine: Any) -> Ask:
+            return lambda request: engine.answer.remote(request).future()
+
         try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            yield {engine.__ray_ready__.remote().future(): asking(engine) for engine in engines}
+        except ray.exceptions.RayError as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise EngineError(f"an engine failed: {reason}; the answers that are there are kept") from error
 
 
-def _result(texts: Iterator[str], resumed: int) -> OfflineResult:
-    found: Counter[str] = Counter()
-    for line in (line for text in texts for line in text.split("\n")[:-1]):
-        response = json.loads(line)["response"]
-        found["rows"] += 1
-        found["refused"] += response["status_code"] != 200
-        found["tokens"] += response["body"].get("usage", {}).get("completion_tokens", 0)
-    return OfflineResult(found["rows"], found["refused"], found["tokens"], resumed)
+class _Answers:
+    """`OUTPUT.part`: a line that says what the answers follow from, then the answers, in the order they came."""
+
+    def __init__(self, output: Path, run: Mapping[str, object]) -> None:
+        """The answers that an interrupted run has left, or none. Raises UsageError when the output is there already,
+        when they are another run's, or when a run that is still going on writes them."""
+        self._output = output
+        self._part = output.with_name(output.name + ".part")
+        self.places: dict[str, int] = {}  # where the answers begin, by `custom_id`
+        if output.exists():
+            raise UsageError(f"{output} is there already; remove it or choose another --output-file")
+        with self._disk_errors():
+            self._part.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._part.open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"another run writes {output}; wait for it or choose another --output-file") from None
+        self._file.seek(0)
+        end = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):  # of a run that was killed while it wrote this
+                break
+            row = json.loads(line)
+            if end:
+                self.places[row["custom_id"]] = end
+            elif row != run:
+                self._refuse(row, run)
+            end += len(line)
+        self._file.truncate(end)
+        if not end:
+            self._write(run)
+
+    def _refuse(self, before: Mapping[str, object], run: Mapping[str, object]) -> None:
+        name = next(name for name in sorted({**before, **run}) if before.get(name) != run.get(name))
+        raise UsageError(
+            f"{self._part} has answers of a run with another {name} ({before.get(name)}, here {run.get(name)}); go on "
+            "with that one, or remove the file"
+        )
+
+    def append(self, answer: Mapping[str, Any]) -> None:
+        """Add an answer. Raises DDTreeError where the disk does not take it."""
+        place = self._file.seek(0, os.SEEK_END)
+        self._write(answer)
+        self.places[answer["custom_id"]] = place
+
+    def _write(self, row: Mapping[str, Any]) -> None:
+        with self._disk_errors():
+            self._file.write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+            self._file.flush()
+
+    def finish(self, order: Sequence[str], resumed: int) -> OfflineResult:
+        """Write the output in this order, and remove the part. Raises as `append` does."""
+        found: Counter[str] = Counter()
+        whole = self._output.with_name(self._output.name + ".tmp")
+        with self._disk_errors():
+            with whole.open("wb") as file:
+                for custom_id in order:
+                    self._file.seek(self.places[custom_id])
+                    line = self._file.readline()
+                    file.write(line)
+                    response = json.loads(line)["response"]
+                    found["refused"] += response["status_code"] != 200
+                    found["tokens"] += response["body"].get("usage", {}).get("completion_tokens", 0)
+                file.flush()
+                os.fsync(file.fileno())
+            whole.replace(self._output)
+            self._part.unlink()
+        return OfflineResult(len(order), found["refused"], found["tokens"], resumed)
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = f"cannot write {self._output}: {error.strerror}"
+            raise DDTreeError(f"{reason}; free some space, then the same command goes on with what is there") from error
+
+    def close(self) -> None:
+        self._file.close()

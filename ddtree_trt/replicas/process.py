@@ -11,13 +11,12 @@ from queue import SimpleQueue
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import LoggingConfig
 
 from ddtree_trt import errors
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.errors import UsageError
-from ddtree_trt.replicas.cluster import check_room, connected, resources_per_replica, starting
-from ddtree_trt.replicas.deployment import application
+from ddtree_trt.replicas.cluster import connected, resources_per_replica, starting
+from ddtree_trt.replicas.deployment import application, log_settings
 from ddtree_trt.replicas.options import ReplicaOptions
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.server import listen
@@ -42,30 +41,28 @@ def serve_replicas(engine_dir: Path, options: ServeOptions, replicas: ReplicaOpt
     with listen(options) as listener:  # that the address can be used, and which port 0 stands for
         port = listener.getsockname()[1]
     with connected() as started:
-        if started:
-            check_room(manifest.backend, replicas, options.tensor_parallel_size)
-        elif serve.status().applications:
+        cpus, gpus = resources_per_replica(manifest.backend, replicas, options.tensor_parallel_size, check=started)
+        if not started and serve.status().applications:
             raise UsageError(
                 "Ray Serve runs applications on this cluster already; deploy beside them with: "
                 f"serve run ddtree_trt.replicas.deployment:app engine_dir={engine_dir.resolve()}"
             )
-        cpus, gpus = resources_per_replica(manifest.backend, replicas, options.tensor_parallel_size)
         try:
             with starting("Ray Serve"):
                 serve.start(
                     http_options={"host": options.host, "port": port},
-                    logging_config=LoggingConfig(log_level="WARNING"),
+                    logging_config=log_settings(options),
                     controller_options={
                         "runtime_env": {"env_vars": {name: os.environ.get(name, v) for name, v in _CONTROLLER.items()}}
                     },
                 )
-            ingress = _run(engine_dir, options, replicas)
+            engines = _run(engine_dir, options, replicas)
             count = f"{replicas.replicas}" + f" to {replicas.most}" * (replicas.most > replicas.replicas)
             each = f"{manifest.limits.max_batch} slots, {_count(cpus, 'CPU')}" + f", {_count(gpus, 'GPU')}" * bool(gpus)
             host = f"[{options.host}]" if ":" in options.host else options.host
             name = options.model_name or manifest.name
             ready = f"serving {name} ({count} replicas of {each}, by Ray) on http://{host}:{port}"
-            _serve_until_signals(ready, ingress, options.drain_timeout_s)
+            _serve_until_signals(ready, engines, options.drain_timeout_s)
         finally:
             serve.shutdown()
 
@@ -87,7 +84,7 @@ def _run(engine_dir: Path, options: ServeOptions, replicas: ReplicaOptions) -> D
             raise RuntimeError(reason) from error
 
 
-def _serve_until_signals(ready: str, ingress: DeploymentHandle[object], drain_timeout_s: float) -> None:
+def _serve_until_signals(ready: str, engines: DeploymentHandle[object], drain_timeout_s: float) -> None:
     """Print `ready` and wait for SIGTERM or SIGINT, then until the requests under way have finished; a second signal
     ends them."""
     signals: SimpleQueue[int] = SimpleQueue()
@@ -97,17 +94,17 @@ def _serve_until_signals(ready: str, ingress: DeploymentHandle[object], drain_ti
     try:
         print(ready, flush=True)  # who reads it may send a signal
         signals.get()
-        asyncio.run(_drain(ingress, drain_timeout_s, signals))
+        asyncio.run(_drain(engines, drain_timeout_s, signals))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-async def _drain(ingress: DeploymentHandle[object], timeout_s: float, signals: SimpleQueue[int]) -> None:
-    drained = asyncio.ensure_future(ingress.broadcast("drain", timeout_s).results_async())
+async def _drain(engines: DeploymentHandle[object], timeout_s: float, signals: SimpleQueue[int]) -> None:
+    drained = asyncio.ensure_future(engines.broadcast("drain", timeout_s).results_async())
     while not drained.done():
         await asyncio.wait({drained}, timeout=_POLL_S)
         if not signals.empty():
             signals.get()
-            await ingress.broadcast("end_all").results_async()
+            await engines.broadcast("end_all").results_async()
     drained.result()

@@ -21,14 +21,6 @@ class OfflineRequest:
     url: str
     body: str  # JSON
 
-    @property
-    def line(self) -> str:
-        return json.dumps([self.custom_id, self.url, self.body])
-
-    @classmethod
-    def parse(cls, line: str) -> OfflineRequest:
-        return cls(*json.loads(line))
-
 
 def read_requests(path: Path, seed: int) -> list[OfflineRequest]:
     """The requests of a file.
@@ -43,23 +35,20 @@ def read_requests(path: Path, seed: int) -> list[OfflineRequest]:
         lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from error
-    requests: list[OfflineRequest] = []
-    places: dict[str, int] = {}
+    requests: dict[str, OfflineRequest] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             request = _request(line, number, seed)
+            if request.custom_id in requests:
+                raise UsageError(f"custom_id {shown(request.custom_id)} is that of an earlier line, too")
         except UsageError as error:
             raise UsageError(f"{path}, line {number}: {error}") from error
-        if (before := places.setdefault(request.custom_id, number)) != number:
-            raise UsageError(
-                f"{path}, line {number}: custom_id {shown(request.custom_id)} is that of line {before}, too"
-            )
-        requests.append(request)
+        requests[request.custom_id] = request
     if not requests:
         raise UsageError(f"{path} has no requests; give one JSON object per line")
-    return requests
+    return list(requests.values())
 
 
 def _request(line: str, number: int, seed: int) -> OfflineRequest:
@@ -72,35 +61,21 @@ def _request(line: str, number: int, seed: int) -> OfflineRequest:
     custom_id = row.pop("custom_id", str(number))
     if not isinstance(custom_id, str):
         raise UsageError(f"custom_id must be a text, not {shown(custom_id)}")
-    if "body" in row:
-        body, url = row["body"], str(row.get("url"))
+    body: Any = row.get("body", row)
+    if not isinstance(body, dict):
+        raise UsageError(f"body must be an object, not {shown(body)}")
+    if body is not row:
+        url = str(row.get("url"))
         if url not in _URLS.values():
             raise UsageError(f"url must be {' or '.join(_URLS.values())}, not {shown(row.get('url'))}")
-        if not isinstance(body, dict):
-            raise UsageError(f"body must be an object, not {shown(body)}")
     else:
-        body = row
         fields = [field for field in _URLS if field in body]
         if len(fields) != 1:
-            raise UsageError(
-                f"either {' or '.join(_URLS)}, or a body with a url is expected; the object has {shown([*row])}"
-            )
+            either = " or ".join(_URLS)
+            raise UsageError(f"either {either}, or a body with a url is expected; the object has {shown([*row])}")
         url = _URLS[fields[0]]
     if body.get("stream"):
         raise UsageError("stream cannot be had in a file; leave it out")
     if body.get("seed") is None:
-        body["seed"] = _seed(seed, number)
+        body["seed"] = int.from_bytes(hashlib.sha256(f"{seed}:{number}".encode()).digest()[:4], "big")
     return OfflineRequest(custom_id, url, json.dumps(body))
-
-
-def _seed(seed: int, number: int) -> int:
-    """A seed of 32 bits."""
-    return int.from_bytes(hashlib.sha256(f"{seed}:{number}".encode()).digest()[:4], "big")
-
-
-def answer_line(request: OfflineRequest, status: int, body: bytes) -> str:
-    """The answer as a line of OpenAI's batch output."""
-    answer: dict[str, Any] = json.loads(body)
-    response = {"status_code": status, "request_id": answer.get("id", ""), "body": answer}
-    row = {"id": f"batch_req_{request.custom_id}", "custom_id": request.custom_id, "response": response, "error": None}
-    return json.dumps(row, ensure_ascii=False)

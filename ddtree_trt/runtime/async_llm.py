@@ -23,8 +23,9 @@ from ddtree_trt.runtime.callers import OwnerProcess
 from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.core import open_core
 from ddtree_trt.runtime.decoding.loop import Watcher
+from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.outputs import RequestOutput
-from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
+from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.request_maker import Request
 from ddtree_trt.runtime.submission import Active, Submission
 from ddtree_trt.runtime.text.codec import Prompt, Tools
@@ -41,11 +42,7 @@ class AsyncLLM:
 
     Args:
         engine_dir: directory written by `ddtree-trt build`.
-        threads: CPU threads of the engine; 0 chooses.
-        device_rounds: as for LLM.
-        exact: as for LLM.
-        tensor_parallel_size: as for LLM.
-        progress: as for LLM.
+        options, progress, fields: as for LLM.
         max_waiting: sequences that may wait for a slot before `QueueFull` is raised; None is unlimited.
         on_finished: called on the worker thread with every request that ended, for whatever reason; it must be quick.
             Its exceptions are logged and ignored.
@@ -57,24 +54,15 @@ class AsyncLLM:
     def __init__(
         self,
         engine_dir: str | Path,
+        options: EngineOptions | None = None,
         *,
-        threads: int = 0,
-        device_rounds: DeviceRoundsMode = "auto",
-        exact: bool | None = None,
-        tensor_parallel_size: int = 1,
         progress: Progress = no_progress,
         max_waiting: int | None = None,
         on_finished: Callable[[Request], None] | None = None,
+        **fields: Any,
     ) -> None:
         self._owner = OwnerProcess("AsyncLLM")
-        self.core = open_core(
-            Path(engine_dir),
-            threads=threads,
-            exact=exact,
-            tensor_parallel_size=tensor_parallel_size,
-            device_rounds=device_rounds,
-            progress=progress,
-        )
+        self.core = open_core(Path(engine_dir), options, progress=progress, **fields)
         self.engine = self.core.engine
         self.codec = self.core.codec
         self.max_waiting = max_waiting

@@ -8,9 +8,10 @@ from __future__ import annotations
 import weakref
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.errors import UsageError
+from ddtree_trt.records import with_fields
 from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.decoding.budget.costs import Costs
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets, Proposes
@@ -18,7 +19,7 @@ from ddtree_trt.runtime.decoding.routing import check_mode
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.engines.load import closed_on_failure, open_engine
 from ddtree_trt.runtime.engines.profile import load_or_measure, store
-from ddtree_trt.runtime.params import DeviceRoundsMode, check_device_rounds
+from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 from ddtree_trt.runtime.request_maker import Request, RequestMaker
 from ddtree_trt.runtime.scheduler import Scheduler
 from ddtree_trt.runtime.text.codec import TextCodec
@@ -32,17 +33,16 @@ class EngineCore:
         engine: Engine,
         codec: TextCodec,
         budgets: AutoBudgets,
+        options: EngineOptions = DEFAULTS,
         *,
         directory: Path | None = None,
-        device_rounds: DeviceRoundsMode = "auto",
-        profile: bool = False,
     ) -> None:
         """`directory`: that of the engine, which gets what rounds have shown of its costs; None for one without."""
         self.engine = engine
         self.codec = codec
         self._budgets = budgets
-        self.maker = RequestMaker(engine, codec, budgets, device_rounds=device_rounds)
-        self.scheduler = Scheduler(engine, profile=profile)
+        self.maker = RequestMaker(engine, codec, budgets, device_rounds=options.device_rounds)
+        self.scheduler = Scheduler(engine, profile=options.exact_stage_times)
         # Also where nobody closes the core, when it or the process ends.
         self._save = weakref.finalize(self, _save_costs, directory, budgets.costs)
 
@@ -95,39 +95,25 @@ def _save_costs(directory: Path | None, costs: Costs) -> None:
 
 def open_core(
     directory: Path,
+    options: EngineOptions | None = None,
     *,
-    threads: int = 0,
     warm: bool = True,
-    exact: bool | None = None,
-    tensor_parallel_size: int = 1,
-    device_rounds: DeviceRoundsMode = "auto",
-    profile: bool = False,
     progress: Progress = no_progress,
+    **fields: Any,
 ) -> EngineCore:
-    """Open the engine in `directory` and assemble its core. Options and errors are those of `open_engine`.
-
-    Also raises UsageError where `device_rounds` is not a mode, or not one of this engine.
-    """
-    if tensor_parallel_size != 1 and device_rounds == "on":
-        raise UsageError("device_rounds is on, but a target that is split has rounds on the host only; use auto or off")
-    engine = open_engine(
-        directory,
-        threads=threads,
-        warm=warm,
-        exact=exact,
-        tensor_parallel_size=tensor_parallel_size,
-        progress=progress,
-    )
+    """Open the engine in `directory` and assemble its core. Arguments and errors are those of `open_engine`; also
+    raises UsageError where the engine has no rounds on the device and `device_rounds` is on."""
+    options = with_fields(EngineOptions, options, fields)
+    engine = open_engine(directory, options, warm=warm, progress=progress)
     with closed_on_failure(engine):
-        return assemble_core(directory, engine, device_rounds=device_rounds, profile=profile, progress=progress)
+        return assemble_core(directory, engine, options, progress=progress)
 
 
 def assemble_core(
     directory: Path,
     engine: Engine,
+    options: EngineOptions = DEFAULTS,
     *,
-    device_rounds: DeviceRoundsMode = "auto",
-    profile: bool = False,
     progress: Progress = no_progress,
 ) -> EngineCore:
     """The core of an open engine, whose directory holds the tokenizer and the latency profile.
@@ -135,7 +121,7 @@ def assemble_core(
     Latencies are measured here, for some seconds, where the profile of this machine is missing: automatic budgets need
     the costs from the first round on, and slot 0, which is measured, must be free.
     """
-    check_mode(check_device_rounds(device_rounds), engine)  # before the measurement, which takes seconds
+    check_mode(options.device_rounds, engine)  # before the measurement, which takes seconds
     codec = TextCodec(directory, engine.manifest.chat_template_args)
     manifest, latencies = engine.manifest, load_or_measure(directory, engine, progress)
     max_nodes, kind = manifest.limits.max_tree_budget, manifest.drafting
@@ -143,4 +129,4 @@ def assemble_core(
     depth = min(max_nodes, kind.longest_draft)
     nodes = depth if proposes == "tokens" else max_nodes
     budgets = AutoBudgets(Costs(latencies, nodes, engine.buckets), nodes, depth, proposes)
-    return EngineCore(engine, codec, budgets, directory=directory, device_rounds=device_rounds, profile=profile)
+    return EngineCore(engine, codec, budgets, options, directory=directory)

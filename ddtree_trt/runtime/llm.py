@@ -16,8 +16,9 @@ from ddtree_trt.runtime.callers import Callers
 from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.core import open_core
 from ddtree_trt.runtime.decoding.loop import Watcher
+from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.outputs import RequestOutput
-from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
+from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.request_maker import Request
 from ddtree_trt.runtime.text.codec import Messages, Prompt, Tools, as_prompts
 
@@ -29,17 +30,7 @@ class LLM:
 
     Args:
         engine_dir: directory written by `ddtree-trt build`.
-        threads: CPU threads of the engine; 0 chooses automatically.
-        profile: exact times of the stages in `metrics.stage_s`: each then waits for the GPU, so rounds take longer.
-            Without it, work that a stage leaves on the GPU is timed in the next one that waits.
-        device_rounds: whether rounds stay on the device. `auto`: on a GPU, for every request that they can serve;
-            `on`: refuse other requests; `off`: never. `metrics` of an output have the choice and its reason.
-        exact: of engines of the onnxruntime backend, whether every token is emitted from logits with the bits that `ar`
-            computes, so that its tokens are those of all methods. Single tokens take longer then. None: for int8
-            engines.
-        tensor_parallel_size: of engines of the torch backend, over how many GPUs the target is split, each with a
-            process; without a GPU, over how many processes. Needs a script whose work is under
-            `if __name__ == "__main__":`, because the other processes import it.
+        options: how to open it; `fields` are fields of `EngineOptions` over these, as `LLM("engine", threads=4)`.
         progress: called with the passes that warm up an engine on a GPU: stage, passes made, passes in all.
 
     An engine of the torch backend on a GPU changes settings of PyTorch for the whole process and for good: products of
@@ -53,23 +44,12 @@ class LLM:
     def __init__(
         self,
         engine_dir: str | Path,
+        options: EngineOptions | None = None,
         *,
-        threads: int = 0,
-        profile: bool = False,
-        device_rounds: DeviceRoundsMode = "auto",
-        exact: bool | None = None,
-        tensor_parallel_size: int = 1,
         progress: Progress = no_progress,
+        **fields: Any,
     ) -> None:
-        self.core = open_core(
-            Path(engine_dir),
-            threads=threads,
-            exact=exact,
-            tensor_parallel_size=tensor_parallel_size,
-            device_rounds=device_rounds,
-            profile=profile,
-            progress=progress,
-        )
+        self.core = open_core(Path(engine_dir), options, progress=progress, **fields)
         self.engine = self.core.engine
         self.codec = self.core.codec
         self._callers = Callers()

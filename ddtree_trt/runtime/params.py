@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal
 
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
@@ -23,8 +23,6 @@ MAX_LOGPROBS = 20
 MAX_SEED = 2**64 - 1
 
 # Whether rounds stay on the device. auto: where the engine has a GPU, for requests they can serve; on: refuse others.
-DeviceRoundsMode = Literal["auto", "on", "off"]
-DEVICE_ROUNDS: tuple[str, ...] = get_args(DeviceRoundsMode)
 
 Endpoint = Literal["chat", "completions"]
 BOTH: Mapping[Endpoint, str] = {"chat": "", "completions": ""}
@@ -346,10 +344,3 @@ PARAMETERS: Mapping[str, Parameter] = {
     field.name: dataclasses.replace(field.metadata["row"], name=field.name)
     for field in dataclasses.fields(SamplingParams)
 }
-
-
-def check_device_rounds(mode: str) -> DeviceRoundsMode:
-    """The mode, checked. Raises UsageError for any other text."""
-    if mode not in DEVICE_ROUNDS:
-        raise UsageError(f"device_rounds must be one of {', '.join(DEVICE_ROUNDS)}, not {shown(mode)}")
-    return cast(DeviceRoundsMode, mode)

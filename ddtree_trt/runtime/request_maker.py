@@ -18,8 +18,9 @@ from ddtree_trt.runtime.decoding.policies import TreePlan
 from ddtree_trt.runtime.decoding.routing import Route, choose_route
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines.base import Engine
+from ddtree_trt.runtime.options import DeviceRoundsMode
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput, Usage
-from ddtree_trt.runtime.params import DeviceRoundsMode, SamplingParams
+from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.sequence import Sequence
 from ddtree_trt.runtime.stats import merge
 from ddtree_trt.runtime.structured.compiler import GrammarCompiler

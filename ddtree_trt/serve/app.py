@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -34,15 +34,20 @@ from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.playground import routes as playground
 from ddtree_trt.serve.service import Service
 
+MetricsPage = Callable[[str], Awaitable[tuple[bytes, str]]]  # page and content type, by the header Accept
+
 
 def open_app(
-    engine_dir: Path, options: ServeOptions, progress: Progress = no_progress, *, counts_answers: bool = True
+    engine_dir: Path,
+    options: ServeOptions,
+    progress: Progress = no_progress,
+    metrics_page: MetricsPage | None = None,
 ) -> tuple[AsyncLLM, Gate]:
-    """Load an engine; returns it and its ASGI application. `progress` and errors are those of AsyncLLM. Without
-    `counts_answers` its metrics count no HTTP answers, because whoever calls the application does."""
+    """Load an engine; returns it and its ASGI application. `progress` and errors are those of AsyncLLM. `metrics_page`
+    is answered to scrapers in place of the page of this engine alone."""
     manifest = load_manifest(engine_dir)
     vllm_model = (options.model_name or manifest.name) if options.vllm_metrics else None
-    metrics = Metrics(manifest, vllm_model, answers=counts_answers)
+    metrics = Metrics(manifest, vllm_model)
 
     def finished(request: EngineRequest) -> None:
         metrics.finished(request)
@@ -52,10 +57,7 @@ def open_app(
     examples = read_examples(engine_dir) if options.playground else None
     llm = AsyncLLM(
         engine_dir,
-        threads=options.threads,
-        device_rounds=options.device_rounds,
-        exact=options.exact,
-        tensor_parallel_size=options.tensor_parallel_size,
+        options,
         progress=progress,
         max_waiting=options.max_waiting,
         on_finished=finished,
@@ -64,10 +66,16 @@ def open_app(
         llm.codec.use_template(options.chat_template)
     if llm.tokenizer.chat_template:
         chat_template.wait()
-    return llm, create_app(llm, metrics, options, examples)
+    return llm, create_app(llm, metrics, options, examples, metrics_page)
 
 
-def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions, examples: Examples | None) -> Gate:
+def create_app(
+    llm: AsyncLLM,
+    metrics: Metrics,
+    options: ServeOptions,
+    examples: Examples | None,
+    metrics_page: MetricsPage | None = None,
+) -> Gate:
     """The ASGI application over an engine, which it shuts down when it ends. `examples` are for the playground."""
     chat_format = ChatFormat(llm.codec, options.tool_parser, options.reasoning_parser)
     service = Service(llm, metrics, options, chat_format)
@@ -82,7 +90,7 @@ def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions, examples:
     app = _App(
         title="ddtree-trt", version=__version__, lifespan=life, docs_url=None, redoc_url=None, redirect_slashes=False
     )
-    gate = Gate(app, options, metrics)
+    gate = Gate(app, options, metrics, service.close)
     errors.install(app, lambda: metrics.retry_after_s)
 
     @app.post("/v1/chat/completions", response_class=JSONResponse, openapi_extra=_body_schema(ChatRequest))
@@ -115,7 +123,8 @@ def create_app(llm: AsyncLLM, metrics: Metrics, options: ServeOptions, examples:
 
     @app.get("/metrics")
     async def prometheus(request: Request) -> Response:
-        page, content_type = metrics.page(request.headers.get("accept", ""))
+        accept = request.headers.get("accept", "")
+        page, content_type = metrics.page(accept) if metrics_page is None else await metrics_page(accept)
         return Response(page, headers={"Content-Type": content_type})
 
     _add_tools(app, service)

@@ -96,9 +96,10 @@ class Connection(H11Protocol):
         cycle = self.cycle
         if not self._answering or cycle.more_body or cycle.scope["http_version"] == "1.0":
             return False
-        # An answer that has begun and is not complete is a stream of events, and the data a comment among them.
-        probe = h11.Data(b":\n\n") if cycle.response_started else h11.InformationalResponse(status_code=100, headers=[])
-        self.transport.write(self.conn.send(probe))
+        if not cycle.response_started:
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[])))
+        elif cycle.scope["state"].get("streams"):  # a comment among the events
+            self.transport.write(self.conn.send(h11.Data(b":\n\n")))
         self._look()
         return True
 

@@ -1,15 +1,16 @@
 """The gate in front of the API: keys, limits on sizes, numbers and times, and detection of disconnected clients.
 
-An ASGI middleware rather than a framework's hooks, because it must watch the connection while the answer is being made:
-a client that disconnects ends its request at once, streaming or not.
+An ASGI middleware, because it must watch the connection while the answer is being made: a client that disconnects ends
+its request at once, streaming or not. uvicorn's `limit_concurrency` counts connections, those of `/health` too, and
+refuses in plain text.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from starlette.middleware.cors import CORSMiddleware
@@ -21,7 +22,6 @@ from ddtree_trt.serve.openai.answers import event
 from ddtree_trt.serve.options import ServeOptions
 from ddtree_trt.serve.playground.routes import PAGE
 
-OPEN = ("/health", "/metrics")  # always answered, without a key: for monitoring
 _SEND_ERROR_S = 1.0  # timeout for the error that ended a request: a client may not read
 _SEND_ERRORS_S = 1.5  # timeout for the errors of all requests that a drain ended
 _LINGER_BYTES = 32 << 20  # of a refused body that are still read, so that a client that is sending it sees the answer
@@ -42,39 +42,54 @@ def with_origins(gate: Gate, options: ServeOptions) -> ASGIApp:
 
 
 class Gate:
-    """Counts and bounds the open requests."""
+    """Counts and bounds the open requests. `close` releases the engine, where no server ends the application.
 
-    def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
+    A request ends when its answer is complete, its client disconnects, its time is up or `end_all` is called; then the
+    exit stack `scope["state"]["cleanup"]`, to which the endpoint adds contexts, is closed.
+    """
+
+    def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics, close: Callable[[], None]) -> None:
         self._app = app
         self._options = options
-        self._metrics = metrics
-        self._open = {*OPEN, *(PAGE if options.playground else ())}
+        self.metrics = metrics
+        self.close = close
+        # Always answered, without a key: for monitoring, and a page that asks for the key.
+        self._open = {"/health", "/metrics", *(PAGE if options.playground else ())}
         self._key = None if options.api_key is None else f"Bearer {options.api_key}".encode()
-        self._exchanges: set[_Exchange] = set()
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._under_way: set[asyncio.Task[None]] = set()
+        self.idle = asyncio.Event()  # while no request is open
+        self.idle.set()
         self.draining = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in self._open:
             await self._app(scope, receive, send)
             return
-        refusal = self._refusal(scope)
-        answer = _Answer(send, self._metrics)
-        if refusal is not None:
+        answer = _Answer(scope, send, self.metrics)
+        if (refusal := self._refusal(scope)) is not None:
             if b"expect" not in dict(scope["headers"]):  # with it, the client waits for permission and has sent nothing
                 await _discard_body(receive)
-            await refusal.response()(scope, receive, answer.send)
+            await answer.send_error(refusal)
             return
-        exchange = _Exchange(self._app, scope, receive, answer, self._options)
-        self._exchanges.add(exchange)
-        self._idle.clear()
+        limit_s = self._options.request_timeout_s
+        work = asyncio.ensure_future(self._respond(scope, receive, answer))
+        self._under_way.add(work)
+        self.idle.clear()
         try:
-            await exchange.run()
+            in_time, _ = await asyncio.wait({work}, timeout=limit_s or None)
+            work.cancel()
+            await asyncio.wait({work})
+            error = timed_out(limit_s) if not in_time else shutting_down() if work.cancelled() else work.exception()
+            if isinstance(error, ApiError):
+                with suppress(asyncio.TimeoutError):  # the server closes the connection of an incomplete answer
+                    await asyncio.wait_for(answer.send_error(error), _SEND_ERROR_S)
+            elif error is not None and not answer.complete:
+                raise error  # the server then closes the connection
         finally:
-            self._exchanges.discard(exchange)
-            if not self._exchanges:
-                self._idle.set()
+            work.cancel()
+            self._under_way.discard(work)
+            if not self._under_way:
+                self.idle.set()
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """The error for a refused request; None for an accepted one."""
@@ -84,133 +99,103 @@ class Gate:
             return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer", **CLOSE})
         if self.draining:
             return shutting_down()
-        if len(self._exchanges) >= self._options.max_requests:
-            message = f"{len(self._exchanges)} requests are under way, as many as this server takes; try again later"
-            refusal = overloaded(message, self._metrics.retry_after_s)
+        if len(self._under_way) >= self._options.max_requests:
+            message = f"{len(self._under_way)} requests are under way, as many as this server takes; try again later"
+            refusal = overloaded(message, self.metrics.retry_after_s)
             refusal.headers.update(CLOSE)  # the rest of the body will not be read
             return refusal
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length) > self._options.max_body_bytes:
-            return _body_too_large(self._options.max_body_bytes)
+            return self._body_too_large()
         return None
+
+    def _body_too_large(self) -> ApiError:
+        message = f"the body is larger than the {self._options.max_body_bytes} bytes this server takes"
+        return ApiError(413, message, code="body_too_large", headers=CLOSE)
+
+    async def _respond(self, scope: Scope, receive: Receive, answer: _Answer) -> None:
+        """Answer a request whose client stays. Raises what the application raises."""
+        body, more = bytearray(), True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
+            if len(body) > self._options.max_body_bytes:
+                if more:
+                    await _discard_body(receive)
+                raise self._body_too_large()
+        whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
+
+        async def replay() -> Message:  # a second call never returns: the connection is watched here
+            return whole.pop() if whole else await asyncio.get_running_loop().create_future()
+
+        async def disconnect() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        with ExitStack() as cleanup:
+            scope = {**scope, "state": {**scope.get("state", {}), "cleanup": cleanup}}
+            work = asyncio.ensure_future(self._app(scope, replay, answer.send))
+            ends: set[asyncio.Future[Any]] = {work, asyncio.ensure_future(disconnect())}
+            try:
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in ends:
+                    task.cancel()
+                await asyncio.wait(ends)
+        if not work.cancelled():
+            work.result()
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests from now on, and wait until those open have finished. After `timeout_s`, end the rest."""
         self.draining = True
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.idle.wait(), timeout_s)
         self.end_all()
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), _SEND_ERRORS_S)
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self.idle.wait(), _SEND_ERRORS_S)
 
     def end_all(self) -> None:
         """End all open requests with an error for their clients."""
-        for exchange in list(self._exchanges):
-            exchange.end(shutting_down())
+        for work in self._under_way:
+            work.cancel()
 
 
 class _Answer:
-    """Sends an answer, and records its progress."""
+    """Sends an answer, and records its progress. `scope["state"]["streams"]` says whether it is a stream of events."""
 
-    def __init__(self, send: Send, metrics: Metrics) -> None:
+    def __init__(self, scope: Scope, send: Send, metrics: Metrics) -> None:
+        self._state = scope.setdefault("state", {})
+        self._scope = scope
         self._send = send
         self._metrics = metrics
         self.started = False
         self.complete = False
-        self.streams = False
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.started = True
-            self.streams = dict(message["headers"]).get(b"content-type", b"").startswith(b"text/event-stream")
+            content_type = dict(message["headers"]).get(b"content-type", b"")
+            self._state["streams"] = content_type.startswith(b"text/event-stream")
             if message["status"] >= 400:
                 self._metrics.refused(message["status"])
         await self._send(message)
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             self.complete = True
 
+    async def send_error(self, error: ApiError) -> None:
+        """Send the error, as the answer or as a stream's last event. No [DONE] follows it."""
+        if not self.started:
+            await error.response()(self._scope, _nothing, self.send)
+        elif self._state["streams"] and not self.complete:
+            body = event(error.body()).encode()
+            await self.send({"type": "http.response.body", "body": body, "more_body": False})
 
-class _Exchange:
-    """One request with its answer. It ends when the answer is complete, the client disconnects, or `end` is called;
-    then the exit stack `scope["state"]["cleanup"]`, to which the endpoint adds contexts, is closed."""
 
-    def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, answer: _Answer, options: ServeOptions) -> None:
-        self._app = app
-        self._scope = scope
-        self._receive = receive
-        self._answer = answer
-        self._options = options
-        loop = asyncio.get_running_loop()
-        self._body: asyncio.Future[bytes] = loop.create_future()
-        self._ended: asyncio.Future[ApiError] = loop.create_future()
-        self._replayed = False
-
-    def end(self, reason: ApiError) -> None:
-        """End the exchange, with this error for the client. Later calls have no effect."""
-        if not self._ended.done():
-            self._ended.set_result(reason)
-
-    async def run(self) -> None:
-        """Answer the request. An ApiError of the application is sent as that of `end` is; another exception is raised,
-        unless the answer was complete."""
-        limit = self._options.request_timeout_s
-        timer = asyncio.get_running_loop().call_later(limit, self.end, timed_out(limit)) if limit else None
-        with ExitStack() as cleanup:
-            if timer is not None:
-                cleanup.callback(timer.cancel)
-            scope = {**self._scope, "state": {**self._scope.get("state", {}), "cleanup": cleanup}}
-            work = asyncio.ensure_future(self._app(scope, self._replay, self._answer.send))
-            client = asyncio.ensure_future(self._read())
-            ends: set[asyncio.Future[Any]] = {work, client, self._ended}
-            try:
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for task in (work, client):
-                    task.cancel()
-                await asyncio.wait({work, client})
-        error = next((t.exception() for t in (work, client) if not t.cancelled() and t.exception()), None)
-        if self._ended.done():
-            await self._send_reason(self._ended.result())
-        elif isinstance(error, ApiError):
-            await self._send_reason(error)
-        elif error is not None and not self._answer.complete:
-            raise error  # the server then closes the connection, which a complete answer does not need
-
-    async def _read(self) -> None:
-        """Collect the body, then wait until the client disconnects."""
-        body = bytearray()
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            if len(body) > self._options.max_body_bytes:
-                if message.get("more_body", False):
-                    await _discard_body(self._receive)
-                self.end(_body_too_large(self._options.max_body_bytes))
-                return
-            if not message.get("more_body", False) and not self._body.done():
-                self._body.set_result(bytes(body))
-
-    async def _replay(self) -> Message:
-        """The whole body as one message. A second call never returns: the gate watches the connection."""
-        if self._replayed:
-            await asyncio.get_running_loop().create_future()
-        self._replayed = True
-        return {"type": "http.request", "body": await self._body, "more_body": False}
-
-    async def _send_reason(self, reason: ApiError) -> None:
-        """Send the error, as the answer or as a stream's last event. It is dropped where the client does not read; the
-        server closes the connection of an incomplete answer."""
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._send_error(reason), _SEND_ERROR_S)
-
-    async def _send_error(self, reason: ApiError) -> None:
-        if not self._answer.started:
-            await reason.response()(self._scope, self._receive, self._answer.send)
-        elif self._answer.streams and not self._answer.complete:
-            body = event(reason.body()).encode()
-            await self._answer.send({"type": "http.response.body", "body": body, "more_body": False})
+async def _nothing() -> Message:
+    return {"type": "http.disconnect"}
 
 
 async def _discard_body(receive: Receive) -> None:
@@ -225,10 +210,5 @@ async def _discard_body(receive: Receive) -> None:
             if message["type"] == "http.disconnect" or not message.get("more_body", False):
                 return
 
-    with contextlib.suppress(asyncio.TimeoutError):
+    with suppress(asyncio.TimeoutError):
         await asyncio.wait_for(rest(), _SEND_ERROR_S)
-
-
-def _body_too_large(limit: int) -> ApiError:
-    message = f"the body is larger than the {limit} bytes this server takes"
-    return ApiError(413, message, code="body_too_large", headers=CLOSE)

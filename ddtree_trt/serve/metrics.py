@@ -35,21 +35,16 @@ class Metrics:
     """The server's registry: the table of figures, and counts of HTTP answers and ends of sequences.
 
     With `vllm_model`, the name under which clients know the model, the figures that vLLM has too are also published
-    under its names. Without `answers` it counts no HTTP answers: an ingress that passes them on does. `finished` is
-    called on the worker thread, everything else on the event loop.
+    under its names. `finished` is called on the worker thread, everything else on the event loop.
     """
 
-    def __init__(self, manifest: Manifest, vllm_model: str | None = None, *, answers: bool = True) -> None:
+    def __init__(self, manifest: Manifest, vllm_model: str | None = None) -> None:
         disable_created_metrics()  # for each figure one more, of when it began: of use to nobody here
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._vllm = None if vllm_model is None else VllmNames(vllm_model)
         self._finished = self._counter("requests_finished", "Sequences that ended, by reason.", "finish_reason")
-        self._refused = (
-            self._counter("requests_refused", "HTTP requests answered with an error, by status.", "status")
-            if answers
-            else None
-        )
+        self._refused = self._counter("requests_refused", "HTTP requests answered with an error, by status.", "status")
         self._counters = [(row, self._publish(row, Counter)) for row in self._published(figures.COUNTERS)]
         self._positions = [
             (row, self._publish(row, Counter, labelnames=["position"])) for row in self._published(figures.POSITIONS)
@@ -100,17 +95,12 @@ class Metrics:
             for histogram_row, histogram in self._histograms:
                 for value in histogram_row.read(metrics):
                     histogram.observe(value)
-            if (total := metrics.latency_s) is not None:
-                self.took(total)
-
-    def took(self, seconds: float) -> None:
-        """Count a request's time from its arrival to its last token in the mean behind `retry_after_s`."""
-        self._mean_s = seconds if not self._mean_s else _RETRY_MEMORY * self._mean_s + (1 - _RETRY_MEMORY) * seconds
+            if (took := metrics.latency_s) is not None:
+                self._mean_s = took if not self._mean_s else _RETRY_MEMORY * self._mean_s + (1 - _RETRY_MEMORY) * took
 
     def refused(self, status: int) -> None:
         """Count a request that was answered with an error."""
-        if self._refused is not None:
-            self._refused.labels(str(status)).inc()
+        self._refused.labels(str(status)).inc()
 
     @property
     def retry_after_s(self) -> int:

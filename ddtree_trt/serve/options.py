@@ -1,49 +1,71 @@
-"""Options of the server, with their defaults and ranges. Imports little: the command line reads the defaults."""
+"""Options of the server, with their defaults, ranges and words. Imports little: the command line reads them."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from ddtree_trt.artifact.template_arguments import check_template
-from ddtree_trt.errors import MAX_COUNT, MAX_RANKS, MAX_THREADS, UsageError, check_range, shown
+from ddtree_trt.errors import MAX_COUNT, UsageError, shown
+from ddtree_trt.records import option
 from ddtree_trt.runtime.chat.parsers import REASONING_PARSERS, TOOL_PARSERS, check_parser
-from ddtree_trt.runtime.params import DeviceRoundsMode
+from ddtree_trt.runtime.options import EngineOptions
 
 
 @dataclass(frozen=True)
-class ServeOptions:
+class ServeOptions(EngineOptions):
     """How to serve an engine. Raises UsageError for a value out of range."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: any free one, named in the line printed when the server is ready
-    model_name: str | None = None  # what clients call the model; None: the engine's name
-    api_key: str | None = None  # what clients must send as a bearer token; None: anyone may call
-    max_requests: int = 512  # open HTTP requests, those with slow readers included; more are answered 429
-    max_waiting: int = 256  # sequences waiting for a slot; more are answered 429
-    max_body_bytes: int = 4 << 20
-    request_timeout_s: float = 600.0  # from the request's first byte to the answer's last; 0: none
-    stall_timeout_s: float = 30.0  # a client that reads nothing for this long is disconnected
-    drain_timeout_s: float = 30.0  # after SIGTERM, before the requests that still run are ended
-    default_max_tokens: int | None = None  # of a chat that states no limit; None: the rest of the context
-    device_rounds: DeviceRoundsMode = "auto"  # whether rounds stay on the device; on: other requests are refused
-    exact: bool | None = None  # every method gives the tokens of `ar`, bit for bit; None: the engine's default
-    tensor_parallel_size: int = 1  # GPUs, or processes, over which the target is split
-    threads: int = 0  # CPU threads of the engine; 0 chooses
-    request_log: bool = True  # a line about every request that ended
-    access_log: bool = False  # a line about every HTTP exchange
-    allowed_origins: str = ""  # whose pages may call from browsers, with commas between; *: any
-    playground: bool = False  # whether /playground is served: a page to chat on and to watch trees
-    tool_parser: str = "auto"  # how the model writes calls of tools; auto: recognised by its chat template
+    host: str = option("127.0.0.1", "Where to listen; 0.0.0.0 is everywhere.", "ADDRESS")
+    port: int = option(8000, "0 takes any free one and prints it.", within=(0, 65535))
+    model_name: str | None = option(
+        None, "What clients call the model. Default: the engine's name.", "NAME", flag="--served-model-name"
+    )
+    api_key: str | None = option(None, "What clients must send as a bearer token.", "KEY", envvar="DDTREE_API_KEY")
+    max_requests: int = option(512, "HTTP requests under way; more are answered 429.", within=(1, MAX_COUNT))
+    max_waiting: int = option(256, "Sequences waiting for a slot; more are answered 429.", within=(0, MAX_COUNT))
+    max_body_bytes: int = option(4 << 20, "Larger requests are answered 413.", within=(1024, 1 << 30))
+    request_timeout_s: float = option(
+        600.0,
+        "A request that takes longer is ended; 0: none is.",
+        "SECONDS",
+        within=(0, 86400),
+        flag="--request-timeout",
+    )
+    stall_timeout_s: float = option(
+        30.0,
+        "A client that reads nothing for this long is cut off.",
+        "SECONDS",
+        within=(1, 3600),
+        flag="--stall-timeout",
+    )
+    drain_timeout_s: float = option(
+        30.0,
+        "After SIGTERM, how long requests under way may still take.",
+        "SECONDS",
+        within=(0, 86400),
+        flag="--drain-timeout",
+    )
+    default_max_tokens: int | None = option(
+        None, "New tokens of a chat that states no limit. Default: the rest of the context.", within=(1, MAX_COUNT)
+    )
     chat_template: str | None = None  # the text of one in place of the engine's own
-    reasoning_parser: str = "auto"  # how it writes its reasoning; none: it stays in the content
-    vllm_metrics: bool = False  # whether /metrics has the figures under vLLM's names too
+    tool_parser: str = option(
+        "auto", f"How the model calls tools: auto, by its template; none; {', '.join(TOOL_PARSERS)}.", "NAME"
+    )
+    reasoning_parser: str = option(
+        "auto", f"How it writes its reasoning: auto; none, as content; {', '.join(REASONING_PARSERS)}.", "NAME"
+    )
+    request_log: bool = option(True, "Log every request that ends: its tokens, times and tokens a round.")
+    access_log: bool = option(False, "Log every HTTP exchange.")
+    allowed_origins: str = option(
+        "", "Whose pages may call from browsers, comma-separated; * is any. Default: none.", "ORIGINS"
+    )
+    playground: bool = option(False, "Also serve /playground, a page that draws each round's tree.")
+    vllm_metrics: bool = option(False, "Publish /metrics under vLLM's names too.")
 
     def __post_init__(self) -> None:
-        for name, low, high in _RANGES:
-            check_range(name, getattr(self, name), low, high)
-        if self.default_max_tokens is not None:
-            check_range("default_max_tokens", self.default_max_tokens, 1, MAX_COUNT)
+        super().__post_init__()
         for origin in self.origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise UsageError(
@@ -65,14 +87,5 @@ class ServeOptions:
 
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/,]+")
-_RANGES: tuple[tuple[str, float, float], ...] = (
-    ("port", 0, 65535),
-    ("max_requests", 1, MAX_COUNT),
-    ("max_waiting", 0, MAX_COUNT),
-    ("max_body_bytes", 1024, 1 << 30),
-    ("request_timeout_s", 0, 86400),
-    ("stall_timeout_s", 1, 3600),
-    ("drain_timeout_s", 0, 86400),
-    ("tensor_parallel_size", 1, MAX_RANKS),
-    ("threads", 0, MAX_THREADS),
-)
+# Those that concern the engine and its answers.
+ANSWER_OPTIONS = (*(f.name for f in fields(EngineOptions)), "model_name", "tool_parser", "reasoning_parser")

@@ -6,4 +6,4 @@ No module here imports Triton: the server's modules exist only inside the server
 
 from __future__ import annotations
 
-from ddtree_trt.triton.layouts import ENGINE_FOLDER as ENGINE_FOLDER  # where exported models import it from
+ENGINE_FOLDER = "engine"  # inside the model's version directory; exported models import it from here

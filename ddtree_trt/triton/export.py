@@ -23,8 +23,8 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.directory import atomic_directory
 from ddtree_trt.errors import MAX_COUNT, ArtifactError, BuildError, UsageError, check_range
-from ddtree_trt.triton import inputs, requirements
-from ddtree_trt.triton.layouts import ENGINE_FOLDER, LAYOUT_NAMES, LayoutName
+from ddtree_trt.triton import ENGINE_FOLDER, inputs, requirements
+from ddtree_trt.triton.inputs import LAYOUT_NAMES, LayoutName
 
 _log = logging.getLogger(__name__)
 

@@ -1,17 +1,20 @@
 """The table of input tensors that the exported model declares, with their types and their use.
 
 A row either sets a sampling parameter, and is then made from the table in `runtime/params.py`, or is read by `requests`
-under its name, or is refused with a reason. The order is that of `config.pbtxt`.
+under its name, or takes values without effect only. The order is that of `config.pbtxt`. The server refuses what is not
+declared.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ddtree_trt.runtime.params import PARAMETERS
 from ddtree_trt.runtime.values import Choice, Flag, Integer, Kind, NodeCount, Number, Texts
-from ddtree_trt.triton.layouts import LayoutName
+
+LayoutName = Literal["trtllm", "vllm"]
+LAYOUT_NAMES: tuple[str, ...] = get_args(LayoutName)
 
 
 @dataclass(frozen=True)
@@ -24,8 +27,7 @@ class Input:
         bare: whether the tensor has the batch dimension only, by `reshape`.
         optional: whether a request may omit it.
         field: the field of SamplingParams that it sets.
-        refused: the reason, for an input that is refused.
-        harmless: values without effect that are accepted nevertheless, since many clients send all inputs.
+        only: the values that are taken, of an input that many clients send and that has no effect here.
     """
 
     name: str
@@ -34,8 +36,7 @@ class Input:
     bare: bool = False
     optional: bool = True
     field: str | None = None
-    refused: str | None = None
-    harmless: tuple[Any, ...] = ()
+    only: tuple[Any, ...] = ()
 
     @property
     def config(self) -> str:
@@ -74,15 +75,6 @@ _TYPES: dict[type[Kind], tuple[str, tuple[int, ...]]] = {
     Choice: ("STRING", (1,)),
     Texts: ("STRING", (-1,)),
 }
-_TEXT_ONLY = "the model reads text only"
-_NO_LORA = "LoRA adapters are not supported; build an engine from the merged checkpoint"
-_NO_TUNING = "prompt tuning is not supported"
-_NO_BEAMS = "beam search is not supported; a tree of drafts is verified for one sequence at a time"
-_NO_LOGITS = "logits stay in the engine; ask for log-probabilities with return_log_probs"
-_NO_BIAS = "biased words are not supported; bias single tokens with logit_bias in sampling_parameters"
-_NO_BANS = "banned words are not supported; ban single tokens with logit_bias in sampling_parameters"
-_NO_DRAFT_LOGITS = "the drafter runs inside the engine and takes no logits from outside"
-_DECODER_ONLY = "the model has a decoder only; put the whole prompt into text_input"
 
 # Parameters with a separate place in TensorRT-LLM's order; all others that have a tensor stand together.
 _PLACED = ("n", "max_tokens", "min_tokens", "stop", "tree_budget")
@@ -104,25 +96,13 @@ _TRTLLM = (
     Input("guided_decoding_guide_type", "STRING"),
     Input("guided_decoding_guide", "STRING"),
     Input("sampling_parameters", "STRING"),
-    Input("bad_words", "STRING", (-1,), refused=_NO_BANS, harmless=("",)),
-    Input("beam_width", "INT32", refused=_NO_BEAMS, harmless=(1,)),
-    Input("length_penalty", "FP32", refused=_NO_BEAMS, harmless=(0.0, 1.0)),
-    Input("return_context_logits", "BOOL", bare=True, refused=_NO_LOGITS, harmless=(False,)),
-    Input("return_generation_logits", "BOOL", bare=True, refused=_NO_LOGITS, harmless=(False,)),
-    Input("use_draft_logits", "BOOL", bare=True, refused=_NO_DRAFT_LOGITS, harmless=(False,)),
-    Input("decoder_text_input", "STRING", refused=_DECODER_ONLY),
-    Input("image_input", "FP16", (-1, 3, -1, -1), refused=_TEXT_ONLY),
-    Input("image_bytes_input", "UINT8", (-1, -1, -1, -1), refused=_TEXT_ONLY),
-    Input("image_url_input", "STRING", refused=_TEXT_ONLY),
-    Input("video_bytes_input", "UINT8", (-1, -1, -1, -1), refused=_TEXT_ONLY),
-    Input("prompt_embedding_table", "FP16", (-1, -1), refused=_NO_TUNING),
-    Input("prompt_vocab_size", "INT32", refused=_NO_TUNING),
-    Input("prompt_table_extra_id", "UINT64", refused=_NO_TUNING),
-    Input("embedding_bias_words", "STRING", (-1,), refused=_NO_BIAS, harmless=("",)),
-    Input("embedding_bias_weights", "FP32", (-1,), refused=_NO_BIAS),
-    Input("lora_task_id", "UINT64", bare=True, refused=_NO_LORA),
-    Input("lora_weights", "FP16", (-1, -1), refused=_NO_LORA),
-    Input("lora_config", "INT32", (-1, 3), refused=_NO_LORA),
+    Input("bad_words", "STRING", (-1,), only=("",)),
+    Input("embedding_bias_words", "STRING", (-1,), only=("",)),
+    Input("beam_width", "INT32", only=(1,)),
+    Input("length_penalty", "FP32", only=(0.0, 1.0)),
+    Input("return_context_logits", "BOOL", bare=True, only=(False,)),
+    Input("return_generation_logits", "BOOL", bare=True, only=(False,)),
+    Input("use_draft_logits", "BOOL", bare=True, only=(False,)),
 )
 _VLLM = (
     Input("text_input", "STRING", optional=False),
@@ -134,23 +114,18 @@ _VLLM = (
     Input("return_logprobs", "BOOL"),
     Input("return_num_input_tokens", "BOOL"),
     Input("return_num_output_tokens", "BOOL"),
-    Input("image", "STRING", (-1,), refused=_TEXT_ONLY),
-    Input("embedding_request", "STRING", refused="the model generates text, it makes no embeddings"),
 )
 INPUTS: dict[LayoutName, tuple[Input, ...]] = {"trtllm": _TRTLLM, "vllm": _VLLM}
 
 _ALL = {row.name: row for rows in INPUTS.values() for row in rows}
 # Input → field of SamplingParams. Two names for one field may not be given together.
 FIELDS = {name: row.field for name, row in _ALL.items() if row.field is not None}
-# Unsupported input → the reason, and the values without effect.
-REFUSED = {name: (row.refused, row.harmless) for name, row in _ALL.items() if row.refused is not None}
+# Input without effect here, which clients send nevertheless → the values that are taken.
+ONLY = {name: row.only for name, row in _ALL.items() if row.only}
 # Inputs that `requests` reads by name.
-OTHERS = _ALL.keys() - FIELDS.keys() - REFUSED.keys()
+OTHERS = _ALL.keys() - FIELDS.keys() - ONLY.keys()
 
 
 def config(layout: LayoutName) -> str:
     """The entries of `input [ ]` in a layout's `config.pbtxt`."""
-    taken = [row.config for row in INPUTS[layout] if row.refused is None]
-    refused = [row.config for row in INPUTS[layout] if row.refused is not None]
-    why = "  # What follows is declared so that a request with it is refused with a sentence, not ignored.\n"
-    return ",\n".join([*taken, why + refused[0], *refused[1:]])
+    return ",\n".join(row.config for row in INPUTS[layout])

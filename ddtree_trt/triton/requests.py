@@ -1,6 +1,6 @@
 """Reading an inference request: tensors and parameters to a prompt and `SamplingParams`.
 
-Every input in the table of `inputs` is honoured, or refused with a reason; none is dropped.
+Every input in the table of `inputs` is honoured, or has no effect by its value; none is dropped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ddtree_trt.runtime.params import PARAMETERS, SamplingParams
 from ddtree_trt.runtime.structured.names import STRUCTURED, without_aliases
 from ddtree_trt.runtime.structured.record import Structure, StructuredOutput
 from ddtree_trt.runtime.values import Choice, Texts
-from ddtree_trt.triton.inputs import FIELDS, OTHERS, REFUSED
+from ddtree_trt.triton.inputs import FIELDS, ONLY, OTHERS
 from ddtree_trt.triton.settings import Layout
 
 Inputs = Mapping[str, NDArray[Any]]
@@ -92,10 +92,9 @@ def parse(
 
 def _refuse(inputs: Inputs) -> None:
     for name, array in inputs.items():
-        if name in REFUSED:
-            reason, harmless = REFUSED[name]
-            if not array.size or not all(value in harmless for value in _values(name, array)):
-                raise UsageError(f"{name}: {reason}")
+        if name in ONLY:
+            if not array.size or not all(value in ONLY[name] for value in _values(name, array)):
+                raise UsageError(f"{name} takes {' or '.join(map(repr, ONLY[name]))} only; leave it out")
         elif name not in FIELDS and name not in OTHERS:
             raise UsageError(f"input {shown(name)} is unknown; remove it from the request and from config.pbtxt")
 

@@ -49,4 +49,4 @@ def _libraries(manifest: Manifest) -> tuple[str, ...]:
     """The native libraries that are looked for when the engine is opened."""
     if manifest.backend == "torch":
         return (library.TORCH,) if PRECISIONS[manifest.precision].half else ()
-    return (library.PLUGINS, library.KERNELS) if manifest.attention == "plugin" else ()
+    return (library.PLUGINS,) if manifest.attention == "plugin" else ()

@@ -12,7 +12,7 @@ import numpy as np
 
 from ddtree_trt import __version__
 from ddtree_trt.errors import ArtifactError
-from ddtree_trt.triton.layouts import LAYOUT_NAMES
+from ddtree_trt.triton.inputs import LAYOUT_NAMES
 
 _PARAMETERS = ("ddtree_trt_version", "layout", "max_queue", "threads")
 

@@ -28,6 +28,7 @@ from ddtree_trt.check.run import check_engine, engine_cases, target_logits
 from ddtree_trt.check.uniformity import BINS, FALSE_ALARM, chi_square_tail, place_in_distribution, uniformity
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.sampling import Sampler
+from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
 
 
@@ -136,7 +137,7 @@ def test_an_output_that_ends_early_is_a_difference_without_excuse(tiny_engine: P
 
 def test_nothing_explains_a_difference_in_an_exact_engine(tiny_engine: Path) -> None:
     for exact in (True, False):
-        session = Session(tiny_engine, exact=exact)
+        session = Session(tiny_engine, EngineOptions(exact=exact))
         difference = check._explain(session, "p", [5, 6], [7, 8], [7, 9])
         assert (difference.rounding == 0) is exact
         session.close()

@@ -12,7 +12,6 @@ from checkpoints import edit_json, make_drafter, make_pair, make_target, make_to
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.template_arguments import (
-    MAX_ARGUMENT_NESTING,
     MAX_TEMPLATE,
     parse_arguments,
     template_variables,
@@ -20,7 +19,6 @@ from ddtree_trt.artifact.template_arguments import (
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.cli import app
 from ddtree_trt.errors import CheckpointError, UsageError
-from ddtree_trt.inspection import inspect_engine
 from ddtree_trt.reading import Source
 from ddtree_trt.runtime.text.codec import TextCodec
 
@@ -122,11 +120,9 @@ def test_values_are_json(given: list[str], arguments: dict[str, Any]) -> None:
         (["a-b=1"], "takes NAME=VALUE"),
         (["effort=high"], "--chat-template-arg effort: it is not valid JSON"),
         (["enable_thinking=False"], "a text is quoted, as in --chat-template-arg 'enable_thinking=\"text\"'"),
-        (["n=NaN"], "NaN is no JSON number"),
+        (["n=NaN"], "it is not valid JSON"),
         (["n=1", "n=2"], "n is given twice"),
-        (["n=" + "[" * 100_000], "nested too deeply"),
-        (["n=" + "[" * 600 + "]" * 600], "nested too deeply, at most 32 levels are read"),
-        (['n={"a":' + "[" * 32 + "]" * 32 + "}"], "nested too deeply"),
+        (["n=" + "[" * 100_000], "recursion limit exceeded"),
     ],
 )
 def test_what_is_no_argument(given: list[str], message: str) -> None:
@@ -230,14 +226,6 @@ def test_a_build_parses_the_template_once(
     assert len(notes_of(request(pair, tmp_path / "engine"))) == len(parsed) == 1
 
 
-def test_the_deepest_argument_is_in_a_manifest_that_loads(pair: tuple[Path, Path], tmp_path: Path) -> None:
-    value = "[" * MAX_ARGUMENT_NESTING + "]" * MAX_ARGUMENT_NESTING
-    arguments = parse_arguments([f"enable_thinking={value}"])
-    compile_engine(request(pair, tmp_path / "engine", **arguments))
-    assert load_manifest(tmp_path / "engine").chat_template_args == arguments
-    assert inspect_engine(tmp_path / "engine").to_dict()["manifest"]["chat_template_args"] == arguments
-
-
 def test_a_preset_keeps_its_arguments_where_none_replaces_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With directories of one's own, too: their template need not know the preset's argument."""
     target, drafter = make_target(tmp_path / "t"), make_drafter(tmp_path / "d")
@@ -289,8 +277,8 @@ def test_a_token_id_of_infinity(pair: tuple[Path, Path], tmp_path: Path) -> None
     make_tokenizer(pair[0], 96)
     text = (pair[0] / "tokenizer.json").read_text()
     (pair[0] / "tokenizer.json").write_text(text.replace('"t95": 95', '"t95": Infinity'))
-    with pytest.raises(CheckpointError, match="Infinity is no JSON number"):
+    with pytest.raises(CheckpointError, match="it is not valid JSON"):
         compile_engine(request(pair, tmp_path / "engine"))
     (pair[0] / "tokenizer.json").write_text(json.dumps({**json.loads(text), "x": 1})[:-1] + ', "y": ' + "[" * 99_999)
-    with pytest.raises(CheckpointError, match="nested too deeply"):
+    with pytest.raises(CheckpointError, match="recursion limit exceeded"):
         compile_engine(request(pair, tmp_path / "engine"))

@@ -51,8 +51,8 @@ def test_manifest_of_a_pair(tmp_path: Path) -> None:
     assert manifest == load_manifest(engine)
     assert (manifest.name, manifest.backend, manifest.precision) == ("mine", "onnxruntime", "fp32")
     assert (manifest.product_version, manifest.schema_version) == (__version__, SCHEMA_VERSION)
-    assert manifest.target == load_checkpoint(pair[0]).identity
-    assert manifest.drafter == load_checkpoint(pair[1]).identity
+    assert manifest.target == load_checkpoint(pair[0]).identify()
+    assert manifest.drafter == load_checkpoint(pair[1]).identify()
     assert (manifest.target.name, manifest.target.revision) == ("target", LOCAL)
     assert manifest.target_dims == TARGET_DIMS and isinstance(manifest.dflash, DrafterDims)
     assert manifest.limits == Limits(max_seq_len=TARGET_DIMS.max_positions, max_batch=2)  # cut to the positions

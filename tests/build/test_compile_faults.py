@@ -29,26 +29,10 @@ from ddtree_trt.models.decoder import language_model_shapes
 # Damaged engines
 
 
-@pytest.mark.parametrize("name", ["target.onnx", "drafter.onnx", "weights.bin", "tokenizer.json"])
-@pytest.mark.parametrize("fault", ["truncated", "bit-flipped", "missing"])
-def test_damaged_engine_file(cli: Cli, old: OldEngine, name: str, fault: str) -> None:
-    path = old.path / name
-    whole = bytearray(path.read_bytes())
-    if fault == "missing":
-        path.unlink()
-    elif fault == "truncated":
-        path.write_bytes(whole[: len(whole) // 2])
-    else:
-        whole[len(whole) // 2] ^= 8
-        path.write_bytes(whole)
-    word = {"truncated": "bytes, the manifest says", "bit-flipped": "is damaged", "missing": "is missing"}[fault]
+def test_a_damaged_engine(cli: Cli, old: OldEngine) -> None:
+    (old.path / "weights.bin").unlink()
     rebuild = "rebuild with: ddtree-trt build --target mine --checkpoint DIR --drafter DIR"
-    assert_refused(cli("inspect", old.path), 1, name, word, rebuild)
-
-
-def test_wrong_schema_version(cli: Cli, old: OldEngine) -> None:
-    edit_json(old.path / MANIFEST, schema_version=7)
-    assert_refused(cli("inspect", old.path), 1, "schema version 7", "reads version 1", "rebuild with: ddtree-trt build")
+    assert_refused(cli("inspect", old.path), 1, "weights.bin is missing", rebuild)
 
 
 def test_a_damaged_engine_can_be_rebuilt_in_place(cli: Cli, pair: tuple[Path, Path], old: OldEngine) -> None:

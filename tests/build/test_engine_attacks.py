@@ -6,12 +6,13 @@ import dataclasses
 import json
 import os
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 import onnx
 import pytest
-from checkpoints import edit_json
+from checkpoints import edit_json, make_pair
 
 from ddtree_trt import LLM, AsyncLLM
 from ddtree_trt.artifact.files import DRAFTER_GRAPH, MANIFEST, TARGET_GRAPH, WEIGHTS
@@ -31,10 +32,17 @@ from ddtree_trt.terminal import printing as terminal
 OLD_RUNTIME = always_causal(installed_versions("onnxruntime"))  # follows a link in the engine's own directory
 
 
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target, drafter = make_pair(tmp_path_factory.mktemp("pair"))
+    engine = target.with_name("engine")
+    compile_engine(BuildRequest(target="mine", checkpoint=target, drafter=drafter, output=engine))
+    return engine
+
+
 @pytest.fixture
-def engine(pair: tuple[Path, Path], tmp_path: Path) -> Path:
-    compile_engine(BuildRequest(target="mine", checkpoint=pair[0], drafter=pair[1], output=tmp_path / "engine"))
-    return tmp_path / "engine"
+def engine(built: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(built, tmp_path / "engine")
 
 
 def refusal(engine: Path) -> str:
@@ -65,40 +73,15 @@ def sign(engine: Path, **changes: Any) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"limits__max_batch": 0}, "limits.max_batch must be an integer from 1 to 1024, found 0"),
-        ({"limits__max_batch": -3}, "limits.max_batch must be an integer from 1 to 1024, found -3"),
-        ({"limits__max_tree_budget": 10**30}, "limits.max_tree_budget must be an integer from 1 to 4096"),
-        ({"limits__prefill_chunk": 0}, "limits.prefill_chunk must be"),
-        ({"limits__max_seq_len": 1 << 26}, "is more than the models' 256 positions"),
-        ({"target_dims__num_layers": 10**9}, "target_dims.num_layers must be an integer from 1 to 1000"),
-        ({"target_dims__num_layers": 2}, "num_target_layers is 3, the target's layers 2"),
-        ({"target_dims__num_kv_heads": 3}, "num_heads 4 is not a multiple of num_kv_heads 3"),
         ({"target_dims__num_kv_heads": 4}, "past_key.0 is"),
         ({"target_dims__head_dim": 32}, "past_key.0 is"),
+        ({"limits__max_seq_len": 200}, "past_key.0 is"),
         ({"drafter_dims__num_layers": 1}, "drafter.onnx has 2 layers, the manifest says 1"),
         ({"drafter_dims__block_size": 5}, "token_ids is"),
         ({"drafter_dims__tap_layers": [0]}, "taps is"),
-        ({"drafter_dims__tap_layers": []}, "drafter_dims.tap_layers is empty"),
-        ({"drafter_dims__tap_layers": [0, 7]}, "target_layer_ids [7] are not layers of the target"),
-        ({"drafter_dims__mask_token_id": 96}, "mask_token_id 96 is not below vocab_size 96"),
-        ({"limits__max_seq_len": 200}, "past_key.0 is"),
-        ({"target_dims__rms_norm_eps": -1.0}, "target_dims.rms_norm_eps must be a number from"),
-        ({"stop_token_ids": [96]}, "stop_token_ids [96] are not below vocab_size 96"),
-        ({"stop_token_ids": 5}, "stop_token_ids must be a list, found 5"),
-        ({"precision": "fp16"}, "precision is fp16, which the onnxruntime backend does not compute in"),
-        ({"name": "x; rm -rf ~"}, "name must be a name of letters, digits"),
-        ({"name": "\x1b[2Jx"}, "found '\\x1b[2Jx'"),
-        ({"name": "--help"}, "name must be a name of letters, digits"),
-        ({"schema_version": "\x1b[2J"}, "has schema version '\\x1b[2J'"),
-        ({"build_seconds": -1}, "build_seconds must be a number from 0"),
-        ({"target__sha256": "0"}, "target.sha256 must be a sha256"),
-        ({"chat_template_args": []}, "chat_template_args must be an object, found []"),
-        ({"golden_tau": {"ddtree": [1, "x"]}}, "golden_tau.ddtree[1] must be a number"),
-        ({"drafter_kind": "autoregressive"}, "drafter_dims has unknown fields"),
-        ({"backend": ["onnxruntime"]}, "backend must be"),
     ],
 )
-def test_manifests_with_absurd_values(engine: Path, changes: dict[str, Any], message: str) -> None:
+def test_manifests_of_other_graphs(engine: Path, changes: dict[str, Any], message: str) -> None:
     sign(engine, **changes)
     assert message in refusal(engine)
 
@@ -177,14 +160,6 @@ def test_what_cannot_be_made_closes_its_engine(
     assert len(closed) == 1
 
 
-@pytest.mark.parametrize(
-    "text", ["[" * 200_000, '{"schema_version": NaN}', "null", '{"a": 1, "a": 2}', " " * (5 << 20)]
-)
-def test_manifests_that_are_no_json(engine: Path, text: str) -> None:
-    (engine / MANIFEST).write_text(text)
-    assert "rebuild the engine" in refusal(engine)
-
-
 # What reaches a terminal or a shell
 
 
@@ -203,12 +178,6 @@ def test_strings_of_a_manifest_are_escaped_and_quoted(engine: Path, capsys: pyte
 
 
 # Paths that lead elsewhere
-
-
-@pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "a/b", "..", ".", ".hidden", "a\x00b", "-rf", "a b", ""])
-def test_file_names_that_are_paths(engine: Path, name: str) -> None:
-    sign(engine, files={**json.loads((engine / MANIFEST).read_text())["files"], name: {"size": 1, "sha256": "0" * 64}})
-    assert "files: the name must be a name of letters, digits" in refusal(engine)
 
 
 def test_links_in_an_engine_are_only_as_good_as_what_they_lead_to(engine: Path, tmp_path: Path) -> None:

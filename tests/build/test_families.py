@@ -185,9 +185,7 @@ def test_an_engine_carries_the_scalings_of_both_networks(name: str, tmp_path: Pa
     with pytest.raises(ArtifactError, match=r"drafter_dims\.rope_scaling: beta_fast 4 is below beta_slow 5"):
         parse_manifest(json.dumps(body), "m")
     body["drafter_dims"]["rope_scaling"]["rope_type"] = "longrope"
-    with pytest.raises(
-        ArtifactError, match=r"rope_scaling\.rope_type must be 'linear' or 'llama3' or 'yarn', found 'lo"
-    ):
+    with pytest.raises(ArtifactError, match=r"rope_scaling\.rope_type must be 'linear', 'llama3' or 'yarn', found 'lo"):
         parse_manifest(json.dumps(body), "m")
 
 

@@ -97,7 +97,7 @@ def test_profile_waits_for_the_engine(tiny_engine: Path, monkeypatch: pytest.Mon
     request = ["run", str(tiny_engine), "--prompt", QUESTION, "--max-tokens", "8", "--json"]
     plain = CliRunner().invoke(app, request)
     assert not settled
-    profiled = CliRunner().invoke(app, [*request, "--profile"])
+    profiled = CliRunner().invoke(app, [*request, "--exact-stage-times"])
     assert settled
     texts = [json.loads(result.stdout)["outputs"][0]["text"] for result in (plain, profiled)]
     assert texts[0] == texts[1]

@@ -72,7 +72,7 @@ NO_GPU = Survey(driver_cuda=None)
         (replace(WHOLE, gpus=(RTX4090,), versions={}), "TensorRT for RTX, CUDA for Python", "'.[tensorrt-rtx]'"),
         (replace(WHOLE, nvcc=None), "nvcc", "sudo apt-get install cuda-toolkit-13-0"),
         (replace(WHOLE, libraries=frozenset()), ", ".join((*library.NAMES,)), "run `make plugins`"),
-        (replace(WHOLE, libraries=frozenset({library.TORCH})), "libddtree_plugins.so, libddtree_kernels.so", "make"),
+        (replace(WHOLE, libraries=frozenset({library.TORCH})), "libddtree_plugins.so", "make"),
     ],
 )
 def test_the_next_command_for_what_is_missing(
@@ -124,11 +124,12 @@ def test_a_torch_for_cpus_is_enough_without_a_gpu() -> None:
 def test_stale_libraries_are_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "FOLDER", tmp_path)
     (tmp_path / library.PLUGINS).write_bytes(b"ddtree-plugin-abi=1;")
-    (tmp_path / library.TORCH).write_bytes(b"")
     details = {c.name: c.detail for c in diagnose(replace(WHOLE, libraries=frozenset())).checks}
     assert "plugin ABI 1, this version needs" in details[library.PLUGINS]
+    assert details[library.TORCH] == "not built"
+    (tmp_path / library.TORCH).write_bytes(b"")
+    details = {c.name: c.detail for c in diagnose(replace(WHOLE, libraries=frozenset())).checks}
     assert "plugin ABI None, this version needs" in details[library.TORCH]
-    assert details[library.KERNELS] == "not built"
 
 
 def test_flash_attention_is_not_installed() -> None:

@@ -220,7 +220,8 @@ def test_automatic_budgets_weigh_conditionals(form: str, policy: Policy) -> None
     assert decision.expected_tokens == pytest.approx(1 + probabilities.sum(), rel=1e-9)
     cut = tree.cut(nodes)
     path = np.array([0, 1], np.int32)
-    tried = _native.tried_mass(cut.parents, cut.log_weights, path)
-    for mass, node, row in zip(tried, path.tolist(), (0, children(of, 0)[0][2]), strict=True):
+    tried = np.zeros((2, len(path)))
+    _native.learn(tried, cut.parents, cut.log_weights, path, 1.0)
+    for mass, node, row in zip(tried[1], path.tolist(), (0, children(of, 0)[0][2]), strict=True):
         tokens = set(cut.token_ids[cut.parents[1:] == node].tolist())
         assert mass == pytest.approx(sum(np.exp(p) for p, token, _ in children(of, row) if token in tokens))

@@ -20,6 +20,7 @@ from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.engines.profile import fingerprint
 from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import token_chain
 from workbench.equal_bits import compare
@@ -37,7 +38,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture
 def engine(directory: Path) -> Iterator[OrtEngine]:
-    engine = OrtEngine(directory, load_manifest(directory), threads=1, exact=True)
+    engine = OrtEngine(directory, load_manifest(directory), EngineOptions(threads=1, exact=True))
     yield engine
     engine.close()
 
@@ -92,7 +93,7 @@ def test_a_tokens_logits_are_the_same_bits_alone_and_in_a_chain(engine: OrtEngin
 
 def test_they_are_not_without(directory: Path) -> None:
     """Else the test above would say nothing, and the idle row be for nothing."""
-    engine = OrtEngine(directory, load_manifest(directory), threads=1, exact=False)
+    engine = OrtEngine(directory, load_manifest(directory), EngineOptions(threads=1, exact=False))
     assert max(differences(engine)) > 0
     engine.close()
 
@@ -201,7 +202,5 @@ def test_int8_is_exact_unless_it_is_told_otherwise(directory: Path) -> None:
 def test_other_backends_refuse_the_choice(tmp_path: Path) -> None:
     build_torch_engine(PACKAGED / "target", PACKAGED / "drafter", tmp_path / "e").close()
     for exact in (True, False):
-        with pytest.raises(
-            UsageError, match=r"exact can be chosen for engines of the onnxruntime backend, .* for torch"
-        ):
+        with pytest.raises(UsageError, match=r"exact is for engines of the onnxruntime backend, .* for torch"):
             LLM(tmp_path / "e", exact=exact)

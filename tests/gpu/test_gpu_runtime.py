@@ -154,7 +154,7 @@ def test_stages_that_wait_for_the_gpu(built: Path) -> None:
     params = SamplingParams(max_tokens=32, ignore_eos=True, method="ddtree", tree_budget=32)
     found = {}
     for profile in (False, True):
-        with LLM(built, profile=profile) as llm:
+        with LLM(built, exact_stage_times=profile) as llm:
             llm.generate(PROMPTS[:1], params)
             (output,) = llm.generate(PROMPTS[1:2], params)
             found[profile] = output

@@ -6,8 +6,10 @@ import re
 import shutil
 import subprocess
 import sys
+from enum import Enum
 from pathlib import Path
 
+import kernel_library
 import pytest
 from plugin_libraries import ROOT, emulated_kernels
 
@@ -26,27 +28,18 @@ def built(name: str) -> Path:
 
 
 def test_a_missing_library_names_the_command_that_builds_it(tmp_path: Path) -> None:
-    for name in (library.KERNELS, library.PLUGINS, library.TORCH):
+    for name in library.NAMES:
         with pytest.raises(MissingDependency, match=f"{name} is not built.*make plugins"):
             library.find(name, tmp_path)
 
 
 def test_a_stale_library_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
-    (tmp_path / library.KERNELS).write_bytes(b"\x7fELF no marker")
-    with pytest.raises(MissingDependency, match=r"ABI None, this version needs 2.*make plugins"):
-        library.find(library.KERNELS, tmp_path)
-    (tmp_path / library.KERNELS).write_bytes(b"\x7fELF ddtree-plugin-abi=7; and so on")
-    with pytest.raises(MissingDependency, match=r"ABI 7, this version needs 2.*make plugins"):
-        library.find(library.KERNELS, tmp_path)
-
-
-def test_a_library_that_cannot_be_loaded_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / library.KERNELS).write_bytes(b"\x7fELF ddtree-plugin-abi=%d;" % plugins.ABI)
-    monkeypatch.setattr(library, "FOLDER", tmp_path)
-    library.kernels.cache_clear()
-    with pytest.raises(MissingDependency, match=r"cannot be loaded.*make plugins"):
-        library.kernels()
-    library.kernels.cache_clear()
+    (tmp_path / library.PLUGINS).write_bytes(b"\x7fELF no marker")
+    with pytest.raises(MissingDependency, match=r"ABI None, this version needs 3.*make plugins"):
+        library.find(library.PLUGINS, tmp_path)
+    (tmp_path / library.PLUGINS).write_bytes(b"\x7fELF ddtree-plugin-abi=7; and so on")
+    with pytest.raises(MissingDependency, match=r"ABI 7, this version needs 3.*make plugins"):
+        library.find(library.PLUGINS, tmp_path)
 
 
 def test_libraries_of_a_wheel_are_found_behind_those_of_a_checkout(
@@ -74,9 +67,9 @@ def test_the_abi_is_one_number(tmp_path: Path) -> None:
     assert search(r"#define DDTREE_ABI (\d+)", header) == str(plugins.ABI)
     kernels = emulated_kernels()
     assert kernels.abi == library.abi_of(kernels.path) == plugins.ABI
-    copy = tmp_path / library.KERNELS
+    copy = tmp_path / library.PLUGINS
     shutil.copy(kernels.path, copy)
-    assert library.find(library.KERNELS, tmp_path) == copy
+    assert library.find(library.PLUGINS, tmp_path) == copy
 
 
 def search(pattern: str, text: str) -> str:
@@ -95,18 +88,24 @@ def camel(name: str) -> str:
     return "k" + name.title().replace("_", "")
 
 
-def test_tensor_positions_are_those_of_the_plugins() -> None:
-    python = [camel(m.name) for m in plugins.AttentionInput]
-    assert [*python, "kInputs"] == enum_names("attention_plugin.h", "Input")
-    python = [camel(m.name) for m in plugins.AttentionOutput]
-    assert [*python, "kOutputs"] == enum_names("attention_plugin.h", "Output")
+@pytest.mark.parametrize(
+    ("header", "inputs", "outputs"),
+    [
+        ("attention_plugin.h", plugins.AttentionInput, plugins.AttentionOutput),
+        ("compact_plugin.h", plugins.CompactInput, plugins.CompactOutput),
+    ],
+)
+def test_tensor_positions_are_those_of_the_plugins(header: str, inputs: type[Enum], outputs: type[Enum]) -> None:
+    assert [*(camel(m.name) for m in inputs), "kInputs"] == enum_names(header, "Input")
+    assert [*(camel(m.name) for m in outputs), "kOutputs"] == enum_names(header, "Output")
 
 
 def test_names_and_attributes_are_those_of_the_plugins() -> None:
     glue = (SOURCES / "trt" / "attention_plugin.cpp").read_text()
     fields = re.findall(r'PluginField\("(\w+)"', glue)
     assert tuple(fields) == (*plugins.ATTENTION_ATTRIBUTES, "workspace_bytes")  # the last is stored, no attribute
-    assert f'kName[] = "{plugins.ATTENTION}"' in (SOURCES / "trt" / "attention_plugin.h").read_text()
+    for name, plugin in ((plugins.ATTENTION, "attention"), (plugins.COMPACT, "compact")):
+        assert f'kName[] = "{name}"' in (SOURCES / "trt" / f"{plugin}_plugin.h").read_text()
     identity = (SOURCES / "trt" / "plugin.h").read_text()
     assert f'kVersion[] = "{plugins.VERSION}"' in identity and f'kNamespace[] = "{plugins.NAMESPACE}"' in identity
     header = (SOURCES / "include" / "ddtree" / "attention.h").read_text()
@@ -130,7 +129,7 @@ def test_torch_operators_are_those_listed() -> None:
 
 def test_every_status_has_words() -> None:
     header = (SOURCES / "include" / "ddtree" / "launch.h").read_text()
-    assert [int(n) for n in re.findall(r"^    \w+ = (\d+),", header, re.M)] == list(range(len(library.STATUS)))
+    assert [int(n) for n in re.findall(r"^    \w+ = (\d+),", header, re.M)] == list(range(len(kernel_library.STATUS)))
 
 
 def test_structures_name_the_fields_of_the_headers() -> None:
@@ -144,7 +143,7 @@ def test_structures_name_the_fields_of_the_headers() -> None:
         text = (SOURCES / "include" / "ddtree" / header).read_text()
         body = re.sub(r"//.*", "", search(rf"struct {struct} {{(.*?)\n}};", text))
         declared = [name for line in body.split(";") for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
-        assert declared == [field[0] for field in library.CALLS[call]._fields_], struct
+        assert declared == [field[0] for field in kernel_library.CALLS[call]._fields_], struct
 
 
 def test_the_reference_refuses_a_tree_without_a_mask() -> None:
@@ -156,21 +155,16 @@ def test_errors_are_ours() -> None:
     assert issubclass(MissingDependency, DDTreeError) and issubclass(EngineError, DDTreeError)
 
 
-def test_built_kernels_check_their_arguments_without_a_gpu() -> None:
-    built(library.KERNELS)
-    kernels = library.kernels()
-    assert kernels is library.kernels() and kernels.abi == plugins.ABI
+def test_kernels_check_their_arguments() -> None:
+    kernels = emulated_kernels()
     with pytest.raises(EngineError, match="extent"):
         kernels.launch("tree_attention", sequences=1, tokens=-1)
     with pytest.raises(EngineError, match="pointer"):
         kernels.launch("walk", sequences=1, tokens=3)
-    fields = dict(sequences=1, tokens=17, q_heads=32, kv_heads=8, head_dim=128, slots=1, capacity=4096, mask_words=1)
-    workspace = kernels.attention_workspace_bytes(scale=0.1, **fields)
-    assert workspace == emulated_kernels().attention_workspace_bytes(scale=0.1, **fields) > 0
 
 
-@pytest.mark.parametrize("name", [library.KERNELS, library.TORCH])
-def test_built_libraries_leak_no_symbols_and_need_no_cudart(name: str) -> None:
+@pytest.mark.parametrize("name", library.NAMES)
+def test_built_libraries_leak_no_symbols(name: str) -> None:
     path = built(name)
     if shutil.which("nm") is None:
         pytest.skip("skipped: no nm")
@@ -179,8 +173,3 @@ def test_built_libraries_leak_no_symbols_and_need_no_cudart(name: str) -> None:
     ).stdout
     names = {line.split()[-1] for line in symbols.splitlines()}
     assert all(symbol.startswith("ddtree_") for symbol in names if symbol.startswith(("cuda", "ddtree")))
-    needed = subprocess.run(
-        ["nm", "-D", "--undefined-only", str(path)], capture_output=True, text=True, check=True
-    ).stdout
-    if name == library.KERNELS:
-        assert "cuda" not in needed

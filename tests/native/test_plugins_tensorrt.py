@@ -55,15 +55,15 @@ def test_the_library_carries_its_abi(plugin_library: Path) -> None:
     assert library.abi_of(plugin_library) == plugins.ABI
 
 
-def test_the_lean_registry_finds_and_creates_the_plugin(plugin_library: Path) -> None:
+def test_the_lean_registry_finds_and_creates_the_plugins(plugin_library: Path) -> None:
     run = subprocess.run(
         [lean_python(), str(REGISTRY), str(plugin_library)], capture_output=True, text=True, timeout=500
     )
     assert run.returncode == 0, run.stdout + run.stderr
     found = json.loads(run.stdout.splitlines()[-1])
     ours = [creator for creator in found["creators"] if creator[2] == plugins.NAMESPACE]
-    assert ours == [[plugins.ATTENTION, plugins.VERSION, plugins.NAMESPACE]]
-    assert found["attributes"] == list(plugins.ATTENTION_ATTRIBUTES)
-    assert found["created"] == {"build": True, "runtime": True}
+    assert ours == [[name, plugins.VERSION, plugins.NAMESPACE] for name in plugins.NAMES]
+    assert found["attributes"] == {plugins.ATTENTION: list(plugins.ATTENTION_ATTRIBUTES), plugins.COMPACT: []}
+    assert found["created"] == [True] * 4
     assert found["refused"] and all(found["refused"].values()), found["refused"]
     assert not found["elsewhere"], "a creator must not be found under another version or namespace"

@@ -27,7 +27,7 @@ STAGES = {
 NEEDED: dict[str, set[str]] = {
     "onnxruntime": set(),
     "torch": {library.TORCH},
-    "tensorrt": {library.KERNELS, library.PLUGINS},
+    "tensorrt": {library.PLUGINS},
     "tensorrt-rtx": set(),
 }
 

@@ -35,7 +35,7 @@ MADE = {
     *("config.json", "profile.json", "shared.safetensors", "weights.safetensors", "weights.bin", "target.onnx"),
     *("config.pbtxt", "export.json", "evaluation.json", "evaluation.md", "verified.json", "answers.jsonl"),
     *("config.yaml", "plain.yaml", "serve.sh", "trtllm/serve.sh"),  # exports for other engines
-    *("libddtree_kernels.so", "libddtree_plugins.so", "libddtree_torch.so"),
+    *("libddtree_plugins.so", "libddtree_torch.so"),
 }
 MADE_UNDER = ("WORK/", "OUT/", "build/", "engines/")
 

@@ -29,12 +29,12 @@ OWNERS = {
     "tensorrt_rtx_bindings": ("device/",),
     "cuda": ("device/",),
     "ray": ("replicas/",),
-    "gguf": ("build/checkpoint/gguf/quantised.py",),
+    "gguf": ("build/checkpoint/gguf/files.py",),
     "llguidance": ("runtime/structured/",),
 }
 BY_NAME = {"import_module", "import_package", "__import__"}  # functions that import what a text names
-# Where that text is not in the call: the public names, what `import_package` is given.
-BY_OTHER_TEXT = {"__init__.py", "device/packages.py"}
+# Where that text is not in the call: public names, backends' classes, what `import_package` gets.
+BY_OTHER_TEXT = {"__init__.py", "artifact/backends.py", "device/packages.py"}
 ONNX_ROOM = "build/graph/"  # may import onnx when it is loaded; the rest of build/ inside a function
 
 # What `build` and `runtime` share. These import nothing of ours but each other.
@@ -47,6 +47,7 @@ LEAVES = (
     "files.py",
     "isolation.py",
     "reading.py",
+    "records.py",
     "worker_process.py",
 )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ddtree_trt.errors import UsageError
-from ddtree_trt.replicas.requests import OfflineRequest, answer_line, read_requests
+from ddtree_trt.replicas.requests import read_requests
 
 
 def written(folder: Path, *lines: object) -> Path:
@@ -28,8 +28,6 @@ def test_bodies_alone_and_lines_of_batch_files(tmp_path: Path) -> None:
     ]
     assert json.loads(found[0].body) == whole["body"]
     assert "custom_id" not in json.loads(found[1].body)
-    assert [OfflineRequest.parse(r.line) for r in found] == found
-    assert all("\n" not in r.line for r in found)
 
 
 def test_a_seed_follows_from_the_line_and_the_run(tmp_path: Path) -> None:
@@ -55,7 +53,7 @@ def test_a_seed_follows_from_the_line_and_the_run(tmp_path: Path) -> None:
         ({"prompt": "x", "custom_id": 5}, "custom_id must be a text"),
         ({"custom_id": "q", "url": "/v1/embeddings", "body": {}}, "url must be"),
         ({"custom_id": "q", "url": "/v1/completions", "body": 5}, "body must be an object"),
-        ({"prompt": "x", "custom_id": "1"}, "that of line 1"),
+        ({"prompt": "x", "custom_id": "1"}, "that of an earlier line"),
     ],
 )
 def test_what_is_no_request_is_named_by_its_line(tmp_path: Path, line: object, complaint: str) -> None:
@@ -70,12 +68,3 @@ def test_no_requests_at_all(tmp_path: Path) -> None:
         read_requests(written(tmp_path, "", ""), 0)
     with pytest.raises(UsageError, match="cannot read"):
         read_requests(tmp_path / "none", 0)
-
-
-def test_an_answer_is_a_line_of_batch_output() -> None:
-    request = OfflineRequest("a", "/v1/completions", "{}")
-    line = answer_line(request, 400, json.dumps({"error": {"message": "né\u2028"}}).encode())
-    row = json.loads(line)
-    assert "\n" not in line
-    assert (row["custom_id"], row["error"], row["response"]["status_code"]) == ("a", None, 400)
-    assert row["response"]["body"]["error"]["message"] == "né\u2028"

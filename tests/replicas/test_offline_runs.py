@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import os
 import signal
 import subprocess
@@ -10,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from command_line import Cli, in_this_process
+from dictation import with_template
 from offline_requests import ROWS, by_generate, requests_file, texts
 from pacing import wait_for
 
-from ddtree_trt.cli import app
-from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.errors import DDTreeError, EngineError, UsageError
 from ddtree_trt.replicas import offline
-from ddtree_trt.replicas.engine_app import EngineApp
-from ddtree_trt.replicas.offline import map_prompts
+from ddtree_trt.replicas.offline import OfflineResult, map_prompts
 
 
 @pytest.fixture(scope="module")
@@ -33,57 +35,161 @@ def expected(tiny_engine: Path, source: Path) -> list[tuple[str, str]]:
 def test_answers_are_those_of_the_engine_alone(
     tiny_engine: Path, source: Path, expected: list[tuple[str, str]], tmp_path: Path
 ) -> None:
-    output = tmp_path / "out.jsonl"
+    output = tmp_path / "new" / "out.jsonl"
     stages: list[tuple[str, int, int]] = []
     result = map_prompts(tiny_engine, source, output, progress=lambda *stage: stages.append(stage))
     assert texts(output) == expected
-    assert stages == [("parts", done, 4) for done in (1, 2, 3, 4)]
+    assert stages == [("requests", done, ROWS) for done in range(1, ROWS + 1)]
     assert (result.rows, result.refused, result.resumed) == (ROWS, 1, 0)
     assert 0 < result.completion_tokens <= 6 * ROWS
+    assert os.listdir(output.parent) == ["out.jsonl"]
+    with pytest.raises(UsageError, match="is there already"):
+        map_prompts(tiny_engine, source, output)
 
 
 def test_a_run_that_an_engine_s_failure_ended_is_gone_on_with(
     tiny_engine: Path, source: Path, expected: list[tuple[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output = tmp_path / "out.jsonl"
-    respond, answered = EngineApp.answer, list[Any]()
+    """Not by another one, and not by two; a line that was not finished is answered again."""
+    output, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
+    answer, asked = offline._Engine.answer, list[Any]()
 
-    async def failing(self: EngineApp, call: Any) -> tuple[int, bytes]:
-        if len(answered) >= 60:
-            return 500, b'{"error": {"message": "the engine stopped"}}'
-        answered.append(call)
-        return await respond(self, call)
+    async def failing(self: Any, request: Any) -> Any:
+        asked.append(request)
+        if len(asked) > 60:
+            raise EngineError("the engine stopped")
+        return await answer(self, request)
 
-    monkeypatch.setattr(offline, "PARTS_AT_A_TIME", 1)
     with monkeypatch.context() as patch:
-        patch.setattr(EngineApp, "answer", failing)
+        patch.setattr(offline._Engine, "answer", failing)
         with pytest.raises(EngineError, match="the engine stopped"):
             map_prompts(tiny_engine, source, output)
     assert not output.exists()
+    whole = part.read_bytes().splitlines(keepends=True)
+    assert 30 < len(whole) <= 61, "what was answered is kept"
+    part.write_bytes(b"".join(whole)[:-5])
     changed = tmp_path / "changed.jsonl"
     changed.write_text(source.read_text().replace("drawers", "boxes"))
-    with pytest.raises(UsageError, match="another requests"):
+    with pytest.raises(UsageError, match=r"another requests .*; go on with that one, or remove the file"):
         map_prompts(tiny_engine, changed, output)
-    result = map_prompts(tiny_engine, source, output)
-    assert (result.rows, result.refused, result.resumed) == (ROWS, 1, 32)
+    twice: list[str] = []
+
+    def second_run(*_: Any) -> None:
+        if not twice:
+            with pytest.raises(UsageError, match="another run writes") as refused:
+                map_prompts(tiny_engine, source, output)
+            twice.append(str(refused.value))
+
+    result = map_prompts(tiny_engine, source, output, progress=second_run)
+    assert twice and (result.rows, result.refused, result.resumed) == (ROWS, 1, len(whole) - 2)
     assert texts(output) == expected
 
 
 def test_a_killed_run_is_gone_on_with_by_the_same_command(
-    tiny_engine: Path, source: Path, expected: list[tuple[str, str]], tmp_path: Path
+    tiny_engine: Path,
+    source: Path,
+    expected: list[tuple[str, str]],
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """Killed as soon as one part is there: no answer is lost, and none is there twice."""
-    output = tmp_path / "out.jsonl"
+    """Killed as soon as an answer is there: none is lost, and none is there twice."""
+    output, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
     arguments = ["run-batch", str(tiny_engine), "-i", str(source), "-o", str(output)]
-    parts = tmp_path / "out.jsonl.parts"
     process = subprocess.Popen([sys.executable, "-m", "ddtree_trt.cli", *arguments], env=os.environ)
-    wait_for(lambda: any(parts.glob("0*.jsonl")) or process.poll() is not None)
+    wait_for(lambda: (part.exists() and part.read_bytes().count(b"\n") > 1) or process.poll() is not None)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    with pytest.raises(SystemExit) as ended:
-        if output.exists():  # it was quicker
-            raise SystemExit(0)
-        app(arguments)
-    assert not ended.value.code
-    assert texts(output) == expected
-    assert not parts.exists()
+    if not output.exists():  # it was quicker
+        code, out, error = in_this_process(capfd)(*arguments)
+        assert code == 0 and f"{ROWS} answers (" in out and "by an earlier run" in out, error
+    assert texts(output) == expected and not part.exists()
+
+
+def test_a_full_disk_is_said_in_one_line_and_the_run_goes_on_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When an answer is written, and when the output is."""
+    output = tmp_path / "out.jsonl"
+    row = {"custom_id": "a", "response": {"status_code": 400, "body": {"error": "né\u2028"}}}
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    answers = offline._Answers(output, {"run": 1})
+    for write in (lambda: answers.append(row), lambda: answers.finish(["a"], 0)):
+        with monkeypatch.context() as patch, pytest.raises(DDTreeError) as caught:
+            patch.setattr(os, "fsync", full)
+            patch.setattr(answers, "_file", _Full(answers._file))
+            write()
+        assert str(caught.value) == (
+            f"cannot write {output}: No space left on device; free some space, then the same command goes on with what "
+            "is there"
+        )
+        assert caught.value.exit_code == 1 and not output.exists()
+        result = write()
+    answers.close()
+    assert result == OfflineResult(1, 1, 0, 0) and json.loads(output.read_text(encoding="utf-8")) == row
+
+
+class _Full:
+    """A file on a disk that takes nothing more."""
+
+    def __init__(self, file: Any) -> None:
+        self.seek, self.readline = file.seek, file.readline
+
+    def write(self, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+PLAIN = "{{ tools | tojson if tools else '' }}{% for m in messages %}{{ m.content }}{% endfor %}:"  # says no format
+COUNT = {
+    "type": "function",
+    "function": {
+        "name": "count",
+        "parameters": {
+            "type": "object",
+            "properties": {"thing": {"enum": ["plates", "cards"]}, "trays": {"type": "integer", "maximum": 99}},
+            "required": ["thing", "trays"],
+            "additionalProperties": False,
+        },
+    },
+}
+CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "There are 8 trays with 41 plates."}]}
+REQUESTS: list[dict[str, Any]] = [
+    {"custom_id": "call", **CHAT, "tools": [COUNT], "tool_choice": "required", "parallel_tool_calls": False},
+    {"custom_id": "text", **CHAT, "max_tokens": 5},
+]
+
+
+def chats(call: Cli, engine: Path, folder: Path, *options: str) -> dict[str, Any]:
+    """The bodies of the answers to `REQUESTS`."""
+    source, output = folder / "requests.jsonl", folder / f"answers{len(options)}{options[-1:]}.jsonl"
+    source.write_text("".join(json.dumps(request) + "\n" for request in REQUESTS))
+    code, _, error = call("run-batch", engine, "-i", source, "-o", output, *options)
+    assert code == 0, error
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    return {row["custom_id"]: row["response"]["body"] for row in rows}
+
+
+def test_calls_and_reasoning_are_read_as_the_command_says(
+    tiny_engine: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    call = in_this_process(capfd)
+    engine = with_template(tiny_engine, tmp_path / "engine", PLAIN)
+    found = chats(call, engine, tmp_path, "--tool-parser", "hermes")
+    (choice,) = found["call"]["choices"]
+    assert choice["finish_reason"] == "tool_calls" and choice["message"]["content"] is None
+    (made,) = choice["message"]["tool_calls"]
+    arguments = json.loads(made["function"]["arguments"])
+    assert made["function"]["name"] == "count" and set(arguments) == {"thing", "trays"}
+    assert arguments["thing"] in ("plates", "cards") and arguments["trays"] <= 99
+    assert found["text"]["choices"][0]["message"]["content"]
+    found = chats(call, engine, tmp_path, "--reasoning-parser", "deepseek_r1")
+    message = found["text"]["choices"][0]["message"]
+    assert message["reasoning_content"] and message["content"] is None
+    assert "--tool-parser" in found["call"]["error"]["message"], "without one tools are refused"
+    code, _, error = call("run-batch", engine, "-i", "a", "-o", "b", "--tool-parser", "x")
+    assert (code, error) == (
+        2,
+        "error: tool_parser must be one of auto, none, hermes, qwen3_coder, llama3_json, not 'x'\n",
+    )

@@ -106,7 +106,7 @@ def test_an_offline_run_whose_engine_is_killed(
 
     def kill_one(stage: str, done: int, total: int) -> None:
         if not killed:
-            killed.append(processes("ray::MapWorker")[0])
+            killed.append(processes("ray::_Engine")[0])
             os.kill(killed[0], signal.SIGKILL)
 
     monkeypatch.setenv("RAY_ADDRESS", "local")
@@ -120,12 +120,12 @@ def test_an_offline_run_whose_engine_is_killed(
 
 def test_a_killed_run_over_ray_is_gone_on_with(tiny_engine: Path, tmp_path: Path) -> None:
     source, output = requests_file(tmp_path), tmp_path / "out.jsonl"
-    parts = tmp_path / "out.jsonl.parts"
+    part = tmp_path / "out.jsonl.part"
     command = [sys.executable, "-m", "ddtree_trt.cli", "run-batch", str(tiny_engine), "-i", str(source)]
     command += ["-o", str(output), "--replicas", "2", "--cpus-per-replica", "0.5"]
     with private_cluster():
         process = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": "local"})
-        wait_for(lambda: any(parts.glob("0*.jsonl")) or process.poll() is not None)
+        wait_for(lambda: (part.exists() and part.read_bytes().count(b"\n") > 1) or process.poll() is not None)
         process.send_signal(signal.SIGKILL)
         process.wait()
         assert not output.exists()

@@ -7,7 +7,6 @@ import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterator
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import LONG
 
 from ddtree_trt import LLM, SamplingParams
-from ddtree_trt.serve.playground.routes import PAGE
 
 ray = pytest.importorskip("ray", reason="the extra [ray] is not installed")
 
@@ -33,9 +31,7 @@ QUESTION = "There are 8 trays on the table, each with 41 plates. What is the tot
 @pytest.fixture(scope="module")
 def served(tiny_engine: Path) -> Iterator[Replicas]:
     """Two engines of half a processor each, so that two processors have room for more."""
-    options = (
-        "--replicas 2 --cpus-per-replica 0.5 --max-requests 20 --max-waiting 40 --playground --vllm-metrics".split()
-    )
+    options = "--replicas 2 --cpus-per-replica 0.5 --max-waiting 40 --playground --vllm-metrics --access-log".split()
     options += ["--drain-timeout", str(WAIT_S)]
     with private_cluster(), Replicas(tiny_engine, *options) as server:
         assert "2 replicas of 8 slots" in server.ready, server.process.communicate()
@@ -58,10 +54,10 @@ def long_text(tiny_engine: Path) -> str:
         return llm.generate([STREAM["prompt"]], params)[0].outputs[0].text
 
 
-def events(client: httpx.Client, body: dict[str, Any], begun: list[str] | None = None) -> list[str]:
+def events(client: httpx.Client, body: dict[str, Any], begun: list[str] | None = None, session: str = "") -> list[str]:
     """The events of a stream; each is added to `begun` when it comes."""
     lines = [] if begun is None else begun
-    with client.stream("POST", "/v1/completions", json=body) as response:
+    with client.stream("POST", "/v1/completions", json=body, headers={"X-Session-Id": session}) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
             if line:
@@ -87,11 +83,14 @@ def test_the_answers_are_the_engine_s(served: Replicas, client: httpx.Client, ti
         assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
     assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
     assert client.get("/health").json() == {"status": "ok"}
-    assert len(client.get("/v1/models").headers.get_list("x-request-id")) == 1
+    assert client.get("/playground").headers["content-type"] == "text/html; charset=utf-8"
+    watched = client.post("/playground/rounds", json={"messages": messages, "max_tokens": 60})
+    *records, done = [line.removeprefix("data: ") for line in watched.text.splitlines() if line]
+    assert done == "[DONE]" and "".join(json.loads(record)["text"] for record in records) == expected
 
 
 def refusals(client: httpx.Client) -> dict[str, float]:
-    """The refusals that the metrics count, by status, of all engines and ingresses."""
+    """The refusals that the metrics count, by status, of all engines."""
     found: Counter[str] = Counter()
     for family in text_string_to_metric_families(client.get("/metrics").text):
         for sample in family.samples:
@@ -101,8 +100,6 @@ def refusals(client: httpx.Client) -> dict[str, float]:
 
 
 def test_errors_are_the_server_s(client: httpx.Client) -> None:
-    """Each is counted once, whether an engine refused the request or the ingress."""
-
     def refused(path: str, body: bytes) -> tuple[int, str | None]:
         answer = client.post(path, content=body, headers={"Content-Type": "application/json"})
         return answer.status_code, answer.json()["error"]["code"]
@@ -110,7 +107,6 @@ def test_errors_are_the_server_s(client: httpx.Client) -> None:
     before = refusals(client)
     assert refused("/v1/completions", b"{") == (400, "invalid_json")
     assert refused("/v1/completions", b'{"prompt": "x", "colour": 1}') == (400, "unknown_parameter")
-    assert refused("/v1/completions", b'{"prompt": "x", "max_tokens": 99999}') == (400, "context_length_exceeded")
     assert refused("/v1/nothing", b"{}") == (404, None)
     assert refused("/v1/completions", b" " * (5 << 20)) == (413, "body_too_large")
     with contextlib.ExitStack() as streams:  # each has more than half of the sequences that an engine takes
@@ -121,7 +117,7 @@ def test_errors_are_the_server_s(client: httpx.Client) -> None:
             codes.append(answer.status_code)
         assert codes[-1] == 429 and len(codes) <= 4 and int(answer.headers["retry-after"]) >= 1
     counted = {status: count - before.get(status, 0) for status, count in refusals(client).items()}
-    assert counted == {"400": 3, "404": 1, "413": 1, "429": 1}
+    assert counted == {"400": 2, "404": 1, "413": 1, "429": 1}
 
 
 def test_a_conversation_stays_with_its_engine(served: Replicas, client: httpx.Client) -> None:
@@ -131,7 +127,8 @@ def test_a_conversation_stays_with_its_engine(served: Replicas, client: httpx.Cl
     for number in range(6):
         turns = [{"role": "user", "content": f"{number}: {QUESTION}"}]
         for _ in range(2):
-            answer = client.post("/v1/chat/completions", json={"messages": turns, "max_tokens": 40}).json()
+            headers, body = {"X-Session-Id": f"chat {number}"}, {"messages": turns, "max_tokens": 40}
+            answer = client.post("/v1/chat/completions", json=body, headers=headers).json()
             turns += [answer["choices"][0]["message"], {"role": "user", "content": "And in words?"}]
             turns = [{"role": m["role"], "content": m["content"]} for m in turns]
         usage = answer["usage"]
@@ -147,52 +144,27 @@ def test_a_client_that_leaves_frees_its_slot(served: Replicas, client: httpx.Cli
 
 
 def test_an_engine_killed_in_mid_stream(served: Replicas, client: httpx.Client, long_text: str) -> None:
-    """Its stream ends with the documented event; one of the other engine, and later requests, know nothing of it."""
+    """Its stream breaks off; one of the other engine, and later requests, know nothing of it."""
     lost_key, lost = served.key_of()
     kept_key, kept = served.key_of(other_than=lost)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         # Eight sequences of 1900 tokens: far more than is made until the engine has been killed.
         begun: list[str] = []
-        ended = pool.submit(events, client, {**STREAM, "n": 8, "prompt_cache_key": lost_key}, begun)
-        whole = pool.submit(events, client, {**STREAM, "max_tokens": LONG_TEXT, "prompt_cache_key": kept_key})
+        ended = pool.submit(events, client, {**STREAM, "n": 8}, begun, lost_key)
+        whole = pool.submit(events, client, {**STREAM, "max_tokens": LONG_TEXT}, None, kept_key)
         wait_for(lambda: bool(begun))
         assert served.running()[lost] > 0
         served.kill(lost)
-        event = json.loads(ended.result()[-1])
-        assert event["error"]["code"] == "engine_lost" and "send the request again" in event["error"]["message"]
+        assert ended.exception() is not None or ended.result()[-1] != "[DONE]"
         assert text(whole.result()) == long_text
-    assert served.process.stderr is not None
-    assert any("an engine was lost" in line for line in served.process.stderr), "the terminal shows the ingress's log"
     # The key's requests go to the other engine at once, and a new engine takes the place of the lost one.
-    answer = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1, "prompt_cache_key": lost_key})
-    assert answer.status_code == 200
+    wait_for(lambda: bool(events(client, {**STREAM, "max_tokens": 1}, None, lost_key)))
     wait_for(lambda: len(served.running()) == 2 and lost not in served.running())
     assert kept in served.running()
 
 
-@pytest.mark.parametrize("path", PAGE)
-def test_the_playground_s_page_passes_the_ingress(client: httpx.Client, path: str) -> None:
-    answer = client.get(path)
-    name, media_type = PAGE[path]
-    assert answer.status_code == 200 and answer.headers["content-type"] == media_type
-    assert answer.content == (files("ddtree_trt.serve.playground") / "page" / name).read_bytes()
-    assert "default-src 'none'" in answer.headers["content-security-policy"]
-
-
-def test_the_playground_shows_an_engine_s_rounds(client: httpx.Client, tiny_engine: Path) -> None:
-    messages = [{"role": "user", "content": QUESTION}]
-    with LLM(tiny_engine) as llm:
-        expected = llm.generate([messages], SamplingParams(max_tokens=60))[0].outputs[0].text
-    assert client.get("/playground/engine").json()["model"] == "tiny"
-    answer = client.post("/playground/rounds", json={"messages": messages, "max_tokens": 60})
-    *parts, done = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
-    records = [json.loads(part) for part in parts]
-    assert done == "[DONE]" and "".join(record["text"] for record in records) == expected
-    assert sum(len(record["rounds"]) for record in records) > 1
-
-
 @pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
-def test_the_engines_figures_have_vllm_s_names_too(served: Replicas, client: httpx.Client, accept: str) -> None:
+def test_one_page_has_the_figures_of_all_engines(served: Replicas, client: httpx.Client, accept: str) -> None:
     assert client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}).status_code == 200
     wait_for(lambda: any(figures["ddtree_generation_tokens_total"] for figures in served.figures().values()))
     page = client.get("/metrics", headers={"Accept": accept})
@@ -208,15 +180,11 @@ def test_the_engines_figures_have_vllm_s_names_too(served: Replicas, client: htt
     assert families["vllm:time_to_first_token_seconds"].type == "histogram"
 
 
-def test_too_many_requests_are_answered_429(served: Replicas, client: httpx.Client) -> None:
+def test_too_many_requests_are_refused_by_ray(served: Replicas, client: httpx.Client) -> None:
     body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True}
-    before = refusals(client).get("429", 0)
-    with concurrent.futures.ThreadPoolExecutor(32) as pool, httpx.Client(base_url=served.url, timeout=WAIT_S) as many:
-        codes = [a.status_code for a in pool.map(lambda _: many.post("/v1/completions", json=body), range(48))]
-    assert set(codes) <= {200, 429} and codes.count(200) >= 20
-    assert refusals(client).get("429", 0) - before == codes.count(429)
-    page = client.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}).text
-    assert page.rstrip().endswith("# EOF")
+    with concurrent.futures.ThreadPoolExecutor(80) as pool, httpx.Client(base_url=served.url, timeout=WAIT_S) as many:
+        codes = [a.status_code for a in pool.map(lambda _: many.post("/v1/completions", json=body), range(100))]
+    assert set(codes) == {200, 503} and codes.count(200) >= 20
 
 
 def test_sigterm_lets_requests_finish(served: Replicas, client: httpx.Client, long_text: str) -> None:
@@ -229,4 +197,5 @@ def test_sigterm_lets_requests_finish(served: Replicas, client: httpx.Client, lo
         refusal = client.post("/v1/completions", json={"prompt": "x"})
         assert refusal.json()["error"]["code"] == "shutting_down" and refusal.status_code == 503
         assert {text(stream.result()) for stream in streams} == {long_text}
-    assert served.wait()[0] == 0
+    code, log = served.wait()
+    assert code == 0 and "POST / 200" in log, log[-2000:]

@@ -1,4 +1,4 @@
-"""Options of replicas: what is refused, what each replica gets, and which requests share an engine."""
+"""Options of replicas: what is refused, and what each replica gets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 from command_line import in_this_process
-from starlette.requests import Request
 
 from ddtree_trt.errors import UsageError, install_with
 from ddtree_trt.replicas.options import ReplicaOptions
@@ -17,7 +16,6 @@ from ddtree_trt.replicas.options import ReplicaOptions
 pytest.importorskip("ray", reason="the extra [ray] is not installed")
 
 from ddtree_trt.replicas import cluster, deployment
-from ddtree_trt.replicas.ingress import _key
 from ddtree_trt.serve.options import ServeOptions
 
 
@@ -46,7 +44,7 @@ def test_without_the_extra_the_command_names_it(tiny_engine: Path) -> None:
         f"app(['serve', {str(tiny_engine)!r}, '--replicas', '2'])"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    expected = f"error: the server needs the Python package ray; {install_with('ray')}\n"
+    expected = f"error: this needs the Python package ray; {install_with('ray')}\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", expected)
 
 
@@ -65,11 +63,11 @@ def test_what_a_replica_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     assert of("tensorrt", ReplicaOptions(2, cpus_per_replica=0.5, gpus_per_replica=0.25)) == (0.5, 0.25)
     machines({"CPU": 2.0})
     assert of("torch", ReplicaOptions(4)) == (0.5, 0.0)
-    cluster.check_room("torch", ReplicaOptions(4))
+    assert of("torch", ReplicaOptions(4), check=True)
     with pytest.raises(UsageError, match=r"2 replicas of 2 CPUs need 4, and this machine has 2; .*--cpus-per-replica"):
-        cluster.check_room("onnxruntime", ReplicaOptions(2, cpus_per_replica=2))
+        of("onnxruntime", ReplicaOptions(2, cpus_per_replica=2), check=True)
     with pytest.raises(UsageError, match="1 GPUs need 1, and this machine has 0"):
-        cluster.check_room("tensorrt", ReplicaOptions(1))
+        of("tensorrt", ReplicaOptions(1), check=True)
 
 
 def test_the_application_of_ray_s_own_commands(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,32 +84,3 @@ def test_the_application_of_ray_s_own_commands(tiny_engine: Path, monkeypatch: p
     ):
         with pytest.raises(UsageError, match=complaint):
             deployment.app(wrong)
-
-
-async def key(body: str, content_type: bytes = b"application/json") -> str:
-    async def receive() -> dict[str, Any]:
-        return {"type": "http.request", "body": body.encode(), "more_body": False}
-
-    scope = {"type": "http", "method": "POST", "path": "/", "headers": [(b"content-type", content_type)]}
-    return await _key(Request(scope, receive))
-
-
-async def test_requests_that_share_a_beginning_share_a_key() -> None:
-    system, user = '{"role": "system", "content": "s"}', '{"role": "user", "content": "u"}'
-    turn = await key(f'{{"messages": [{system}, {user}], "max_tokens": 3}}')
-    assert turn
-    later = f'{{"model": "m", "messages": [{system}, {user}, {{"role": "assistant", "content": "a"}}, {user}]}}'
-    assert await key(later) == turn
-    assert await key(f'{{"messages": [{system}, {{"role": "user", "content": "v"}}]}}') not in (turn, "")
-    long = "word " * 2000
-    assert await key(f'{{"prompt": "{long}"}}') == await key(f'{{"prompt": "{long} and more"}}')
-    assert await key('{"prompt": [1, 2]}') not in (await key('{"prompt": [1, 3]}'), "")
-    assert await key(f'{{"prompt": "{long}", "prompt_cache_key": "mine"}}') == '"mine"'
-    assert await key('{"prompt": "x", "prompt_cache_key": "mine"}') == '"mine"'
-    assert await key('{"prompt_cache_key": "\\ud800"}') == '"\\ud800"'
-
-
-async def test_what_says_nothing_of_its_prompt_has_no_key() -> None:
-    for body in ("{", "[]", "{}", '{"prompt": 5}', '{"messages": []}', '{"prompt": ""}', "[" * 100):
-        assert await key(body) == ""
-    assert await key('{"prompt": "x"}', b"text/plain") == ""

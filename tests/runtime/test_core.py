@@ -15,6 +15,7 @@ from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime import core as core_module
 from ddtree_trt.runtime.core import EngineCore, assemble_core
 from ddtree_trt.runtime.decoding.routing import Route
+from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.scheduler import Scheduler
 
@@ -61,7 +62,7 @@ def test_latencies_are_measured_while_opening(monkeypatch: pytest.MonkeyPatch, t
     assemble_core(tmp_path, engine)
     assert measured == [(tmp_path, engine)]
     with pytest.raises(UsageError, match="device_rounds is on, but the onnxruntime backend"):
-        assemble_core(tmp_path, engine, device_rounds="on")
+        assemble_core(tmp_path, engine, EngineOptions(device_rounds="on"))
     assert len(measured) == 1, "what is refused anyhow is not measured for"
 
 

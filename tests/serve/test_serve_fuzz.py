@@ -125,7 +125,7 @@ def test_fuzzed_requests_leave_the_server_and_its_neighbours_alone(small_engine:
         assert report.statuses[200] > 20 and report.statuses[400] > 100 and report.statuses["left"] > 10
         assert report.neighbours and all(report.neighbours)
         wait_for(lambda: server.llm.running == server.llm.waiting == 0)
-        wait_for(server.server._gate._idle.is_set)
+        wait_for(server.server._gate.idle.is_set)
         assert server.llm.failure is None
 
 

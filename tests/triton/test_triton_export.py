@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import os
 import shutil
@@ -16,24 +15,14 @@ from google.protobuf import json_format
 from typer.testing import CliRunner
 
 from ddtree_trt import __version__
-from ddtree_trt.artifact.files import (
-    DRAFTER_GRAPH,
-    DRAFTER_PLAN,
-    KERNEL_CACHE,
-    MANIFEST,
-    SHARED_WEIGHTS,
-    TARGET_GRAPH,
-    TARGET_PLAN,
-    WEIGHTS,
-)
+from ddtree_trt.artifact.files import KERNEL_CACHE
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.cli import app
 from ddtree_trt.errors import ArtifactError, BuildError, UsageError
 from ddtree_trt.triton import export as triton
 from ddtree_trt.triton.export import MARKER, ExportRequest
-from ddtree_trt.triton.inputs import FIELDS, OTHERS, REFUSED
-from ddtree_trt.triton.layouts import LAYOUT_NAMES
+from ddtree_trt.triton.inputs import FIELDS, LAYOUT_NAMES, ONLY, OTHERS
 from ddtree_trt.triton.settings import Settings, select_device
 
 
@@ -47,28 +36,18 @@ def engine(tiny_engine: Path, tmp_path: Path) -> Path:
     return shutil.copytree(tiny_engine, tmp_path / "engines" / "tiny")
 
 
-@pytest.fixture
-def gpu_engine(engine: Path) -> Path:
-    """The same, said to be for a backend that runs on GPUs: exporting never opens it."""
-    manifest = load_manifest(engine)
-    names = dict(zip((TARGET_GRAPH, DRAFTER_GRAPH, WEIGHTS), (TARGET_PLAN, DRAFTER_PLAN, SHARED_WEIGHTS), strict=True))
-    for graph, plan in names.items():
-        (engine / graph).rename(engine / plan)
-    files = {names.get(name, name): entry for name, entry in manifest.files.items()}
-    manifest = dataclasses.replace(manifest, backend="tensorrt", files=files, plugin={"name": "DDTreeAttention"})
-    (engine / MANIFEST).write_text(manifest.to_json())
-    return engine
-
-
 def config_dict(model: Path) -> dict[str, Any]:
     return json_format.MessageToDict(read_config(model), preserving_proto_field_name=True)
 
 
 @pytest.mark.parametrize(
     ("layout", "instances", "gpus", "max_queue", "link", "name"),
-    [*itertools.product(LAYOUT_NAMES, (1, 3), ((), (0,), (2, 5)), (0, 256), (True, False), (None, "qwen3-8b.v2"))],
+    [
+        *((layout, 1, (), 256, True, None) for layout in LAYOUT_NAMES),
+        *((layout, 3, (2, 5), 0, False, "qwen3-8b.v2") for layout in LAYOUT_NAMES),
+    ],
 )
-def test_every_combination_parses(
+def test_the_configuration_says_what_was_asked_for(
     tiny_engine: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -106,18 +85,13 @@ def test_every_combination_parses(
     )
 
 
-@pytest.mark.parametrize("layout", LAYOUT_NAMES)
-def test_every_declared_input_is_honoured_or_refused(engine: Path, tmp_path: Path, layout: Any) -> None:
-    config = read_config(export(engine, tmp_path / "models", layout=layout, link=True))
-    names = [i.name for i in config.input]
-    assert len(names) == len(set(names))
-    assert set(names) <= FIELDS.keys() | OTHERS | REFUSED.keys()
-    assert [i.name for i in config.input if not i.optional] == ["text_input"]
-
-
-def test_what_is_known_is_declared_somewhere(engine: Path, tmp_path: Path) -> None:
-    models = [export(engine, tmp_path / "models", layout, layout=layout, link=True) for layout in LAYOUT_NAMES]
-    assert {i.name for model in models for i in read_config(model).input} == FIELDS.keys() | OTHERS | REFUSED.keys()
+def test_what_is_declared_is_what_is_read(engine: Path, tmp_path: Path) -> None:
+    configs = [read_config(export(engine, tmp_path / "models", x, layout=x, link=True)) for x in LAYOUT_NAMES]
+    for config in configs:
+        names = [i.name for i in config.input]
+        assert len(names) == len(set(names))
+        assert [i.name for i in config.input if not i.optional] == ["text_input"]
+    assert {i.name for config in configs for i in config.input} == FIELDS.keys() | OTHERS | ONLY.keys()
 
 
 def test_a_copied_engine_is_whole_and_the_repository_can_move(engine: Path, tmp_path: Path) -> None:
@@ -222,11 +196,6 @@ def test_the_engine_and_the_model_may_not_lie_inside_each_other(engine: Path, tm
     with pytest.raises(UsageError, match="which would be replaced"):
         export(model / "1" / "engine", tmp_path / "models")
     assert export(model / "1" / "engine", tmp_path / "models", "second").is_dir()
-
-
-def test_a_gpu_engine_takes_the_first_gpu(gpu_engine: Path, tmp_path: Path) -> None:
-    (group,) = read_config(export(gpu_engine, tmp_path / "models", link=True)).instance_group
-    assert (group.Kind.Name(group.kind), list(group.gpus)) == ("KIND_GPU", [0])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ import pytest
 from fake_triton import InferenceResponse, Instance, Request, TritonError, loaded
 from pacing import WAIT_S, Passes, wait_for
 
-from ddtree_trt import LLM, SamplingParams
+from ddtree_trt import LLM, SamplingParams, StructuredOutput
+from ddtree_trt.errors import UsageError
 from ddtree_trt.triton.export import ExportRequest, export_triton
 from ddtree_trt.triton.requests import parse
 from ddtree_trt.triton.settings import TRTLLM, VLLM, Layout
@@ -190,46 +191,43 @@ class Unreadable(np.ndarray):
         raise MemoryError("/secret/path")
 
 
-HOSTILE: list[tuple[dict[str, Any], dict[str, Any], str, str]] = [
-    (
-        raw('{"seed": 1' + "0" * 400 + "}"),
-        {},
-        "INVALID_ARG",
-        "seed must be from 0 to .* an integer of about 401 digits",
-    ),
-    (raw('{"seed": ' + "9" * 5000 + "}"), {}, "INVALID_ARG", "a number has too many digits"),
-    (raw('{"seed": "' + "9" * 5000 + '"}'), {}, "INVALID_ARG", "seed must be an integer"),
-    (raw('{"seed": "' + "[" * 100_000 + '"}'), {}, "INVALID_ARG", "seed must be an integer"),
-    (raw("[" * 100_000), {}, "INVALID_ARG", "nested too deeply"),
-    (raw('{"a":' * 100_000), {}, "INVALID_ARG", "nested too deeply"),
-    (raw("{"), {}, "INVALID_ARG", "sampling_parameters is not JSON"),
-    (raw('["' + "x" * 5000 + '"]'), {}, "INVALID_ARG", "must be a JSON object, not"),
-    (raw('{"logit_bias": {"' + "9" * 5000 + '": 1}}'), {}, "INVALID_ARG", "is not a token id"),
-    (raw('{"temperature": 1e999}'), {}, "INVALID_ARG", "temperature must be a number from 0 to 100"),
-    (raw('{"\\ud800": 1}'), {}, "INVALID_ARG", "unknown sampling parameter"),
-    (raw('{"\\ud800": 1}'), {"parameters": {"\ud800": 1}}, "INVALID_ARG", "is given twice"),
-    (raw('{"' + "k" * 9000 + '": 1}'), {"parameters": {"k" * 9000: 1}}, "INVALID_ARG", "kkkkk"),
-    (raw('{"stop": "\\ud800"}'), {}, "INVALID_ARG", "stop is not valid Unicode"),
-    (raw('{"method": {}}'), {}, "INVALID_ARG", "method must be auto or one of"),
-    (trtllm(), {"parameters": {"timeout": 10**400}}, "INVALID_ARG", "timeout must be microseconds"),
-    (trtllm(), {"parameters": {"timeout": "x"}}, "INVALID_ARG", "timeout must be microseconds"),
-    ({"text_input": np.array([[b"\xff\xfe"]], object)}, {}, "INVALID_ARG", "text_input is not valid UTF-8"),
-    ({**trtllm(), "seed": np.zeros((0,))}, {}, "INVALID_ARG", "seed must hold one value"),
-    ({**trtllm(), "seed": np.zeros(1).view(Unreadable)}, {}, "INTERNAL", "unexpected MemoryError; the server's log"),
+HOSTILE: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    (raw('{"seed": 1' + "0" * 400 + "}"), "seed must be from 0 to .* an integer of about 401 digits", {}),
+    (raw('{"seed": ' + "9" * 5000 + "}"), "a number has too many digits", {}),
+    (raw('{"seed": "' + "9" * 5000 + '"}'), "seed must be an integer", {}),
+    (raw('{"seed": "' + "[" * 100_000 + '"}'), "seed must be an integer", {}),
+    (raw("[" * 100_000), "nested too deeply", {}),
+    (raw('{"a":' * 100_000), "nested too deeply", {}),
+    (raw("{"), "sampling_parameters is not JSON", {}),
+    (raw('["' + "x" * 5000 + '"]'), "must be a JSON object, not", {}),
+    (raw('{"logit_bias": {"' + "9" * 5000 + '": 1}}'), "is not a token id", {}),
+    (raw('{"temperature": 1e999}'), "temperature must be a number from 0 to 100", {}),
+    (raw('{"\\ud800": 1}'), "unknown sampling parameter", {}),
+    (raw('{"\\ud800": 1}'), "is given twice", {"\ud800": 1}),
+    (raw('{"' + "k" * 9000 + '": 1}'), "kkkkk", {"k" * 9000: 1}),
+    (raw('{"stop": "\\ud800"}'), "stop is not valid Unicode", {}),
+    (raw('{"method": {}}'), "method must be auto or one of", {}),
+    (trtllm(), "timeout must be microseconds", {"timeout": 10**400}),
+    (trtllm(), "timeout must be microseconds", {"timeout": "x"}),
+    ({"text_input": np.array([[b"\xff\xfe"]], object)}, "text_input is not valid UTF-8", {}),
+    ({**trtllm(), "seed": np.zeros((0,))}, "seed must hold one value", {}),
+    ({**trtllm(), "beam_width": np.array([[2]])}, "beam_width takes 1 only; leave it out", {}),
+    ({**trtllm(), "return_context_logits": np.array([True])}, "takes False only", {}),
+    ({**trtllm(), "seed": np.zeros(1).view(Unreadable)}, "unexpected MemoryError; the server's log", {}),
 ]
 
 
-@pytest.mark.parametrize(("inputs", "options", "code", "message"), HOSTILE, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize(("inputs", "message", "parameters"), HOSTILE, ids=lambda v: str(v)[:40])
 def test_one_bad_request_touches_no_other_of_its_batch(
-    instance: Instance, llm: LLM, inputs: dict[str, Any], options: dict[str, Any], code: str, message: str
+    instance: Instance, llm: LLM, inputs: dict[str, Any], message: str, parameters: dict[str, Any]
 ) -> None:
     good = trtllm(max_tokens=9)
-    calls: list[tuple[dict[str, Any], dict[str, Any]]] = [(good, {}), (inputs, options), (good, {})]
-    batch = [Request(instance.declared, given, **more) for given, more in calls]
+    batch = [Request(instance.declared, given) for given in (good, good)]
+    batch.insert(1, Request(instance.declared, inputs, parameters=parameters))
     instance.model.execute(batch)
     with pytest.raises(TritonError, match=message) as caught:
         list(batch[1].responses())
-    assert caught.value.code == code
+    assert caught.value.code == ("INTERNAL" if "unexpected" in message else "INVALID_ARG")
     text = str(caught.value)
     assert len(text) <= 1000 and "\n" not in text and "/" not in text and "Traceback" not in text
     text.encode()
@@ -331,6 +329,12 @@ def test_vllm_clients_send_numbers_as_text_and_defaults_that_change_nothing() ->
     assert call({}, VLLM, parameters={**given, **neutral, "id": "x", "triton_final": 1}).params == wanted
 
 
+def test_tensors_that_clients_send_without_need_are_taken() -> None:
+    plain = {"beam_width": np.array([[1]], np.int32), "length_penalty": np.array([[1.0]], np.float32)}
+    plain |= {"bad_words": strings("", ""), "use_draft_logits": np.array([False]), "pad_id": np.array([[2]])}
+    assert call(plain).params == SamplingParams()
+
+
 def test_outputs_are_those_listed_or_switched_on() -> None:
     assert call({}).outputs == {"text_output"}
     assert call({"return_num_output_tokens": np.array([True])}).outputs == {"text_output", "num_output_tokens"}
@@ -342,3 +346,41 @@ def test_only_an_unstreamed_vllm_text_begins_with_the_prompt_by_default() -> Non
     stream = {"stream": np.array([True])}
     assert (call({}).echo, call({}, VLLM).echo, call(stream, VLLM).echo) == (False, True, False)
     assert call({"exclude_input_in_output": np.array([False])}).echo
+
+
+@pytest.mark.parametrize(
+    ("inputs", "expected"),
+    [
+        ({"sampling_parameters": strings('{"structured": {"regex": "A+"}}')}, StructuredOutput(regex="A+")),
+        (
+            {"sampling_parameters": strings('{"guided_json": {"title": "A"}}')},
+            StructuredOutput(json_schema={"title": "A"}),
+        ),
+        ({"sampling_parameters": strings('{"guided_choice": ["A", "b"]}')}, StructuredOutput(choice=("A", "b"))),
+        (
+            {"guided_decoding_guide_type": strings("json_schema"), "guided_decoding_guide": strings('{"title": "A"}')},
+            StructuredOutput(json_schema={"title": "A"}),
+        ),
+        ({"guided_decoding_guide_type": strings("json")}, StructuredOutput(json_object=True)),
+        (
+            {"guided_decoding_guide_type": strings("regex"), "guided_decoding_guide": strings("A")},
+            StructuredOutput(regex="A"),
+        ),
+        ({"guided_decoding_guide_type": strings("")}, None),
+    ],
+    ids=str,
+)
+def test_constraints_on_the_output(inputs: dict[str, Any], expected: StructuredOutput | None) -> None:
+    assert call(inputs).params.structured == expected
+
+
+def test_constraints_as_request_parameters() -> None:
+    found = call({}, parameters={"structured": '{"regex": "A+"}'}).params.structured
+    assert found == StructuredOutput(regex="A+")
+    both = {"guided_decoding_guide_type": strings("json"), "sampling_parameters": strings('{"guided_regex": "a"}')}
+    with pytest.raises(UsageError, match="structured is given twice, the second time by sampling_parameters"):
+        call(both)
+    with pytest.raises(UsageError, match="guided_decoding_guide: json_schema is not JSON"):
+        call({"guided_decoding_guide_type": strings("json_schema"), "guided_decoding_guide": strings("{")})
+    with pytest.raises(UsageError, match="guided_decoding_guide_type must be one of json, json_schema, regex"):
+        call({"guided_decoding_guide_type": strings("xml")})

@@ -28,7 +28,7 @@ PLUGIN = {"name": "DDTreeAttention"}
             [
                 "NVIDIA GPU (sm90) with driver 580",
                 "with TensorRT 11.4.0.106",
-                "libddtree_plugins.so and",
+                "libddtree_plugins.so, which `make plugins`",
             ],
             [],
         ),

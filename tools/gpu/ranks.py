@@ -17,6 +17,7 @@ import torch
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.runtime.engines.torch.parallel.engine import ParallelEngine
+from ddtree_trt.runtime.options import EngineOptions
 from tools.gpu.correct import BUDGETS, RELATIVE_ERROR, compare_trees, differ_at_a_tie, open_tiny, prompts
 from tools.gpu.rounds import HostRounds, fill
 
@@ -37,7 +38,7 @@ def check(folder: Path, precision: str, count: int, tokens: int) -> dict[str, An
     truth = open_tiny(folder, "fp32", cpu)
     one = open_tiny(folder, precision, torch.device("cuda", 0) if torch.cuda.device_count() >= RANKS else cpu)
     directory = folder / f"tiny-{precision}"
-    two = ParallelEngine.open(directory, load_manifest(directory), RANKS)
+    two = ParallelEngine.open(directory, load_manifest(directory), EngineOptions(tensor_parallel_size=RANKS))
     try:
         error = compare_trees(truth, two)
         assert error <= RELATIVE_ERROR[precision], f"logits are off by {error:.3g} of their scale"

@@ -32,6 +32,7 @@ from ddtree_trt.models.drafters.eagle3 import EXPANDED, LEVELS
 from ddtree_trt.runtime.candidates import Candidates, Marginals
 from ddtree_trt.runtime.decoding.methods import AUTO, AUTOREGRESSIVE, resolve_method
 from ddtree_trt.runtime.engines.load import open_engine
+from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import best_tree, compile_tree
 from ddtree_trt.terminal.printing import progress_bars
@@ -70,7 +71,7 @@ def ablate(
         )
     sizes = tuple(sorted(set(budgets)))
     limits = limits_for(manifest, sizes[-1])
-    engine = open_engine(directory, threads=threads, limits=limits)
+    engine = open_engine(directory, EngineOptions(threads=threads), limits=limits)
     with closing(Session(directory, engine=engine)) as session:
         loaded = load_prompts(prompts, limit)
         encoded = [(p, session.codec.encode(p.opening)) for p in loaded]
@@ -86,7 +87,9 @@ def ablate(
         if by_levels:
             texts_alone = [KnownText(tuple(ids), start) for ids, start in texts]
             questions = replace(questions, texts=texts_alone, redraft=engine)
-        settings = BenchSettings(str(directory), (method.name,), sizes, max_tokens=max_tokens, device_rounds="off")
+        settings = BenchSettings(
+            str(directory), (method.name,), sizes, max_tokens=max_tokens, device_rounds="off", threads=threads
+        )
         timed = [prompt for prompt, _ in fitting[:timed_prompts]]
         at_zero = _times(session, settings, timed, (0.0,))
         trees = [row for row in at_zero if row["case"].startswith(f"{method.name}@")]

@@ -48,7 +48,11 @@ def open_peer(spec: str, context: PeerContext) -> Peer:
 
 def compare(settings: BenchSettings, specs: Sequence[str], context: dict[str, str | None], output: Path | None) -> None:
     """Measure, and print the tables. `context`: the checkpoint, drafter and assistant that peers load."""
-    with progress_bars() as progress, closing(Session.open(settings)) as session, ExitStack() as stack:
+    with (
+        progress_bars() as progress,
+        closing(Session(Path(settings.engine), settings)) as session,
+        ExitStack() as stack,
+    ):
         runs: dict[str, Run] = engine_runs(session, settings)
         facts = {}
         for spec in specs:

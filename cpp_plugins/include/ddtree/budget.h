@@ -2,32 +2,49 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 namespace ddtree {
 
-// accepted [n]: the acceptance probabilities of nodes, min(1, exp(log_weights [n]) * r_1 * ... * r_depth) with the
-// ratios r_1 ... r_D [deepest].
-void acceptances(const double* log_weights, const int32_t* depths, int64_t n, const double* ratios, int64_t deepest,
-                 double* accepted);
-
-// mass [m]: for each node of the walked path, its children's drafted probability given that the node was reached.
-// parents [n + 1], log_weights [n], path [m] rising from the root.
-void tried_mass(const int32_t* parents, const double* log_weights, int64_t n, const int32_t* path, int64_t m,
-                double* mass);
-
-// Add a round to the evidence, whose older counts are multiplied by `keep`. The round tried mass [m] at depths 1 ... m
-// and went on below all of them but the last; depths with a mass of 0 learn nothing.
-void learn(const double* mass, int64_t m, double keep, double* observed, double* predicted, int64_t deepest);
-
-struct Prior {
-    const double* ratios;  // [deepest], or null: then the prior at a depth is the ratio of the depth above
-    double weight;         // pseudo-observations, positive
-    double root;           // the ratio used as that of the depth above the first
+// How often walks went on at the depths 1 ... D that they came to, and how often they were predicted to.
+struct Evidence {
+    double* observed;   // [deepest]
+    double* predicted;  // [deepest]
+    int64_t deepest;
 };
 
-// r_1 ... r_D [deepest]: how often a walk went on at a depth [deepest] over how often it was predicted to, shrunk
-// towards the prior and kept between lowest and highest.
-void calibrated_ratios(const double* observed, const double* predicted, int64_t deepest, Prior prior, double lowest,
-                       double highest, double* ratios);
+// What is assumed before there is evidence.
+struct Prior {
+    double weight;  // pseudo-observations, positive
+    double lowest;  // bounds of ratios
+    double highest;
+    double root;  // the ratio used as that of the depth above the first
+};
+
+// r_1 ... r_D: observed over predicted, shrunk towards the ratio of the depth above and kept within the bounds.
+std::vector<double> calibrated_ratios(const Evidence& evidence, const Prior& prior);
+
+// accepted [n]: the acceptance probabilities of nodes, min(1, exp(log_weights [n]) * r_1 * ... * r_depth); 0 below
+// `deepest`.
+void acceptances(const double* log_weights, const int32_t* depths, int64_t n, const std::vector<double>& ratios,
+                 int64_t deepest, double* accepted);
+
+// Add a verified tree to the evidence, whose older counts are multiplied by `keep`. parents [n + 1], log_weights [n],
+// path [m] rising from the root: at each of its nodes the children's mass, given that the node was reached, was tried,
+// and the walk went on below all but the last. Depths without children learn nothing.
+void learn(const int32_t* parents, const double* log_weights, int64_t n, const int32_t* path, int64_t m, double keep,
+           const Evidence& evidence);
+
+// Move every mean of what nodes between two sizes add, means [w] below sizes [w + 1], by `weight` towards the sums of
+// gains [n].
+void follow(const double* gains, int64_t n, const int64_t* sizes, int64_t w, double weight, double* means);
+
+// The size of which most is made per second, (tokens + sums of gains up to it) / (seconds + added_s), and that rate; 0
+// and the rate without a draft where there are no gains. gains [total], added_s [n], total at most n.
+struct Size {
+    int64_t size;
+    double rate;
+};
+Size best_size(const double* gains, int64_t total, const double* added_s, double tokens, double seconds);
 
 }  // namespace ddtree

@@ -63,7 +63,7 @@ struct KvCompact {
     const int32_t* slot_ids;    // [N], clamped to 0 ... slots - 1
     const int32_t* past_len;    // [N], clamped to 0 ... S
     const int32_t* keep;        // [N, max_keep]
-    const int32_t* keep_count;  // [N], clamped to 0 ... max_keep
+    const int32_t* keep_count;  // [N], clamped to 0 ... max_keep; null means max_keep
     int32_t sequences, planes, slots, kv_heads, capacity, max_keep;
     int32_t row_bytes;  // a multiple of 16
 };

@@ -39,7 +39,6 @@ from ddtree_trt.build.checkpoint.tensorfile import (
     open_tensors,
     read_bytes,
     read_float32,
-    weight_files,
 )
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, Shapes, TransformerDims
@@ -90,13 +89,8 @@ class Checkpoint:
             total += quantization.weight_bytes(shape, item_bytes) if quantization else item_bytes * math.prod(shape)
         return total
 
-    @property
-    def identity(self) -> CheckpointIdentity:
-        """Name, revision and sha256; the files are read through on the first use."""
-        return self.identify()
-
     def identify(self, progress: Progress = no_progress) -> CheckpointIdentity:
-        """`identity`, with progress over the files. Raises CheckpointError."""
+        """Name, revision and sha256; the files are read through on the first call. Raises CheckpointError."""
         if self._identity is None:
             try:
                 total = sum(file.stat().st_size for file in self.files)
@@ -106,9 +100,6 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path} cannot be read: {error}") from error
             self._identity = CheckpointIdentity(self.name, self.revision, digest)
         return self._identity
-
-    def has(self, name: str) -> bool:
-        return name in self.tensors
 
     def tensor(self, name: str) -> NDArray[np.float32]:
         """A float32 copy of one tensor, dequantised if need be. Raises CheckpointError for an unknown name, NaN or
@@ -169,7 +160,8 @@ def load_checkpoint(path: Path, *, name: str | None = None, revision: str = LOCA
 
 def _load_directory(directory: Path, name: str, revision: str) -> Checkpoint:
     config = read_config(directory)
-    stored = {config.dialect.our_name(name): tensor for name, tensor in open_tensors(directory).items()}
+    files, tensors = open_tensors(directory)
+    stored = {config.dialect.our_name(name): tensor for name, tensor in tensors.items()}
     dims = config.dialect.settle(config.dims, stored)
     expected = checkpoint_shapes(dims, tied=config.tied)
     quantizers = find_scales(directory, config.quantization, stored, expected)
@@ -185,7 +177,7 @@ def _load_directory(directory: Path, name: str, revision: str) -> Checkpoint:
     _refuse_misfits(directory, CONFIG, stored, as_stored, {*quantizers, *ignored})
     return Checkpoint(
         path=directory,
-        files=tuple(sorted([directory / CONFIG, *weight_files(directory)])),
+        files=tuple(sorted([directory / CONFIG, *files])),
         dims=dims,
         tie_word_embeddings=config.tied,
         stop_token_ids=config.stop_token_ids,

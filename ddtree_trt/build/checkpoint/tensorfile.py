@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,41 +31,33 @@ _ADVICE = "fetch the checkpoint again"
 _CHECK_VALUES = 1 << 22  # values checked in one step, so that checking needs little memory
 
 
-def open_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Tensor name → its place, from the headers of the checkpoint's weight files. Raises CheckpointError."""
+def open_tensors(directory: Path) -> tuple[list[Path], dict[str, StoredTensor]]:
+    """The checkpoint's weight files in name order, and from their headers tensor name → its place. Raises
+    CheckpointError where there are none, one is missing, or its header cannot be right."""
     tensors: dict[str, StoredTensor] = {}
-    placed = _placement(directory)
-    for file in weight_files(directory):
-        source = Source(str(file), CheckpointError, f"the file is damaged or cut short, {_ADVICE}")
-        for name, tensor in read_tensors(file, source).items():
-            if placed is None or placed.get(name) == file.name:
-                tensors[name] = tensor
-    for name, file_name in (placed or {}).items():
-        if name not in tensors:
-            raise CheckpointError(f"{directory / INDEX_FILE} puts {shown(name)} in {file_name}, which does not hold it")
-    return tensors
-
-
-def weight_files(directory: Path) -> list[Path]:
-    """The checkpoint's weight files in name order. Raises CheckpointError when there are none or one is missing."""
     placed = _placement(directory)
     files = [directory / name for name in sorted(set(placed.values()))] if placed else [directory / SINGLE_FILE]
     for file in files:
-        if file.is_file():
-            continue
-        if placed:
+        if not file.is_file() and placed:
             raise CheckpointError(f"{file} is missing, but {INDEX_FILE} names it; copy the whole checkpoint")
-        found = sorted(p.name for p in directory.glob("pytorch_model*.bin"))
-        hint = f"found {found[0]}: convert it to safetensors" if found else "is this a Hugging Face checkpoint?"
-        raise CheckpointError(f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}; {hint}")
-    return files
+        if not file.is_file():
+            found = sorted(p.name for p in directory.glob("pytorch_model*.bin"))
+            hint = f"found {found[0]}: convert it to safetensors" if found else "is this a Hugging Face checkpoint?"
+            raise CheckpointError(f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}; {hint}")
+        source = Source(str(file), CheckpointError, f"the file is damaged or cut short, {_ADVICE}")
+        stored = read_tensors(file, source)
+        tensors |= {name: t for name, t in stored.items() if not placed or placed.get(name) == file.name}
+    if lost := [name for name in placed if name not in tensors]:
+        place = placed[lost[0]]
+        raise CheckpointError(f"{directory / INDEX_FILE} puts {shown(lost[0])} in {place}, which does not hold it")
+    return files, tensors
 
 
-def _placement(directory: Path) -> dict[str, str] | None:
-    """Tensor name → file name of a sharded checkpoint; None when the weights are in one file."""
+def _placement(directory: Path) -> dict[str, str]:
+    """Tensor name → file name of a sharded checkpoint; empty when the weights are in one file."""
     path = directory / INDEX_FILE
     if (directory / SINGLE_FILE).is_file() or not path.is_file():
-        return None
+        return {}
     source = Source(str(path), CheckpointError, _ADVICE)
     index = Fields(read_object(path, source, max_bytes=_MAX_INDEX_BYTES), source)
     placed: dict[str, str] = index.optional("weight_map", dict[str, Annotated[str, NAME]])
@@ -93,10 +85,11 @@ def read_float32(name: str, tensor: StoredTensor) -> NDArray[np.float32]:
     """A float32 copy of one tensor, which has the values of `INTEGER_TENSORS` exactly. Raises CheckpointError when it
     cannot be read or holds NaN or Inf."""
     check_dtype(name, tensor)
-    if tensor.size == 0:
-        return np.empty(tensor.shape, np.float32)
-    values = np.array(map_values(name, tensor), np.float32)
-    check_finite(name, tensor, values)
+    values = np.zeros(0, np.float32)
+    if tensor.size:
+        with mapping(name, tensor):
+            values = np.array(tensor.mapped(), np.float32)
+        check_finite(name, tensor, values)
     return values.reshape(tensor.shape)
 
 
@@ -112,13 +105,8 @@ def check_finite(name: str, tensor: StoredTensor, values: NDArray[np.float32]) -
 
 def read_bytes(name: str, tensor: StoredTensor) -> NDArray[np.uint8]:
     """A copy of one quantised tensor as it is stored. Raises CheckpointError when it cannot be read."""
-    return np.array(map_values(name, tensor), np.uint8).reshape(tensor.shape)
-
-
-def map_values(name: str, tensor: StoredTensor) -> NDArray[Any]:
-    """The stored values [size] of one tensor, read when they are used. Raises CheckpointError when they cannot be."""
     with mapping(name, tensor):
-        return tensor.mapped()
+        return np.array(tensor.mapped(), np.uint8).reshape(tensor.shape)
 
 
 @contextmanager

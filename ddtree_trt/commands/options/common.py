@@ -16,13 +16,6 @@ EngineDirectory = Annotated[Path, typer.Argument(metavar="ENGINE_DIR", help="An 
 NewestByDefault = Annotated[
     Path | None, typer.Argument(metavar="ENGINE_DIR", help="Default: the newest engine under engines/.")
 ]
-Threads = Annotated[int, typer.Option(metavar="N", help="CPU threads; 0 chooses.")]
-DeviceRounds = Annotated[
-    str,
-    typer.Option(
-        metavar="auto|on|off", help="Rounds that stay on the GPU: auto where they can, on refuses other requests."
-    ),
-]
 Exact = Annotated[
     bool | None,
     typer.Option(

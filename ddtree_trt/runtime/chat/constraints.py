@@ -6,10 +6,9 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from ddtree_trt.runtime.chat.json_calls import END_OF_CALL, TOOL_CALL
+from ddtree_trt.runtime.chat.calls import END_OF_CALL, TOOL_CALL, listed_values, parameter_types
 from ddtree_trt.runtime.chat.reader import END_OF_THINKING, Thinking
 from ddtree_trt.runtime.chat.tools import Tool, ToolUse
-from ddtree_trt.runtime.chat.xml_calls import parameter_types
 from ddtree_trt.runtime.structured.record import StructuredOutput, Tag
 
 _ANY_OBJECT = {"type": "object"}
@@ -104,8 +103,8 @@ def _xml_parameters(prefix: str, schema: Mapping[str, Any], rules: list[str]) ->
         if kinds and "string" not in kinds and isinstance(of_value, Mapping):
             definitions = {key: schema[key] for key in ("$defs", "definitions", "x-guidance") if key in schema}
             rules.append(f'{rule}: %json {json.dumps({**definitions, **of_value})} "\\n</parameter>\\n"')
-        elif kinds == {"string"} and _texts(of_value):
-            words = " | ".join(map(_text, _texts(of_value)))
+        elif kinds == {"string"} and (texts := [t for t in listed_values(of_value) if isinstance(t, str)]):
+            words = " | ".join(map(_text, texts))
             rules.append(f'{rule}: ({words}) "\\n</parameter>\\n"')
         else:
             rules.append(_any_value(rule))
@@ -117,9 +116,3 @@ def _xml_parameters(prefix: str, schema: Mapping[str, Any], rules: list[str]) ->
 def _any_value(rule: str) -> str:
     """The rule of that name for a parameter of any text, up to its end."""
     return f"{rule}[suffix={_text(chr(10) + '</parameter>' + chr(10))}]: /(?s:.*)/"
-
-
-def _texts(schema: Any) -> list[str]:
-    """The texts that a value may be, where a schema lists them."""
-    values = schema["enum"] if isinstance(schema.get("enum"), list) else [schema.get("const")]
-    return [value for value in values if isinstance(value, str)]

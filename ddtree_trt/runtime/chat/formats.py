@@ -9,8 +9,7 @@ from typing import Any
 
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.chat import constraints, parsers
-from ddtree_trt.runtime.chat.events import ChatMessage
-from ddtree_trt.runtime.chat.json_calls import END_OF_CALL, PYTHON_TAG, TOOL_CALL, BareJson, TaggedJson
+from ddtree_trt.runtime.chat.calls import END_OF_CALL, PYTHON_TAG, TOOL_CALL, BareJson, TaggedJson, XmlCalls
 from ddtree_trt.runtime.chat.parsers import (
     AUTO,
     DEEPSEEK_R1,
@@ -21,9 +20,16 @@ from ddtree_trt.runtime.chat.parsers import (
     TOOL_PARSERS,
     check_parser,
 )
-from ddtree_trt.runtime.chat.reader import END_OF_THINKING, THINK, MessageReader, Thinking, ToolFormat, read_message
+from ddtree_trt.runtime.chat.reader import (
+    END_OF_THINKING,
+    THINK,
+    ChatMessage,
+    MessageReader,
+    Thinking,
+    ToolFormat,
+    read_message,
+)
 from ddtree_trt.runtime.chat.tools import ToolUse, read_use
-from ddtree_trt.runtime.chat.xml_calls import XmlCalls
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.runtime.text.codec import TextCodec
@@ -104,9 +110,7 @@ class ChatFormat:
     def reader(self, thinking: Thinking, use: ToolUse) -> MessageReader | None:
         """A reader of an answer that arrives in pieces; None where all of it is content."""
         tools = self.tool_format(use)
-        return (
-            MessageReader(thinking, tools, live=True, parallel=use.parallel) if tools or thinking != "never" else None
-        )
+        return MessageReader(thinking, tools, parallel=use.parallel) if tools or thinking != "never" else None
 
     def messages(self, output: RequestOutput, tools: Sequence[Mapping[str, Any]] | None = None) -> list[ChatMessage]:
         """The completions of a chat as messages: content, reasoning and calls of the `tools` that it was given.

@@ -11,7 +11,8 @@ from ddtree_trt.artifact.toolchain import RANKS
 from ddtree_trt.errors import UsageError
 from ddtree_trt.plugins import MAX_DEVICE_BUDGET
 from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
-from ddtree_trt.runtime.params import PARAMETERS, DeviceRoundsMode, SamplingParams
+from ddtree_trt.runtime.options import DeviceRoundsMode
+from ddtree_trt.runtime.params import PARAMETERS, SamplingParams
 
 if TYPE_CHECKING:
     from ddtree_trt.runtime.engines.base import Engine

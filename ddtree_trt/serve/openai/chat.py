@@ -10,8 +10,7 @@ from fastapi import Request
 from starlette.responses import Response
 
 from ddtree_trt.errors import UsageError, shown
-from ddtree_trt.runtime.chat.events import CallArguments, CallBegin, Content, Event, Reasoning
-from ddtree_trt.runtime.chat.reader import MessageReader, Thinking, read_message
+from ddtree_trt.runtime.chat.reader import Content, Event, MessageReader, Reasoning, Thinking, read_message
 from ddtree_trt.runtime.chat.tools import ToolUse, read_use
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
@@ -125,10 +124,7 @@ class ChatAnswers:
         if read.reasoning_content is not None:
             message["reasoning_content"] = read.reasoning_content
         if read.tool_calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in read.tool_calls
-            ]
+            message["tool_calls"] = [call.to_dict() for call in read.tool_calls]
         reason = _finish_reason(output, len(read.tool_calls))
         return {"index": output.index, "message": message, "logprobs": self.logprobs(output), "finish_reason": reason}
 
@@ -190,15 +186,11 @@ def _events(reader: MessageReader | None, output: CompletionOutput) -> list[Even
 
 
 def _delta(event: Event) -> Answer:
-    """The new part of a message. A call's first has its id, type and name, the others the next part of arguments."""
     if isinstance(event, Reasoning):
         return {"reasoning_content": event.text}
-    if isinstance(event, CallBegin):
-        function = {"name": event.name, "arguments": ""}
-        return {"tool_calls": [{"index": event.index, "id": event.id, "type": "function", "function": function}]}
-    if isinstance(event, CallArguments):
-        return {"tool_calls": [{"index": event.index, "function": {"arguments": event.text}}]}
-    return {"content": event.text}
+    if isinstance(event, Content):
+        return {"content": event.text}
+    return {"tool_calls": [{"index": event.index, **event.to_dict()}]}
 
 
 def _finish_reason(output: CompletionOutput, calls: int) -> str | None:

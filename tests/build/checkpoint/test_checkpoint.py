@@ -52,7 +52,7 @@ def test_drafter_and_its_dims(tmp_path: Path) -> None:
     assert isinstance(dims, DrafterDims) and checkpoint.kind.name == "dflash"
     assert (dims.block_size, dims.mask_token_id, dims.tap_layers, dims.num_target_layers) == (4, 95, (0, 2), 3)
     assert checkpoint.tensor("fc.weight").shape == (32, 64)
-    assert not checkpoint.has("lm_head.weight")
+    assert "lm_head.weight" not in checkpoint.tensors
     with pytest.raises(CheckpointError, match=r"no tensor lm_head\.weight"):
         checkpoint.tensor("lm_head.weight")
 
@@ -138,7 +138,7 @@ def test_identity_covers_the_configuration_and_every_weight_file(tmp_path: Path)
     assert identity.sha256 == hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
     assert (identity.name, identity.revision) == ("me", "abc")
     assert calls[-1][1] == calls[-1][2] == sum(f.stat().st_size for f in files)
-    assert checkpoint.identity is identity
+    assert checkpoint.identify() is identity
 
 
 def test_tied_weights_stored_twice_and_buffers_are_no_mismatch(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_tied_weights_stored_twice_and_buffers_are_no_mismatch(tmp_path: Path) -
     weights = random_weights(language_model_shapes(TARGET_DIMS, tied=False), seed=0)
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
     write_safetensors(tmp_path / "model.safetensors", weights, "fp32")
-    assert not load_checkpoint(tmp_path).has("lm_head.weight")
+    assert "lm_head.weight" not in load_checkpoint(tmp_path).tensors
 
 
 # What is refused: configuration

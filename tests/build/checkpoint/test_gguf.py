@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from ddtree_trt import LLM, SamplingParams
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.build.checkpoint.gguf import quantised
+from ddtree_trt.build.checkpoint.gguf import files
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint, load_config
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
@@ -45,7 +45,7 @@ def test_a_file_is_its_checkpoint(family: Any, tied: bool, tmp_path: Path) -> No
     assert (read.dims, read.tie_word_embeddings, read.shapes) == (plain.dims, tied, plain.shapes)
     assert read.stop_token_ids == plain.stop_token_ids == (STOP_TOKEN,)
     assert read.name == "model.gguf" and read.quantization is None
-    assert read.identity.sha256 == hashlib.sha256((tmp_path / "model.gguf").read_bytes()).hexdigest()
+    assert read.identify().sha256 == hashlib.sha256((tmp_path / "model.gguf").read_bytes()).hexdigest()
     for name in plain.shapes:
         np.testing.assert_array_equal(read.tensor(name), plain.tensor(name), err_msg=name)
 
@@ -63,7 +63,7 @@ def test_quantised_tensors_are_within_half_a_step(
 ) -> None:
     """A step is what separates the values of a block; Q4_0 has none at one end of its range, hence a whole one. Rows
     are converted a few at a time."""
-    monkeypatch.setattr(quantised, "_ROWS_BYTES", 100)
+    monkeypatch.setattr(files, "_ROWS_BYTES", 100)
     family = LLAMA
     plain, read = pair(tmp_path, kind, family=family)
     for name in plain.shapes:
@@ -123,7 +123,7 @@ def test_a_split_file(tmp_path: Path) -> None:
     assert read.shapes == plain.shapes and len(read.files) == 4
     for name in plain.shapes:
         np.testing.assert_array_equal(read.tensor(name), plain.tensor(name), err_msg=name)
-    assert read.identity.sha256 == hashlib.sha256(b"".join(p.read_bytes() for p in read.files)).hexdigest()
+    assert read.identify().sha256 == hashlib.sha256(b"".join(p.read_bytes() for p in read.files)).hexdigest()
     assert BuildRequest(checkpoint=first).name == "model"
     assert BuildRequest(checkpoint=tmp_path / "some.Q4_1.gguf").name == "some.Q4_1"
 

@@ -196,5 +196,5 @@ def test_more_tokens_than_rows(trained: Tokenizer, tmp_path: Path) -> None:
 
 def test_merges_of_no_tokens(trained: Tokenizer, tmp_path: Path) -> None:
     file = write(tmp_path, words_of(trained, "gpt-2", merges=["zz qq"]))
-    with pytest.raises(CheckpointError, match=r"no usable tokenizer .*; fetch the tokenizer again$"):
+    with pytest.raises(CheckpointError, match=r"merges' cannot be used \(.*zz.*\); use the Hugging Face"):
         opened(file)

@@ -61,9 +61,7 @@ def test_those_of_published_tokenizers_are_taken(rules: list[Any]) -> None:
         ([rule(".", "x" * 40, "Regex")], "may make 80 bytes"),
         ([{"type": "NFKD"}] * 2, "may make 121 bytes"),
         ([table(b"h" * 100)], "may make 100 bytes"),
-        ([rule("h" * 5000, "x" * 5000)], "a replacement of 5000 characters, at most 4096"),
-        ([{"type": "Prepend", "prepend": "x" * 5000}], "a replacement of 5000 characters, at most 4096"),
-        ([rule("a", "b")] * 257, "has 257 rules, at most 256"),
+        ([{"type": "Prepend", "prepend": "x" * 5000}], "may make 78.1 bytes"),
         ([{"pattern": {"String": "h"}, "content": "hh"}], "has a rule without a type"),
     ],
 )

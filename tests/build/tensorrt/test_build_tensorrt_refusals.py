@@ -21,6 +21,7 @@ from ddtree_trt.build.backends.tensorrt import rtx
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.graph.lowering_native import NativeGraph
 from ddtree_trt.errors import BuildError, MissingDependency, UsageError
+from ddtree_trt.plugins import ABI
 
 PLUGIN = BuilderOptions(attention="plugin")
 
@@ -55,7 +56,7 @@ def test_missing_plugin_library(machine: Machine, tmp_path: Path) -> None:
 
 def test_stale_plugin_library(machine: Machine, tmp_path: Path) -> None:
     machine.plugins.write_bytes(b"ddtree-plugin-abi=99;")
-    refused(tmp_path, MissingDependency, "plugin ABI 99, this version needs 2", builder=PLUGIN)
+    refused(tmp_path, MissingDependency, f"plugin ABI 99, this version needs {ABI}", builder=PLUGIN)
 
 
 def test_a_library_tensorrt_does_not_take(
@@ -216,7 +217,7 @@ def test_pairs_without_kernels(with_plugins: Machine, tmp_path: Path) -> None:
 
 @pytest.mark.rtx
 def test_heads_without_a_kernel_of_ours_are_native(machine: Machine, tmp_path: Path) -> None:
-    machine.plugins.write_bytes(b"\x7fELF ddtree-plugin-abi=2; and code")
+    machine.plugins.write_bytes(b"\x7fELF ddtree-plugin-abi=%d; and code" % ABI)
     shape: dict[str, Any] = {**DIMS, "head_dim": 32, "num_layers": 1}
     target, drafter = make_pair(tmp_path / "pair", **shape)
     notes: list[str] = []

@@ -1,121 +1,110 @@
-"""The graph that compacts a native engine's cache, in ONNX Runtime against what the kernel computes."""
+"""The graph that compacts an engine's cache, of either lowering, in ONNX Runtime against what the kernel computes; and
+the windows in which the run time gives it a path."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
-from numpy.typing import NDArray
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lowered import Session, needs_opset_24
 
+from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.artifact.manifest import AttentionName, Limits
 from ddtree_trt.build.graph.compaction import compaction_graph, window_rows
+from ddtree_trt.device.buffers import CacheShape
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.plugins.reference import compact
+from ddtree_trt.runtime.engines.tensorrt.compaction import windows
 
 TARGET = TransformerDims(96, 32, 2, 4, 2, 8, 48, 1e-6, 1e4, 512)
 DRAFTER = DrafterDims(96, 32, 1, 4, 2, 8, 48, 1e-6, 1e4, 512, 6, 3, (0, 1), 2)
 LIMITS = Limits(max_seq_len=24, max_batch=3, max_tree_budget=15, prefill_chunk=8)
+SHAPE = CacheShape.of(TARGET, LIMITS, 4)
 WINDOW = window_rows(DRAFTER)
+LAST = LIMITS.cache_rows - 1
+ATTENTIONS: list[Any] = [pytest.param("native", marks=needs_opset_24), "plugin"]
 
 
 class Compaction:
-    """A cache [planes, slots, Hkv, S, D] and the graph, bound to one slot at a time, in place as the run time does."""
+    """The graph, bound to one slot of a cache [planes, slots, Hkv, S, D] at a time as the run time does."""
 
-    def __init__(self, seed: int) -> None:
-        self.graph = compaction_graph(TARGET, LIMITS, "float32", WINDOW)
-        onnx.checker.check_model(self.graph, full_check=True)
-        self.session = ort.InferenceSession(self.graph.SerializeToString(), providers=["CPUExecutionProvider"])
-        shape = (2 * TARGET.num_layers, LIMITS.max_batch, TARGET.num_kv_heads, LIMITS.cache_rows, TARGET.head_dim)
-        self.cache = np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+    def __init__(self, folder: Any, attention: AttentionName) -> None:
+        graph = compaction_graph(SHAPE, "float32", WINDOW, attention)
+        onnx.checker.check_model(graph, full_check=True)
+        self.native, self.session = attention == "native", Session(folder / "move.onnx", graph).session
+        shape = (SHAPE.planes, SHAPE.stored_slots, *SHAPE.slot_shape)
+        self.cache = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
-    def move(self, slot: int, past: int, keep: NDArray[np.int32]) -> None:
-        """One execution. `keep` [K], its padding included."""
-        feed = {"past_len": np.array([past], np.int32), "keep": keep}
-        feed |= {name: plane[slot : slot + 1] for name, plane in zip(self.pasts, self.cache, strict=True)}
-        presents = self.session.run(names.present_names(TARGET.num_layers), feed)
-        for plane, present in zip(self.cache, presents, strict=True):
-            plane[slot] = present[0]
-
-    @property
-    def pasts(self) -> list[str]:
-        return names.past_names(TARGET.num_layers)
-
-
-def padded(path: list[int], start: int = 0) -> NDArray[np.int32]:
-    """One window of a path, from entry `start` on; what is behind the path stays."""
-    keep = np.arange(WINDOW, dtype=np.int32)
-    window = path[start : start + WINDOW]
-    keep[: len(window)] = np.array(window, np.int32) - start
-    return keep
+    def move(self, slot: int, past: int, path: list[int]) -> None:
+        for start, keep in windows(past, np.array(path, np.int32), WINDOW, LIMITS.cache_rows):
+            feed: dict[str, Any] = {names.PAST_LEN: np.array([start], np.int32)}
+            if self.native:
+                pasts, presents = (f(TARGET.num_layers) for f in (names.past_names, names.present_names))
+                feed |= {names.KEEP: keep, **dict(zip(pasts, self.cache[:, slot : slot + 1], strict=True))}
+                self.cache[:, slot] = np.concatenate(self.session.run(presents, feed))
+            else:
+                feed |= {names.KEEP: keep[None], names.SLOT_IDS: np.array([slot], np.int32)}
+                (self.cache,) = self.session.run([names.PRESENT_CACHE], {**feed, names.PAST_CACHE: self.cache})
 
 
-def truth(cache: NDArray[np.float32], slot: int, past: int, path: list[int]) -> NDArray[np.float32]:
-    """The kernel's result."""
+@pytest.fixture(scope="module", params=ATTENTIONS)
+def compaction(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Compaction:
+    return Compaction(tmp_path_factory.mktemp("graph"), request.param)
+
+
+def check(compaction: Compaction, slot: int, past: int, path: list[int]) -> None:
     one = [np.array([value], np.int32) for value in (slot, past, len(path))]
-    kept = np.array([path or [0]], np.int32)
-    result: NDArray[np.float32] = compact(cache, one[0], one[1], kept, one[2])
-    return result
-
-
-LAST = LIMITS.cache_rows - 1
+    expected = compact(compaction.cache, one[0], one[1], np.array([path], np.int32), one[2])
+    compaction.move(slot, past, path)
+    # What is behind the path is no one's: native windows may copy it.
+    kept = np.ones(expected.shape[3], bool)
+    kept[past + len(path) :] = False
+    np.testing.assert_array_equal(compaction.cache[..., kept, :], expected[..., kept, :])
+    others = [n for n in range(expected.shape[1]) if n != slot]
+    np.testing.assert_array_equal(compaction.cache[:, others], expected[:, others])
 
 
 @pytest.mark.parametrize(
     ("past", "path"),
     [
-        (5, []),
         (5, [0]),
-        (5, [0, 1, 2]),
         (5, [0, 2, 3]),
-        (5, [0, 3, 4, 9, 15]),
         (0, [1, 2, 3, 4, 5, 6]),
         (0, [0, 1, 2, 3, 4, 5]),
-        (7, [0, 1, 2, 3, 4, 10]),
         (24, [0, 15]),  # the last row that a tree can have
         (LAST - 5, [0, 1, 2, 3, 5]),  # the window ends with the cache
+        (4, [0, 1, 3, 4, 5, 7, 9, 10, 11, 14, 15]),  # of several windows
+        (LAST - 9, [0, 1, 2, 3, 4, 5, 7, 9]),  # the last of them begins earlier
     ],
 )
-@pytest.mark.parametrize("slot", [0, 2])
-def test_rows_move_as_the_kernel_moves_them(past: int, path: list[int], slot: int) -> None:
-    run = Compaction(past + len(path))
-    expected = truth(run.cache, slot, past, path)
-    run.move(slot, past, padded(path))
-    np.testing.assert_array_equal(run.cache, expected)
+def test_rows_move_as_the_kernel_moves_them(compaction: Compaction, past: int, path: list[int]) -> None:
+    for slot in (0, 2):
+        check(compaction, slot, past, path)
 
 
-def test_any_path() -> None:
-    rng, run = np.random.default_rng(0), Compaction(1)
-    for _ in range(60):
-        past, slot = int(rng.integers(0, LIMITS.max_seq_len)), int(rng.integers(0, LIMITS.max_batch))
-        path = sorted(rng.choice(np.arange(1, 16), rng.integers(0, WINDOW), replace=False).tolist())
-        expected = truth(run.cache, slot, past, [0, *path])
-        run.move(slot, past, padded([0, *path]))
-        np.testing.assert_array_equal(run.cache, expected)
+@settings(max_examples=40)
+@given(st.data(), st.integers(0, LIMITS.max_seq_len), st.integers(0, LIMITS.max_batch - 1))
+def test_any_path(compaction: Compaction, data: st.DataObject, past: int, slot: int) -> None:
+    check(compaction, slot, past, sorted({0, *data.draw(st.sets(st.integers(1, LIMITS.max_tree_budget)))}))
 
 
-def test_a_path_longer_than_a_window_takes_several() -> None:
-    path = [0, 1, 3, 4, 5, 7, 9, 10, 11, 14, 15]
-    assert WINDOW < len(path) <= 2 * WINDOW
-    run = Compaction(2)
-    expected = truth(run.cache, 1, 4, path)
-    for start in range(0, len(path), WINDOW):
-        run.move(1, 4 + start, padded(path, start))
-    np.testing.assert_array_equal(run.cache, expected)
-
-
-def test_a_last_window_that_would_not_fit_begins_earlier() -> None:
-    run, past, path = Compaction(3), LAST - 9, [0, 1, 2, 3, 4, 5, 7, 9]
-    expected = truth(run.cache, 1, past, path)
-    run.move(1, past, padded(path))
-    start = LIMITS.cache_rows - WINDOW - past
-    assert 0 < start < WINDOW, "the second window begins in the first"
-    keep = np.arange(WINDOW, dtype=np.int32)
-    keep[WINDOW - start : len(path) - start] = np.array(path[WINDOW:]) - start
-    run.move(1, past + start, keep)
-    np.testing.assert_array_equal(run.cache, expected)
+@given(st.data(), st.integers(1, 6), st.integers(6, 40))
+def test_windows_move_what_a_path_says(data: st.DataObject, size: int, rows: int) -> None:
+    past = data.draw(st.integers(0, rows - 1))
+    path = np.array(sorted(data.draw(st.sets(st.integers(0, rows - past - 1), min_size=1))), np.int32)
+    cache, expected = np.arange(rows), np.arange(rows)
+    expected[past : past + len(path)] = past + path
+    for start, keep in windows(past, path, size, rows):
+        assert keep.shape == (size,) and keep.dtype == np.int32
+        assert (keep >= np.arange(size)).all() and start + size <= rows and (start + keep < rows).all()
+        cache[start : start + size] = cache[start + keep]
+    np.testing.assert_array_equal(cache[: past + len(path)], expected[: past + len(path)])
 
 
 def test_the_window_is_the_longest_chain() -> None:
@@ -124,10 +113,18 @@ def test_the_window_is_the_longest_chain() -> None:
 
 
 @pytest.mark.parametrize("floats", ["bfloat16", "float16"])
-def test_halves_are_moved_bit_for_bit(floats: str) -> None:
-    graph = compaction_graph(TARGET, LIMITS, floats, WINDOW)
-    onnx.checker.check_model(graph, full_check=True)
-    assert {i.name: [d.dim_value for d in i.type.tensor_type.shape.dim] for i in graph.graph.input}["keep"] == [WINDOW]
-    assert all(not d.dim_param for i in graph.graph.input for d in i.type.tensor_type.shape.dim)
-    assert {o.type.tensor_type.elem_type for o in graph.graph.output} == {getattr(onnx.TensorProto, floats.upper())}
-    assert [node.op_type for node in graph.graph.node].count("Cast") == 1, "of the length alone"
+def test_halves_are_moved_without_a_cast(floats: str) -> None:
+    for attention in ("native", "plugin"):
+        graph = compaction_graph(SHAPE, floats, WINDOW, attention).graph
+        assert {o.type.tensor_type.elem_type for o in graph.output} == {getattr(onnx.TensorProto, floats.upper())}
+        casts = [node.output[0] for node in graph.node if node.op_type == "Cast"]
+        assert casts == (["start"] if attention == "native" else [])
+
+
+def test_our_plugin_is_the_only_layer() -> None:
+    graph = compaction_graph(SHAPE, "bfloat16", WINDOW, "plugin").graph
+    (node,) = graph.node
+    assert (node.op_type, node.domain) == (plugins.COMPACT, plugins.NAMESPACE)
+    assert list(node.input) == [names.PAST_CACHE, names.SLOT_IDS, names.PAST_LEN, names.KEEP]
+    assert [m.name.lower() for m in plugins.CompactInput] == list(node.input)
+    assert [m.name.lower() for m in plugins.CompactOutput] == list(node.output)

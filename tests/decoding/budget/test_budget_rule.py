@@ -59,7 +59,7 @@ def test_what_a_drafter_that_is_never_right_costs(name: str, quality: Quality, t
     spent = decode(answer, AutoBudget(shared_budgets(profile, chains=chains)), profile, chains=chains)
     (plan,) = [RoundPlan([SlotInput(AutoBudget(shared_budgets(profile, chains=chains)), 0, 99)])]
     plan.ceilings()
-    price, _ = plan._price(1)
+    price = plan._prices(1).least_price
     lost = spent.seconds / single_s - tokens
     assert 0 <= lost <= max(LOSS, LEAST_DRAFTS * price) + PROBE * math.sqrt(tokens)
     assert spent.drafts >= 1, "every request has its own first draft"

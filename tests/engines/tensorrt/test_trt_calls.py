@@ -57,7 +57,7 @@ def test_a_round_is_two_uploads_two_graphs_two_downloads(running: Any) -> None:
     for draft, verify in zip(steps[first_draft:-1:2], steps[first_draft + 1 :: 2], strict=True):
         assert verify == ["upload", "launch", "download", "wait"]
         # The commit of the round before: rows move only where the path left a gap.
-        commit = ["upload", "compact", "compact"] if machine.form.kernels else ["upload", "launch"]
+        commit = ["upload", "launch"]
         if draft[: len(commit)] == commit and draft.count("upload") > 1:
             moved += 1
             draft = draft[len(commit) :]
@@ -79,7 +79,7 @@ def test_profiling_waits_once_more_per_stage_on_the_device(machine: Machine, mon
     def measure(profile: bool) -> tuple[RequestOutput, int, list[int]]:
         """One request's output, the host's waits, and what was left on the stream after each step."""
         left: list[int] = []
-        with LLM(machine.directory, profile=profile) as llm:
+        with LLM(machine.directory, exact_stage_times=profile) as llm:
             engine, step = llm.engine, llm.core.scheduler.step
 
             def watched() -> list[Any]:

@@ -31,7 +31,7 @@ PAIRS = (
     ("the target itself", "plugin"),
     ("another network", "plugin"),
     ("the target itself", "native"),
-    ("another network", "native without kernels"),
+    ("another network", "native"),
 )
 
 

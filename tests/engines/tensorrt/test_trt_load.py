@@ -33,14 +33,14 @@ from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 LIMITS = Limits(max_seq_len=64, max_batch=2, max_tree_budget=8, prefill_chunk=16)
 
 
-@pytest.fixture(scope="module", params=["plugin", "native without kernels"])
+@pytest.fixture(scope="module", params=["plugin", "native"])
 def lowerings(tiny_engine: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Lowerings:
     folder, form = tmp_path_factory.mktemp("lowered"), FORMS[request.param]
     return Lowerings(folder, PACKAGED / "target", PACKAGED / "drafter", tiny_engine, LIMITS, "fp16", form)
 
 
 with_plugins = pytest.mark.parametrize("lowerings", ["plugin"], indirect=True)
-native = pytest.mark.parametrize("lowerings", ["native without kernels"], indirect=True)
+native = pytest.mark.parametrize("lowerings", ["native"], indirect=True)
 
 
 @pytest.fixture
@@ -123,12 +123,11 @@ def test_another_build_of_the_plugin_library_serves(machine: Machine) -> None:
 
 
 @with_plugins
-@pytest.mark.parametrize("part", ["plugins", "kernels"])
-def test_no_native_library(machine: Machine, monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+def test_no_native_library(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: Any) -> Any:
         raise MissingDependency("not built; run `make plugins`")
 
-    monkeypatch.setattr(library, {"plugins": "find", "kernels": "kernels"}[part], missing)
+    monkeypatch.setattr(library, "find", missing)
     refused(machine, MissingDependency, "make plugins", rebuild=False)
 
 
@@ -217,7 +216,6 @@ def test_a_plan_of_another_engine(machine: Machine) -> None:
     failing(machine, ArtifactError, rf"past_key.0 of the target should be \({expected}, 64\), found \({found}, 64\)")
 
 
-@native
 def test_a_commit_plan_of_another_engine(machine: Machine) -> None:
     rewrite(machine, artifact.COMPACTION_PLAN, b"the drafter's plan")
     failing(machine, ArtifactError, "the manifest and the compaction's plan differ in tensor")

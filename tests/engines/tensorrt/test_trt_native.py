@@ -7,8 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_trt_engine import FORMS, LIMITS, Lowerings, Machine
-from hypothesis import given
-from hypothesis import strategies as st
 from numerics import path_to, random_tree
 from numpy.typing import NDArray
 
@@ -18,16 +16,13 @@ from ddtree_trt.device.buckets import buckets
 from ddtree_trt.device.buffers import CacheShape
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
-from ddtree_trt.runtime.engines.tensorrt.compaction import windows
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 from ddtree_trt.runtime.engines.tensorrt.neighbours import with_idle_trees
 
 
-@pytest.fixture(scope="module", params=[form for form in FORMS if form != "plugin"])
-def lowerings(
-    small_engine: Path, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> Lowerings:
-    return Lowerings.packaged(tmp_path_factory.mktemp("lowered"), small_engine, FORMS[request.param])
+@pytest.fixture(scope="module")
+def lowerings(small_engine: Path, tmp_path_factory: pytest.TempPathFactory) -> Lowerings:
+    return Lowerings.packaged(tmp_path_factory.mktemp("lowered"), small_engine, FORMS["native"])
 
 
 @pytest.fixture
@@ -118,10 +113,7 @@ def test_each_slot_and_each_range_has_graphs_of_its_own(machine: Machine, engine
     assert not machine.cuda.leaks
 
 
-def test_a_commit_without_kernels_is_one_captured_pass_of_the_slot(machine: Machine, engine: TrtEngine) -> None:
-    if machine.form.kernels:
-        assert len(engine.networks) == 2
-        return
+def test_a_commit_is_one_captured_pass_of_the_slot(engine: TrtEngine) -> None:
     rng = np.random.default_rng(1)
     for slot in range(LIMITS.max_batch):
         engine.prefill(slot, rng.integers(5, 2048, 9), rows="none", taps=False)
@@ -139,23 +131,8 @@ def test_a_commit_without_kernels_is_one_captured_pass_of_the_slot(machine: Mach
     engine.close()
 
 
-@given(st.data(), st.integers(1, 6), st.integers(6, 40))
-def test_windows_move_what_a_path_says(data: st.DataObject, size: int, rows: int) -> None:
-    past = data.draw(st.integers(0, rows - 1))
-    chosen = data.draw(st.sets(st.integers(0, rows - past - 1), min_size=1))
-    path = np.array(sorted(chosen), np.int32)
-    cache, expected = np.arange(rows), np.arange(rows)
-    expected[past : past + len(path)] = past + path
-    for start, keep in windows(past, path, size, rows):
-        assert keep.shape == (size,) and keep.dtype == np.int32
-        assert (keep >= np.arange(size)).all() and start + size <= rows and (start + keep < rows).all()
-        cache[start : start + size] = cache[start + keep]
-    np.testing.assert_array_equal(cache[: past + len(path)], expected[: past + len(path)])
-
-
-def test_the_third_plan_is_read_where_it_is_needed(machine: Machine, engine: TrtEngine) -> None:
+def test_plans_are_read_without_plugins(machine: Machine, engine: TrtEngine) -> None:
     plans = [call[2] for call in machine.trt.calls if call[1] == "deserialize_cuda_engine"]
-    needed = [] if machine.form.kernels else [b"the compaction's plan"]
-    assert plans == [b"the target's plan", b"the drafter's plan", *needed]
+    assert plans == [b"the target's plan", b"the drafter's plan", b"the compaction's plan"]
     assert not machine.trt.loaded, "no plugin library"
     engine.close()

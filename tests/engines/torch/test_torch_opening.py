@@ -18,6 +18,7 @@ from ddtree_trt.runtime.engines.profile import fingerprint
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
 from ddtree_trt.runtime.engines.torch.attention import Scratch
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.options import EngineOptions
 
 # Refusals
 
@@ -92,5 +93,5 @@ def test_a_weight_file_of_another_model(tmp_path: Path) -> None:
 def test_a_profile_is_of_one_device(engine: TorchEngine, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same engine directory may run on a CPU and on GPUs of several kinds."""
     monkeypatch.setattr("ddtree_trt.runtime.engines.torch.engine.device_name", lambda device: "some GPU")
-    other = TorchEngine.open(directory, load_manifest(directory), threads=1)
+    other = TorchEngine.open(directory, load_manifest(directory), EngineOptions(threads=1))
     assert fingerprint(engine.manifest, engine.threads) != fingerprint(other.manifest, engine.threads)

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from engine_builds import PACKAGED
 
+from ddtree_trt.runtime.chat.calls import BareJson, TaggedJson, XmlCalls
 from ddtree_trt.runtime.chat.constraints import bare_json, tagged_json, xml
-from ddtree_trt.runtime.chat.json_calls import BareJson, TaggedJson
 from ddtree_trt.runtime.chat.reader import Thinking, ToolFormat, read_message
 from ddtree_trt.runtime.chat.tools import ToolUse, read_use
-from ddtree_trt.runtime.chat.xml_calls import XmlCalls
 from ddtree_trt.runtime.structured.compiler import GrammarCompiler
 from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.runtime.text.codec import TextCodec

@@ -1,9 +1,12 @@
-"""Reading answers: the same message however the text is divided, calls as they were written, nothing lost."""
+"""Reading answers: the same message however the text is divided, calls as they were written, nothing lost, in time
+that grows with the text and no faster."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,11 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddtree_trt.runtime.chat.events import CallArguments, CallBegin, ChatMessage, Event, joined
-from ddtree_trt.runtime.chat.json_calls import BareJson, TaggedJson
-from ddtree_trt.runtime.chat.json_text import JsonText, Malformed
-from ddtree_trt.runtime.chat.reader import MessageReader, Thinking, ToolFormat, read_message
-from ddtree_trt.runtime.chat.xml_calls import XmlCalls
+from ddtree_trt.runtime.chat import calls
+from ddtree_trt.runtime.chat import reader as reader_module
+from ddtree_trt.runtime.chat.calls import BareJson, TaggedJson, XmlCalls
+from ddtree_trt.runtime.chat.reader import (
+    ChatMessage,
+    Content,
+    Event,
+    MessageReader,
+    Thinking,
+    ToolCall,
+    ToolFormat,
+    read_message,
+)
 
 SCHEMAS = {
     "f": {
@@ -32,17 +43,12 @@ SCHEMAS = {
 HERMES, LLAMA, XML = TaggedJson(), BareJson(), XmlCalls(SCHEMAS)
 
 
-def plain(events: Sequence[Event]) -> list[Any]:
-    """Events without the ids of calls, which are random."""
-    return [(e.index, e.name) if isinstance(e, CallBegin) else e for e in joined(events)]
-
-
-def in_pieces(text: str, cuts: Sequence[int], thinking: Thinking, tools: ToolFormat | None, live: bool) -> list[Any]:
-    reader = MessageReader(thinking, tools, live=live)
+def in_pieces(text: str, cuts: Sequence[int], thinking: Thinking, tools: ToolFormat | None) -> tuple[Any, ...]:
+    reader = MessageReader(thinking, tools)
     events: list[Event] = []
     for start, end in itertools.pairwise([0, *cuts, len(text)]):
         events += reader.push(text[start:end])
-    return plain(events + reader.end())
+    return parts(ChatMessage.of(events + reader.end()))
 
 
 def parts(message: ChatMessage) -> tuple[Any, ...]:
@@ -140,13 +146,6 @@ CASES: list[tuple[str, ToolFormat, str, str | None, list[tuple[str, str]]]] = [
         None,
         [("other", '{"x": "5", "y": {"z": 1}}')],
     ),
-    (
-        "a value that is nested too deeply stays a text",
-        XML,
-        f"<function=f>\n<parameter=list>\n{'[' * 257}{']' * 257}\n</parameter>\n</function>",
-        None,
-        [("f", f'{{"list": "{"[" * 257}{"]" * 257}"}}')],
-    ),
     ("no parameters", XML, "<tool_call>\n<function=f>\n</function>\n</tool_call>", None, [("f", "{}")]),
     ("a function without an end", XML, "<function=f>\n<parameter=text>\nx", "<function=f>\n<parameter=text>\nx", []),
     ("a tag alone", XML, "<tool_call> and <function=", "<tool_call> and <function=", []),
@@ -168,11 +167,11 @@ def test_a_message_is_its_parts(tools: ToolFormat, text: str, content: str, call
 def test_pieces_change_nothing(tools: ToolFormat, text: str) -> None:
     thought = f"\n<think>\n\n{text}\n</think>\n\n{text}"
     cases: list[tuple[str, Thinking]] = [(text, "never"), (thought, "possible")]
-    for (whole, thinking), live in itertools.product(cases, (False, True)):
-        expected = in_pieces(whole, [], thinking, tools, live)
+    for whole, thinking in cases:
+        expected = parts(read_message(whole, thinking, tools))
         for cut in range(len(whole) + 1):
-            assert in_pieces(whole, [cut], thinking, tools, live) == expected, cut
-        assert in_pieces(whole, range(1, len(whole)), thinking, tools, live) == expected
+            assert in_pieces(whole, [cut], thinking, tools) == expected, cut
+        assert in_pieces(whole, range(1, len(whole)), thinking, tools) == expected
 
 
 WORDS = st.text(st.sampled_from("<tool_call>{}\"':, /=function&parameter\\\n;nameth<|python_tag|>éß🙂"), max_size=40)
@@ -187,9 +186,8 @@ def test_any_text_in_any_pieces(words: list[str], tools: ToolFormat | None, data
     text = "".join(itertools.chain(*((data.draw(st.sampled_from(marks)), word) for word in words)))
     thinking: Thinking = data.draw(st.sampled_from(["never", "open", "possible"]))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    for live in (False, True):
-        assert in_pieces(text, cuts, thinking, tools, live) == in_pieces(text, [], thinking, tools, live)
     message = read_message(text, thinking, tools)
+    assert in_pieces(text, cuts, thinking, tools) == parts(message)
     if not message.tool_calls and thinking == "never":
         assert message.content == text
 
@@ -222,7 +220,7 @@ def test_calls_come_back_as_written(
     assert [(call.name, json.loads(call.arguments)) for call in message.tool_calls] == calls
     assert message.content == (None if calls else "")
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    assert in_pieces(text, cuts, "never", tools, True) == in_pieces(text, [], "never", tools, False)
+    assert in_pieces(text, cuts, "never", tools) == parts(message)
 
 
 TEXTS = st.text(st.characters(blacklist_categories=["Cs"])).filter(lambda t: "</p" not in t and "<p" not in t)
@@ -235,37 +233,35 @@ def test_texts_of_xml_come_back_as_written(values: list[str], data: st.DataObjec
     tools = XmlCalls({"f": {"properties": properties}})
     body = "".join(f"<parameter=p{i}>\n{value}\n</parameter>\n" for i, value in enumerate(values))
     text = f"<tool_call>\n<function=f>\n{body}</function>\n</tool_call>"
-    (call,) = read_message(text, "never", tools).tool_calls
+    message = read_message(text, "never", tools)
+    (call,) = message.tool_calls
     assert json.loads(call.arguments) == {f"p{i}": value for i, value in enumerate(values)}
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
-    assert in_pieces(text, cuts, "never", tools, True) == in_pieces(text, [], "never", tools, False)
+    assert in_pieces(text, cuts, "never", tools) == parts(message)
 
 
-def test_a_call_that_breaks_off_has_begun_in_a_stream_and_is_content_of_a_whole() -> None:
-    text = '<tool_call>\n{"name": "f", "arguments": {"a": "tr'
+def test_a_call_is_held_until_it_is_whole() -> None:
+    reader = MessageReader("never", HERMES)
+    assert reader.push("So: <tool") == [Content("So:")], "white space may be that of a call"
+    assert reader.push('_call>\n{"name": "f", "arguments": {"a": "</tool_call>') == []
+    assert reader.push('"}}\n</tool') == []
+    (call,) = reader.push("_call>")
+    assert isinstance(call, ToolCall) and call.id.startswith("call_")
+    assert (call.index, call.name, call.arguments) == (0, "f", '{"a": "</tool_call>"}') and reader.end() == []
+
+
+def test_what_is_nested_too_deeply_is_text() -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    text = f"<function=f>\n<parameter=list>\n{deep}\n</parameter>\n</function>"
+    assert parts(read_message(text, "never", XML)) == (None, None, [("f", f'{{"list": "{deep}"}}')])
+    text = f'<tool_call>{{"name": "f", "arguments": {{"a": {deep}}}}}</tool_call>'
     assert parts(read_message(text, "never", HERMES)) == (None, text, [])
-    reader = MessageReader("never", HERMES, live=True)
-    assert parts(ChatMessage.of(reader.push(text) + reader.end())) == (None, None, [("f", '{"a": "tr')])
-
-
-def test_arguments_follow_as_they_are_written() -> None:
-    reader = MessageReader("never", HERMES, live=True)
-    assert reader.push('<tool_call>\n{"name": "f"') == []
-    assert reader.push(', "arguments": ') == [], "they may still be no object"
-    begin, first = reader.push('{"a": 1')
-    assert isinstance(begin, CallBegin) and (begin.index, begin.name) == (0, "f") and begin.id.startswith("call_")
-    assert first == CallArguments(0, '{"a": 1')
-    assert reader.push(', "b": [') == [CallArguments(0, ', "b": [')]
-    assert reader.push("2]}}\n</tool_") == [CallArguments(0, "2]}")]
-    assert reader.push("call>") == [] and reader.end() == []
 
 
 def test_only_the_first_call_where_calls_may_not_be_parallel() -> None:
     one = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
-    for live in (False, True):
-        reader = MessageReader("never", HERMES, live=live, parallel=False)
-        message = ChatMessage.of(reader.push(one + "\n" + one.replace("1", "2") + "\nend") + reader.end())
-        assert parts(message) == (None, "end", [("f", '{"a": 1}')])
+    message = read_message(one + "\n" + one.replace("1", "2") + "\nend", "never", HERMES, parallel=False)
+    assert parts(message) == (None, "end", [("f", '{"a": 1}')])
 
 
 def test_reasoning_without_an_end_is_reasoning() -> None:
@@ -276,37 +272,89 @@ def test_reasoning_without_an_end_is_reasoning() -> None:
     assert parts(read_message("<think>x</think>", "never", None)) == (None, "<think>x</think>", [])
 
 
-@settings(max_examples=200, deadline=None)
-@given(JSON, st.booleans(), st.data())
-def test_a_json_text_is_read_as_by_python(value: Any, ascii_only: bool, data: st.DataObject) -> None:
-    """Texts of values with a character changed or left out: the same are refused, and where a value ends is found."""
-    text = json.dumps({"": value}, ensure_ascii=ascii_only, indent=data.draw(st.sampled_from([None, 1])))
-    place = data.draw(st.integers(0, len(text)))
-    text = text[:place] + data.draw(st.sampled_from(["", '"', "\\", "}", "]", ",", "0", "-", "e", "\n", "x"])) + text[
-        place + data.draw(st.integers(0, 1)) :
-    ]  # fmt: skip
-    try:
-        _, length = json.JSONDecoder(parse_constant=no_number).raw_decode(text)
-    except ValueError:
-        length = None
-    cut = data.draw(st.integers(0, len(text)))
-    reader, read = JsonText(), 0
-    try:
-        for piece in (text[:cut], text[cut:]):
-            read += reader.read(piece, 0)
-        found = read if reader.done else None
-    except Malformed:
-        found = None
-    assert found == (length if text.startswith(("{", "[", '"')) else found)
+ARGUMENTS = '{"name": "f", "arguments": {"a": '
+LONG_TEXTS: dict[str, tuple[Any, ...]] = {  # a format, how a text begins, what it repeats, and how it ends
+    "an object that never closes": (HERMES, '<tool_call>{"x": {"a": 1', ', "b": [2, "<tool_call>"]'),
+    "a string that never closes": (HERMES, '<tool_call>{"x": "', "a <tool_call> {"),
+    "openings in openings": (HERMES, "", "<tool_call>" + ARGUMENTS),
+    "openings in objects": (HERMES, "", '<tool_call>{"x": {"y": '),
+    "openings in the values of one": (XML, "", "<function=f><parameter=n>"),
+    "openings in the values of one that fails": (XML, "", "<function=f><parameter=n>", "</parameter> - </function>"),
+    "openings in words": (HERMES, "", '<tool_call>{"x":'),
+    "openings with escapes": (HERMES, "", '<tool_call>{"x": "\\"'),
+    "braces": (HERMES, "<tool_call>", '{"a":'),
+    "calls that lack the end of their tag": (HERMES, "", '<tool_call>{"name": "f", "arguments": {}} - '),
+    "calls": (HERMES, "", '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> and '),
+    "bare openings": (LLAMA, "", "<|python_tag|>" + ARGUMENTS),
+    "parameters without an end": (XML, "", "<function=f>\n<parameter=text>\n"),
+    "parameters in tags": (XML, "", "<tool_call>\n<function=f>\n<parameter=text>\nx\n</parameter>\n"),
+    "functions that lack the end of their tag": (XML, "", "<tool_call>\n<function=f>\n</function>\n - "),
+    "functions with values that lack it": (XML, "", "<tool_call><function=f><parameter=n>1</parameter></function> - "),
+    "functions whose names do not end": (XML, "", "<tool_call><function=f"),
+    "a name that does not end": (XML, "<function=", "name "),
+    "functions": (XML, "", "<tool_call>\n<function=f>\n<parameter=n>\n1\n</parameter>\n</function>\n</tool_call>\n"),
+    "a long value": (XML, "<function=f><parameter=n>", "1, </param>\n"),
+    "a value of line breaks": (XML, "<function=f><parameter=text>", "\n"),
+    "many parameters": (XML, "<function=f><parameter=n>", "1</parameter><parameter=n>"),
+    "parameters that lack their ends": (XML, "<function=f><parameter=n>", "<parameter=n>"),
+    "white space": (XML, "", "<tool_call> \n \n"),
+}
 
 
-def no_number(name: str) -> Any:
-    raise ValueError(name)
+@pytest.mark.parametrize("case", LONG_TEXTS.values(), ids=LONG_TEXTS)
+def test_reading_is_linear(case: tuple[Any, ...]) -> None:
+    """Twice the text is twice the work, whatever a model writes."""
+    tools, begin, repeated, end = (*case, "")[:4]
+    for size in (1, 7, None):
+        work = [reading(tools, begin + repeated * n + end, size) for n in (40, 80)]
+        assert work[1] < 2.3 * work[0], (size, work)
 
 
-def test_arguments_that_are_no_json_are_sent_up_to_their_end() -> None:
-    text = '<tool_call>{"name": "f", "arguments": {"a": True, "b": "}"}}</tool_call>\nend'
-    reader = MessageReader("never", HERMES, live=True)
-    message = ChatMessage.of(reader.push(text) + reader.end())
-    assert parts(message) == (None, "end", [("f", '{"a": True, "b": "}"}')])
-    assert parts(read_message(text, "never", HERMES)) == (None, text, [])
+class _Measured:
+    """A pattern that counts the characters over which it goes."""
+
+    def __init__(self, pattern: Any) -> None:
+        self.pattern = pattern
+        self.work = 0
+
+    def __getattr__(self, name: str) -> Any:
+        def call(text: str, at: int = 0, *rest: Any) -> Any:
+            found = getattr(self.pattern, name)(text, at, *rest)
+            end = found.end() if isinstance(found, re.Match) else rest[0] if rest else len(text)
+            self.work += 1 + end - at
+            return found
+
+        return call
+
+
+def reading(tools: ToolFormat, text: str, size: int | None) -> int:
+    """How much work it takes to read a text in pieces of a size: lines of code, and characters of patterns."""
+    work = 0
+
+    def count(frame: Any, event: str, _: Any) -> Any:
+        nonlocal work
+        if "runtime/chat" not in frame.f_code.co_filename:
+            return None
+        work += event == "line"
+        return count
+
+    reader = MessageReader("never", tools)
+    size = size or len(text)
+    before = sys.gettrace()
+    patterns = [(module, name) for module in (calls, reader_module) for name, p in vars(module).items() if _is(p)]
+    with pytest.MonkeyPatch.context() as patch:
+        measured = [_Measured(getattr(module, name)) for module, name in patterns]
+        for (module, name), each in zip(patterns, measured, strict=True):
+            patch.setattr(module, name, each)
+        sys.settrace(count)
+        try:
+            for start in range(0, len(text), size):
+                reader.push(text[start : start + size])
+            reader.end()
+        finally:
+            sys.settrace(before)
+    return work + sum(each.work for each in measured)
+
+
+def _is(value: Any) -> bool:
+    return isinstance(value, re.Pattern)

@@ -228,14 +228,3 @@ class FakeCuda:
     def cudaGraphExecDestroy(self, graph: int) -> tuple[Any, ...]:
         del self.graphs[graph]
         return (cudaError_t.cudaSuccess,)
-
-
-class FakeKernels:
-    """The launchers over kernels that run on the CPU, at the stream's time."""
-
-    def __init__(self, cuda: FakeCuda, kernels: Any) -> None:
-        self._cuda, self._kernels = cuda, kernels
-
-    def launch(self, call: str, stream: int | None = None, **fields: Any) -> None:
-        assert stream in self._cuda.streams
-        self._cuda.enqueue(lambda: self._kernels.launch(call, None, **fields), call, fields["row_bytes"])

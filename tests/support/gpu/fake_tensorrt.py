@@ -18,7 +18,7 @@ import onnx
 from onnx import TensorProto
 from real_tensorrt import check_call, real_tensorrt
 
-from ddtree_trt.plugins import ATTENTION, NAMESPACE, VERSION, library
+from ddtree_trt.plugins import NAMES, NAMESPACE, VERSION, library
 
 _TYPES: dict[int, str] = {
     TensorProto.FLOAT: "FLOAT",
@@ -85,8 +85,8 @@ class FakeTensorRt:
     def _load_library(self, path: str) -> object | None:
         if library.abi_of(Path(path)) is None:
             return None
-        creator = self._stand("IPluginCreatorV3One", name=ATTENTION, plugin_version=VERSION, plugin_namespace=NAMESPACE)
-        self.creators.append(creator)
+        identity: dict[str, Any] = {"plugin_version": VERSION, "plugin_namespace": NAMESPACE}
+        self.creators += [self._stand("IPluginCreatorV3One", name=name, **identity) for name in NAMES]
         return object()
 
     def _builder(self, logger: Any) -> Stand:

@@ -1,5 +1,4 @@
-"""Engine directories for pretended machines: of either lowering of the graphs, for TensorRT and TensorRT for RTX, with
-our kernels and without."""
+"""Engine directories for pretended machines: of either lowering of the graphs, for TensorRT and TensorRT for RTX."""
 
 from __future__ import annotations
 
@@ -13,10 +12,9 @@ from typing import Any
 
 import pytest
 from engine_builds import PACKAGED
-from fake_cuda import FakeCuda, FakeKernels
+from fake_cuda import FakeCuda
 from fake_trt_runtime import VERSION, FakeEngine, FakeTrt
-from lowered import Lowered, LoweredPair
-from plugin_libraries import emulated_kernels
+from lowered import LoweredPair, Session
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
@@ -27,11 +25,11 @@ from ddtree_trt.artifact.progress import no_progress
 from ddtree_trt.build.backends.tensorrt.plans import write_shared
 from ddtree_trt.build.backends.tensorrt.profiles import covering, drafter_sizes, target_sizes
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.build.graph.compaction import compaction_graph, window_rows
+from ddtree_trt.build.graph.compaction import PLANES, compaction_graph, window_rows
 from ddtree_trt.build.graph.lowering_native import NativeGraph
 from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
-from ddtree_trt.device.buffers import with_aligned_slots
+from ddtree_trt.device.buffers import CacheShape, with_aligned_slots
 from ddtree_trt.errors import MissingDependency
 from ddtree_trt.plugins import library
 from ddtree_trt.runtime.engines.profile import PassTimes, Profile, fingerprint, store
@@ -47,10 +45,9 @@ FLOATS = {"fp32": "float32", "fp16": "float16"}
 
 @dataclass(frozen=True)
 class Form:
-    """What an engine is made of, and what its machine has."""
+    """What an engine is made of."""
 
     lowering: type[TensorRtGraph] = PluginGraph
-    kernels: bool = True  # whether our kernels are built; native engines commit by a plan without them
     backend: BackendName = "tensorrt"
 
     @property
@@ -65,9 +62,8 @@ class Form:
 
 
 PLUGIN = Form()
-RTX = Form(NativeGraph, kernels=False, backend="tensorrt-rtx")
-# Of the tests that run on every form. TensorRT for RTX computes in halves, so the third form is one of TensorRT too.
-FORMS = {"plugin": PLUGIN, "native": Form(NativeGraph), "native without kernels": Form(NativeGraph, kernels=False)}
+RTX = Form(NativeGraph, backend="tensorrt-rtx")
+FORMS = {"plugin": PLUGIN, "native": Form(NativeGraph)}  # of the tests that run on every form
 
 
 @dataclass
@@ -87,8 +83,6 @@ class Machine:
         patch.setitem(sys.modules, self.form.backend.replace("-", "_"), self.trt)
         patch.setitem(sys.modules, "cuda.bindings.runtime", self.cuda)
         patch.setattr(library, "find", missing if self.form.native else lambda name: self.plugin_library)
-        kernels = (lambda: FakeKernels(self.cuda, emulated_kernels())) if self.form.kernels else missing
-        patch.setattr(library, "kernels", kernels)
 
     def store_profile(self) -> None:
         """So that nothing is measured when an LLM opens the engine."""
@@ -125,8 +119,10 @@ class Lowerings:
         floats = FLOATS[precision]
         self.pair = LoweredPair(folder / "graphs", self._target, self._drafter, limits, floats, form.lowering)
         window = window_rows(self._drafter.dims)
-        graph = compaction_graph(self._target.dims, limits, floats, window)
-        self._compaction = Lowered(folder / "graphs" / "move.onnx", graph, self._target.dims, limits)
+        cache = CacheShape.of(self._target.dims, limits, PRECISIONS[precision].value_bytes)
+        graph = compaction_graph(cache, floats, window, "native" if form.native else "plugin")
+        self._compaction = Session(folder / "graphs" / "move.onnx", graph)
+        self._planes = {} if form.native else {PLANES: (1, 1, cache.planes)}
         if target.is_relative_to(PACKAGED) and self.pair.kind.at_once:
             assert self.pair.kind.block_size == BLOCK
 
@@ -153,16 +149,15 @@ class Lowerings:
         engines = {
             b"the target's plan": FakeEngine("target", self.pair.target, target),
             b"the drafter's plan": FakeEngine("drafter", self.pair.drafter, drafter),
+            b"the compaction's plan": FakeEngine("compaction", self._compaction, [self._planes]),
         }
-        if self.form.native:
-            engines[b"the compaction's plan"] = FakeEngine("compaction", self._compaction, [{}])
         manifest = self._manifest(folder, plugin_library, engines.values())
         (folder / artifact.MANIFEST).write_text(manifest.to_json())
         fake_cuda = FakeCuda(sm=89 if self.form.backend == "tensorrt-rtx" else 90)
         return Machine(fake_cuda, FakeTrt(fake_cuda, engines), folder, plugin_library, self.form)
 
     def _manifest(self, folder: Path, plugin_library: Path, engines: Any) -> Manifest:
-        plans = (artifact.TARGET_PLAN, artifact.DRAFTER_PLAN, artifact.COMPACTION_PLAN)[: len(engines)]
+        plans = (artifact.TARGET_PLAN, artifact.DRAFTER_PLAN, artifact.COMPACTION_PLAN)
         kept = (*plans, artifact.SHARED_WEIGHTS, *TOKENIZER_FILES)
         files = {n: FileEntry((folder / n).stat().st_size, artifact.sha256_file(folder / n)) for n in kept}
         return replace(

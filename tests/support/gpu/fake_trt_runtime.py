@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 from fake_cuda import FakeCuda
-from lowered import Lowered
+from lowered import Session
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
@@ -75,10 +75,9 @@ class FakeTrt:
 
     @property
     def all_creators(self) -> list[Any]:
-        creator = SimpleNamespace(
-            name=plugins.ATTENTION, plugin_version=plugins.VERSION, plugin_namespace=plugins.NAMESPACE
-        )
-        return [creator] if self.loaded and self.takes_plugins else []
+        identity = {"plugin_version": plugins.VERSION, "plugin_namespace": plugins.NAMESPACE}
+        names = plugins.NAMES if self.loaded and self.takes_plugins else ()
+        return [SimpleNamespace(name=name, **identity) for name in names]
 
     def load_library(self, path: str) -> object:
         self.calls.append(("IPluginRegistry", "load_library", path))
@@ -107,7 +106,7 @@ class FakeEngine:
     trt: FakeTrt
     log: ILogger
 
-    def __init__(self, name: str, lowered: Lowered, sizes: Sequence[dict[str, Any]]) -> None:
+    def __init__(self, name: str, lowered: Session, sizes: Sequence[dict[str, Any]]) -> None:
         """`sizes` of each optimisation profile: dimension → range."""
         self.name, self.session, self.types, self.sizes = name, lowered.session, lowered.types, sizes
         self.inputs = {i.name: tuple(i.shape) for i in self.session.get_inputs()}

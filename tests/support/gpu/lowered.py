@@ -124,6 +124,47 @@ DDTreeAttention <{attributes}> (q, k, v, past_k, past_v, slot_ids, past_len, tre
     attn = CastLike (out, q)
 }}
 """
+# For one sequence. Entries of `keep` from the first that does not rise on leave their rows as they are.
+_COMPACT_BODY = """
+<opset_import: ["" : {opset}], domain: "ddtree">
+DDTreeKVCompact <plugin_namespace, plugin_version> (past_cache, slot_ids, past_len, keep) => (present_cache)
+{{
+    zero = Constant <value = int64 {{0}}> ()
+    one = Constant <value = int64 {{1}}> ()
+    flat = Constant <value = int64[1] {{-1}}> ()
+    first = Constant <value = int64[1] {{1}}> ()
+    start = Cast <to = 7> (past_len)
+    kept_wide = Cast <to = 7> (keep)
+    kept = Reshape (kept_wide, flat)
+    window = Shape (kept)
+    window0 = Squeeze (window)
+    own = Range (zero, window0, one)
+    begin = Constant <value = int64[1] {{0}}> ()
+    all_but_last = Constant <value = int64[1] {{-1}}> ()
+    earlier = Slice (kept, begin, all_but_last)
+    before = Concat <axis = 0> (flat, earlier)
+    falls = LessOrEqual (kept, before)
+    fall = Cast <to = 7> (falls)
+    fallen = CumSum (fall, zero)
+    rises = Equal (fallen, zero)
+    source = Where (rises, kept, own)
+    target_rows = Add (own, start)
+    source_rows = Add (source, start)
+    s = Shape <start = 3, end = 4> (past_cache)
+    s0 = Squeeze (s)
+    every_row = Range (zero, s0, one)
+    rows = ScatterElements <axis = 0> (every_row, target_rows, source_rows)
+    moved = Gather <axis = 3> (past_cache, rows)
+    slots = Shape <start = 1, end = 2> (past_cache)
+    slots0 = Squeeze (slots)
+    every_slot = Range (zero, slots0, one)
+    slot = Cast <to = 7> (slot_ids)
+    this = Equal (every_slot, slot)
+    by_slot = Constant <value = int64[5] {{1, -1, 1, 1, 1}}> ()
+    here = Reshape (this, by_slot)
+    present_cache = Where (here, moved, past_cache)
+}}
+"""
 _SEEN: dict[MaskMode, str] = {
     MaskMode.NONE: "    seen_new = Identity (in_call)",
     MaskMode.CAUSAL: """
@@ -163,6 +204,11 @@ def attention_body(mode: MaskMode, name: str = plugins.ATTENTION) -> FunctionPro
     return onnx.parser.parse_function(text.replace(plugins.ATTENTION, name))
 
 
+def compact_body() -> FunctionProto:
+    """`DDTreeKVCompact` as a function of ONNX operators of that name."""
+    return onnx.parser.parse_function(_COMPACT_BODY.format(opset=PluginGraph.opset))
+
+
 def with_body(model: ModelProto) -> ModelProto:
     """A copy of a graph that other runtimes can run, with attention as GPUs compute it: halves multiplied and summed in
     float32."""
@@ -180,6 +226,8 @@ def with_body(model: ModelProto) -> ModelProto:
         else:
             copy.graph.node.extend(_summed_in_float32(node) if node.op_type == "Attention" else [node])
     copy.functions.extend(attention_body(mode, f"{plugins.ATTENTION}{mode.name}") for mode in sorted(modes))
+    if any(node.op_type == plugins.COMPACT for node in model.graph.node):
+        copy.functions.append(compact_body())
     return copy
 
 
@@ -194,10 +242,10 @@ def _summed_in_float32(attention: NodeProto) -> list[NodeProto]:
     return [*casts, node, helper.make_node("CastLike", [node.output[0], inputs[0]], [out])]
 
 
-class Lowered:
-    """One lowered graph in a session, with the cache of its slots: [planes, slots, Hkv, S, D] on the host."""
+class Session:
+    """One graph in a session of ONNX Runtime."""
 
-    def __init__(self, path: Path, model: ModelProto, dims: TransformerDims, limits: Limits) -> None:
+    def __init__(self, path: Path, model: ModelProto) -> None:
         """`path` is where the model goes: beside its weight file."""
         path.write_bytes(with_body(model).SerializeToString())
         options = ort.SessionOptions()
@@ -206,9 +254,16 @@ class Lowered:
         # Its fusion of products with what quantises them takes FP8 for 8-bit integers.
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         self.session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        self._past, self._present = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
         kinds = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
         self.types = {i.name: kinds.get(i.type, np.int32) for i in self.session.get_inputs()}
+
+
+class Lowered(Session):
+    """One lowered network, with the cache of its slots: [planes, slots, Hkv, S, D] on the host."""
+
+    def __init__(self, path: Path, model: ModelProto, dims: TransformerDims, limits: Limits) -> None:
+        super().__init__(path, model)
+        self._past, self._present = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
         self._outputs = [o.name for o in self.session.get_outputs()]
         shape = (limits.max_batch, dims.num_kv_heads, limits.cache_rows, dims.head_dim)
         self.cache = np.zeros((len(self._past), *shape), self.types[self._past[0]])

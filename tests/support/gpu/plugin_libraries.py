@@ -22,8 +22,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from filelock import FileLock
-
-from ddtree_trt.plugins.library import KernelLibrary
+from kernel_library import KernelLibrary
 
 ROOT = Path(__file__).parents[3]
 BUILD = ROOT / "build" / "plugins-test"

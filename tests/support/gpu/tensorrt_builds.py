@@ -17,7 +17,7 @@ from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import DDTreeError
-from ddtree_trt.plugins import library
+from ddtree_trt.plugins import ABI, library
 
 VERSION = "11.4.0.106"
 BUILDER_MODULE = "ddtree_trt.build.backends.tensorrt.plan"
@@ -74,7 +74,7 @@ class Machine:
         self.module = tensorrt.module
         self.plugins = folder / library.PLUGINS
         if plugins:
-            self.plugins.write_bytes(b"\x7fELF ddtree-plugin-abi=2; and code")
+            self.plugins.write_bytes(b"\x7fELF ddtree-plugin-abi=%d; and code" % ABI)
         self.cuda = ModuleType("cuda.bindings.runtime")
         device = SimpleNamespace(name=b"NVIDIA H100 80GB HBM3\0\0", major=9, minor=0)
         self.device = device

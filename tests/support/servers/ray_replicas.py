@@ -89,11 +89,11 @@ class Replicas(ProcessServer):
         raise AssertionError("the server has started no cluster")
 
     def key_of(self, other_than: str = "") -> tuple[str, str]:
-        """A `prompt_cache_key` and the engine that its requests go to."""
+        """An `X-Session-Id` and the engine that its requests go to."""
         for number in range(64):
             before = self._tokens()
-            body = {"prompt": "x", "max_tokens": 1, "prompt_cache_key": str(number)}
-            httpx.post(f"{self.url}/v1/completions", json=body, timeout=WAIT_S).raise_for_status()
+            body, headers = {"prompt": "x", "max_tokens": 1}, {"X-Session-Id": str(number)}
+            httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=WAIT_S).raise_for_status()
             wait_for(partial(self._any_moved, before))
             (moved,) = self._moved(before)
             if moved != other_than:

@@ -36,7 +36,7 @@ class ThreadServer:
     @property
     def idle(self) -> bool:
         """Whether no HTTP request is under way."""
-        return self.server._gate._idle.is_set()
+        return self.server._gate.idle.is_set()
 
     def ended(self) -> float:
         """How many sequences have ended so far, in whatever way."""

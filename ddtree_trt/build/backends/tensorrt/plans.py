@@ -19,12 +19,13 @@ from ddtree_trt.artifact.tensor_files import encode, safetensors_header
 from ddtree_trt.build.backends.tensorrt import profiles
 from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions
 from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
-from ddtree_trt.build.graph.compaction import compaction_graph, window_rows
+from ddtree_trt.build.graph.compaction import PLANES, compaction_graph, window_rows
 from ddtree_trt.build.graph.drafters import build_drafter
 from ddtree_trt.build.graph.lowering_native import ATTENTION, NativeGraph
 from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.device.buffers import CacheShape
 from ddtree_trt.errors import BuildError
 from ddtree_trt.models.drafters.kinds import EMBEDDING, HEAD
 
@@ -76,6 +77,7 @@ class EnginePlans:
     def _networks(self) -> list[_Network]:
         target, drafter, limits = self.target, self.drafter, self.limits
         floats = PRECISIONS[self.precision].dtype
+        cache = CacheShape.of(target.dims, limits, PRECISIONS[self.precision].value_bytes)
         lowering = NativeGraph if self.attention == "native" else PluginGraph
         taps, tied = drafter.kind.tap_layers, target.tie_word_embeddings
 
@@ -90,17 +92,16 @@ class EnginePlans:
             return build_drafter(lowering("drafter", sink, PRECISIONS[own].dtype, floats), drafter, target, limits)
 
         def compaction(sink: Sink) -> ModelProto:
-            return compaction_graph(target.dims, limits, floats, window_rows(drafter.dims))
+            return compaction_graph(cache, floats, window_rows(drafter.dims), self.attention)
 
         sizes = [profiles.target_sizes(limits), profiles.drafter_sizes(limits, drafter.kind.block_size)]
         shapes = [[profiles.covering(each)] if self.row_independence else each for each in sizes]
-        networks = [
+        moved = () if self.attention == "native" else [{PLANES: (1, 1, cache.planes)}]
+        return [
             _Network("target", artifact.TARGET_PLAN, target_graph, shapes[0], target.stored_bytes(2)),
             _Network("drafter", artifact.DRAFTER_PLAN, drafter_graph, shapes[1], 2 * drafter.num_values),
+            _Network("compaction", artifact.COMPACTION_PLAN, compaction, moved, 0),
         ]
-        if self.attention == "native":
-            networks.append(_Network("compaction", artifact.COMPACTION_PLAN, compaction, (), 0))
-        return networks
 
 
 def _write_graph(path: Path, network: _Network, progress: Progress) -> ModelProto:
@@ -114,21 +115,21 @@ def _write_graph(path: Path, network: _Network, progress: Progress) -> ModelProt
 
 def _attention_check(attention: AttentionName, name: str, graph: ModelProto) -> Callable[[Any, Any], None]:
     """What is to be done with a network that was parsed from the graph, where this computes its attention."""
-    kind = ATTENTION if attention == "native" else plugins.ATTENTION
-    nodes = [node.name for node in graph.graph.node if node.op_type == kind]
     if attention == "native":
+        nodes = [node.name for node in graph.graph.node if node.op_type == ATTENTION]
         return partial(mend_attentions, name=name, attentions=nodes) if nodes else lambda trt, network: None
-    return partial(_check_plugins, name=name, nodes=nodes)
+    wanted = [node.op_type for node in graph.graph.node if node.domain == plugins.NAMESPACE]
+    return partial(_check_plugins, name=name, nodes=wanted)
 
 
 def _check_plugins(trt: Any, network: Any, *, name: str, nodes: Sequence[str]) -> None:
-    """Raises BuildError unless there are as many plugin layers as attentions: TensorRT may silently replace a node
-    whose plugin it does not find by another operator of the same name."""
+    """Raises BuildError unless there are as many plugin layers as `nodes`, which are of one kind: TensorRT may silently
+    replace a node whose plugin it does not find by another operator of the same name."""
     kinds = [network.get_layer(i).type for i in range(network.num_layers)]
     found = kinds.count(trt.LayerType.PLUGIN_V3)
     if found != len(nodes):
         raise BuildError(
-            f"the {name} has {len(nodes)} {plugins.ATTENTION} nodes, TensorRT made {found} plugin layers of them; "
+            f"the {name} has {len(nodes)} {nodes[0]} nodes, TensorRT made {found} plugin layers of them; "
             "is another library's operator of that name loaded?"
         )
 

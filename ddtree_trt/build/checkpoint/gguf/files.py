@@ -1,23 +1,28 @@
-"""A GGUF checkpoint's file, or the files it was split into, as one: metadata of the first, tensors of all."""
+"""A GGUF checkpoint's file, or the files it was split into, as one: metadata of the first, tensors of all.
+
+Headers are read, and values converted, by the `gguf` package; nothing else of ours calls it.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact.tensor_files import StoredTensor
-from ddtree_trt.build.checkpoint.gguf.header import Header, file_source, read_header
-from ddtree_trt.build.checkpoint.gguf.quantised import TensorType, read_values
 from ddtree_trt.build.checkpoint.paths import PART
-from ddtree_trt.errors import CheckpointError
+from ddtree_trt.build.checkpoint.tensorfile import check_finite, mapping
+from ddtree_trt.errors import CheckpointError, MissingDependency, install_with
 from ddtree_trt.reading import Between, Fields, Source, shown
 
 _COUNT = "split.count"
 _PARTS = Between(0, 99_999)  # as many as their names have digits for
+_ROWS_BYTES = 4 << 20  # of stored rows that are converted at a time, which takes some ten times as much
 
 
 @dataclass(frozen=True)
@@ -26,12 +31,22 @@ class GgufFiles:
 
     paths: tuple[Path, ...]  # in order
     metadata: Fields  # by GGUF's keys
-    tensors: Mapping[str, StoredTensor]  # by GGUF's names
-    types: Mapping[str, TensorType]
+    tensors: Mapping[str, StoredTensor]  # by GGUF's names, with its types; last axis fastest
 
     def read(self, name: str) -> NDArray[np.float32]:
         """A float32 copy of one tensor. Raises CheckpointError when it cannot be read or holds NaN or Inf."""
-        return read_values(name, self.tensors[name], self.types[name])
+        gguf, tensor = _package(), self.tensors[name]
+        kind, width = gguf.GGMLQuantizationType[tensor.dtype], tensor.shape[-1]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        rows, row_bytes = tensor.size // width, width // block * block_bytes
+        with mapping(name, tensor):
+            stored = np.memmap(tensor.file, np.uint8, mode="r", offset=tensor.offset, shape=(rows, row_bytes))
+        values, step = np.empty((rows, width), np.float32), max(_ROWS_BYTES // row_bytes, 1)
+        with np.errstate(all="ignore"):  # what is not finite is refused by name
+            for start in range(0, rows, step):
+                values[start : start + step] = gguf.quants.dequantize(stored[start : start + step], kind)
+        check_finite(name, tensor, values.reshape(-1))
+        return values.reshape(tensor.shape)
 
 
 def open_gguf(path: Path) -> GgufFiles:
@@ -41,22 +56,21 @@ def open_gguf(path: Path) -> GgufFiles:
     """
     if not path.is_file():
         raise CheckpointError(f"no checkpoint at {path}: there is no such file")
-    first = read_header(path)
-    metadata = Fields(first.metadata, Source(str(path), CheckpointError, "use a file that llama.cpp's converter wrote"))
+    entries, tensors = _read_header(path)
+    metadata = Fields(entries, Source(str(path), CheckpointError, "use a file that llama.cpp's converter wrote"))
     count = metadata.integer(_COUNT, _PARTS, 0)
     paths = _parts(path, metadata, count) if count > 1 else (path,)
-    headers = [first, *(_read_part(part, count) for part in paths[1:])]
-    tensors: dict[str, StoredTensor] = {}
-    types: dict[str, TensorType] = {}
-    for part, header in zip(paths, headers, strict=True):
-        if twins := tensors.keys() & header.tensors.keys():
-            raise file_source(part).fault(f"{shown(min(twins))} is in an earlier part too")
-        tensors |= header.tensors
-        types |= header.types
+    for part in paths[1:]:
+        others, more = _read_header(part)
+        if (found := others.get(_COUNT)) != count:
+            raise _source(part).fault(f"{_COUNT} is {shown(found)}, but {count} in the first part")
+        if twins := tensors.keys() & more.keys():
+            raise _source(part).fault(f"{shown(min(twins))} is in an earlier part too")
+        tensors = tensors | more
     expected = metadata.integer("split.tensors.count", Between(0, 1 << 31), len(tensors))
     if expected != len(tensors):
         raise metadata.fault("split.tensors.count", f"is {expected}, but its parts hold {len(tensors)}")
-    return GgufFiles(paths, metadata, tensors, types)
+    return GgufFiles(paths, metadata, tensors)
 
 
 def _parts(path: Path, metadata: Fields, count: int) -> tuple[Path, ...]:
@@ -77,9 +91,84 @@ def _parts(path: Path, metadata: Fields, count: int) -> tuple[Path, ...]:
     return parts
 
 
-def _read_part(path: Path, count: int) -> Header:
-    header = read_header(path)
-    found = header.metadata.get(_COUNT)
-    if found != count:
-        raise file_source(path).fault(f"{_COUNT} is {shown(found)}, but {count} in the first part")
-    return header
+def _source(file: Path) -> Source:
+    return Source(str(file), CheckpointError, "the file is damaged or cut short, fetch it again")
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """Metadata by key, and tensors by name, of one file. Raises CheckpointError and MissingDependency."""
+    try:
+        state = file.stat()
+        return _parse_header(file, state.st_size, state.st_mtime_ns)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+
+
+@functools.lru_cache(maxsize=16)  # a build asks for configuration, tensors and tokenizer, and a large one takes seconds
+def _parse_header(file: Path, size: int, mtime_ns: int) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    gguf, source = _package(), _source(file)
+    with file.open("rb") as stream:
+        start = stream.read(8)
+    if start == b"version ":
+        raise CheckpointError(f"{file} is a Git LFS pointer, not the weights; run: git lfs pull")
+    if start[:4] != b"GGUF":
+        raise CheckpointError(
+            f"{file} is not a GGUF file: it begins with {shown(start[:4])}, not with b'GGUF'; give a GGUF file, or "
+            "the directory of a Hugging Face checkpoint"
+        )
+    try:
+        with np.errstate(all="raise"):
+            reader = _bounded_reader(gguf)(file)
+        if reader.byte_order != "I":
+            raise source.fault("its numbers are big-endian")
+        metadata = {key: _value(gguf, field) for key, field in reader.fields.items()}
+    except (ValueError, LookupError, ArithmeticError, RecursionError) as error:
+        raise source.fault(" ".join(str(error).split())) from error
+    tensors: dict[str, StoredTensor] = {}
+    for tensor in reader.tensors:
+        _check_convertible(gguf, file, tensor)
+        shape = tuple(tensor.shape.tolist()[::-1])
+        tensors[tensor.name] = StoredTensor(file, tensor.tensor_type.name, shape, tensor.data_offset)
+    return metadata, tensors
+
+
+def _bounded_reader(gguf: Any) -> Any:
+    """The package's reader, which alone would count as far as a damaged file says: here nothing is behind its end."""
+
+    class Reader(gguf.GGUFReader):  # type: ignore[misc]
+        def _get(self, offset: int, dtype: Any, count: int = 1, *others: Any, **options: Any) -> Any:
+            values = super()._get(offset, dtype, count, *others, **options)
+            if len(values) != count:
+                raise ValueError(f"it goes on behind the end of the file, at byte {len(self.data)}")
+            return values
+
+    return Reader
+
+
+def _value(gguf: Any, field: Any) -> Any:
+    """A number, text, flag, or list of them."""
+    value = field.contents()
+    if field.types[-1:] != [gguf.GGUFValueType.FLOAT32]:
+        return value
+    # A float32 as the shortest decimal that is it: 1e-05 where a config.json has the same.
+    return [float(str(np.float32(v))) for v in value] if isinstance(value, list) else float(str(np.float32(value)))
+
+
+def _check_convertible(gguf: Any, file: Path, tensor: Any) -> None:
+    """Raises CheckpointError for a tensor of a type that the package knows by its name only."""
+    kind = tensor.tensor_type
+    try:
+        gguf.quants.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError as error:
+        raise CheckpointError(
+            f"{file}: {tensor.name} is stored as {kind.name}, which the installed gguf package cannot convert; use a "
+            "file of another type, or a newer gguf package"
+        ) from error
+
+
+def _package() -> Any:
+    try:
+        import gguf
+    except ImportError as error:
+        raise MissingDependency(f"GGUF files need the Python package gguf; {install_with('gguf')}") from error
+    return gguf

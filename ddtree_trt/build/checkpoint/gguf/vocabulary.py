@@ -6,31 +6,21 @@ what the names stand for is stated here, as the models' own tokenizer.json have 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddtree_trt.models.decoder import TOKEN
 from ddtree_trt.reading import Between, Fields, shown
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 _MODEL, _BYTE_LEVEL_BPE = "tokenizer.ggml.model", "gpt2"
 _PRE, _TOKENS, _TYPES, _MERGES = (f"tokenizer.ggml.{name}" for name in ("pre", "tokens", "token_type", "merges"))
-_TEMPLATE = "chat_template"
 _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # types of tokens; those of text are 1
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-
-
-def _byte_level(**options: bool) -> dict[str, Any]:
-    return {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True, **options}
-
-
-def _sequence(*steps: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "Sequence", "pretokenizers": list(steps)}
-
-
-def _split(pattern: str) -> dict[str, Any]:
-    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return _sequence(split, _byte_level(use_regex=False))
 
 
 def _words(numbers: str) -> str:
@@ -46,19 +36,18 @@ def _words(numbers: str) -> str:
 class _Splitting:
     """What one of GGUF's names for a way of splitting text stands for."""
 
-    pre_tokenizer: Mapping[str, Any]
+    pattern: str | None = None  # of pieces; None: GPT-2's
+    digits: bool = False  # each stands alone
     nfc: bool = False  # text is normalised first
     whole_first: bool = False  # a piece that is a token is not merged from bytes
     begins: bool = False  # a file that does not say has its first token put before every text
 
 
-_GPT2 = _Splitting(_byte_level())
-_DIGITS = _Splitting(_sequence({"type": "Digits", "individual_digits": True}, _byte_level()))
-_LLAMA3 = _Splitting(_split(_words(r"\p{N}{1,3}")), whole_first=True, begins=True)
-_QWEN2 = _Splitting(_split(_words(r"\p{N}")), nfc=True)
+_LLAMA3 = _Splitting(_words(r"\p{N}{1,3}"), whole_first=True, begins=True)
+_QWEN2 = _Splitting(_words(r"\p{N}"), nfc=True)
 _SPLITTINGS: Mapping[str, _Splitting] = {
-    "gpt-2": _GPT2,
-    "smollm": _DIGITS,
+    "gpt-2": _Splitting(),
+    "smollm": _Splitting(digits=True),
     "llama-bpe": _LLAMA3,
     "llama3": _LLAMA3,
     "llama-v3": _LLAMA3,
@@ -73,77 +62,48 @@ class Vocabulary:
 
     tokens: list[str]  # by id
     types: list[int]
-    merges: list[list[str]]  # pairs, first ones first
+    merges: list[tuple[str, str]]  # first ones first
     splitting: _Splitting
-    special: Mapping[str, str]  # transformers' name of a part → the token that has it
-    before: str | None  # the token before every text
-    after: str | None  # and the one behind it
-    template: str | None  # of chats
-    max_length: int | None
+    around: tuple[str | None, str | None]  # the token before every text, and the one behind it
+    settings: Mapping[str, Any]  # tokenizer_config.json
+    metadata: Fields
 
     def files(self) -> dict[str, Any]:
-        """File name → JSON content, as transformers reads them."""
-        settings: dict[str, Any] = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            **self.special,
-        }
-        if self.max_length is not None:
-            settings["model_max_length"] = self.max_length
-        if self.template is not None:
-            settings[_TEMPLATE] = self.template
-        return {"tokenizer.json": self._tokenizer(), "tokenizer_config.json": settings}
+        """File name → JSON content, as transformers reads them. Raises CheckpointError for merges of no tokens."""
+        try:
+            return {"tokenizer.json": json.loads(self._tokenizer().to_str()), "tokenizer_config.json": self.settings}
+        except Exception as error:  # tokenizers raises nothing more special
+            raise self.metadata.fault(_MERGES, f"cannot be used ({error})") from error
 
-    def _tokenizer(self) -> dict[str, Any]:
+    def _tokenizer(self) -> Tokenizer:
+        from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+        split = self.splitting
         used = [(i, token, kind) for i, (token, kind) in enumerate(zip(self.tokens, self.types, strict=True))]
-        plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-        added = [
-            {"id": i, "content": token, **plain, "special": kind == _CONTROL}
-            for i, token, kind in used
-            if kind in (_CONTROL, _USER_DEFINED)
-        ]
-        model = {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": self.splitting.whole_first,
-            # Unused ones fill the embedding's last rows; no text has them.
-            "vocab": {token: i for i, token, kind in used if kind != _UNUSED},
-            "merges": self.merges,
-        }
-        return {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": added,
-            "normalizer": {"type": "NFC"} if self.splitting.nfc else None,
-            "pre_tokenizer": self.splitting.pre_tokenizer,
-            "post_processor": self._post_processor(),
-            "decoder": _byte_level(),
-            "model": model,
-        }
-
-    def _post_processor(self) -> dict[str, Any]:
-        """Puts tokens before and behind a text, where there are any."""
-        around = [token for token in (self.before, self.after) if token is not None]
-        if not around:
-            return _byte_level(trim_offsets=False)
-
-        def item(token: str) -> dict[str, Any]:
-            return {"SpecialToken": {"id": token, "type_id": 0}}
-
-        def text(name: str) -> list[dict[str, Any]]:
-            before = [item(self.before)] if self.before is not None else []
-            after = [item(self.after)] if self.after is not None else []
-            return [*before, {"Sequence": {"id": name, "type_id": 0}}, *after]
-
-        ids = {t: {"id": t, "ids": [self.tokens.index(t)], "tokens": [t]} for t in around}
-        template = {"single": text("A"), "pair": [*text("A"), *text("B")], "special_tokens": ids}
-        return {"type": "TemplateProcessing", **template}
+        # Unused ones fill the embedding's last rows; no text has them.
+        vocabulary = {token: i for i, token, kind in used if kind != _UNUSED}
+        tokenizer = Tokenizer(models.BPE(vocabulary, self.merges, ignore_merges=split.whole_first))
+        added = ((token, kind) for _, token, kind in used if kind in (_CONTROL, _USER_DEFINED))
+        tokenizer.add_tokens([AddedToken(token, normalized=False, special=kind == _CONTROL) for token, kind in added])
+        if split.nfc:
+            tokenizer.normalizer = normalizers.NFC()
+        steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split.pattern is None)]
+        if split.pattern:
+            steps.insert(0, pre_tokenizers.Split(Regex(split.pattern), "isolated"))
+        if split.digits:
+            steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+        tokenizer.decoder = decoders.ByteLevel()
+        before, after = ([token] if token is not None else [] for token in self.around)
+        if before or after:
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=[*before, "$A", *after],
+                pair=[*before, "$A", *after, *before, "$B", *after],
+                special_tokens=[(token, self.tokens.index(token)) for token in {*before, *after}],
+            )
+        else:
+            tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+        return tokenizer
 
 
 def read_vocabulary(metadata: Fields) -> Vocabulary:
@@ -158,31 +118,29 @@ def read_vocabulary(metadata: Fields) -> Vocabulary:
     used = [token for token, kind in zip(tokens, types, strict=True) if kind != _UNUSED]
     if len(set(used)) != len(used):
         raise metadata.fault(_TOKENS, f"has {len(used) - len(set(used))} of its tokens twice")
-    merges = [merge.split(" ") for merge in metadata.value(_MERGES, list[str])]
+    merges = [tuple(merge.split(" ")) for merge in metadata.value(_MERGES, list[str])]
     if wrong := [pair for pair in merges if len(pair) != 2]:
         raise metadata.fault(_MERGES, f"must have two pieces each, found {shown(' '.join(wrong[0]))}")
-    special = _special_tokens(metadata, tokens)
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for name, part in _SPECIAL.items():
+        key = f"tokenizer.ggml.{part}_token_id"
+        if metadata.has(key):
+            settings[name] = tokens[metadata.integer(key, Between(0, min(len(tokens) - 1, TOKEN.highest)))]
 
     def around(part: str, default: bool) -> str | None:
         key = f"tokenizer.ggml.add_{part}_token"
         if not metadata.flag(key, default):
             return None
-        if f"{part}_token" not in special:
+        if f"{part}_token" not in settings:
             raise metadata.fault(key, f"is true, but no {part}_token_id is there")
-        return special[f"{part}_token"]
+        return str(settings[f"{part}_token"])
 
-    length = f"{metadata.text('general.architecture', '')}.context_length"
-    return Vocabulary(
-        tokens=tokens,
-        types=types,
-        merges=merges,
-        splitting=splitting,
-        special=special,
-        before=around("bos", splitting.begins and "bos_token" in special),
-        after=around("eos", False),
-        template=metadata.optional(f"tokenizer.{_TEMPLATE}", str),
-        max_length=metadata.optional(length, int),
-    )
+    ends = around("bos", splitting.begins and "bos_token" in settings), around("eos", False)
+    positions = f"{metadata.text('general.architecture', '')}.context_length"
+    for name, key, kind in (("model_max_length", positions, int), ("chat_template", "tokenizer.chat_template", str)):
+        if (value := metadata.optional(key, kind)) is not None:
+            settings[name] = value
+    return Vocabulary(tokens, types, merges, splitting, ends, settings, metadata)
 
 
 def _splitting(metadata: Fields) -> _Splitting:
@@ -198,13 +156,3 @@ def _splitting(metadata: Fields) -> _Splitting:
         what = f"is {shown(name)}" if name else "is missing, as older converters left it"
         raise metadata.fault(_PRE, f"{what}; known are {', '.join(_SPLITTINGS)}")
     return _SPLITTINGS[name]
-
-
-def _special_tokens(metadata: Fields, tokens: list[str]) -> dict[str, str]:
-    """transformers' name of a part → the token that has it."""
-    special = {}
-    for name, part in _SPECIAL.items():
-        key = f"tokenizer.ggml.{part}_token_id"
-        if metadata.has(key):
-            special[name] = tokens[metadata.integer(key, Between(0, min(len(tokens) - 1, TOKEN.highest)))]
-    return special

@@ -14,8 +14,7 @@ from ddtree_trt.runtime.engines.profile import Correction, Profile
 STEP = 64  # tokens of context over which costs are taken as constant
 SLOWEST = 1 / 64  # least weight of a new round in a mean
 OUTLIER = 2.0  # most times the mean so far that is believed: a pass may have waited for other work
-REFRESH = 16  # rounds after which costs follow what they have shown
-SPARSE = 256  # rounds after which one in four is learnt from
+REFRESH = 16  # rounds after which costs follow what they have shown; the first do so at once
 SINGLES = 4  # rounds with drafts before the first that is made without, to see what it takes
 
 
@@ -39,20 +38,21 @@ class Costs:
         for each in profile.corrections:
             self._means.setdefault((each.kind, each.slots), {})[each.size] = each
         self.kept: dict[Any, Any] = {}  # what was computed of these costs, until rounds have changed them
+        self._unread: list[tuple[int, int, int, int, float, float]] = []  # rounds, as `learn` takes them
         self.rounds = 0  # that were learnt from
-        self._drafted = 0  # rounds since the last without a draft
+        self._singles, self._drafted = 0, 0  # rounds without a draft, and those with one since the last of them
 
     @property
     def corrected(self) -> Profile:
         """The profile with what rounds have shown."""
+        self._read()
         means = [each for sizes in tuple(self._means.values()) for each in tuple(sizes.values())]
         return replace(self._profile, corrections=tuple(means))
 
     @property
     def single_due(self) -> bool:
         """Whether a round without drafts should be made to see what it takes, of which those with drafts say little."""
-        seen = [means[0].rounds for (kind, _), means in self._means.items() if kind == "verify" and 0 in means]
-        return self._drafted >= SINGLES * (1 + max(seen, default=0)) ** 2
+        return self._drafted >= SINGLES * (1 + self._singles) ** 2
 
     def verify_s(self, past: int, slots: int) -> NDArray[np.float64]:
         """[1 + max_nodes]: a pass in which the widest tree has n nodes, and all else of a round but the draft."""
@@ -75,16 +75,21 @@ class Costs:
     def learn(self, past: int, slots: int, drafting: int, nodes: int, draft_s: float, rest_s: float) -> None:
         """Take the seconds of a round of `slots` slots: of (each pass of) the draft for `drafting` of them, and of all
         the rest, in which the widest tree had so many nodes."""
-        nodes, self.rounds = min(nodes, len(self._tokens) - 1), self.rounds + 1
-        if self.rounds <= REFRESH or self.rounds % REFRESH == 0:
-            self.kept.clear()
-        self._drafted = self._drafted + 1 if nodes else 0
-        if self.rounds > SPARSE and self.rounds % 4:
-            return  # learning takes time as well
-        profiled_s = float(self._verify_profiled(past, slots)[nodes])
-        self._correct("verify", slots, round(self._logs[nodes]), rest_s / profiled_s)
-        if drafting:
-            self._correct("draft", drafting, 0, draft_s / self._draft_profiled(past, drafting))
+        nodes = min(nodes, len(self._tokens) - 1)
+        self._singles, self._drafted = (self._singles, self._drafted + 1) if nodes else (self._singles + 1, 0)
+        self._unread.append((past, slots, drafting, nodes, draft_s, rest_s))
+        self.rounds += 1
+        if self.rounds <= REFRESH or len(self._unread) >= REFRESH:
+            self._read()
+
+    def _read(self) -> None:
+        unread, self._unread = self._unread, []
+        for past, slots, drafting, nodes, draft_s, rest_s in unread:
+            profiled_s = float(self._verify_profiled(past, slots)[nodes])
+            self._correct("verify", slots, round(self._logs[nodes]), rest_s / profiled_s)
+            if drafting:
+                self._correct("draft", drafting, 0, draft_s / self._draft_profiled(past, drafting))
+        self.kept.clear()
 
     def _correct(self, kind: str, slots: int, size: int, ratio: float) -> None:
         near, bits = self._nearest(kind, slots), slots.bit_length()

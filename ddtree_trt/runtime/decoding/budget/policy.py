@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -29,8 +28,7 @@ Proposes = Literal["block", "tokens", "levels"]  # what a drafter's pass makes: 
 Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """The budget of a round, and the estimates it was chosen by. Of a pass with other slots seconds are one's share."""
 
     nodes: int
@@ -65,12 +63,15 @@ class Calibration:
 
     def ratios(self) -> Floats:
         """r_1 … r_max_depth."""
-        return _native.calibrated_ratios(self._evidence, None, PRIOR, LOWEST, HIGHEST, self._root)
+        return _native.calibrated_ratios(self._evidence, PRIOR, LOWEST, HIGHEST, self._root)
+
+    def accepted(self, tree: DraftTree, deepest: int) -> Floats:
+        """q̂ [n]; 0 below `deepest`."""
+        return _native.acceptances(tree.log_weights, tree.depths, self._evidence, PRIOR, LOWEST, HIGHEST, deepest)
 
     def observe(self, tree: DraftTree, path: NDArray[np.int32]) -> None:
         """Learn from a verified tree and the accepted path [m], root first, at the depths the walk tried."""
-        mass = _native.tried_mass(tree.parents, tree.log_weights, path)
-        _native.learn(self._evidence, mass, 1 - 1 / MEMORY)
+        _native.learn(self._evidence, tree.parents, tree.log_weights, path, 1 - 1 / MEMORY)
 
 
 class AutoBudgets:
@@ -81,7 +82,7 @@ class AutoBudgets:
         self.costs, self.max_nodes, self.max_depth, self.proposes = costs, max_nodes, max_depth, proposes
         powers = 2 ** np.arange(max_nodes.bit_length())
         nodes = np.unique([0, *powers, *(powers * 3 // 2)])
-        # Sizes [W] compared before a draft: numbers of nodes, or of passes of a drafter that makes several.
+        # Sizes [1 + W] compared before a draft, 0 first: numbers of nodes, or of passes where a draft takes several.
         self.sizes = np.arange(1 + max_depth)
         if proposes == "block":
             self.sizes = np.unique(costs.filled[nodes[nodes <= max_nodes]])
@@ -104,7 +105,7 @@ class AutoBudget:
         """Expect what a new request does: that all is accepted."""
         self._acceptance = Calibration(self.shared.max_depth)  # of nodes, by their probabilities
         self._reached = Calibration(self.shared.max_depth, REACHED)  # of depths, whatever the probabilities
-        self._recent = np.minimum(self.shared.sizes, self.shared.max_depth).astype(float)
+        self._recent: Floats = np.diff(np.minimum(self.shared.sizes, self.shared.max_depth).astype(float))
         self._weighed = 0
 
     def may_lose(self, price: float | None = None) -> float:
@@ -113,22 +114,21 @@ class AutoBudget:
         return PROBE * math.sqrt(self._tokens) - self._loss + (max(LOSS, LEAST_DRAFTS * price) if price else 0.0)
 
     def expected(self, deepest: int) -> Floats:
-        """Tokens [W] that a draft of each of `sizes` is expected to add."""
+        """Tokens [W] that each of `sizes` is expected to add to the one below it."""
         if self.shared.proposes == "block":
-            return np.minimum(self._recent, deepest)
+            if deepest == self.shared.max_depth:
+                return self._recent
+            return np.diff(np.minimum(np.cumsum(self._recent), deepest), prepend=0.0)
         ratios = self._reached.ratios()
         ratios[deepest:] = 0.0
-        return np.concatenate(([0.0], np.cumsum(np.cumprod(ratios))))
+        return np.cumprod(ratios, dtype=np.float64)
 
     def weigh(self, tree: DraftTree, deepest: int) -> Floats:
-        """Acceptance probabilities [n] of the nodes of a drafted tree."""
-        ratios = self._acceptance.ratios()
-        ratios[deepest:] = 0.0  # the output ends above these depths
-        accepted = _native.acceptances(tree.log_weights, tree.depths, ratios)
+        """Acceptance probabilities [n] of the nodes of a drafted tree; the output ends above those below `deepest`."""
+        accepted = self._acceptance.accepted(tree, deepest)
         if self.shared.proposes == "block":
-            tokens = np.concatenate(([0.0], np.cumsum(accepted)))[np.minimum(self.shared.sizes, len(accepted))]
             self._weighed += 1
-            self._recent += max(RECENT, 1 / self._weighed) * (tokens - self._recent)
+            _native.follow(self._recent, self.shared.sizes, accepted, max(RECENT, 1 / self._weighed))
         return accepted
 
     def observe(self, decision: Decision, tree: DraftTree, path: NDArray[np.int32], *, ends: bool = False) -> None:
@@ -163,6 +163,16 @@ class SlotInput(NamedTuple):
     drafts: bool = True  # whether it may use the drafter
 
 
+class _Prices(NamedTuple):
+    """What drafts for some of the slots of a round take."""
+
+    added_s: Floats  # [W]: what drafts of each of `sizes` add to the round
+    nodes_s: Floats  # [max_nodes]: what drafts add of which so many nodes are verified
+    least: int  # place in `sizes` of the smallest draft that could pay; 0 where none could
+    least_price: float  # what that costs each of the slots, in single-token passes
+    slot_s: float  # what one more slot adds: the rows are there anyhow
+
+
 class RoundPlan:
     """The budgets of a round whose slots share its passes: call `ceilings`, then `choose`, then `took`.
 
@@ -173,13 +183,13 @@ class RoundPlan:
         """`ahead`: sizes are chosen before the drafts are seen, as for rounds that a device makes."""
         self.decisions: list[Decision | None] = [None] * len(slots)  # None for fixed budgets
         self._drafting: list[int] = []  # slots of automatic budgets
+        self._gaining: list[int] = []  # those from whose drafts gain is expected; the others probe
         budget = slots[0].budget
         if len(slots) == 1 and isinstance(budget, AutoBudget) and budget.rest > 0:
             self._nodes, self._autos, self.decisions = [0], {}, [budget.single]
             return
         self._nodes = [s.budget.nodes if s.drafts and isinstance(s.budget, FixedBudget) else 0 for s in slots]
         self._autos = {i: s.budget for i, s in enumerate(slots) if s.drafts and isinstance(s.budget, AutoBudget)}
-        self._gaining: set[int] = set()  # those from whose drafts gain is expected; the others probe
         if not self._autos:
             return
         self._shared, self._ahead = next(iter(self._autos.values())).shared, ahead
@@ -187,8 +197,8 @@ class RoundPlan:
         self._deepest = {i: min(slots[i].left - 1, self._shared.max_depth) for i in self._autos}
         self._passes = 1  # of the drafter
         self._mixed = any(self._nodes)  # whether fixed budgets draft, too
-        self._verify_s = self._shared.costs.verify_s(self._past, self._slots)
-        self._single_s = float(self._verify_s[0]) / self._slots
+        self._round_s = float(self._shared.costs.verify_s(self._past, self._slots)[0])  # without drafts
+        self._single_s = self._round_s / self._slots
 
     def ceilings(self) -> list[int]:
         """Most nodes to draft for each slot; 0 skips the drafter. Sets the levels of drafts by levels."""
@@ -196,81 +206,81 @@ class RoundPlan:
             self.decisions[i] = Decision(0, 1.0, self._single_s, self._single_s, drafted=False)
         able = [i for i, deepest in self._deepest.items() if deepest] if self._autos else []
         if not able or (self._shared.costs.single_due and not self._mixed):
-            return list(self._nodes)
-        expected = {i: self._autos[i].expected(self._deepest[i]) for i in able}
-        price, _ = self._price(len(able))
-        self._gaining = self._choose_gaining([i for i in able if 0 < price <= self._autos[i].may_lose(price)], expected)
+            return self._nodes
+        expected, prices = {i: self._autos[i].expected(self._deepest[i]) for i in able}, self._prices(len(able))
+        price = prices.least_price
+        self._choose_gaining([i for i in able if prices.least and price <= self._autos[i].may_lose(price)], expected)
         if self._gaining:
-            added = self._slot_s(len(able)) / self._single_s  # by one more slot: the rows are there anyhow
-            self._drafting = [i for i in able if i in self._gaining or added < expected[i].max()]
+            added = prices.slot_s / self._single_s
+            self._drafting = [i for i in able if i in self._gaining or added < expected[i].sum()]
         while able and not self._gaining:
-            price, _ = self._price(len(able))
-            self._drafting = [i for i in able if 0 < price <= self._autos[i].may_lose()]
+            prices = self._prices(len(able))
+            self._drafting = [i for i in able if prices.least and prices.least_price <= self._autos[i].may_lose()]
             if self._drafting == able:
                 break
             able = self._drafting
-        if not self._drafting and self._slots == 1:
-            self._autos[0].rest, self._autos[0].single = REST, self.decisions[0]
         if self._drafting:
             self._plan_drafts(expected)
-        return list(self._nodes)
+        elif self._slots == 1:
+            self._autos[0].rest, self._autos[0].single = REST, self.decisions[0]
+        return self._nodes
 
-    def _choose_gaining(self, slots: list[int], expected: Mapping[int, Floats]) -> set[int]:
+    def _choose_gaining(self, slots: list[int], expected: Mapping[int, Floats]) -> None:
         """Those of the slots, the most promising first, with whose drafts the round makes most tokens per second."""
-        slots = sorted(slots, key=lambda i: -expected[i][-1]) if len(slots) > 1 else slots
-        gains = np.cumsum([expected[i] for i in slots], axis=0) if len(slots) > 1 else [expected[i] for i in slots]
-        best, chosen, count = self._slots / self._verify_s[0], 0, len(slots)
-        while count:
-            rates = (self._slots + gains[count - 1]) / (self._verify_s[0] + self._added_s(count))
-            if (rate := rates[1:].max()) > best:
-                best, chosen = rate, count
-            count //= 2
-        return set(slots[:chosen])
+        best = self._slots / self._round_s
+        if len(slots) > 1:
+            slots.sort(key=lambda i: -expected[i].sum())
+        while slots:
+            _, rate = self._best_size([expected[i] for i in slots], self._prices(len(slots)).added_s)
+            if rate > best:
+                best, self._gaining = rate, slots
+            slots = slots[: len(slots) // 2]
 
-    def _price(self, drafting: int) -> tuple[float, int]:
-        """What the smallest draft that could pay costs each of so many slots, in single-token passes, and its place in
-        `sizes`; zeros where none could."""
+    def _best_size(self, gains: Sequence[Floats], added_s: Floats) -> tuple[int, float]:
+        """The number of gains, summed over slots, with most tokens per second, and these."""
+        total = gains[0]
+        if len(gains) > 1:
+            total = np.zeros(max(map(len, gains)))
+            for each in gains:
+                total[: len(each)] += each
+        return _native.best_size(total, added_s, float(self._slots), self._round_s)
+
+    def _prices(self, drafting: int) -> _Prices:
+        """What drafts for so many slots take."""
+        shared, past = self._shared, self._past
         deepest = max(self._deepest.values())
-        kept, key = self._shared.costs.kept, ("price", drafting, self._past // STEP, self._slots, self._passes, deepest)
+        kept, key = shared.costs.kept, (drafting, past // STEP, self._slots, self._passes, deepest)
         if key not in kept:
-            added = self._added_s(drafting) / drafting / self._single_s
-            least = int(np.argmax(np.minimum(self._shared.sizes, deepest) > added))
-            kept[key] = float(added[least]), least
+            verify_s, sizes = shared.costs.verify_s(past, self._slots), shared.sizes[1:]
+            draft_s, half = shared.costs.draft_s(past, drafting), drafting // 2
+            passes = self._passes if shared.proposes == "block" else sizes
+            added_s = passes * draft_s + verify_s[sizes] - self._round_s
+            pays = np.minimum(sizes, deepest) * drafting * self._single_s > added_s
+            least = 1 + int(np.argmax(pays)) if pays.any() else 0
+            more_s = self._passes * (draft_s - shared.costs.draft_s(past, half)) / (drafting - half) if half else 0.0
+            price = float(added_s[least - 1]) / drafting / self._single_s
+            nodes_s = self._passes * draft_s + verify_s[1:] - self._round_s
+            kept[key] = _Prices(added_s, nodes_s, least, price, max(0.0, more_s))
         return kept[key]
-
-    def _added_s(self, drafting: int, *, planned: bool = False) -> Floats:
-        """Seconds that so many drafts of each of `sizes` add to the round; with `planned`, planned drafts with every
-        number of nodes."""
-        kept, key = self._shared.costs.kept, (planned, drafting, self._past // STEP, self._slots, self._passes)
-        if key not in kept:
-            sizes = np.arange(1 + self._shared.max_nodes) if planned else self._shared.sizes
-            passes = self._passes if planned or self._shared.proposes == "block" else sizes
-            draft_s = passes * self._shared.costs.draft_s(self._past, drafting)
-            kept[key] = np.where(sizes > 0, draft_s + self._verify_s[sizes] - self._verify_s[0], 0.0)
-        return kept[key]
-
-    def _slot_s(self, drafting: int) -> float:
-        """Seconds that one more slot adds to so many drafts."""
-        draft_s, half = partial(self._shared.costs.draft_s, self._past), drafting // 2
-        return max(0.0, self._passes * (draft_s(drafting) - draft_s(half))) / (drafting - half) if half else 0.0
 
     def _plan_drafts(self, expected: Mapping[int, Floats]) -> None:
         """Have slots draft for the size of which most is expected, and no less than the smallest that could pay."""
         shared, drafting = self._shared, self._drafting
-        self._lowest, least = self._price(len(drafting))
-        if not least:  # so few could not pay
+        self._lowest = self._prices(len(drafting))
+        if not self._lowest.least:  # so few could not pay
             self._drafting = []
             return
-        added_s, gains = self._added_s(len(drafting)), sum(expected[i] for i in drafting)
-        place = max(int(np.argmax((self._slots + gains) / (self._verify_s[0] + added_s))), least)
-        size, self._least = int(shared.sizes[place]), int(shared.sizes[least])
+        place, _ = self._best_size([expected[i] for i in drafting], self._lowest.added_s)
+        place = max(place, self._lowest.least)
+        size = int(shared.sizes[place])
         if shared.proposes != "block":
             self._passes = size
         for i in drafting:
             self._autos[i].levels = size if shared.proposes == "levels" else None
             if shared.proposes == "tokens" or self._ahead:
                 self._nodes[i] = min(size, self._deepest[i]) if shared.proposes == "tokens" else size
-                self._decide(i, self._nodes[i], float(expected[i][place]), float(added_s[place]) / len(drafting))
+                added_s = float(self._lowest.added_s[place - 1]) / len(drafting)
+                self._decide(i, self._nodes[i], float(expected[i][:place].sum()), added_s)
             else:
                 most = size * 3 // 2 if shared.proposes == "block" else shared.max_nodes
                 self._nodes[i] = int(shared.costs.filled[min(most, shared.max_nodes)])
@@ -281,24 +291,23 @@ class RoundPlan:
         drafted = [(i, tree) for i in self._drafting if (tree := trees[i]) is not None]
         if not drafted or self._shared.proposes == "tokens":
             return nodes
-        count, longest = len(self._drafting), max(len(tree) for _, tree in drafted)
-        added_s = self._added_s(count, planned=True)[: 1 + longest]
-        weighed, gains = {}, np.zeros(longest)
+        count, prices = len(self._drafting), self._prices(len(self._drafting))
+        least = int(self._shared.sizes[self._lowest.least])
+        accepted = {}
         for i, tree in drafted:
-            budget = self._autos[i]
-            afforded_s = budget.may_lose(self._lowest) * self._single_s * count
-            most = max(int(np.searchsorted(added_s[1:], afforded_s, side="right")), self._least)
-            weighed[i] = budget.weigh(tree, self._deepest[i])[:most]
-            gains[: len(weighed[i])] += weighed[i]
-        rates = (self._slots + np.cumsum(gains)) / (self._verify_s[0] + added_s[1:])
-        size = 1 + int(np.argmax(rates)) if longest else 0
-        slot_s, total = self._slot_s(count), float(gains[:size].sum())
-        spent_s = float(added_s[size]) if size else self._passes * self._shared.costs.draft_s(self._past, count)
-        common_s = max(0.0, spent_s - slot_s * count)
-        for i, accepted in weighed.items():
-            nodes[i], tokens = min(size, len(accepted)), float(accepted[:size].sum())
-            # What all pay for is shared by what each expects: who expects little is not charged for others' rows.
-            self._decide(i, nodes[i], tokens, slot_s + common_s * (tokens / total if total else 1 / len(weighed)))
+            afforded_s = self._autos[i].may_lose(self._lowest.least_price) * self._single_s * count
+            most = max(int(prices.nodes_s.searchsorted(afforded_s, side="right")), least)
+            accepted[i] = self._autos[i].weigh(tree, self._deepest[i])[:most]
+        size, _ = self._best_size(list(accepted.values()), prices.nodes_s)
+        tokens = {i: float(each[:size].sum()) for i, each in accepted.items()}
+        spent_s = (
+            float(prices.nodes_s[size - 1]) if size else self._passes * self._shared.costs.draft_s(self._past, count)
+        )
+        # What all pay for is shared by what each expects: who expects little is not charged for others' rows.
+        common_s, total = max(0.0, spent_s - prices.slot_s * count), sum(tokens.values())
+        for i, each in accepted.items():
+            nodes[i], share = min(size, len(each)), tokens[i] / total if total else 1 / len(tokens)
+            self._decide(i, nodes[i], tokens[i], prices.slot_s + common_s * share)
         return nodes
 
     def _decide(self, slot: int, nodes: int, tokens: float, added_s: float) -> None:

@@ -13,11 +13,15 @@ from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.artifact.toolchain import always_causal, installed_versions
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES, usable_cores
+from ddtree_trt.errors import ArtifactError, UsageError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
 from ddtree_trt.runtime.engines.onnxruntime.drafter import make_drafter
 from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel
+from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 
@@ -36,18 +40,16 @@ class OrtEngine:
     buckets = None
     batches = False
 
-    def __init__(self, directory: Path, manifest: Manifest, *, threads: int = 0, exact: bool | None = None) -> None:
-        """`exact`: emit the tokens of autoregressive decoding with every method, bit for bit; None: in int8 only."""
+    def __init__(self, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> None:
         # In int8 the last bit of a sum may decide to which integer a value is rounded, and the difference grows from
         # layer to layer, so equal bits are worth the slower single tokens.
-        self.exact = PRECISIONS[manifest.precision].quantized if exact is None else exact
+        self.exact = PRECISIONS[manifest.precision].quantized if options.exact is None else options.exact
         if self.exact:
             # Single tokens take longer then, and the toolchain is a part of the latency profile's fingerprint.
             manifest = replace(manifest, toolchain={**manifest.toolchain, "single_tokens": "exact"})
         self.manifest = manifest
         weights = manifest.files[artifact.WEIGHTS].size
-        if threads <= 0:
-            threads = 1 if weights < SINGLE_THREAD_BYTES else usable_cores()
+        threads = options.threads or (1 if weights < SINGLE_THREAD_BYTES else usable_cores())
         self.threads = threads
         limits, taps = manifest.limits, len(manifest.drafting.tap_layers)
         self._target = OrtLanguageModel(
@@ -61,6 +63,27 @@ class OrtEngine:
         )
         self._drafter = make_drafter(directory, manifest, threads)
         self._last_passes: dict[int, _LastPass] = {}  # by slot
+
+    @classmethod
+    def open(cls, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> OrtEngine:
+        """Load an engine directory whose digests were checked.
+
+        Raises UsageError where it cannot be exact, and ArtifactError where the drafter needs an attention kernel newer
+        than the installed one.
+        """
+        if options.exact and manifest.target_dims.experts:
+            raise UsageError(
+                f"{directory} has a mixture of experts, whose products depend on how many rows of a pass choose an "
+                "expert; leave exact out"
+            )
+        installed = installed_versions("onnxruntime")
+        newer = manifest.drafting.at_once and not always_causal(manifest.toolchain)
+        if newer and installed and always_causal(installed):
+            raise ArtifactError(
+                f"{directory} was built for the attention kernel of onnxruntime {manifest.toolchain['onnxruntime']}, "
+                f"found the older {installed['onnxruntime']}; rebuild with: {rebuild_command(directory, manifest)}"
+            )
+        return cls(directory, manifest, options)
 
     @property
     def foresee(self) -> Callable[[int, NDArray[np.int32]], None] | None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.device.buffers import CacheShape
-from ddtree_trt.device.cuda_device import Device, Upload
-from ddtree_trt.plugins.library import KernelLibrary
+from ddtree_trt.device.cuda_device import Upload
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 
 
@@ -21,107 +18,43 @@ class TappedStates:
     """The tapped states [T, M·H] of one tree in device memory."""
 
     address: int
-    rows: int  # T
     row_bytes: int
 
 
-class Compaction(Protocol):
-    """Moves accepted rows to the front of the window. It waits for nothing."""
+class Compaction:
+    """Moves accepted rows to the front of the window by the third plan, one captured pass per slot. It waits for
+    nothing."""
+
+    def __init__(self, network: TrtNetwork, rows: int, uploads: Sequence[Upload]) -> None:
+        """`network` runs the plan on a cache of `rows` rows a slot (S). `uploads`: one for each slot, so that the
+        commits of a round need no wait between them."""
+        self._network = network
+        self._rows = rows
+        self._keep_shape = tuple(network.engine.get_tensor_shape(names.KEEP))  # [K], or with our plugin [1, K]
+        self._uploads = uploads
 
     def move(self, slot: int, past: int, path: NDArray[np.int32], states: TappedStates | None) -> None:
         """Move rows past + path[j] of the slot to past + j in every plane of the cache, and likewise rows path[j] of
-        the tree's states to j. `path` rises."""
-
-    def warm_up(self, slot: int) -> None:
-        """Do the one-time work of the first call for this slot, which is empty and is left as it is."""
-
-
-class KernelCompaction:
-    """Our kernel: two launches, on the cache and on the states, which it gets as a cache of one plane, slot and
-    head."""
-
-    def __init__(
-        self, kernels: KernelLibrary, device: Device, shape: CacheShape, address: int, uploads: Sequence[Upload]
-    ) -> None:
-        """`shape` of the cache at `address`. `uploads`: one for each slot, so that the commits of a round need no wait
-        between them."""
-        self._kernels = kernels
-        self._device = device
-        self._shape = shape
-        self._address = address
-        self._uploads = uploads
-
-    def move(self, slot: int, past: int, path: NDArray[np.int32], states: TappedStates | None) -> None:
-        at = self._uploads[slot].send(
-            {
-                "slot": np.array([slot], np.int32),
-                "past": np.array([past], np.int32),
-                "count": np.array([len(path)], np.int32),
-                "zero": np.zeros(1, np.int32),
-                "keep": path.astype(np.int32, copy=False),
-            }
-        )
-        shape = self._shape
-        kept = {"keep": at["keep"], "keep_count": at["count"], "max_keep": len(path)}
-        self._launch(
-            **kept,
-            cache=self._address,
-            slot_ids=at["slot"],
-            past_len=at["past"],
-            planes=shape.planes,
-            slots=shape.stored_slots,
-            kv_heads=shape.kv_heads,
-            capacity=shape.rows,
-            row_bytes=shape.row_bytes,
-        )
-        if states is not None:
-            self._launch(
-                **kept,
-                cache=states.address,
-                slot_ids=at["zero"],
-                past_len=at["zero"],
-                planes=1,
-                slots=1,
-                kv_heads=1,
-                capacity=states.rows,
-                row_bytes=states.row_bytes,
-            )
-
-    def _launch(self, **arguments: Any) -> None:
-        self._kernels.launch("compact", self._device.stream, sequences=1, **arguments)
-
-    def warm_up(self, slot: int) -> None:
-        """Does nothing: kernels are loaded with their library."""
-
-
-class PlanCompaction:
-    """The third plan of an engine of native attention, one captured pass per slot; the states' rows are copied one by
-    one, which the host can do since it knows the path."""
-
-    def __init__(self, network: TrtNetwork, shape: CacheShape, uploads: Sequence[Upload]) -> None:
-        """`network` runs the plan on the cache of this `shape`; `uploads` as for KernelCompaction."""
-        self._network = network
-        self._rows = shape.rows
-        self._window = int(network.engine.get_tensor_shape(names.KEEP)[0])  # K of the plan
-        self._uploads = uploads
-
-    def move(self, slot: int, past: int, path: NDArray[np.int32], states: TappedStates | None) -> None:
-        for start, keep in windows(past, path, self._window, self._rows):
+        the tree's states to j. `path` rises. The states' rows are copied one by one, which the host can do since it
+        knows the path."""
+        for start, keep in windows(past, path, self._keep_shape[-1], self._rows):
             self._run(slot, start, keep)
         if states is not None:
-            device = self._network.shared.device
+            device, size = self._network.shared.device, states.row_bytes
             for row, source in enumerate(path.tolist()):
                 if source != row:
-                    size = states.row_bytes
                     device.copy(states.address + row * size, states.address + source * size, size)
 
     def _run(self, slot: int, past: int, keep: NDArray[np.int32]) -> None:
-        control = {names.PAST_LEN: np.array([past], np.int32), names.KEEP: keep}
+        control = {names.PAST_LEN: np.array([past], np.int32), names.KEEP: keep.reshape(self._keep_shape)}
+        if not self._network.neighbours:
+            control[names.SLOT_IDS] = np.array([slot], np.int32)
         shapes = {name: array.shape for name, array in control.items()}
-        self._network.run([slot], 0, shapes, self._uploads[slot].send(control), key="move")
+        self._network.run([slot], 0, shapes, self._uploads[slot].send(control), key=slot)
 
     def warm_up(self, slot: int) -> None:
-        self._run(slot, 0, np.arange(self._window, dtype=np.int32))
+        """Do the one-time work of the first call for this slot, which is empty and is left as it is."""
+        self._run(slot, 0, np.arange(self._keep_shape[-1], dtype=np.int32))
 
 
 def windows(past: int, path: NDArray[np.int32], size: int, rows: int) -> Iterator[tuple[int, NDArray[np.int32]]]:

@@ -27,17 +27,13 @@ from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
-from ddtree_trt.runtime.engines.tensorrt.compaction import (
-    Compaction,
-    KernelCompaction,
-    PlanCompaction,
-    TappedStates,
-)
+from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, TappedStates
 from ddtree_trt.runtime.engines.tensorrt.drafter import make_drafter
 from ddtree_trt.runtime.engines.tensorrt.model import PREFILL, VERIFY, Outputs, TrtLanguageModel
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded, load_plans
 from ddtree_trt.runtime.engines.warming import make_single_passes
+from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 from ddtree_trt.runtime.tree import token_chain
 
 
@@ -90,19 +86,14 @@ class TrtEngine:
             Upload(device, at[buffers.COMMIT_CONTROL] + slot * each, device.pinned(each))
             for slot in range(self.limits.max_batch)
         ]
-        shape = CacheShape.of(dims, self.limits, size)
         drafter_network = network("drafter", loaded.drafter, loaded.drafter_tables, drafter_dims, buffers.DRAFTER_KV)
-        self.networks = [self.target.network, drafter_network]
-        self._compaction: Compaction
-        if loaded.kernels is not None:
-            self._compaction = KernelCompaction(loaded.kernels, device, shape, at[buffers.TARGET_KV], uploads)
-        else:
-            self.networks.append(network("compaction", loaded.compaction, {}, dims, buffers.TARGET_KV))
-            self._compaction = PlanCompaction(self.networks[-1], shape, uploads)
+        compaction = network("compaction", loaded.compaction, {}, dims, buffers.TARGET_KV)
+        self._compaction = Compaction(compaction, self.limits.cache_rows, uploads)
+        self.networks = [self.target.network, drafter_network, compaction]
         self.drafter = make_drafter(manifest, loaded, drafter_network, upload(buffers.DRAFTER_CONTROL), results)
 
     @classmethod
-    def open(cls, directory: Path, manifest: Manifest) -> TrtEngine:
+    def open(cls, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> TrtEngine:
         """Load an engine directory whose digests were checked.
 
         Raises MissingDependency for what is not installed, ArtifactError for an engine of another toolchain, plugin or
@@ -166,7 +157,7 @@ class TrtEngine:
 
     def _remember(self, request: VerifyRequest, n: int, tokens: int) -> None:
         """Keep what `commit` needs of a request that was number `n` in the pass, whose T is `tokens`."""
-        states = TappedStates(self._taps + n * tokens * self._state_bytes, tokens, self._state_bytes)
+        states = TappedStates(self._taps + n * tokens * self._state_bytes, self._state_bytes)
         self._last_passes[request.slot] = _LastPass(self.target.generation, request.tree.token_ids, states)
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:

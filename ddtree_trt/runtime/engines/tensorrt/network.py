@@ -59,9 +59,13 @@ class TrtNetwork:
         # Without slot ids, row n of a pass is row n of what is bound as its cache.
         self.neighbours = names.SLOT_IDS not in existing
         self._cache, self._cache_address = cache, cache_address
-        self._past, self._present = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
+        # Inputs and outputs that are the cache: the whole of it, or one pair for each plane.
+        self._whole = names.PAST_CACHE in existing
+        pasts, presents = names.past_names(dims.num_layers), names.present_names(dims.num_layers)
+        pairs = list(zip(pasts, presents, strict=True))
+        self._planes = [(names.PAST_CACHE, names.PRESENT_CACHE)] if self._whole else pairs
         self._fixed = {tensor: address for tensor, address in tables.items() if tensor in existing}
-        self._growing = self.neighbours and engine.get_tensor_shape(self._past[0])[0] == -1
+        self._growing = engine.get_tensor_shape(self._planes[0][0])[0] == -1
         self._contexts: dict[int, Any] = {}  # profile → the context of passes that are not captured
         self._captured: dict[Hashable, _Captured] = {}  # the one used last is the last
 
@@ -128,8 +132,8 @@ class TrtNetwork:
     def _bind_cache(self, context: Any, first: int) -> None:
         """Bind the cache from slot `first` on. In place: past and present are one address, which the plugin checks."""
         address = self._cache_address + first * self._cache.slot_bytes
-        for past, present in zip(self._past, self._present, strict=True):
-            for tensor in (past, present):
+        for plane in self._planes:
+            for tensor in plane:
                 self._check(context.set_tensor_address(tensor, address), f"an address for {tensor}")
             address += self._cache.plane_bytes
 
@@ -143,8 +147,10 @@ class TrtNetwork:
         if self.neighbours:
             self._bind_cache(context, first)
         if self._growing:
-            for past in self._past:
-                self._set_shape(context, past, (rows, *self._cache.slot_shape))
+            cache = self._cache
+            leading = (cache.planes, cache.stored_slots) if self._whole else (rows,)
+            for past, _ in self._planes:
+                self._set_shape(context, past, (*leading, *cache.slot_shape))
         if unset := context.infer_shapes():
             raise self._error(f"no shape or address for {', '.join(unset)}")
         self._execute(context)

@@ -19,9 +19,7 @@ from ddtree_trt.device import buffers
 from ddtree_trt.device.buffers import CacheShape, Layout, tensorrt_buffers
 from ddtree_trt.device.cuda_device import Device
 from ddtree_trt.device.tensorrt_library import io_tensors, load_plugins, make_log
-from ddtree_trt.errors import ArtifactError, EngineError, MissingDependency
-from ddtree_trt.plugins import library
-from ddtree_trt.plugins.library import KernelLibrary
+from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.runtime.engines.tensorrt.checks import RTX, Installed, check_machine
 from ddtree_trt.runtime.engines.tensorrt.kernel_cache import KernelCache
 from ddtree_trt.runtime.engines.tensorrt.network import Shared
@@ -43,9 +41,8 @@ class Loaded:
     device: Device
     target: Any  # ICudaEngine
     drafter: Any
-    compaction: Any  # likewise of the third plan; None where a kernel moves the rows
+    compaction: Any
     runtime: Any  # must outlive all of them
-    kernels: KernelLibrary | None  # None: there is a plan for compaction
     kernel_cache: KernelCache | None  # of TensorRT for RTX
     layout: Layout
     addresses: Mapping[str, int]  # buffer → address
@@ -70,34 +67,22 @@ class Loaded:
 def load_plans(directory: Path, manifest: Manifest) -> Loaded:
     """Check the machine, allocate memory and deserialise the plans. Raises the errors of `TrtEngine.open`."""
     installed = check_machine(directory, manifest)
-    kernels = _kernels(manifest)
     device = Device(installed.cuda)
     try:
-        return _load(directory, manifest, installed, device, kernels)
+        return _load(directory, manifest, installed, device)
     except BaseException:
         device.close()
         raise
 
 
-def _kernels(manifest: Manifest) -> KernelLibrary | None:
-    """Our kernels, which move the rows of commits. An engine of native attention does without where they are not built:
-    it has a plan for that."""
-    try:
-        return library.kernels()
-    except MissingDependency:
-        if manifest.attention == "native":
-            return None
-        raise
-
-
-def _load(
-    directory: Path, manifest: Manifest, installed: Installed, device: Device, kernels: KernelLibrary | None
-) -> Loaded:
+def _load(directory: Path, manifest: Manifest, installed: Installed, device: Device) -> Loaded:
     trt, stored = installed.trt, Tables(directory, manifest)
     _check_slots(directory, manifest)
-    plans = {"target": artifact.TARGET_PLAN, "drafter": artifact.DRAFTER_PLAN}
-    if kernels is None:
-        plans["compaction"] = artifact.COMPACTION_PLAN
+    plans = {
+        "target": artifact.TARGET_PLAN,
+        "drafter": artifact.DRAFTER_PLAN,
+        "compaction": artifact.COMPACTION_PLAN,
+    }
     sizes = sum(manifest.files[name].size for name in plans.values())
     _check_memory(directory, manifest, device, sizes, _layout(manifest, stored, None, 0).total_bytes)
     log = make_log(trt, _logger)
@@ -129,9 +114,8 @@ def _load(
         device=device,
         target=target,
         drafter=drafter,
-        compaction=engines.get("compaction"),
+        compaction=engines["compaction"],
         runtime=runtime,
-        kernels=kernels,
         kernel_cache=kernel_cache,
         layout=layout,
         addresses=addresses,
@@ -227,18 +211,23 @@ def _check_engine(directory: Path, manifest: Manifest, name: str, engine: Any) -
             f"{directory}: the manifest and the {name}'s plan differ in tensor {different[0]}; {rebuild}"
         )
     dims, limits = manifest.drafter_dims if name == "drafter" else manifest.target_dims, manifest.limits
-    if name == "compaction":
-        slots = 1
-    else:
-        slots = limits.max_batch if manifest.attention == "plugin" else -1
+    cache = CacheShape.of(dims, limits, PRECISIONS[manifest.precision].value_bytes)
+    pasts = names.past_names(dims.num_layers)
+    leading: tuple[int, ...]
+    if name != "compaction":
+        leading = (limits.max_batch if manifest.attention == "plugin" else -1,)
         # Rows that do not depend on each other take a plan of one profile.
         if engine.num_optimization_profiles not in (1, 2):
             raise ArtifactError(
                 f"{directory}: the {name} has {engine.num_optimization_profiles} optimisation profiles, expected 1 or "
                 f"2; {rebuild}"
             )
-    cache = (slots, dims.num_kv_heads, limits.cache_rows, dims.head_dim)
-    for tensor in names.past_names(dims.num_layers):
+    elif manifest.attention == "plugin":
+        pasts, leading = [names.PAST_CACHE], (-1, cache.stored_slots)
+    else:
+        leading = (1,)
+    wanted = (*leading, *cache.slot_shape)
+    for tensor in pasts:
         shape = tuple(engine.get_tensor_shape(tensor)) if tensor in found else None
-        if shape != cache:
-            raise ArtifactError(f"{directory}: {tensor} of the {name} should be {cache}, found {shape}; {rebuild}")
+        if shape != wanted:
+            raise ArtifactError(f"{directory}: {tensor} of the {name} should be {wanted}, found {shape}; {rebuild}")

@@ -38,6 +38,7 @@ from ddtree_trt.runtime.engines.torch.weights import (
     use_float32_sums,
 )
 from ddtree_trt.runtime.engines.warming import make_single_passes
+from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 
 
 class TorchEngine:
@@ -68,7 +69,7 @@ class TorchEngine:
         self.rounds = None if block is None or without else TorchRounds(self.target, block)
 
     @classmethod
-    def open(cls, directory: Path, manifest: Manifest, *, threads: int = 0) -> TorchEngine:
+    def open(cls, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> TorchEngine:
         """Load an engine directory whose digests were checked, on the GPU where there is one.
 
         Raises ArtifactError for a precision this device cannot compute in, and MissingDependency without the kernels.
@@ -78,7 +79,7 @@ class TorchEngine:
         check_device(directory, manifest, device)
         if device.type == "cpu":
             small = manifest.files[artifact.TORCH_WEIGHTS].size < SINGLE_THREAD_BYTES
-            torch.set_num_threads(threads or (1 if small else torch.get_num_threads()))
+            torch.set_num_threads(options.threads or (1 if small else torch.get_num_threads()))
         return cls(manifest, read_weights(directory, manifest, device), device)
 
     @property

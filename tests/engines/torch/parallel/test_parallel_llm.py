@@ -26,10 +26,12 @@ from ddtree_trt.runtime.engines.torch.parallel import followers
 from ddtree_trt.runtime.engines.torch.parallel.control import Call
 from ddtree_trt.runtime.engines.torch.parallel.engine import ParallelEngine
 from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import token_chain
 
 TREE = token_chain(np.arange(1, 5))
+TWO = EngineOptions(tensor_parallel_size=2, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +109,7 @@ def test_a_killed_rank_ends_an_engine_that_serves(directory: Path, prompts: list
 
 
 def test_a_rank_that_does_not_answer_ends_the_engine(directory: Path) -> None:
-    engine = ParallelEngine.open(directory, load_manifest(directory), 2, threads=1, timeout_s=5.0)
+    engine = ParallelEngine.open(directory, load_manifest(directory), TWO, timeout_s=5.0)
     (process,) = engine._followers.processes
     engine.prefill(0, np.arange(20), rows="last", taps=True)
     with pytest.raises(UsageError, match="is in a process group of torch"):
@@ -134,10 +136,10 @@ def test_a_rank_that_hangs_while_it_opens_ends_in_an_error(
     monkeypatch.setattr(followers, "follow", work)
     monkeypatch.setenv(followers.OPENING, opening)
     with pytest.raises(EngineError, match=f"an engine of 2 ranks could not be opened: {said}"):
-        ParallelEngine.open(directory, load_manifest(directory), 2, threads=1, timeout_s=meeting)
+        ParallelEngine.open(directory, load_manifest(directory), TWO, timeout_s=meeting)
     assert not multiprocessing.active_children()
     monkeypatch.undo()
-    ParallelEngine.open(directory, load_manifest(directory), 2, threads=1).close()  # it leaves nothing behind
+    ParallelEngine.open(directory, load_manifest(directory), TWO).close()  # it leaves nothing behind
 
 
 def test_the_time_for_opening_grows_with_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:

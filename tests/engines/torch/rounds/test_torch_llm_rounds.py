@@ -99,7 +99,7 @@ def test_profiling_waits_for_rounds_under_way(
     directory: Path, prompts: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next stage would count the rest of a round launched ahead as its own."""
-    with LLM(directory, threads=1, device_rounds="on", profile=True) as llm:
+    with LLM(directory, threads=1, device_rounds="on", exact_stage_times=True) as llm:
         settled: list[str] = []
         clock = llm.core.scheduler.clock
         monkeypatch.setattr(clock, "_settle", lambda: settled.append(clock._stage))

@@ -27,7 +27,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.toolchain import RANKS
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.errors import EngineError, UsageError
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Engine, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.lazy_rows import LazyRows
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.parallel.control import (
@@ -46,8 +46,15 @@ from ddtree_trt.runtime.engines.torch.parallel.part import open_part, whole_rows
 from ddtree_trt.runtime.engines.torch.parallel.split import check_split
 from ddtree_trt.runtime.engines.torch.weights import choose_device
 from ddtree_trt.runtime.engines.warming import make_single_passes
+from ddtree_trt.runtime.options import EngineOptions
 
 _Result = TypeVar("_Result")
+
+
+def open_torch(directory: Path, manifest: Manifest, options: EngineOptions) -> Engine:
+    """The engine of a directory whose digests were checked, over as many ranks as the options say."""
+    engine = TorchEngine if options.tensor_parallel_size == 1 else ParallelEngine
+    return engine.open(directory, manifest, options)
 
 
 class ParallelEngine:
@@ -85,15 +92,16 @@ class ParallelEngine:
 
     @classmethod
     def open(
-        cls, directory: Path, manifest: Manifest, size: int, *, threads: int = 0, timeout_s: float = TIMEOUT_S
+        cls, directory: Path, manifest: Manifest, options: EngineOptions, *, timeout_s: float = TIMEOUT_S
     ) -> ParallelEngine:
-        """Load an engine directory whose digests were checked over `size` ranks: this process and others, which it
-        starts. Each takes a GPU of this machine, or where it has none some of the processor's threads, `threads` each.
+        """Load an engine directory whose digests were checked over several ranks: this process and others, which it
+        starts. Each takes a GPU of this machine, or where it has none some of the processor's threads.
 
         Raises UsageError for an engine that cannot be split so, too few GPUs, or a process that has a process group
         already, EngineError for ranks that fail or take longer than `opening_limit_s`, and what `TorchEngine.open`
         raises.
         """
+        size, threads = options.tensor_parallel_size, options.threads
         check_split(manifest, size)
         opening_s = opening_limit_s(manifest.files[artifact.TORCH_WEIGHTS].size)
         devices = _devices(size)

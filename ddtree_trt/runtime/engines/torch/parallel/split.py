@@ -12,9 +12,10 @@ from typing import Any
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.weight_layout import StoredWeight
-from ddtree_trt.errors import MAX_RANKS, UsageError
+from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.torch.parallel.shard import Shard, even_part
+from ddtree_trt.runtime.options import MAX_RANKS
 
 Range = tuple[int, int]
 

@@ -1,0 +1,111 @@
+"""The backends, each stated once: who reads a backend's name asks this record for what it means."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Literal
+
+from ddtree_trt.artifact import files
+from ddtree_trt.artifact.precisions import PrecisionName
+
+BackendName = Literal["onnxruntime", "torch", "tensorrt", "tensorrt-rtx"]
+Place = Literal["host", "GPU", "device"]  # the last is a GPU where there is one, else the host
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What a backend is made of, and what it can do."""
+
+    name: BackendName
+    title: str  # of the library that computes
+    place: Place  # whose memory its engines take
+    precisions: tuple[PrecisionName, ...]  # that its engines compute in, the default first; a build may offer fewer
+    builds: tuple[PrecisionName, ...]  # that new engines may have, the default first
+    files: tuple[str, ...]  # of every engine directory, besides manifest and tokenizer
+    builder: str  # what makes its `BackendBuild` of `BuilderOptions`, as module:name
+    engine: str  # what opens an engine directory, likewise: (directory, manifest, options) → an `Engine`
+    extra: str = ""  # of our package, with what it needs; "" where every installation has that
+    modules: tuple[str, ...] = ()  # of NVIDIA's packages, by the names of `device/survey.py`
+    releases: tuple[tuple[int, int], tuple[int, int]] | None = None  # of the library: lowest, and the first too new
+    plans: bool = False  # whether its engines are plans of a TensorRT
+    portable: bool = False  # whether plans are compiled on any machine, for the kinds of GPU they name
+    attentions: tuple[str, ...] = ()  # what may compute attention in its plans
+    device_rounds: bool = False  # whether its rounds can stay on the device
+    token_drafters: bool = True  # whether it computes EAGLE-3's drafters
+    experts: bool = True  # whether it computes mixtures of experts
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether its engines never use a GPU."""
+        return self.place == "host"
+
+
+_TENSORRT_FILES = (files.TARGET_PLAN, files.DRAFTER_PLAN, files.SHARED_WEIGHTS)
+ONNXRUNTIME = Backend(
+    name="onnxruntime",
+    title="ONNX Runtime",
+    place="host",
+    precisions=("fp32", "int8"),
+    builds=("fp32", "int8"),
+    files=(files.TARGET_GRAPH, files.DRAFTER_GRAPH, files.WEIGHTS),
+    builder="ddtree_trt.build.backends.onnxruntime.backend:OnnxRuntimeBuild",
+    engine="ddtree_trt.runtime.engines.onnxruntime.engine:OrtEngine.open",
+)
+TORCH = Backend(
+    name="torch",
+    title="PyTorch",
+    place="device",
+    precisions=("fp32", "bf16", "fp16"),
+    builds=("fp32", "bf16", "fp16"),
+    files=(files.TORCH_WEIGHTS,),
+    builder="ddtree_trt.build.backends.torch.backend:TorchBuild",
+    engine="ddtree_trt.runtime.engines.torch.parallel.engine:open_torch",
+    extra="torch",
+    modules=("torch",),
+    device_rounds=True,
+)
+TENSORRT = Backend(
+    name="tensorrt",
+    title="TensorRT",
+    place="GPU",
+    precisions=("bf16", "fp16", "fp32"),
+    builds=("bf16", "fp16"),
+    files=_TENSORRT_FILES,
+    builder="ddtree_trt.build.backends.tensorrt.backend:TensorRtBuild",
+    engine="ddtree_trt.runtime.engines.tensorrt.engine:TrtEngine.open",
+    extra="tensorrt",
+    modules=("tensorrt", "cuda.bindings.runtime"),
+    releases=((11, 1), (12, 0)),
+    plans=True,
+    attentions=("plugin", "native"),
+    token_drafters=False,
+    experts=False,
+)
+TENSORRT_RTX = Backend(
+    name="tensorrt-rtx",
+    title="TensorRT for RTX",
+    place="GPU",
+    precisions=("bf16", "fp16"),
+    builds=("bf16", "fp16"),
+    files=_TENSORRT_FILES,
+    builder="ddtree_trt.build.backends.tensorrt.rtx:RtxBuild",
+    engine="ddtree_trt.runtime.engines.tensorrt.engine:TrtEngine.open",
+    extra="tensorrt-rtx",
+    modules=("tensorrt_rtx", "cuda.bindings.runtime"),
+    releases=((1, 7), (2, 0)),
+    plans=True,
+    portable=True,
+    attentions=("native",),
+    token_drafters=False,
+    experts=False,
+)
+BACKENDS: Mapping[str, Backend] = {b.name: b for b in (ONNXRUNTIME, TORCH, TENSORRT, TENSORRT_RTX)}
+
+
+def load(place: str) -> Any:
+    """What a text as module:name names, imported."""
+    module, name = place.split(":")
+    return attrgetter(name)(importlib.import_module(module))

@@ -1,0 +1,81 @@
+"""Options of a command made from records (`ddtree_trt/records.py`)."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import is_dataclass
+from types import NoneType
+from typing import Annotated, Any, get_args
+
+import typer
+
+from ddtree_trt.errors import UsageError
+from ddtree_trt.records import Option, options
+
+_Command = Callable[..., None]
+
+
+def with_options(**chosen: Sequence[str]) -> Callable[[_Command], _Command]:
+    """Give a command an option for each option of the records that its arguments are.
+
+    `chosen`: of an argument's record, the only fields that the command has. An argument that may be None is None where
+    its record's first option is not given, which the others then need.
+    """
+
+    def decorate(command: _Command) -> _Command:
+        parameters: list[inspect.Parameter] = []
+        records: dict[str, tuple[type, bool]] = {}
+        for parameter in inspect.signature(command, eval_str=True).parameters.values():
+            kinds = get_args(parameter.annotation) or (parameter.annotation,)
+            record = next((kind for kind in kinds if is_dataclass(kind) and isinstance(kind, type)), None)
+            if record is None:
+                parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))  # as Typer calls it
+                continue
+            records[parameter.name] = record, NoneType in kinds
+            rows = _rows(record, chosen.get(parameter.name))
+            parameters += (_parameter(*row, NoneType in kinds) for row in rows)
+
+        @functools.wraps(command)
+        def with_records(**values: Any) -> None:
+            made = {name: _make(record, optional, values) for name, (record, optional) in records.items()}
+            command(**values, **made)
+
+        with_records.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        with_records.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return with_records
+
+    return decorate
+
+
+def _rows(record: type, wanted: Sequence[str] | None) -> list[tuple[str, Option, Any, Any]]:
+    """Field, option, type and default of a record's options, inherited ones last."""
+    own = inspect.get_annotations(record)
+    rows = [(name, *row) for name, row in options(record).items() if wanted is None or name in wanted]
+    return sorted(rows, key=lambda row: row[0] not in own)
+
+
+def _parameter(name: str, found: Option, kind: Any, default: Any, optional: bool) -> inspect.Parameter:
+    flag = found.flag or f"--{name.replace('_', '-')}"
+    switch = bool in (kind, *get_args(kind))
+    if switch and default is not False:
+        flag += f"/--no-{flag[2:]}"
+    made = typer.Option(flag, metavar=None if switch else found.metavar, help=found.help, envvar=found.envvar)
+    annotation: Any = Annotated[kind | None if optional else kind, made]
+    default = None if optional else default
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _make(record: type, optional: bool, values: dict[str, Any]) -> Any:
+    """The record of a command's values, which are taken out of them."""
+    given = {name: values.pop(name) for name in options(record) if name in values}
+    if optional:
+        first, *others = given
+        if given[first] is None:
+            for name in others:
+                if given[name] is not None:
+                    raise UsageError(f"--{name.replace('_', '-')} needs --{first.replace('_', '-')}")
+            return None
+        given = {name: value for name, value in given.items() if value is not None}
+    return record(**given)

@@ -1,0 +1,60 @@
+"""Options that an engine is opened with: the one place of their defaults, bounds and words. Imports nothing slow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ddtree_trt.artifact.backends import ONNXRUNTIME, TORCH
+from ddtree_trt.errors import UsageError
+from ddtree_trt.records import check, option
+
+DeviceRoundsMode = Literal["auto", "on", "off"]
+MAX_RANKS = 64  # processes over which an engine is split
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """How to open an engine; who opens one inherits from it, or holds one. Raises UsageError for a value out of range.
+
+    Attributes:
+        threads: CPU threads of the engine; 0 chooses automatically.
+        exact: whether every token is emitted from logits with the bits that `ar` computes, so that its tokens are those
+            of all methods. Single tokens take longer then. None: for int8 engines.
+        tensor_parallel_size: over how many GPUs the target is split, each with a process; without a GPU, over how many
+            processes. Needs a script whose work is under `if __name__ == "__main__":`, because the other processes
+            import it.
+        device_rounds: whether rounds stay on the device. `auto`: on a GPU, for every request that they can serve; `on`:
+            refuse other requests; `off`: never. `metrics` of an output have the choice and its reason.
+        exact_stage_times: exact times of the stages in `metrics.stage_s`: each then waits for the GPU, so rounds take
+            longer. Without it, work that a stage leaves on the GPU is timed in the next one that waits.
+    """
+
+    threads: int = option(0, "CPU threads; 0 chooses.", within=(0, 1024))
+    exact: bool | None = option(
+        None,
+        "CPU engines: every method gives the tokens of ar, bit for bit. Default: int8 only.",
+        only=(ONNXRUNTIME.name,),
+    )
+    tensor_parallel_size: int = option(
+        1,
+        "torch engines: GPUs over which the target is split, each with a process.",
+        within=(1, MAX_RANKS),
+        only=(TORCH.name,),
+    )
+    device_rounds: DeviceRoundsMode = option(
+        "auto", "Rounds that stay on the GPU: auto where they can, on refuses other requests.", "auto|on|off"
+    )
+    exact_stage_times: bool = option(
+        False, "Exact times of the stages: each waits for the GPU, which takes longer.", ""
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.tensor_parallel_size > 1 and self.device_rounds == "on":
+            raise UsageError(
+                "device_rounds is on, but a target that is split has rounds on the host only; use auto or off"
+            )
+
+
+DEFAULTS = EngineOptions()

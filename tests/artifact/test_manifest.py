@@ -1,0 +1,205 @@
+"""The manifest: a round trip, every wrong field named, and what is advised where there is no engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine_files import DIMS, make_engine, make_manifest
+
+from ddtree_trt.artifact.files import MANIFEST, newest_engine
+from ddtree_trt.artifact.manifest import LOCAL, CheckpointIdentity, Limits, load_manifest, parse_manifest
+from ddtree_trt.artifact.rebuild import rebuild_command
+from ddtree_trt.errors import ArtifactError
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"drafter_kind": "autoregressive", "drafter_dims": DIMS},
+        {"plugin": {"name": "DDTreeAttention", "abi": "1"}, "backend": "tensorrt", "precision": "bf16"},
+        {"backend": "tensorrt-rtx", "precision": "bf16"},
+        {"golden_tau": {}, "stop_token_ids": (), "chat_template_args": {"nested": {"a": [1, None]}}},
+        {"target_dims": dataclasses.replace(DIMS, rope_theta=1000000)},
+    ],
+)
+def test_round_trip(changes: dict[str, Any]) -> None:
+    manifest = make_manifest(**changes)
+    again = parse_manifest(manifest.to_json(), "manifest.json")
+    assert again == manifest
+    assert type(again.drafter_dims) is type(manifest.drafter_dims)
+    assert type(again.target_dims.rope_theta) is float
+
+
+def test_what_computes_attention() -> None:
+    """A manifest of before there was a choice names its plugin; one that names none is of native attention."""
+    plugin = {"name": "DDTreeAttention", "abi": "2"}
+    plans = {"precision": "bf16"}
+    assert make_manifest().attention is None and make_manifest(backend="torch").attention is None
+    assert make_manifest(backend="tensorrt", plugin=plugin, **plans).attention == "plugin"
+    assert make_manifest(backend="tensorrt", **plans).attention == "native"
+    rtx = make_manifest(backend="tensorrt-rtx", **plans)
+    assert rtx.attention == "native"
+    with pytest.raises(ArtifactError, match="it names a plugin, and TensorRT for RTX takes none"):
+        parse_manifest(dataclasses.replace(rtx, plugin=plugin).to_json(), "m")
+
+
+def test_the_command_that_rebuilds_plans() -> None:
+    place, plans = Path("e"), {"precision": "bf16"}
+    native = make_manifest(backend="tensorrt", **plans, toolchain={"tensorrt": "11.4", "row_independence": "yes"})
+    assert "--backend tensorrt --precision bf16 --attention native --output" in rebuild_command(place, native)
+    toolchain = {"tensorrt-rtx": "1.7", "row_independence": "no", "gpus": "sm89 sm120"}
+    rtx = make_manifest(backend="tensorrt-rtx", **plans, toolchain=toolchain)
+    assert "--precision bf16 --gpu sm89 --gpu sm120 --no-row-independence --output" in rebuild_command(place, rtx)
+
+
+def test_dflash_of_an_autoregressive_engine() -> None:
+    assert make_manifest().dflash.block_size == 8
+    with pytest.raises(ArtifactError, match="has an autoregressive drafter"):
+        _ = make_manifest(drafter_kind="autoregressive", drafter_dims=DIMS).dflash
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        ("schema_version", 99, "schema version 99, this ddtree-trt reads version 1; rebuild with"),
+        ("schema_version", "\x1b[2J", "has schema version '\\x1b[2J'"),
+        ("backend", "abacus", "'torch', 'tensorrt' or 'tensorrt-rtx', found 'abacus'"),
+        ("backend", ["onnxruntime"], "m: backend must be"),
+        ("precision", "fp16", "precision is fp16, which the onnxruntime backend does not compute in"),
+        ("name", 5, "m: name must be a name of letters, digits, '.', '_' and '-', found 5"),
+        ("name", "x; rm -rf ~", "m: name must be a name of letters, digits"),
+        ("name", "\x1b[2Jx", "found '\\x1b[2Jx'"),
+        ("name", "--help", "m: name must be a name of letters, digits"),
+        ("build_seconds", True, "m: build_seconds must be a number from 0 to 1e+09, found true"),
+        ("build_seconds", -1, "m: build_seconds must be a number from 0"),
+        ("limits.max_batch", "8", "m: limits.max_batch must be an integer from 1 to 1024, found '8'"),
+        ("limits.max_batch", 8.0, "m: limits.max_batch must be an integer from 1 to 1024, found 8.0"),
+        ("limits.max_batch", 0, "m: limits.max_batch must be an integer from 1 to 1024, found 0"),
+        ("limits.max_tree_budget", 10**30, "m: limits.max_tree_budget must be an integer from 1 to 4096"),
+        ("limits.max_seq_len", 1 << 26, "is more than the models' 2048 positions"),
+        ("limits.colour", 1, "m: limits.colour is unknown; rebuild the engine"),
+        ("limits", [1], "m: limits must be an object, found [1]"),
+        ("limits", ..., "limits is missing"),
+        ("target_dims", None, "m: target_dims must be an object, found null"),
+        ("target_dims.num_layers", 10**9, "m: target_dims.num_layers must be an integer from 1 to 1000"),
+        ("target_dims.num_layers", 1, "num_target_layers is 2, the target's layers 1"),
+        ("target_dims.num_kv_heads", 3, "num_heads 4 is not a multiple of num_kv_heads 3"),
+        ("target_dims.rms_norm_eps", -1.0, "m: target_dims.rms_norm_eps must be a number from"),
+        ("target.sha256", "0", "m: target.sha256 must be a sha256"),
+        ("drafter_kind", "autoregressive", "m: drafter_dims.block_size is unknown"),
+        ("drafter_dims.tap_layers", [0, "x"], "m: drafter_dims.tap_layers[1] must be an integer from 0 to 999"),
+        ("drafter_dims.tap_layers", 3, "m: drafter_dims.tap_layers must be a list, found 3"),
+        ("drafter_dims.tap_layers", [], "drafter_dims.tap_layers is empty"),
+        ("drafter_dims.tap_layers", [0, 7], "target_layer_ids [7] are not layers of the target"),
+        ("drafter_dims.mask_token_id", 96, "mask_token_id 96 is not below vocab_size 96"),
+        ("stop_token_ids", [96], "stop_token_ids [96] are not below vocab_size 96"),
+        ("stop_token_ids", 5, "stop_token_ids must be a list, found 5"),
+        ("chat_template_args", [], "chat_template_args must be an object, found []"),
+        ("golden_tau.ddtree", [1.0], "m: golden_tau.ddtree[1] is missing"),
+        ("golden_tau.ddtree", [1, "x"], "golden_tau.ddtree[1] must be a number"),
+        ("files", {"weights.bin": {"size": None, "sha256": "0" * 64}}, "m: files.'weights.bin'.size must be an int"),
+        *(
+            ("files", {name: {"size": 1, "sha256": "0" * 64}}, "files: a key must be a name of letters, digits")
+            for name in ("../secret", "/etc/passwd", "a/b", "..", ".", ".hidden", "a\x00b", "-rf", "a b", "")
+        ),
+        ("tensors.target.inputs", [1], "m: tensors.target.inputs[0] must be a text"),
+        ("plugin", {"abi": 1}, "m: plugin.abi must be a text"),
+    ],
+)
+def test_a_wrong_field_is_named(place: str, value: Any, message: str) -> None:
+    data = inner = json.loads(make_manifest().to_json())
+    *records, name = place.split(".")
+    for key in records:
+        inner = inner[key]
+    inner[name] = value
+    if value is ...:
+        del inner[name]
+    with pytest.raises(ArtifactError) as caught:
+        parse_manifest(json.dumps(data), "m")
+    assert message in str(caught.value) and str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "no schema_version"),
+        ("{}", "no schema_version"),
+        ("null", "no schema_version"),
+        ("[" * 200_000, "not valid JSON"),
+        ('{"schema_version": NaN}', "not valid JSON"),
+    ],
+)
+def test_not_a_manifest(text: str, message: str) -> None:
+    with pytest.raises(ArtifactError, match=f"{message}.*; rebuild the engine"):
+        parse_manifest(text, "m")
+
+
+def test_rebuild_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert rebuild_command(Path("engines/pair"), make_manifest()) == (
+        "ddtree-trt build --target pair --checkpoint org/target@abc --drafter org/drafter@def "
+        "--chat-template-arg enable_thinking=false --backend onnxruntime --precision fp32 --force"
+    )
+    local = CheckpointIdentity("mine", LOCAL, "0" * 64)
+    manifest = make_manifest(target=local, drafter=local, limits=Limits(max_seq_len=99), chat_template_args={})
+    command = rebuild_command(Path("elsewhere"), manifest)
+    assert command == (
+        "ddtree-trt build --target pair --checkpoint DIR --drafter DIR --max-seq-len 99 --backend onnxruntime "
+        "--precision fp32 --output elsewhere --force"
+    )
+
+
+def test_newest_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ArtifactError, match="no engine under engines/; build one with"):
+        newest_engine()
+    for age, name in ((100, "newer"), (200, "older"), (0, ".newest.tmp-1-00ff")):
+        make_engine(tmp_path / "engines" / name)
+        os.utime(tmp_path / "engines" / name / MANIFEST, (1e9 - age, 1e9 - age))
+    assert newest_engine() == Path("engines/newer")
+
+
+@pytest.mark.parametrize(
+    ("given", "advice"),
+    [
+        ("Qwen/Qwen3-8B", "of a model of the Hugging Face hub build one with: {build} --checkpoint Qwen/Qwen3-8B --dr"),
+        ("README.md", "README.md is a file, and an engine directory is expected"),
+        ("engines/qwen3-8b", "no engine at engines/qwen3-8b; build one with: {build} --target qwen3-8b"),
+        ("engines", "engines is not an engine directory: it has no manifest.json; give one that {build} wrote"),
+        ("engines/-x", "build one there with: {build} --target tiny --output engines/-x"),
+        ("some where/else", "build one there with: {build} --target tiny --output 'some where/else'"),
+        (
+            "model",
+            "is a checkpoint, and an engine directory is expected; build one of it with: {build} --checkpoint model",
+        ),
+        ("m.gguf", "m.gguf is a checkpoint, and an engine directory is expected; build one of it with: {build} --ch"),
+    ],
+)
+def test_what_to_do_depends_on_what_was_given(
+    given: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("engines", "model", "README.md", "m.gguf", "model/config.json"):
+        path = Path(folder)
+        path.touch() if path.suffix else path.mkdir()
+    with pytest.raises(ArtifactError) as caught:
+        load_manifest(Path(given))
+    assert advice.format(build="ddtree-trt build") in str(caught.value)
+
+
+def test_no_engine(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="is not an engine directory"):
+        load_manifest(tmp_path)
+    (tmp_path / MANIFEST).write_bytes(b"\xff\xfe\xfd")
+    with pytest.raises(ArtifactError, match="is not valid JSON"):
+        load_manifest(tmp_path)
+    (tmp_path / MANIFEST).write_bytes(b" " * (5 << 20))
+    with pytest.raises(ArtifactError, match="more than 4 MiB; rebuild the engine"):
+        load_manifest(tmp_path)
