@@ -39,7 +39,10 @@ def bench(
     json: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result; - is stdout.")] = None,
     plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE", help="Draw the result, as PNG or SVG.")] = None,
 ) -> None:
-    """Measure methods and budgets on the same prompts, interleaved."""
+    """Measure methods and budgets, interleaved.
+
+    On the same prompts, each from a cold cache, beside `ar` and the chain of the same engine.
+    """
     try:
         sizes: list[Any] = [size if size == "auto" else int(size) for size in words(budgets) or ()]
     except ValueError:
