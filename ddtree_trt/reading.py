@@ -209,7 +209,9 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 @functools.cache
 def _fields_of(cls: type[Any], **kinds: Any) -> Any:
     """The dataclass as a type of dictionaries."""
-    from typing_extensions import NotRequired, TypedDict
+    from typing import NotRequired
+
+    from typing_extensions import TypedDict
 
     hints = typing.get_type_hints(cls, include_extras=True) | kinds
     optional = {f.name for f in dataclasses.fields(cls) if (f.default, f.default_factory) != (dataclasses.MISSING,) * 2}

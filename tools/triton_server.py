@@ -209,7 +209,7 @@ class TritonServer:
         wheel = Path(spec.origin).parent / "tritonserver"
         stub = wheel / "python_backend_stubs" / f"{sys.version_info[0]}.{sys.version_info[1]}"
         if not stub.is_dir():
-            raise ServerFailed(f"nvidia-pytriton has no stub for Python {sys.version.split()[0]}; use 3.10 to 3.12")
+            raise ServerFailed(f"nvidia-pytriton has no stub for Python {sys.version.split()[0]}; use 3.11 or 3.12")
         library = Path(sysconfig.get_config_var("LIBDIR")) / str(sysconfig.get_config_var("INSTSONAME"))
         if not library.is_file() or ".so" not in library.name:
             raise ServerFailed(f"{sys.executable} has no shared libpython, which the server's Python backend loads")

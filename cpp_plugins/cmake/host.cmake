@@ -7,7 +7,7 @@ if(NOT MSVC)
 endif()
 
 # SKBUILD_SABI_COMPONENT: Python's stable interface, of builds for Python 3.12 and later; see wheel.py-api in pyproject.toml.
-find_package(Python 3.10 REQUIRED COMPONENTS Interpreter Development.Module ${SKBUILD_SABI_COMPONENT})
+find_package(Python 3.11 REQUIRED COMPONENTS Interpreter Development.Module ${SKBUILD_SABI_COMPONENT})
 if(NOT nanobind_DIR)
   # Outside scikit-build-core (plain `cmake -S cpp_plugins`) the installed package says where it is.
   execute_process(

@@ -1,6 +1,6 @@
 # The torch operators. Paths come from torch's files: its CMake package requires a whole CUDA development environment,
 # of which nothing is needed here. torch is not imported, which would need the CUDA libraries that it runs with.
-find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
+find_package(Python 3.11 REQUIRED COMPONENTS Interpreter)
 execute_process(
   COMMAND ${Python_EXECUTABLE} ${CMAKE_CURRENT_LIST_DIR}/find_torch.py
   OUTPUT_VARIABLE ddtree_torch RESULT_VARIABLE ddtree_torch_missing)

@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from typing import Any
 
 from ddtree_trt.artifact.progress import Progress, no_progress
@@ -201,5 +201,5 @@ def describe_environment() -> dict[str, Any]:
         "machine": ", ".join([str(found.cpu), *(f"{gpu.name}, driver {gpu.driver}" for gpu in found.gpus)]),
         "cores": found.cpu.cores,  # usable by this process
         "load_1min": round(os.getloadavg()[0], 2),
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
     }

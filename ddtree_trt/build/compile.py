@@ -247,11 +247,10 @@ def resolve_limits(
         prefill_chunk=defaults.prefill_chunk,
     )
     block = kind_of(drafter.dims).block_size or 1
-    rows = backend.drafter_rows(block)
-    if rows > limits.max_tokens_per_pass:
+    if block > limits.max_tokens_per_pass:
         raise UsageError(
-            f"the drafter's block of {block} tokens takes {rows} rows, more than one pass of "
-            f"{limits.max_tokens_per_pass}; give --max-tree-budget {rows}"
+            f"the drafter's block has {block} tokens, more than one pass of {limits.max_tokens_per_pass}; give "
+            f"--max-tree-budget {block}"
         )
     networks = (target.dims, drafter.dims)
     if backend.attention(networks) == "native":

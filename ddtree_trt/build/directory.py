@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import glob
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +19,7 @@ from ddtree_trt.errors import BuildError
 from ddtree_trt.files import temporary_sibling
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_ASIDE = ".old"  # ends the name of an engine while another takes its place
 
 
 def prepare_destination(destination: Path, *, force: bool, marker: str = MANIFEST) -> Path:
@@ -62,7 +63,7 @@ def atomic_directory(destination: Path, *, force: bool, marker: str = MANIFEST) 
     """Yield a temporary sibling of `destination` that takes its place when the block ends without an error.
 
     Whatever goes wrong, an existing directory stays as it was and the temporary one is removed. A killed process leaves
-    at most a hidden `.NAME.tmp-PID-*` sibling, which the next build of the same name removes.
+    at most a hidden `.NAME.tmp-*` sibling, which the next build of the same name removes.
     Raises BuildError when the destination cannot be written or must not be replaced.
     """
     destination = prepare_destination(destination, force=force, marker=marker)
@@ -71,7 +72,7 @@ def atomic_directory(destination: Path, *, force: bool, marker: str = MANIFEST) 
     try:
         try:
             temporary.mkdir()
-            with suppress(OSError):  # a file system without locks: the process id alone has to do
+            with suppress(OSError):  # a file system without locks: what is left of a killed build stays
                 lock = _lock(temporary)
             yield temporary
             _replace(temporary, destination, force)
@@ -101,37 +102,19 @@ def _lock(directory: Path) -> int:
 
 
 def _remove_stale(destination: Path) -> None:
-    """Remove the leftovers of killed builds of this name; restore an engine that one had renamed.
-
-    Only siblings whose process is gone: its id is not in use, and its lock, which the kernel drops with the process, is
-    free (the second matters where the id belongs to another container on the same disk).
-    """
-    pattern = re.compile(re.escape(f".{destination.name}.tmp-") + r"(\d+)-[0-9a-f]+(\.old)?")
-    for sibling in list(destination.parent.iterdir()):
-        match = pattern.fullmatch(sibling.name)
-        if match is None or sibling.is_symlink() or not sibling.is_dir() or _alive(int(match[1])):
+    """Remove the leftovers of killed builds of this name, whose lock the kernel dropped with the process; restore an
+    engine that one had renamed."""
+    for sibling in list(destination.parent.glob(f".{glob.escape(destination.name)}.tmp-[0-9]*-[0-9a-f]*")):
+        if sibling.is_symlink() or not sibling.is_dir():
             continue
         try:
             os.close(_lock(sibling))
-        except OSError:
+        except OSError:  # a build that is running, or a file system without locks
             continue
-        if match[2] and not destination.exists():
+        if sibling.suffix == _ASIDE and not destination.exists():
             os.rename(sibling, destination)
         else:
             shutil.rmtree(sibling, ignore_errors=True)
-
-
-def _alive(pid: int) -> bool:
-    """Whether another process has this id. A leftover with our own id is another container's."""
-    if pid == os.getpid():
-        return False
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
 
 
 def _replace(temporary: Path, destination: Path, force: bool) -> None:
@@ -149,7 +132,7 @@ def _replace(temporary: Path, destination: Path, force: bool) -> None:
         paths = os.fsencode(temporary), os.fsencode(destination)
         if exchange(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
             return
-    aside = temporary.with_name(f"{temporary.name}.old")
+    aside = temporary.with_name(temporary.name + _ASIDE)
     os.rename(destination, aside)
     try:
         os.rename(temporary, destination)

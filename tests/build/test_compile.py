@@ -195,7 +195,7 @@ def test_weight_file(tmp_path: Path) -> None:
     arrays = {
         "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
         "transposed": np.arange(6, dtype=np.float32).reshape(2, 3).T,
-        "scalar": np.float32(3).reshape(()),
+        "scalar": np.array(3, np.float32),
         "empty": np.zeros((0, 4), np.float32),
     }
     with WeightFile(tmp_path / "weights.bin") as sink:

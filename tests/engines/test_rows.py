@@ -8,12 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from engine_builds import PACKAGED, build_torch_engine
+from checkpoints import make_pair
+from drafts import marginals
+from engine_builds import PACKAGED, build_engine, build_torch_engine
 from fake_trt_engine import Lowerings
 from scripted import ScriptedEngine
 from scripted_models import Good, MarkovTarget
 
-from ddtree_trt.runtime.engines.base import Engine, LogitRows
+from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine, LogitRows
 from ddtree_trt.runtime.engines.lazy_rows import LazyRows
 from ddtree_trt.runtime.engines.load import open_engine
 
@@ -92,3 +95,18 @@ def test_lazy_rows_fetch_what_is_read() -> None:
 def test_no_rows_fetch_nothing() -> None:
     rows: Any = LazyRows(0, 3, lambda *_: pytest.fail("there is nothing to fetch"))
     assert np.asarray(rows).shape == (0, 3) and list(rows) == []
+
+
+def test_the_cache_is_never_overrun(tmp_path: Path) -> None:
+    """A draft that would write behind the cache's last row is refused, to the row."""
+    engine = build_engine(*make_pair(tmp_path), tmp_path / "engine", max_batch=1)
+    most = engine.manifest.limits.cache_rows - engine.manifest.dflash.block_size
+    for rows in (most, most + 1):
+        engine.truncate(0, 0)
+        engine.prefill(0, np.zeros(rows, np.int64), rows="none", taps=True)
+        request = DraftRequest(0, 1, 16, 1, lambda *_: DrawnFrom(0, np.empty(0, np.int32), np.empty(0)))
+        if rows == most:
+            assert np.isfinite(marginals(engine.draft([request])[0]).log_probs).all()
+        else:
+            with pytest.raises(EngineError, match="do not fit"):
+                engine.draft([request])

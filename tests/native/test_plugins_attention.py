@@ -10,6 +10,7 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import kernel_reference as reference
 import numpy as np
 import pytest
 from pacing import WAIT_S
@@ -20,7 +21,7 @@ from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.device import memory
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.plugins import MaskMode, reference
+from ddtree_trt.plugins import MaskMode
 
 POISON = 0x7FFF  # NaN in bf16 and fp16 alike
 

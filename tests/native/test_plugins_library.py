@@ -10,12 +10,13 @@ from enum import Enum
 from pathlib import Path
 
 import kernel_library
+import kernel_reference as reference
 import pytest
 from plugin_libraries import ROOT, emulated_kernels
 
 from ddtree_trt import plugins
 from ddtree_trt.errors import DDTreeError, EngineError, MissingDependency
-from ddtree_trt.plugins import library, operators, reference
+from ddtree_trt.plugins import library, operators
 
 SOURCES = ROOT / "cpp_plugins"
 

@@ -7,6 +7,7 @@ import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
+import kernel_reference as reference
 import numpy as np
 import pytest
 from numpy.typing import ArrayLike
@@ -15,7 +16,7 @@ from plugin_libraries import Guarded, address, aligned, emulated_kernels
 
 from ddtree_trt import _native
 from ddtree_trt.errors import EngineError
-from ddtree_trt.plugins import MAX_DEVICE_BUDGET, reference
+from ddtree_trt.plugins import MAX_DEVICE_BUDGET
 
 
 def falling(rng: np.random.Generator, shape: tuple[int, int, int], tied: bool) -> np.ndarray:

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,6 @@ from typing import Any
 import pytest
 from packaging.metadata import Metadata
 from packaging.utils import parse_wheel_filename
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.package

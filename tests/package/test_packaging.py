@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,6 @@ from packaging.requirements import Requirement
 from ddtree_trt import __version__
 from ddtree_trt.cli import app
 from ddtree_trt.plugins import library
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 GPU_WHEEL = ROOT / "cpp_plugins" / "wheel"

@@ -138,8 +138,7 @@ def test_import_law(path: Path) -> None:
             assert not {other for other in others if not other.startswith(side)}, f"{side} and leaves only"
     if place.startswith("build/"):
         assert not within(names, NATIVE)
-    # What the kernels and the host are tested against is for tests alone, and what measures is beside the package.
-    assert not within(names, "ddtree_trt.plugins.reference") | within(names, "workbench")
+    assert not within(names, "workbench"), "what measures is beside the package"
     for module, owners in OWNERS.items():
         assert place.startswith(owners) or not within(names, module)
     if within(loaded_imports(tree), "onnx"):

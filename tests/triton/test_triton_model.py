@@ -187,7 +187,7 @@ def raw(text: str) -> dict[str, np.ndarray]:
 class Unreadable(np.ndarray):
     """A tensor that cannot be read, in a way nobody foresaw."""
 
-    def reshape(self, *_: Any, **__: Any) -> np.ndarray:
+    def reshape(self, *_: Any, **__: Any) -> np.ndarray:  # type: ignore[override]
         raise MemoryError("/secret/path")
 
 

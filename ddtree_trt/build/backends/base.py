@@ -75,9 +75,6 @@ class BackendBuild(Protocol):
     def attention(self, networks: Iterable[TransformerDims]) -> AttentionName | None:
         """What computes the attention of their plans; None for a backend without plans."""
 
-    def drafter_rows(self, block: int) -> int:
-        """Cache rows that a block drafter's block of `block` tokens takes."""
-
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
         """About the bytes of the engine directory."""
 

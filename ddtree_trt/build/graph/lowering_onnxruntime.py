@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 from onnx import TensorProto
 
@@ -16,26 +14,13 @@ from ddtree_trt.models.experts import Experts
 MICROSOFT = "com.microsoft"
 
 
-@dataclass(frozen=True)
-class _Rows:
-    """The inputs that place the rows of one attention in the cache. Without positions rows are rotated already."""
-
-    seqlens: str  # int32 [N]: past + T − 1
-    total: str  # int32 []: W
-    positions: str  # int64 [N, T], or ""
-    rotary: tuple[str, str]  # float32 [S, D/2] each, or ""
-    bias: str  # float32 [N, 1, T, W], or "": nothing is hidden
-
-
 class OnnxRuntimeGraph(Graph):
     """`Graph` of ONNX Runtime's fused operators."""
 
     domains = (MICROSOFT,)
 
-    def __init__(self, name: str, sink: Sink, *, always_causal: bool = False) -> None:
-        """`always_causal`: whether the attention kernel has no other mode; see `block_attention`."""
+    def __init__(self, name: str, sink: Sink) -> None:
         super().__init__(name, sink)
-        self._always_causal = always_causal
         self._bias = ""
 
     def slots(self, limits: Limits) -> str:
@@ -114,59 +99,23 @@ class OnnxRuntimeGraph(Graph):
 
     def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:
         """The mask is an attention bias."""
-        return self._attention(qkv, at, self._rows(at, self._bias), out)
+        return self._attention(qkv, at, self._bias, out)
 
     def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, sight: Sight, out: str) -> str:
-        """Where the kernel is always causal a block that is not is repeated: rows of the second copy see all of the
-        first, and a bias hides the copy's own keys, which take `block` more rows of the cache."""
         if sight.causal:
             # The kernel's own window counts the rows before the current one and itself.
             window = {"local_window_size": sight.window} if sight.window else {}
-            seen = self._attention(qkv, at, self._rows(at, ""), f"{out}.rows", **window)
-        elif self._always_causal:
-            repeated, rows = self._repeat_block(qkv, at, block, sight)
-            seen = self._attention(repeated, at, rows, f"{out}.rows")
+            seen = self._attention(qkv, at, "", f"{out}.rows", **window)
         else:
             bias = self._window_bias(block, sight) if sight.window else ""
-            seen = self._attention(qkv, at, self._rows(at, bias), f"{out}.rows", causal=0)
+            seen = self._attention(qkv, at, bias, f"{out}.rows", causal=0)
         return self.rows_from(seen, -block, out)
 
-    def _rows(self, at: Attention, bias: str) -> _Rows:
-        return _Rows(names.SEQLENS_K, names.TOTAL_LENGTH, names.POSITIONS, at.rotary, bias)
-
-    def _attention(self, qkv: tuple[str, str, str], at: Attention, rows: _Rows, out: str, **attrs: int) -> str:
-        inputs = [*qkv, *at.past, rows.seqlens, rows.total, *rows.rotary, rows.positions, rows.bias]
-        attrs |= {"num_heads": at.heads[0], "kv_num_heads": at.heads[1], "do_rotary": int(rows.positions != "")}
+    def _attention(self, qkv: tuple[str, str, str], at: Attention, bias: str, out: str, **attrs: int) -> str:
+        """`bias`: float32 [N, 1, T, W], or "" where nothing is hidden."""
+        inputs = [*qkv, *at.past, names.SEQLENS_K, names.TOTAL_LENGTH, *at.rotary, names.POSITIONS, bias]
+        attrs |= {"num_heads": at.heads[0], "kv_num_heads": at.heads[1], "do_rotary": 1}
         return self.op("GroupQueryAttention", inputs, [out, *at.present], domain=MICROSOFT, **attrs)
-
-    def _repeat_block(
-        self, qkv: tuple[str, str, str], at: Attention, block: int, sight: Sight
-    ) -> tuple[tuple[str, str, str], _Rows]:
-        """(qkv with the last `block` rows repeated, the inputs that place them), with the bias [1, 1, T, W] that hides
-        the copy and what `sight` does not allow."""
-        query, key, value = qkv
-        # The kernel's own rotary embedding lets positions only rise in a first pass.
-        query, key = (
-            self.op("RotaryEmbedding", [x, names.POSITIONS, *at.rotary], [f"{x}.rotated"], domain=MICROSOFT)
-            for x in (query, key)
-        )
-        query, key, value = (
-            self.concat([x, self.rows_from(x, -block, f"{x}.block")], f"{x}.twice", axis=1) for x in (query, key, value)
-        )
-        size = self.constant(f"block.{block}", np.array(block, np.int32))
-        seqlens = self.op("Add", [names.SEQLENS_K, size], [f"{names.SEQLENS_K}.twice"])
-        total = self.op("Add", [names.TOTAL_LENGTH, size], [f"{names.TOTAL_LENGTH}.twice"])
-        # Nothing is hidden but the square of the copy's rows and keys, at the end of both axes.
-        hidden = np.full((1, 1, block, block), np.finfo(np.float32).min, np.float32)
-        before = self.op("Shape", [names.POSITIONS], ["rows.before"], start=1)
-        columns = self.op("Cast", [names.TOTAL_LENGTH], ["columns.before"], to=TensorProto.INT64)
-        columns = self.reshape(columns, [1], "columns.before.1d")
-        none = self.constant("zeros", np.zeros(2, np.int64))
-        pads = self.concat([none, before, columns, none, none], "hidden.pads", axis=0)
-        bias = self.op("Pad", [self.constant(f"hidden.{block}", hidden), pads], ["hidden.bias"])
-        if sight.window:
-            bias = self._repeated_window_bias(block, sight)
-        return (query, key, value), _Rows(seqlens, total, "", ("", ""), bias)
 
     def _window_bias(self, block: int, sight: Sight) -> str:
         """The bias [1, 1, T, W] that hides keys outside of the windows of the last `block` rows."""
@@ -174,17 +123,6 @@ class OnnxRuntimeGraph(Graph):
         hidden = self._outside(block, sight.window)
         before = self.op("Shape", [names.POSITIONS], ["rows.all"], start=1)
         before = self.op("Sub", [before, self.constant(f"rows.{block}", np.array([block], np.int64))], ["rows.context"])
-        none = [self.constant(f"zeros.{n}", np.zeros(n, np.int64)) for n in (2, 5)]
-        pads = self.concat([none[0], before, none[1]], "window.pads", axis=0)
-        return self.op("Pad", [hidden, pads], [f"{name}.bias"])
-
-    def _repeated_window_bias(self, block: int, sight: Sight) -> str:
-        """`_window_bias` where the block is repeated: the rows are the copy's, whose keys are hidden too."""
-        name = f"window.{sight.window}"
-        copy = np.full((1, 1, block, block), np.finfo(np.float32).min, np.float32)
-        columns = [self._outside(block, sight.window), self.constant(f"hidden.{block}", copy)]
-        hidden = self.concat(columns, f"{name}.columns", axis=3)
-        before = self.op("Shape", [names.POSITIONS], ["rows.before"], start=1)
         none = [self.constant(f"zeros.{n}", np.zeros(n, np.int64)) for n in (2, 5)]
         pads = self.concat([none[0], before, none[1]], "window.pads", axis=0)
         return self.op("Pad", [hidden, pads], [f"{name}.bias"])

@@ -149,57 +149,6 @@ def test_tied_weights_stored_twice_and_buffers_are_no_mismatch(tmp_path: Path) -
     assert "lm_head.weight" not in load_checkpoint(tmp_path).tensors
 
 
-# What is refused: configuration
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            {"model_type": "gemma"},
-            "model_type is 'gemma', only dense Qwen3, Llama, Mistral, dense Qwen2 and Qwen3-MoE models",
-        ),
-        ({"model_type": "mixtral_moe"}, "its mixture of experts is not supported"),
-        ({"num_experts": 8}, "its mixture of experts is not supported"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config"),
-        ({"attention_bias": True}, "attention_bias"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
-        ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding_attention"),
-        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding_attention"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 4}}, "rope_type is 'dynamic'"),
-        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
-        ({"rope_parameters": {"rope_theta": 5e5}}, "which is it"),
-        ({"rope_parameters": []}, "rope_parameters must be an object, found []"),
-        ({"rope_parameters": "default"}, "rope_parameters must be an object"),
-        ({"rope_theta": -1}, "rope_theta must be a number from 1 to 1e+15, found -1"),
-        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a number from 1e-30 to 0.1, found 'small'"),
-        ({"num_key_value_heads": 3}, "not a multiple"),
-        ({"head_dim": 24}, "head_dim is 24, it must be a multiple of 16"),
-        ({"hidden_size": 32.0}, "hidden_size must be an integer"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer from 1 to 1000, found 0"),
-        ({"vocab_size": None}, "has no vocab_size"),
-        ({"num_key_value_heads": None}, "has no num_key_value_heads"),
-        ({"eos_token_id": 96}, "eos_token_id must be an integer from 0 to 95, found 96"),
-        ({"eos_token_id": "</s>"}, "eos_token_id must be an integer from 0 to 95, found '</s>'"),
-        ({"eos_token_id": [*range(96), 0]}, "config.json: eos_token_id names the whole vocabulary of 96"),
-    ],
-)
-def test_unsupported_configuration(tmp_path: Path, config: dict[str, Any], message: str) -> None:
-    assert message in refusal(make_target(tmp_path, config=config))
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"block_size": 1}, "block_size must be an integer from 2 to 4096, found 1"),
-        ({"block_size": None}, "has no block_size"),
-        ({"num_target_layers": None}, "has no num_target_layers"),
-        ({"dflash_config": {"target_layer_ids": [0, 2]}}, "has no mask_token_id"),
-        ({"dflash_config": {"target_layer_ids": [], "mask_token_id": 1}}, "target_layer_ids has 0 entries"),
-        ({"dflash_config": {"target_layer_ids": ["0"], "mask_token_id": 1}}, "target_layer_ids[0] must be an integer"),
-        ({"dflash_config": [1]}, "dflash_config must be an object"),
-        ({"dflash_config": {"target_layer_ids": [0, 1, 2], "mask_token_id": 1}}, "fc.weight has shape [32, 64]"),
-    ],
-)
-def test_unusable_drafter_configuration(tmp_path: Path, config: dict[str, Any], message: str) -> None:
-    assert message in refusal(make_drafter(tmp_path, config=config))
+def test_taps_that_the_weights_are_not_for(tmp_path: Path) -> None:
+    section = {"target_layer_ids": [0, 1, 2], "mask_token_id": 1}
+    assert "fc.weight has shape [32, 64]" in refusal(make_drafter(tmp_path, config={"dflash_config": section}))

@@ -10,6 +10,7 @@ import onnx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernel_reference import compact
 from lowered import Session, needs_opset_24
 
 from ddtree_trt import plugins
@@ -19,7 +20,6 @@ from ddtree_trt.build.graph.compaction import compaction_graph, window_rows
 from ddtree_trt.device.buffers import CacheShape
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.drafters.dflash import DrafterDims
-from ddtree_trt.plugins.reference import compact
 from ddtree_trt.runtime.engines.tensorrt.compaction import windows
 
 TARGET = TransformerDims(96, 32, 2, 4, 2, 8, 48, 1e-6, 1e4, 512)

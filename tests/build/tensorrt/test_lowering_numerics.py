@@ -12,6 +12,7 @@ import pytest
 from checkpoints import BY_SWITCHES, SCALINGS, make_drafter, make_target
 from drafts import marginals
 from engine_builds import PACKAGED, build_engine
+from kernel_reference import attention, packed_mask
 from lowered import LoweredPair, attention_body, needs_opset_24
 from numerics import TOLERANCE, Array, path_to, random_tree
 from onnx import TensorProto, helper
@@ -24,7 +25,6 @@ from ddtree_trt.build.graph.lowering_native import NativeGraph
 from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.lowering_tensorrt import MAX_CANDIDATES, TensorRtGraph
 from ddtree_trt.plugins import MaskMode
-from ddtree_trt.plugins.reference import attention, packed_mask
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, VerifyRequest
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.tree import token_chain

@@ -12,7 +12,7 @@ import pytest
 from checkpoints import SCALINGS, TARGET_DIMS, make_target, make_variant, reading_variant
 from dflash_truth import DFlash, refuse_to_draw
 from drafts import marginals
-from engine_builds import CAUSAL, INSTALLED, build_engine, build_torch_engine
+from engine_builds import build_engine, build_torch_engine
 from numerics import Measured, Truth, assert_close, path_to, random_tree
 
 from ddtree_trt.artifact.manifest import Limits
@@ -26,7 +26,6 @@ TOP_K = 20
 WINDOW = 12
 BUILDS: dict[str, Callable[..., Measured]] = {
     "onnxruntime": build_engine,
-    "causal onnxruntime": lambda *args, **options: build_engine(*args, onnxruntime=CAUSAL, **options),
     "torch": build_torch_engine,
 }
 OWN = {"own_embedding": True, "own_head": True}
@@ -99,8 +98,6 @@ class Pair:
 
 @pytest.fixture(scope="module", params=BUILDS)
 def build(request: pytest.FixtureRequest) -> Callable[..., Measured]:
-    if request.param == "causal onnxruntime" and INSTALLED == CAUSAL:
-        pytest.skip("the installed kernel is the one of the other case")
     return BUILDS[request.param]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from checkpoints import BY_SWITCHES, SCALINGS, TARGET_DIMS, make_drafter, make_target
 from dflash_truth import DFlash, refuse_to_draw
 from drafts import marginals
-from engine_builds import CAUSAL, INSTALLED, PACKAGED, build_engine, build_torch_engine
+from engine_builds import PACKAGED, build_engine, build_torch_engine
 from numerics import Measured, Truth, assert_close, path_to, random_tree
 
 from ddtree_trt.artifact.manifest import Limits
@@ -64,8 +63,7 @@ class Slot:
 
 
 BUILDS: dict[str, Callable[..., Measured]] = {
-    # The version whose attention kernel the graph is made for; the installed one runs it.
-    **{v: functools.partial(build_engine, onnxruntime=v) for v in sorted({INSTALLED, CAUSAL})},
+    "onnxruntime": build_engine,
     "torch": build_torch_engine,
 }
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from checkpoints import TARGET_DIMS, make_target, make_variant, reading_variant
 from dflash_truth import DFlash, refuse_to_draw
-from engine_builds import CAUSAL, INSTALLED, build_engine, build_torch_engine
+from engine_builds import build_engine, build_torch_engine
 from numerics import Measured, Truth, assert_close, path_to, random_tree
 
 from ddtree_trt.models.drafters.dflash import Convolution, Selector
@@ -46,8 +46,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 BUILDS: dict[str, Callable[..., Measured]] = {
-    # The version whose attention kernel the graph is made for; the installed one runs it.
-    **{v: functools.partial(build_engine, onnxruntime=v) for v in sorted({INSTALLED, CAUSAL})},
+    "onnxruntime": build_engine,
     "torch": build_torch_engine,
 }
 

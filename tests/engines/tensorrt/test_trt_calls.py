@@ -13,12 +13,12 @@ import pytest
 from fake_cuda import FakeCuda, cudaError_t
 from fake_trt_engine import BLOCK, LIMITS, PROMPTS, Machine, generate
 from fake_trt_runtime import FakeContext
+from kernel_reference import packed_mask
 from numerics import random_tree
 
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
-from ddtree_trt.plugins.reference import packed_mask
 from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.padding import pad_trees

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import kernel_reference as reference
 import numpy as np
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.errors import MissingDependency
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.plugins import MaskMode, reference
+from ddtree_trt.plugins import MaskMode
 from ddtree_trt.plugins.operators import OPERATORS
 from ddtree_trt.runtime.engines.base import DraftRequest
 from ddtree_trt.runtime.engines.torch import attention as torch_attention

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import kernel_reference as plugin_reference
 import numpy as np
 import torch
 from hypothesis import given
@@ -9,7 +10,6 @@ from hypothesis import strategies as st
 from torch_rounds import seed_of
 from truth import FALSE_ALARM, chi_square
 
-from ddtree_trt.plugins import reference as plugin_reference
 from ddtree_trt.runtime.engines.torch.noise import gumbel
 from ddtree_trt.runtime.engines.torch.round_ops import HostOps
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import kernel_reference as reference
 import numpy as np
 import torch
 from torch import Tensor
 
-from ddtree_trt.plugins import reference
 from ddtree_trt.runtime.engines.torch.attention import Place
 
 N, SLOTS, S, HQ, HKV, D = 2, 3, 40, 4, 2, 16

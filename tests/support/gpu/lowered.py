@@ -1,6 +1,6 @@
 """The TensorRT graphs of either lowering in ONNX Runtime, their caches on the host.
 
-A plugin's node gets a body of ONNX operators. The body says what the kernels do, as `plugins/reference.py` does, for
+A plugin's node gets a body of ONNX operators. The body says what the kernels do, as `kernel_reference.py` does, for
 ONNX Runtime to run; nothing of it is packaged.
 """
 
@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from kernel_reference import compact, packed_mask
 from numpy.typing import NDArray
 from onnx import FunctionProto, ModelProto, NodeProto, TensorProto, helper
 
@@ -29,7 +30,6 @@ from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
 from ddtree_trt.models.drafters import kinds
 from ddtree_trt.plugins import MaskMode
-from ddtree_trt.plugins.reference import compact, packed_mask
 from ddtree_trt.runtime.tree import TokenTree, token_chain
 
 needs_opset_24 = pytest.mark.skipif(

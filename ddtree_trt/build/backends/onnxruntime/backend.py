@@ -12,7 +12,7 @@ from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
 from ddtree_trt.artifact.progress import Progress
-from ddtree_trt.artifact.toolchain import always_causal, installed_versions
+from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import Written
 from ddtree_trt.device.buffers import FLOAT_BYTES
 from ddtree_trt.errors import UsageError
@@ -46,9 +46,6 @@ class OnnxRuntimeBuild:
     def attention(self, networks: Iterable[TransformerDims]) -> None:
         return None
 
-    def drafter_rows(self, block: int) -> int:
-        return 2 * block if always_causal(self._toolchain) else block
-
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
         return weight_bytes(target.shapes, precision) + weight_bytes(drafter.shapes, precision)
 
@@ -76,7 +73,7 @@ class OnnxRuntimeBuild:
             g = graphs("target", sink)
             graph = build_target_graph(g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied)
             names["target"] = _write_graph(directory / artifact.TARGET_GRAPH, graph)
-            g = graphs("drafter", sink, always_causal=always_causal(self._toolchain))
+            g = graphs("drafter", sink)
             graph = build_drafter(g, drafter, target, limits)
             names["drafter"] = _write_graph(directory / artifact.DRAFTER_GRAPH, graph)
         return Written(names, self._toolchain)

@@ -51,9 +51,6 @@ class TensorRtBuild:
             return wanted
         return "native" if _why_native(networks) else "plugin"
 
-    def drafter_rows(self, block: int) -> int:
-        return block
-
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
         return plans_on_disk(target, drafter, self._options.row_independence)
 

@@ -55,9 +55,6 @@ class RtxBuild:
     def attention(self, networks: Iterable[TransformerDims]) -> AttentionName:
         return "native"
 
-    def drafter_rows(self, block: int) -> int:
-        return block
-
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
         return plans_on_disk(target, drafter, self._options.row_independence)
 

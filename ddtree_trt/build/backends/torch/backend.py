@@ -51,9 +51,6 @@ class TorchBuild:
     def attention(self, networks: Iterable[TransformerDims]) -> None:
         return None
 
-    def drafter_rows(self, block: int) -> int:
-        return block
-
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
         return PRECISIONS[precision].value_bytes * (target.num_values + drafter.num_values)
 

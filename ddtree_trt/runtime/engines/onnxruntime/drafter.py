@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.artifact.toolchain import always_causal
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.drafters.kinds import KindName
@@ -50,12 +49,11 @@ class _States:
 class BlockDrafter(Drafter):
     """DFlash: one pass over [bonus, MASK × L], conditioned on the tapped target states of every committed token."""
 
-    def __init__(self, network: OrtNetwork, dims: DrafterDims, chunk: int, scratch: int) -> None:
-        """`chunk`: most states of one pass; `scratch`: cache rows that the graph overwrites behind the block."""
+    def __init__(self, network: OrtNetwork, dims: DrafterDims, chunk: int) -> None:
+        """`chunk`: most states of one pass."""
         self._network = network
         self._dims = dims
         self._chunk = chunk
-        self._scratch = scratch
         self._pending = [_States() for _ in range(network.cache.slots)]
 
     def known(self, slot: int) -> int:
@@ -99,7 +97,7 @@ class BlockDrafter(Drafter):
             positions = take(names.POSITIONS, (1, rows), np.int64)
             positions[0] = np.arange(past, past + rows)
             inputs |= {names.TAPS: piece[None], names.POSITIONS: positions}
-            self._network.run(slot, rows, inputs, outputs, scratch=self._scratch)
+            self._network.run(slot, rows, inputs, outputs)
             cache.append(slot, len(piece))
         token_ids = outputs[names.CANDIDATES][0].astype(np.int32)
         if head is None:
@@ -127,8 +125,7 @@ def make_drafter(directory: Path, manifest: Manifest, threads: int) -> Drafter:
 def _dflash(path: Path, manifest: Manifest, shape: tuple[int, int, int]) -> Drafter:
     dims = manifest.dflash
     widths = {names.TOKEN_IDS: dims.block_size, names.TAPS: dims.taps_width}
-    scratch = dims.block_size if always_causal(manifest.toolchain) else 0
-    return BlockDrafter(OrtNetwork(path, dims, *shape, widths=widths), dims, manifest.limits.prefill_chunk, scratch)
+    return BlockDrafter(OrtNetwork(path, dims, *shape, widths=widths), dims, manifest.limits.prefill_chunk)
 
 
 def _autoregressive(path: Path, manifest: Manifest, shape: tuple[int, int, int]) -> Drafter:

@@ -13,10 +13,8 @@ from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.artifact.toolchain import always_causal, installed_versions
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES, usable_cores
-from ddtree_trt.errors import ArtifactError, UsageError
+from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
 from ddtree_trt.runtime.engines.onnxruntime.drafter import make_drafter
@@ -68,20 +66,12 @@ class OrtEngine:
     def open(cls, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> OrtEngine:
         """Load an engine directory whose digests were checked.
 
-        Raises UsageError where it cannot be exact, and ArtifactError where the drafter needs an attention kernel newer
-        than the installed one.
+        Raises UsageError where it cannot be exact.
         """
         if options.exact and manifest.target_dims.experts:
             raise UsageError(
                 f"{directory} has a mixture of experts, whose products depend on how many rows of a pass choose an "
                 "expert; leave exact out"
-            )
-        installed = installed_versions("onnxruntime")
-        newer = manifest.drafting.at_once and not always_causal(manifest.toolchain)
-        if newer and installed and always_causal(installed):
-            raise ArtifactError(
-                f"{directory} was built for the attention kernel of onnxruntime {manifest.toolchain['onnxruntime']}, "
-                f"found the older {installed['onnxruntime']}; rebuild with: {rebuild_command(directory, manifest)}"
             )
         return cls(directory, manifest, options)
 

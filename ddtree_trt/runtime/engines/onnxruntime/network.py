@@ -144,21 +144,10 @@ class OrtNetwork:
                 binding.cache(past, present, buffer[slot : slot + 1])
         return binding
 
-    def run(
-        self,
-        slot: int,
-        tokens: int,
-        inputs: dict[str, NDArray[Any]],
-        outputs: dict[str, NDArray[Any]],
-        *,
-        scratch: int = 0,
-    ) -> None:
+    def run(self, slot: int, tokens: int, inputs: dict[str, NDArray[Any]], outputs: dict[str, NDArray[Any]]) -> None:
         """Write `tokens` rows behind the slot's committed ones and fill `outputs`; nothing is committed. Arrays from
-        `buffers` stay bound while their shapes stay.
-
-        `scratch`: further rows of the cache that the graph overwrites.
-        """
-        self.cache.check_room(slot, tokens + scratch)
+        `buffers` stay bound while their shapes stay."""
+        self.cache.check_room(slot, tokens)
         total = self.cache.lengths[slot] + tokens
         seqlens = self.buffers.take(names.SEQLENS_K, (1,), np.int32)
         total_length = self.buffers.take(names.TOTAL_LENGTH, (), np.int32)

@@ -23,8 +23,7 @@ from ddtree_trt.models.drafters.heads import ATTENTION, MLP
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.torch.attention import Attention, Place
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
-from ddtree_trt.runtime.engines.torch.parallel.shard import ALONE, Shard
-from ddtree_trt.runtime.engines.torch.parallel.vocabulary import Vocabulary
+from ddtree_trt.runtime.engines.torch.parallel.shard import ALONE, Shard, Vocabulary
 from ddtree_trt.runtime.engines.torch.parts.experts import mixture
 from ddtree_trt.runtime.engines.torch.parts.heads import Convolutions, PairScores
 from ddtree_trt.runtime.engines.torch.pointwise import math_for, rotary_tables, rotate

@@ -22,8 +22,8 @@ from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.engines.base import VerifyRequest
-from ddtree_trt.runtime.engines.torch.parallel import followers
-from ddtree_trt.runtime.engines.torch.parallel.control import Call
+from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.engines.torch.parallel import ranks
 from ddtree_trt.runtime.engines.torch.parallel.engine import ParallelEngine
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.options import EngineOptions
@@ -79,7 +79,7 @@ def test_an_llm_gives_the_tokens_of_one_process_and_ends_with_a_rank(directory: 
         # A call that the other rank alone is sent, and refuses.
         engine = two.engine
         assert isinstance(engine, ParallelEngine)
-        engine._outbox.add(Call.TRUNCATE, 1, 600)
+        engine._waiting.append((TorchEngine.truncate, (1, 600)))
         refused = r"ended: rank 1 of 2 failed: EngineError: slot 1 holds \d+ tokens, cannot keep the first 600"
         for _ in range(2):  # and it stays ended
             with pytest.raises(EngineError, match=refused):
@@ -96,7 +96,7 @@ def test_a_killed_rank_ends_an_engine_that_serves(directory: Path, prompts: list
         params = SamplingParams(max_tokens=200, ignore_eos=True)
         with pytest.raises(EngineError, match=said):
             async for _ in llm.stream(prompts[0], params):
-                engine._followers.processes[0].kill()
+                engine._workers.processes[0].kill()
         assert llm.failure is not None
         with pytest.raises(EngineError, match=said):
             await llm.complete(prompts[0], params)
@@ -110,7 +110,7 @@ def test_a_killed_rank_ends_an_engine_that_serves(directory: Path, prompts: list
 
 def test_a_rank_that_does_not_answer_ends_the_engine(directory: Path) -> None:
     engine = ParallelEngine.open(directory, load_manifest(directory), TWO, timeout_s=5.0)
-    (process,) = engine._followers.processes
+    (process,) = engine._workers.processes
     engine.prefill(0, np.arange(20), rows="last", taps=True)
     with pytest.raises(UsageError, match="is in a process group of torch"):
         LLM(directory, tensor_parallel_size=2)
@@ -133,8 +133,8 @@ def test_a_rank_that_does_not_answer_ends_the_engine(directory: Path) -> None:
 def test_a_rank_that_hangs_while_it_opens_ends_in_an_error(
     directory: Path, monkeypatch: pytest.MonkeyPatch, work: Any, opening: str, meeting: float, said: str
 ) -> None:
-    monkeypatch.setattr(followers, "follow", work)
-    monkeypatch.setenv(followers.OPENING, opening)
+    monkeypatch.setattr(ranks, "run_worker", work)
+    monkeypatch.setenv(ranks.OPENING, opening)
     with pytest.raises(EngineError, match=f"an engine of 2 ranks could not be opened: {said}"):
         ParallelEngine.open(directory, load_manifest(directory), TWO, timeout_s=meeting)
     assert not multiprocessing.active_children()
@@ -143,17 +143,17 @@ def test_a_rank_that_hangs_while_it_opens_ends_in_an_error(
 
 
 def test_the_time_for_opening_grows_with_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(followers.OPENING, raising=False)
-    assert followers.opening_limit_s(0) == 600
-    assert followers.opening_limit_s(140 * 10**9) == 600 + 2800
-    monkeypatch.setenv(followers.OPENING, "90.5")
-    assert followers.opening_limit_s(140 * 10**9) == 90.5
-    monkeypatch.setenv(followers.OPENING, "1e6")
-    assert followers.opening_limit_s(0) == 1e6
+    monkeypatch.delenv(ranks.OPENING, raising=False)
+    assert ranks.opening_limit_s(0) == 600
+    assert ranks.opening_limit_s(140 * 10**9) == 600 + 2800
+    monkeypatch.setenv(ranks.OPENING, "90.5")
+    assert ranks.opening_limit_s(140 * 10**9) == 90.5
+    monkeypatch.setenv(ranks.OPENING, "1e6")
+    assert ranks.opening_limit_s(0) == 1e6
     for text in ("0", "-1", "1000001", "inf", "nan", "soon"):
-        monkeypatch.setenv(followers.OPENING, text)
+        monkeypatch.setenv(ranks.OPENING, text)
         with pytest.raises(UsageError, match=f"OPENING_SECONDS must be .* above 0, at most 1000000, not '{text}'"):
-            followers.opening_limit_s(0)
+            ranks.opening_limit_s(0)
 
 
 def test_the_other_ranks_end_with_rank_0(directory: Path) -> None:
@@ -163,7 +163,7 @@ def test_the_other_ranks_end_with_rank_0(directory: Path) -> None:
         "if __name__ == '__main__':\n"
         "    from ddtree_trt.runtime.llm import LLM\n"
         "    llm = LLM(sys.argv[1], threads=1, tensor_parallel_size=2)\n"
-        "    print(llm.engine._followers.processes[0].pid, flush=True)\n"
+        "    print(llm.engine._workers.processes[0].pid, flush=True)\n"
         "    sys.stdin.read()\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -19,18 +19,14 @@ from torch import Tensor
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.weight_layout import stored_weights
 from ddtree_trt.bench.settings import BenchSettings, CheckSettings
-from ddtree_trt.errors import EngineError, UsageError
+from ddtree_trt.errors import UsageError
 from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.families import FAMILIES
-from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.load import open_engine
-from ddtree_trt.runtime.engines.torch.parallel.control import Call, Outbox, calls_of, verifications_of, verify_values
 from ddtree_trt.runtime.engines.torch.parallel.engine import interrupts_deferred
-from ddtree_trt.runtime.engines.torch.parallel.shard import Shard
+from ddtree_trt.runtime.engines.torch.parallel.shard import Shard, Vocabulary
 from ddtree_trt.runtime.engines.torch.parallel.split import check_split, cut_of, kv_heads
-from ddtree_trt.runtime.engines.torch.parallel.vocabulary import Vocabulary
 from ddtree_trt.runtime.llm import LLM
-from ddtree_trt.runtime.tree import TokenTree
 from ddtree_trt.serve.options import ServeOptions
 
 
@@ -129,37 +125,6 @@ def test_queries_attend_to_heads_of_their_own_rank(heads: int, kv: int, size: in
         attended = [head // (heads // kv) for head in mine]
         group = len(mine) // (end - start)
         assert attended == [start + place // group for place in range(len(mine))]
-
-
-# Control data
-
-
-def test_calls_that_wait_are_sent_in_order() -> None:
-    outbox, sent = Outbox(16), []
-    for number in range(9):
-        if (record := outbox.add(Call.TRUNCATE, number, [7, 8])) is not None:
-            sent.append(record.copy())
-    sent.append(outbox.take())
-    assert len(sent) > 2 and all(len(record) <= 16 for record in sent)
-    found = [(call, values.tolist()) for record in sent for call, values in calls_of(record)]
-    assert found == [(Call.TRUNCATE, [number, 7, 8]) for number in range(9)]
-    assert list(calls_of(outbox.take())) == []
-    with pytest.raises(EngineError, match="a call of 18 values is longer than the 16"):
-        outbox.add(Call.PREFILL, np.zeros(16, np.int64))
-
-
-def test_trees_arrive_as_they_were_sent() -> None:
-    trees = [TokenTree(np.array([5, 6, 7]), np.array([-1, 0, 0], np.int32), np.array([0, 1, 1], np.int32))]
-    trees.append(TokenTree(np.array([9]), np.array([-1], np.int32), np.array([0], np.int32)))
-    requests = [VerifyRequest(2, trees[0]), VerifyRequest(0, trees[1])]
-    outbox = Outbox(64)
-    outbox.add(Call.VERIFY, *verify_values(requests))
-    ((call, values),) = calls_of(outbox.take())
-    assert call is Call.VERIFY
-    for found, sent in zip(verifications_of(values), requests, strict=True):
-        assert found.slot == sent.slot and found.tree.token_ids.dtype == np.int64
-        for field in ("token_ids", "parents", "depths"):
-            np.testing.assert_array_equal(getattr(found.tree, field), getattr(sent.tree, field))
 
 
 def test_an_interrupt_waits_for_the_end_of_a_pass() -> None:

@@ -1,7 +1,7 @@
-"""The engine of several ranks, as rank 0 has it: every call is executed by all of them.
+"""The engine of several ranks, as rank 0 has it: all of them do every call, each over its part of the target.
 
-Rank 0 runs the decode loop. A call's arguments go to the other ranks as one record of control data (`control.py`), then
-all ranks run the same passes, each over its part of the target.
+Rank 0 runs the decode loop. A call is a function of a rank's engine and its arguments; what no other rank is needed for
+is sent with the next call that all must do together.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import TypeVar
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ddtree_trt.artifact import files as artifact
@@ -27,28 +27,26 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.toolchain import RANKS
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.errors import EngineError, UsageError
-from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Engine, LogitRows, Verdict, VerifyRequest
+from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom, Engine, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.lazy_rows import LazyRows
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
-from ddtree_trt.runtime.engines.torch.parallel.control import (
-    ROWS,
-    Call,
-    Outbox,
-    draft_values,
-    record_size,
-    refuse_to_draw,
-    verify_values,
+from ddtree_trt.runtime.engines.torch.parallel.ranks import (
+    HERE,
+    READY,
+    TIMEOUT_S,
+    EngineCall,
+    Group,
+    RankConfig,
+    Rendezvous,
+    Workers,
+    open_part,
+    opening_limit_s,
+    whole_rows,
 )
-from ddtree_trt.runtime.engines.torch.parallel.follower import HERE, READY, Post
-from ddtree_trt.runtime.engines.torch.parallel.followers import Followers, opening_limit_s
-from ddtree_trt.runtime.engines.torch.parallel.group import TIMEOUT_S, Group, Meeting
-from ddtree_trt.runtime.engines.torch.parallel.part import open_part, whole_rows
 from ddtree_trt.runtime.engines.torch.parallel.split import check_split
 from ddtree_trt.runtime.engines.torch.weights import choose_device
 from ddtree_trt.runtime.engines.warming import make_single_passes
 from ddtree_trt.runtime.options import EngineOptions
-
-_Result = TypeVar("_Result")
 
 
 def open_torch(directory: Path, manifest: Manifest, options: EngineOptions) -> Engine:
@@ -73,7 +71,7 @@ class ParallelEngine:
         manifest: Manifest,
         engine: TorchEngine,
         group: Group,
-        followers: Followers,
+        workers: Workers,
         clean_up: Callable[[], None] = lambda: None,
     ) -> None:
         """`engine` is rank 0's part; `manifest` is that of the whole. `clean_up` is called at the engine's end."""
@@ -82,13 +80,11 @@ class ParallelEngine:
         toolchain = {**engine.manifest.toolchain, RANKS: str(group.size)}
         self.manifest = replace(manifest, toolchain=toolchain)
         self.threads = engine.threads
-        self._engine = engine
-        self._group = group
-        self._followers = followers
-        self._outbox = Outbox(record_size(manifest.limits))
+        self._engine, self._group, self._workers = engine, group, workers
+        self._waiting: list[EngineCall] = []  # done here, and not sent yet
         self._failure: str | None = None
         if engine.device.type == "cuda":  # gloo notices by itself
-            followers.watch(group.abort)
+            workers.watch(group.abort)
 
     @classmethod
     def open(
@@ -103,40 +99,38 @@ class ParallelEngine:
         """
         size, threads = options.tensor_parallel_size, options.threads
         check_split(manifest, size)
-        opening_s = opening_limit_s(manifest.files[artifact.TORCH_WEIGHTS].size)
-        devices = _devices(size)
+        weight_bytes = manifest.files[artifact.TORCH_WEIGHTS].size
+        opening_s, devices = opening_limit_s(weight_bytes), _devices(size)
         if torch.distributed.is_initialized():
             raise UsageError(
                 "this process is in a process group of torch.distributed already, another tensor-parallel engine's or "
                 "its own; close that first"
             )
         if devices[0].type == "cpu":
-            small = manifest.files[artifact.TORCH_WEIGHTS].size < SINGLE_THREAD_BYTES
-            threads = threads or (1 if small else max(torch.get_num_threads() // size, 1))
+            shared = 1 if weight_bytes < SINGLE_THREAD_BYTES else max(torch.get_num_threads() // size, 1)
+            threads = threads or shared
             torch.set_num_threads(threads)
         folder = tempfile.TemporaryDirectory(prefix="ddtree-ranks-")
-        meeting = Meeting(str(Path(folder.name) / "store"), size, timeout_s)
-        posts = [Post(r, meeting, directory, manifest, str(devices[r]), threads) for r in range(1, size)]
-        followers = Followers(posts, opening_s)
+        meeting = Rendezvous(str(Path(folder.name) / "store"), size, timeout_s)
+        workers = Workers(
+            [RankConfig(r, meeting, directory, manifest, str(devices[r]), threads) for r in range(1, size)], opening_s
+        )
         group: Group | None = None
         try:
-            followers.expect(HERE)  # starting processes takes longer than the timeout of a group may be
-            group = Group(meeting, 0, devices[0], record_size(manifest.limits))
+            workers.expect(HERE)  # starting processes takes longer than the timeout of a group may be
+            group = Group(meeting, 0, devices[0])
             engine = open_part(directory, manifest, devices[0], group)
-            followers.expect(READY)
+            workers.expect(READY)
         except BaseException as error:
-            lost = isinstance(error, (EngineError, RuntimeError, OSError))
-            found = followers.find_failure() if lost else None
-            if found is None and _timed_out(error):
-                found = f"the other ranks did not answer within {timeout_s:g} s ({error})"
-            followers.kill()
+            cause = _cause_elsewhere(error, workers, timeout_s)
+            workers.kill()
             if group is not None:
                 group.leave()
             folder.cleanup()
-            if found is not None:
-                raise EngineError(f"an engine of {size} ranks could not be opened: {found}") from error
+            if cause is not None:
+                raise EngineError(f"an engine of {size} ranks could not be opened: {cause}") from error
             raise
-        return cls(manifest, engine, group, followers, folder.cleanup)
+        return cls(manifest, engine, group, workers, folder.cleanup)
 
     @property
     def buckets(self) -> Sequence[int]:
@@ -149,23 +143,22 @@ class ParallelEngine:
         return self._engine.draftable_length(slot)
 
     def truncate(self, slot: int, length: int) -> None:
-        self._later(lambda: self._engine.truncate(slot, length), Call.TRUNCATE, slot, length)
+        self._later(TorchEngine.truncate, slot, length)
 
-    def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
-        def work() -> Verdict:
-            return self._engine.prefill(slot, token_ids, rows=rows, taps=taps)
-
-        return self._whole(self._together(work, Call.PREFILL, slot, ROWS.index(rows), taps, token_ids), 0)
+    def prefill(self, slot: int, token_ids: NDArray[Any], *, rows: LogitRows, taps: bool) -> Verdict:
+        prefill = partial(TorchEngine.prefill, rows=rows, taps=taps)
+        return self._whole(self._together(prefill, slot, token_ids), 0)
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        return self._together(lambda: self._engine.draft(requests), Call.DRAFT, *draft_values(requests))
+        found: list[Draft] = self._together(TorchEngine.draft, [replace(r, draw=refuse_to_draw) for r in requests])
+        return found
 
     def verify(self, requests: Sequence[VerifyRequest]) -> list[Verdict]:
-        verdicts = self._together(lambda: self._engine.verify(requests), Call.VERIFY, *verify_values(requests))
+        verdicts = self._together(TorchEngine.verify, requests)
         return [self._whole(verdict, number) for number, verdict in enumerate(verdicts)]
 
-    def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
-        self._later(lambda: self._engine.commit(slot, path, taps=taps), Call.COMMIT, slot, taps, path)
+    def commit(self, slot: int, path: NDArray[Any], *, taps: bool) -> None:
+        self._later(partial(TorchEngine.commit, taps=taps), slot, path)
 
     def warm_up(self, progress: Progress = no_progress) -> None:
         """On GPUs: run a prompt's chunk, a tree and a draft, so that libraries are initialised. Nothing is captured."""
@@ -185,9 +178,9 @@ class ParallelEngine:
         """Release the memory of all ranks and end their processes."""
         try:
             if self._failure is None:
-                self._followers.let_end()
-                self._together(lambda: None, Call.CLOSE)
-                self._followers.join()
+                self._workers.let_end()
+                self._together(TorchEngine.close)
+                self._workers.join()
         finally:
             if self._failure is None:
                 self._end("it was closed")
@@ -198,35 +191,28 @@ class ParallelEngine:
         place among those of its pass."""
         gathered: list[Tensor] = []
 
-        def fetch(start: int, stop: int) -> NDArray[np.float32]:
+        def fetch(start: int, stop: int) -> NDArray[Any]:
             if not gathered:
-                gathered.append(self._together(lambda: whole_rows(self._engine, number), Call.READ, number))
-            rows: NDArray[np.float32] = gathered[0][start:stop].cpu().numpy()
+                gathered.append(self._together(whole_rows, number))
+            rows: NDArray[Any] = gathered[0][start:stop].cpu().numpy()
             return rows
 
         rows = LazyRows(len(verdict.logits), self.manifest.target_dims.vocab_size, fetch)
         return Verdict(verdict.choices, rows)
 
-    def _later(self, work: Callable[[], None], call: Call, *values: ArrayLike) -> None:
-        """Do this rank's part of a call that needs no other rank, and add the call to what the others are sent next."""
+    def _later(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Do this rank's part of a call that needs no other rank, which the others are sent with the next one."""
         with interrupts_deferred(), self._in_step():
-            work()
-            self._add(call, *values)
+            function(self._engine, *arguments)
+            self._waiting.append((function, arguments))
 
-    def _together(self, work: Callable[[], _Result], call: Call, *values: ArrayLike) -> _Result:
-        """Have all ranks do a call, of which `work` is this rank's part; returns its result."""
+    def _together(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Have all ranks do a call; returns this rank's result."""
         with interrupts_deferred(), self._in_step():
-            self._add(call, *values)
-            self._send(self._outbox.take())
-            return work()
-
-    def _add(self, call: Call, *values: ArrayLike) -> None:
-        if (record := self._outbox.add(call, *values)) is not None:
-            self._send(record)
-
-    def _send(self, record: NDArray[np.int32]) -> None:
-        self._followers.ring()
-        self._group.send(record)
+            self._workers.ring()
+            self._group.exchange([*self._waiting, (function, arguments)])
+            self._waiting.clear()
+            return function(self._engine, *arguments)
 
     @contextmanager
     def _in_step(self) -> Iterator[None]:
@@ -236,35 +222,42 @@ class ParallelEngine:
             raise EngineError(self._failure)
         try:
             yield
-            if self._followers.lost():  # the wait of a GPU has no error when the group was aborted
+            if self._workers.lost():  # the wait of a GPU has no error when the group was aborted
                 raise RuntimeError("a rank has ended")
         except Exception as error:
-            self._end(self._cause(error))
+            own = f"rank 0 of {self._group.size} failed: {_first_line(error)}"
+            self._end(_cause_elsewhere(error, self._workers, self._group.timeout_s) or own)
             raise EngineError(self._failure) from error
         except BaseException:
             self._end("it was interrupted in the middle of a pass")
             raise
 
-    def _cause(self, error: Exception) -> str:
-        """Why a call failed: what the other ranks say, else this rank's error."""
-        text = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if _timed_out(error):
-            return f"the other ranks did not answer within {self._group.timeout_s:g} s ({text})"
-        lost = isinstance(error, (RuntimeError, OSError))  # what torch.distributed and a closed pipe raise
-        found = self._followers.find_failure() if lost else None
-        return found or f"rank 0 of {self._group.size} failed: {text}"
-
     def _end(self, reason: str) -> None:
         self._failure = f"the engine of {self._group.size} ranks has ended: {reason}; open it again"
-        self._followers.kill()
+        self._workers.kill()
         self._group.leave()
         self._clean_up()
 
 
-def _timed_out(error: BaseException) -> bool:
-    """Whether it is torch.distributed's error of a wait for other ranks that took too long."""
+def refuse_to_draw(*_: object) -> DrawnFrom:
+    """The `draw` of a draft request whose drafter draws nothing."""
+    raise AssertionError("a block drafter draws nothing")
+
+
+def _cause_elsewhere(error: BaseException, workers: Workers, timeout_s: float) -> str | None:
+    """What the other ranks say of an error of torch.distributed or of a closed pipe; None for any other."""
+    if not isinstance(error, (RuntimeError, OSError)):
+        return None
     text = str(error).lower()
-    return isinstance(error, RuntimeError) and ("timed out" in text or "timeout" in text)
+    if "timed out" in text or "timeout" in text:
+        return (
+            workers.find_failure(0) or f"the other ranks did not answer within {timeout_s:g} s ({_first_line(error)})"
+        )
+    return workers.find_failure()
+
+
+def _first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 
 def _devices(size: int) -> list[torch.device]:
