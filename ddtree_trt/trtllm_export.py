@@ -94,7 +94,7 @@ def settings(manifest: Manifest, target: Model, drafter: Model) -> dict[str, Any
             f"engine {manifest.name!r} has an {manifest.drafting.title}; exports are for DFlash drafters, whose chain "
             "TensorRT-LLM then runs"
         )
-    if features := manifest.dflash.features():
+    if features := manifest.drafting.dims.features():
         raise UsageError(
             f"the drafter of {manifest.name!r} has {', '.join(features)}, which DFlash of TensorRT-LLM {RELEASE} is "
             "not known to compute: its tokens could be accepted less often without an error; no export is written"
@@ -108,7 +108,7 @@ def settings(manifest: Manifest, target: Model, drafter: Model) -> dict[str, Any
         "max_batch_size": limits.max_batch,
         SPECULATIVE: {
             "decoding_type": "DFlash",
-            "max_draft_len": manifest.dflash.draft_length,
+            "max_draft_len": manifest.drafting.dims.draft_length,
             "speculative_model": drafter.name,
         },
     }

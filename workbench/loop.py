@@ -24,8 +24,8 @@ import numpy as np
 
 import ddtree_trt
 from ddtree_trt.artifact.manifest import CheckpointIdentity, Limits, Manifest
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime import scheduler as scheduling
 from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.core import EngineCore
@@ -132,7 +132,7 @@ def manifest(slots: int) -> Manifest:
         drafter=identity,
         drafter_kind="dflash",
         target_dims=TransformerDims(*shape),
-        drafter_dims=DrafterDims(*shape, block_size=LENGTH + 1, mask_token_id=0, tap_layers=(), num_target_layers=1),
+        drafter_dims=DFlashDims(*shape, block_size=LENGTH + 1, mask_token_id=0, tap_layers=(), num_target_layers=1),
         limits=Limits(max_seq_len=1 << 20, max_batch=slots),
         stop_token_ids=(),
         chat_template_args={},

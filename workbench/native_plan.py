@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,15 +30,14 @@ from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions
 from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
 from ddtree_trt.build.backends.tensorrt.profiles import covering, drafter_sizes, profile, target_sizes
-from ddtree_trt.build.graph.drafter_network import build_drafter_graph
 from ddtree_trt.build.graph.lowering_native import ATTENTION, NativeGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.ops import Sink
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.device.rtx_kinds import KINDS
 from ddtree_trt.device.tensorrt_library import import_tensorrt
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.models.decoder import language_model_shapes
-from ddtree_trt.models.drafters.dflash import dflash_shapes
 from workbench.random_pair import SHAPES, PairShape
 
 LIMITS = Limits(max_seq_len=4096, max_batch=4, max_tree_budget=256, prefill_chunk=512)
@@ -85,9 +84,11 @@ def lowered(sink: Sink, network: str, shape: PairShape, layers: int | None, floa
 
     if network == "drafter":
         drafter = shape.drafter if layers is None else replace(shape.drafter, num_layers=layers)
-        none: Any = None  # the target's tables are inputs
-        own = weights_of(dflash_shapes(drafter))
-        return build_drafter_graph(graph, drafter, own, target_weights=none, target_tied=tied, limits=LIMITS)
+        kind = kind_of(drafter)
+        checkpoint = SimpleNamespace(kind=kind, dims=drafter, tensor=weights_of(kind.shapes(tied=tied)))
+        tables = SimpleNamespace(tensor=None, tie_word_embeddings=tied)  # the target's, which are inputs
+        model: ModelProto = kind.load("graph")(graph, checkpoint, tables, LIMITS)
+        return model
     target = shape.target if layers is None else replace(shape.target, num_layers=layers)
     own = weights_of(language_model_shapes(target, tied=tied))
     return build_target_graph(graph, target, own, tap_layers=taps, limits=LIMITS, tied=tied)

@@ -16,9 +16,9 @@ from ddtree_trt import __version__
 from ddtree_trt.artifact.manifest import SCHEMA_VERSION, CheckpointIdentity, Limits, Manifest
 from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.weight_layout import TARGET, stored_weights
+from ddtree_trt.drafters.dflash.dims import DFlashDims, default_tap_layers
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import BIAS, TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims, default_tap_layers
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.weights import DTYPES
 
@@ -36,9 +36,9 @@ class PairShape:
     block_size: int = 16
 
     @property
-    def drafter(self) -> DrafterDims:
+    def drafter(self) -> DFlashDims:
         layers = self.target.num_layers
-        return DrafterDims(
+        return DFlashDims(
             **{**vars(self.target), "num_layers": self.draft_layers},
             block_size=self.block_size,
             mask_token_id=self.target.vocab_size - 1,

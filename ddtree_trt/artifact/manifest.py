@@ -13,18 +13,16 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal
 
 from ddtree_trt.artifact.files import ENGINES, HUB_ID, MANIFEST, NAME
 from ddtree_trt.artifact.limits import Limits as Limits
 from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PLAN_BACKENDS, BackendName, PrecisionName
+from ddtree_trt.drafters.kind import DrafterKind
+from ddtree_trt.drafters.registry import KindName, dims_record, kind_of
 from ddtree_trt.errors import ArtifactError
 from ddtree_trt.models.decoder import Token, TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims, borrowed_rows, dflash_contradiction
-from ddtree_trt.models.drafters.eagle3 import Eagle3Dims, eagle3_contradiction
-from ddtree_trt.models.drafters.kinds import DrafterKind, KindName, dims_record, kind_of
 from ddtree_trt.models.experts import expert_contradiction
-from ddtree_trt.models.pairs import misfit
 from ddtree_trt.models.rope_scaling import contradiction
 from ddtree_trt.reading import Between, Pattern, Source, parse_json, read_json, read_record, shown
 
@@ -99,20 +97,6 @@ class Manifest:
             return None
         return "native" if self.plugin is None else "plugin"
 
-    @property
-    def dflash(self) -> DrafterDims:
-        """The drafter's dimensions; raises ArtifactError when the drafter is autoregressive."""
-        if self.drafter_kind != "dflash":
-            raise ArtifactError(f"engine {self.name!r} has an {self.drafting.title}, not a DFlash drafter")
-        return cast("DrafterDims", self.drafter_dims)
-
-    @property
-    def eagle3(self) -> Eagle3Dims:
-        """The drafter's dimensions; raises ArtifactError when the drafter is no EAGLE-3 drafter."""
-        if self.drafter_kind != "eagle3":
-            raise ArtifactError(f"engine {self.name!r} has a drafter of kind {self.drafter_kind}, not eagle3")
-        return cast("Eagle3Dims", self.drafter_dims)
-
     def to_json(self) -> str:
         """The manifest file's text: the record's fields and `digest`, the sha256 over them."""
         dims = {"target_dims": self.target_dims.stated(), "drafter_dims": self.drafter_dims.stated()}
@@ -174,16 +158,12 @@ def _contradiction(m: Manifest) -> str | None:
             return f"{name}.rope_scaling: {problem}"
         if problem := expert_contradiction(dims.experts):
             return f"{name}.experts: {problem}"
-    if isinstance(m.drafter_dims, DrafterDims) and (problem := dflash_contradiction(m.drafter_dims)):
+    if problem := m.drafting.contradiction():
         return f"drafter_dims: {problem}"
-    if borrowed_rows(m.drafter_dims):
+    if m.drafting.borrowed_rows:
         return "drafter_dims.draft_vocab_size needs own_head"
-    if isinstance(m.drafter_dims, Eagle3Dims) and (problem := eagle3_contradiction(m.drafter_dims)):
-        return f"drafter_dims: {problem}"
-    if problem := misfit(m.target_dims, m.drafter_dims):
+    if problem := m.drafting.misfit(m.target_dims):
         return f"the drafter does not fit the target: {problem}"
-    if not (m.drafting.language_model or m.drafting.tap_layers):
-        return "drafter_dims.tap_layers is empty"
     if late := [token for token in m.stop_token_ids if token >= m.target_dims.vocab_size]:
         return f"stop_token_ids {late[:3]} are not below vocab_size {m.target_dims.vocab_size}"
     positions = min(m.target_dims.max_positions, m.drafter_dims.max_positions)

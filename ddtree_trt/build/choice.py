@@ -13,8 +13,8 @@ from ddtree_trt.build.outline import Pair
 from ddtree_trt.device.gpus import Gpu
 from ddtree_trt.device.rtx_kinds import KINDS
 from ddtree_trt.device.survey import CUDA, CUDA_PYTHON, DRIVER, TENSORRT, TENSORRT_RTX, Survey
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import install_with
-from ddtree_trt.models.drafters.eagle3 import Eagle3Dims
 from ddtree_trt.plugins import HEAD_DIMS, LOWEST_SM, library
 
 Wanted = Literal["auto", PrecisionName]
@@ -132,8 +132,9 @@ def _of_pair(backend: BackendName, survey: Survey, pair: Pair | None, wanted: Wa
     if survey.gpu is None:
         return Obstacle(survey.no_gpu)
     known = [p for p in BACKEND_PRECISIONS[backend] if backend == "torch" or PRECISIONS[p].half]
-    if backend != "torch" and pair and isinstance(pair.drafter.dims, Eagle3Dims):
-        return Obstacle("EAGLE-3 drafters are not implemented for it")
+    half = "tensorrt" if backend == "tensorrt-rtx" else backend
+    if pair and half not in (kind := kind_of(pair.drafter.dims)).halves:
+        return Obstacle(f"{kind.title}s are not implemented for it")
     if backend != "torch" and pair and (pair.target.dims.experts or pair.drafter.dims.experts):
         return Obstacle("mixtures of experts are not implemented for it")
     if wanted != "auto" and wanted not in known:

@@ -28,10 +28,9 @@ from ddtree_trt.build.presets import PRESETS, Preset, find_preset
 from ddtree_trt.build.sources import Source, locate, named_source
 from ddtree_trt.device.buffers import with_aligned_slots
 from ddtree_trt.device.survey import survey_machine
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import BuildError, CheckpointError, UsageError
 from ddtree_trt.models.decoder import POSITIONS
-from ddtree_trt.models.drafters.eagle3 import fitted
-from ddtree_trt.models.drafters.kinds import kind_of
 from ddtree_trt.reading import Source as JsonSource
 from ddtree_trt.reading import shown
 
@@ -199,7 +198,7 @@ def _open_pair(target: Source, drafter: Source) -> tuple[Checkpoint, Checkpoint]
     from ddtree_trt.build.checkpoint.shortlist import with_rows_of_head
 
     first, second = _open(target, "--checkpoint"), _open(drafter, "--drafter")
-    second = with_rows_of_head(replace(second, dims=fitted(second.dims, first.dims)), first)
+    second = with_rows_of_head(replace(second, dims=second.kind.fitted(first.dims)), first)
     check_pair(first, second)
     return first, second
 

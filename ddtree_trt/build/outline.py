@@ -5,16 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
 
 from ddtree_trt.artifact.precisions import PLAN_BACKENDS, PRECISIONS, BackendName, PrecisionName
 from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
 from ddtree_trt.build.checkpoint.quantization import MODELOPT_CONFIG, Quantization
 from ddtree_trt.build.sources import Source, locate
+from ddtree_trt.drafters.registry import checkpoint_shapes, kind_of
 from ddtree_trt.models.decoder import HEAD, TransformerDims
-from ddtree_trt.models.drafters.dflash import borrowed_rows
-from ddtree_trt.models.drafters.eagle3 import fitted
-from ddtree_trt.models.pairs import checkpoint_shapes
 
 
 @dataclass(frozen=True)
@@ -51,7 +48,7 @@ class Pair:
         """Bytes of both networks' weights in an engine. Of plans without the heads, which `device/memory.py`
         counts as they are on the device."""
         if backend == "onnxruntime":
-            return weight_bytes(self.target.shapes, precision) + weight_bytes(self.drafter.shapes, precision)
+            return weight_bytes(self.target, precision) + weight_bytes(self.drafter, precision)
         size, plans = PRECISIONS[precision].value_bytes, backend in PLAN_BACKENDS
         target, drafter = self.target, self.drafter
         if plans:
@@ -68,9 +65,9 @@ def outline_pair(target: Source, drafter: Source) -> Pair:
     from ddtree_trt.build.checkpoint.reader import check_pair
 
     first, second = _outline(target, "--checkpoint"), _outline(drafter, "--drafter")
-    dims = fitted(second.dims, first.dims)
-    if rows := borrowed_rows(dims):
-        second, dims = replace(second, shapes={**second.shapes, **rows}), replace(cast(Any, dims), own_head=True)
+    dims = kind_of(second.dims).fitted(first.dims)
+    if rows := kind_of(dims).borrowed_rows:
+        second, dims = replace(second, shapes={**second.shapes, **rows}), replace(dims, own_head=True)
     pair = Pair(first, replace(second, dims=dims))
     check_pair(pair.target, pair.drafter)
     return pair

@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.drafters import kind as kinds
+from ddtree_trt.drafters.kind import DrafterKind
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters import kinds
-from ddtree_trt.models.drafters.kinds import DrafterKind, kind_of
 
 ALIGNMENT = 256  # bytes: what TensorRT asks of every tensor's address
 INT_BYTES = FLOAT_BYTES = 4
@@ -180,7 +181,7 @@ def _drafter_buffers(
             STATES: slots * rows.waiting * width,
             CONTEXT: rows.context * width,
         }
-    if not kind.at_once:
+    if kind.block_size is None:
         buffers[DRAFT_LOGITS] = drafter.vocab_size * FLOAT_BYTES
         buffers[DRAFTER_CONTROL] = _pass_control_bytes(1, limits.prefill_chunk, limits)
         return buffers, 0

@@ -16,9 +16,9 @@ from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.artifact.precisions import PLAN_BACKENDS, PRECISIONS, BackendName
 from ddtree_trt.device.buckets import buckets, captured_passes, context_steps
 from ddtree_trt.device.buffers import FLOAT_BYTES, NOT_COUNTED_AS_BUFFERS, pass_rows, tensorrt_buffers
+from ddtree_trt.drafters.kind import EMBEDDING, HEAD
+from ddtree_trt.drafters.registry import checkpoint_shapes, kind_of
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.kinds import EMBEDDING, HEAD, kind_of
-from ddtree_trt.models.pairs import checkpoint_shapes
 from ddtree_trt.plugins import HEAD_DIMS
 
 # Per layer of a captured pass: nodes and arguments of a dozen kernels, TensorRT's context. Estimated, never measured.
@@ -150,7 +150,7 @@ def _buffers_bytes(
         return sum(sizes[name] for name in sizes.keys() - NOT_COUNTED_AS_BUFFERS)
     kind, rows = kind_of(drafter), pass_rows(limits, _slots_per_pass(backend, limits))
     taps = len(kind.tap_layers) * target.hidden_size
-    waiting = limits.max_batch * limits.prefill_chunk if kind.by_levels else 0  # states without a row in its cache
+    waiting = limits.max_batch * limits.prefill_chunk if kind.shifted_inputs else 0  # states without a row in its cache
     return rows * target.vocab_size * FLOAT_BYTES + (rows + waiting) * taps * size
 
 
@@ -221,4 +221,4 @@ def _widest_bytes(
     widest = max(target.inner_width, sum(target.qkv_widths))
     wide = rows * size * (4 * target.hidden_size + 3 * widest)
     kind = kind_of(drafter)
-    return max(wide, 2 * slots * (kind.longest_draft if kind.at_once else 0) * target.vocab_size * FLOAT_BYTES)
+    return max(wide, 2 * slots * (kind.longest_draft if kind.block_size else 0) * target.vocab_size * FLOAT_BYTES)

@@ -7,7 +7,7 @@ the fields of `TransformerDims`; `families.py` lists them. Projections are [out,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Annotated, Any
 
 from ddtree_trt.models.experts import Experts
@@ -32,6 +32,7 @@ EMBEDDING = "model.embed_tokens.weight"
 HEAD = "lm_head.weight"
 BODY = "model."  # prefix of a language model's layers and final norm
 FINAL_NORM = "norm.weight"
+ATTENTION, MLP = "attention", "mlp"  # the sublayers of a layer
 BIAS = ".bias"  # suffix of the bias of a projection
 
 
@@ -78,17 +79,28 @@ class TransformerDims:
 
 
 @dataclass(frozen=True)
+class BlockMask:
+    """Which keys a row of a drafted block sees in one layer, by their distance to its own position."""
+
+    window: int = 0  # only those less than so many positions away, itself counted; 0: all
+    causal: bool = False  # none after it
+
+
+@dataclass(frozen=True)
 class Part:
     """One tensor of a network in use: tensors of the checkpoint, joined along their first axis."""
 
     name: str  # in our weight files
     shapes: Mapping[str, Shape]  # of the joined tensors, by Hugging Face name and in order
+    stacked: int = 0  # where not 0, so many equal groups of them are stacked along an axis before
+    integers: bool = False  # int32, whatever an engine's precision is
 
     @property
     def shape(self) -> Shape:
         """Shape of the whole."""
         first, *_ = shapes = list(self.shapes.values())
-        return sum(shape[0] for shape in shapes), *first[1:]
+        rows = sum(shape[0] for shape in shapes)
+        return (self.stacked, rows // self.stacked, *first[1:]) if self.stacked else (rows, *first[1:])
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -114,6 +126,18 @@ class Layer:
     def __iter__(self) -> Iterator[Part]:
         """The parts it has, in the order of checkpoints."""
         return (part for part in vars(self).values() if part is not None)
+
+    @property
+    def projected(self) -> tuple[Part, ...]:
+        """The parts that compute queries, keys and values."""
+        return (self.qkv,) if self.qkv_bias is None else (self.qkv, self.qkv_bias)
+
+    @property
+    def others(self) -> Iterator[Part]:
+        """The other parts, in the order of our weight files."""
+        norms = (self.input_norm, self.post_norm)
+        parts = (self.q_norm, self.k_norm, self.o, *norms, self.router, self.gate_up, self.down)
+        return (part for part in parts if part is not None)
 
 
 def decoder_layer(dims: TransformerDims, index: int, body: str = BODY) -> Layer:
@@ -166,6 +190,21 @@ def language_model_shapes(dims: TransformerDims, *, tied: bool) -> Shapes:
     """Every tensor of a target, or of an autoregressive drafter; with `tied` the head is the embedding."""
     layers = (part for layer in decoder_layers(dims) for part in layer)
     return shapes_of((embedding(dims), *layers, final_norm(dims), *(() if tied else (head(dims),))))
+
+
+def language_model_stored(dims: TransformerDims, *, tied: bool) -> Iterator[Part]:
+    """The same in the order of our weight files."""
+    yield embedding(dims)
+    if not tied:
+        yield head(dims)
+    for index, layer in enumerate(decoder_layers(dims)):
+        yield from within_layer(index, layer.projected, layer.others)
+    yield final_norm(dims)
+
+
+def within_layer(index: int, *parts: Iterable[Part]) -> Iterator[Part]:
+    """The parts with names in our weight files that say whose layer they are."""
+    return (replace(part, name=f"layers.{index}.{part.name}") for some in parts for part in some)
 
 
 def is_of_values(name: str) -> bool:

@@ -14,7 +14,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.records import with_fields
 from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.decoding.budget.costs import Costs
-from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets, Proposes
+from ddtree_trt.runtime.decoding.budget.policy import AutoBudgets
 from ddtree_trt.runtime.decoding.routing import check_mode
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.engines.load import closed_on_failure, open_engine
@@ -125,8 +125,7 @@ def assemble_core(
     codec = TextCodec(directory, engine.manifest.chat_template_args)
     manifest, latencies = engine.manifest, load_or_measure(directory, engine, progress)
     max_nodes, kind = manifest.limits.max_tree_budget, manifest.drafting
-    proposes: Proposes = "block" if kind.at_once else "levels" if kind.by_levels else "tokens"
     depth = min(max_nodes, kind.longest_draft)
-    nodes = depth if proposes == "tokens" else max_nodes
-    budgets = AutoBudgets(Costs(latencies, nodes, engine.buckets), nodes, depth, proposes)
+    nodes = depth if kind.drafts == "tokens" else max_nodes
+    budgets = AutoBudgets(Costs(latencies, nodes, engine.buckets), nodes, depth, kind.drafts)
     return EngineCore(engine, codec, budgets, options, directory=directory)

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from ddtree_trt.artifact.limits import BUDGETS
+from ddtree_trt.drafters.kind import LEVELS, most_expanded
 from ddtree_trt.errors import UsageError, shown
-from ddtree_trt.models.drafters.eagle3 import LEVELS, most_expanded
 from ddtree_trt.runtime.chat.formats import MARKS
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.decoding.loop import Watcher
@@ -165,13 +165,13 @@ class RequestMaker:
             )
         drafting = self._manifest.drafting
         # A chain that is drafted token by token is as long as its budget.
-        longest = drafting.longest_draft if drafting.at_once or drafting.by_levels else limits.max_tree_budget
+        longest = limits.max_tree_budget if drafting.drafts == "tokens" else drafting.longest_draft
         if params.draft_length is not None and params.draft_length > longest:
             raise UsageError(
                 f"draft_length {shown(params.draft_length)} is above the {longest} positions that this engine's "
                 "drafter drafts in a round; lower it"
             )
-        if drafting.by_levels and METHODS[params.method].drafts:
+        if drafting.drafts == "levels" and METHODS[params.method].drafts:
             self._check_levels(params)
 
     def _check_levels(self, params: SamplingParams) -> None:
@@ -224,7 +224,7 @@ class RequestMaker:
     def _budget(self, params: SamplingParams) -> Budget:
         method = METHODS[params.method]
         if params.tree_budget != "auto":
-            levels = (params.draft_length or LEVELS) if self._manifest.drafting.by_levels else None
+            levels = (params.draft_length or LEVELS) if self._manifest.drafting.drafts == "levels" else None
             return FixedBudget(params.tree_budget, levels)
         fixed = method.default_budget(self._manifest.drafting)
         if fixed is not None:

@@ -150,7 +150,7 @@ class Scheduler:
             return 0  # for prompt_logprobs: the logits of every prompt row are needed
         held = self.engine.draftable_length(index) if sequence.drafts else self.engine.length(index)
         shared = _common_prefix(self._slots[index].tokens, sequence.prompt)
-        if sequence.drafts and self.engine.manifest.drafting.rows_read_next:
+        if sequence.drafts and self.engine.manifest.drafting.shifted_inputs:
             # The row of the last common token was made with the token behind it, which the prompt may not have.
             held, shared = max(held - 1, 0), max(shared - 1, 0)
         return min(held, shared, len(sequence.prompt) - 1)  # the last token is always computed, for its logits

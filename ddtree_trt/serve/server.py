@@ -130,7 +130,7 @@ def _method(manifest: Manifest) -> str:
     if budget is not None:
         return f"{method.name} with {budget} draft tokens a round"
     most = limits.max_tree_budget
-    if not (drafting.at_once or drafting.by_levels):  # chains, drafted token by token
+    if drafting.drafts == "tokens":  # chains, drafted token by token
         most = min(most, drafting.longest_draft)
     return f"{method.name} with automatic budgets of up to {most} draft tokens a round"
 

@@ -58,12 +58,6 @@ def test_the_command_that_rebuilds_plans() -> None:
     assert "--precision bf16 --gpu sm89 --gpu sm120 --no-row-independence --output" in rebuild_command(place, rtx)
 
 
-def test_dflash_of_an_autoregressive_engine() -> None:
-    assert make_manifest().dflash.block_size == 8
-    with pytest.raises(ArtifactError, match="has an autoregressive drafter"):
-        _ = make_manifest(drafter_kind="autoregressive", drafter_dims=DIMS).dflash
-
-
 @pytest.mark.parametrize(
     ("place", "value", "message"),
     [

@@ -20,8 +20,8 @@ from ddtree_trt.artifact.manifest import Limits, load_manifest
 from ddtree_trt.bench.prompts import load_prompts
 from ddtree_trt.bench.session import Session
 from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.drafters.kind import LEVELS
 from ddtree_trt.errors import UsageError
-from ddtree_trt.models.drafters.eagle3 import LEVELS
 from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import DraftTree

@@ -109,7 +109,7 @@ def autoregressive(manifest: Manifest) -> dict[str, Any]:
 
 
 def markov(manifest: Manifest) -> dict[str, Any]:
-    return {"drafter_dims": replace(manifest.dflash, markov_rank=8)}
+    return {"drafter_dims": replace(manifest.drafting.dims, markov_rank=8)}
 
 
 @pytest.mark.parametrize(

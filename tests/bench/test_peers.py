@@ -152,7 +152,7 @@ def test_tensorrt_llm_runs_both_methods_cold(
     assert peer.methods == ["ar", "dflash"]
     plain, speculative = list(tensorrt_llm)
     assert "speculative_config" not in plain
-    assert speculative["speculative_config"]["max_draft_len"] == load_manifest(tiny_engine).dflash.draft_length
+    assert speculative["speculative_config"]["max_draft_len"] == load_manifest(tiny_engine).drafting.dims.draft_length
     assert plain["kv_cache_config"]["enable_block_reuse"] is False and plain["max_batch_size"] == 1
     outcome = peer.run("dflash", [1, 2], GREEDY)
     assert (outcome.token_ids, outcome.acceptance_lengths) == (tuple(range(6)), (2, 3))

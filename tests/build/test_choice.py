@@ -22,10 +22,10 @@ from ddtree_trt.build.outline import Outline, Pair, outline_pair
 from ddtree_trt.build.sources import LocalSource
 from ddtree_trt.device.gpus import Gpu, visible_gpus
 from ddtree_trt.device.survey import CUDA_PYTHON, TENSORRT, TENSORRT_RTX, Survey
+from ddtree_trt.drafters.dflash.dims import DFlashDims
+from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims
-from ddtree_trt.models.pairs import checkpoint_shapes
 from ddtree_trt.plugins import library
 
 GPUS = {
@@ -129,7 +129,7 @@ def test_machines(description: str, backend: BackendName, words: str) -> None:
 def outline(layers: int, hidden: int, head_dim: int = 128, quantization: Quantization | None = None) -> Pair:
     """A pair of Qwen3's vocabulary whose target has these dimensions."""
     target = TransformerDims(151936, hidden, layers, 32, 8, head_dim, 3 * hidden, 1e-6, 1e6, 40960)
-    drafter = DrafterDims(151936, hidden, 5, 32, 8, head_dim, 3 * hidden, 1e-6, 1e6, 40960, 16, 151669, (1, 9), layers)
+    drafter = DFlashDims(151936, hidden, 5, 32, 8, head_dim, 3 * hidden, 1e-6, 1e6, 40960, 16, 151669, (1, 9), layers)
     return Pair(
         Outline("target", target, checkpoint_shapes(target, tied=False), quantization),
         Outline("drafter", drafter, checkpoint_shapes(drafter, tied=True), None),

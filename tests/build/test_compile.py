@@ -22,9 +22,9 @@ from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.graph.weights import ALIGNMENT, WeightFile
 from ddtree_trt.build.presets import PRESETS
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import BuildError
 from ddtree_trt.models.decoder import EMBEDDING, language_model_shapes
-from ddtree_trt.models.drafters.dflash import DrafterDims
 
 
 def build(pair: tuple[Path, Path], engine: Path, **options: Any) -> Manifest:
@@ -54,7 +54,7 @@ def test_manifest_of_a_pair(tmp_path: Path) -> None:
     assert manifest.target == load_checkpoint(pair[0]).identify()
     assert manifest.drafter == load_checkpoint(pair[1]).identify()
     assert (manifest.target.name, manifest.target.revision) == ("target", LOCAL)
-    assert manifest.target_dims == TARGET_DIMS and isinstance(manifest.dflash, DrafterDims)
+    assert manifest.target_dims == TARGET_DIMS and isinstance(manifest.drafting.dims, DFlashDims)
     assert manifest.limits == Limits(max_seq_len=TARGET_DIMS.max_positions, max_batch=2)  # cut to the positions
     assert manifest.stop_token_ids == (STOP_TOKEN,)
     assert set(manifest.toolchain) == {"python", "numpy", "onnx", "onnxruntime"}

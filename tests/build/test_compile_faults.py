@@ -161,7 +161,7 @@ def test_a_block_longer_than_a_pass(
     request = BuildRequest(target="mine", checkpoint=pair[0], drafter=pair[1], output=tmp_path / "e")
     with pytest.raises(UsageError, match=rf"block of 300 tokens .* give --max-tree-budget {rows}"):
         compile_engine(BuildRequest(**{**vars(request), "max_tree_budget": rows - 2}))
-    assert compile_engine(BuildRequest(**{**vars(request), "max_tree_budget": rows})).dflash.block_size == 300
+    assert compile_engine(BuildRequest(**{**vars(request), "max_tree_budget": rows})).drafting.dims.block_size == 300
 
 
 # The output

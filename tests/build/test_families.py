@@ -31,10 +31,10 @@ from ddtree_trt.build.checkpoint.config import read_config
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
+from ddtree_trt.drafters.registry import checkpoint_shapes
 from ddtree_trt.errors import ArtifactError, CheckpointError
 from ddtree_trt.models.decoder import language_model_shapes
 from ddtree_trt.models.families import FAMILIES, LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, Family
-from ddtree_trt.models.pairs import checkpoint_shapes
 
 
 def test_what_is_offered() -> None:

@@ -59,14 +59,14 @@ def test_a_rotated_network_computes_the_same(shape: dict[str, Any], tmp_path: Pa
     """Logits of prefills and branching trees, the states that are handed to the drafter, and what it makes of them."""
     target, drafter = make_pair(tmp_path / "pair", **shape)
     with closing(build_engine(target, drafter, tmp_path / "engine")) as engine:
-        truth = Truth(target, engine.manifest.dflash.tap_layers)
-        follower = Follower(engine, 0, RotatedTruth(target, engine.manifest.dflash.tap_layers))
+        truth = Truth(target, engine.manifest.drafting.dims.tap_layers)
+        follower = Follower(engine, 0, RotatedTruth(target, engine.manifest.drafting.dims.tap_layers))
         rng = np.random.default_rng(5)
         follower.prefill(rng.integers(0, 90, 20))
         tree = random_tree(rng, 9, 90)
         follower.verify(tree)
         follower.commit(path_to(tree, int(tree.depths.argmax())))
         (draft,) = engine.draft([DraftRequest(0, 7, 20, 1, refuse_to_draw)])
-        log_probs = DFlash(drafter, engine.manifest.dflash, truth)(truth(follower.tokens)[1], 7)
+        log_probs = DFlash(drafter, engine.manifest.drafting.dims, truth)(truth(follower.tokens)[1], 7)
         expected = np.take_along_axis(log_probs, marginals(draft).token_ids.astype(np.int64), 1)
         np.testing.assert_allclose(marginals(draft).log_probs, expected, atol=1e-4 * expected.std())

@@ -17,10 +17,10 @@ from truth import FALSE_ALARM, chi_square, distribution
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.drafters.eagle3.drafter import Level, Nodes
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.loop import Round
 from ddtree_trt.runtime.engines import profile
-from ddtree_trt.runtime.engines.eagle import Level, Nodes
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
 from ddtree_trt.runtime.engines.profile import measure

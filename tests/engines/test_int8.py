@@ -222,7 +222,7 @@ def follow(engine: OrtEngine, truth: Truth) -> None:
 def test_a_target_is_transformers_quantised(shape: dict[str, Any], errors: Errors, tmp_path: Path) -> None:
     target, drafter = make_pair(tmp_path / "pair", **shape)
     engine = build_engine(target, drafter, tmp_path / "engine", precision="int8", max_batch=2)
-    follow(engine, RoundedTruth(target, engine.manifest.dflash.tap_layers))
+    follow(engine, RoundedTruth(target, engine.manifest.drafting.dims.tap_layers))
     engine.close()
     engine.close()  # again is no error
     assert len(errors.rows) > 60
@@ -234,7 +234,7 @@ def test_the_truth_above_can_tell(errors: Errors, tmp_path: Path) -> None:
     """A network that is not rounded has no row in common."""
     target, drafter = make_pair(tmp_path / "pair")
     engine = build_engine(target, drafter, tmp_path / "engine", precision="int8", max_batch=2)
-    follow(engine, Truth(target, engine.manifest.dflash.tap_layers))
+    follow(engine, Truth(target, engine.manifest.drafting.dims.tap_layers))
     assert min(errors.rows) > 1e-2
 
 
@@ -243,8 +243,8 @@ def test_a_drafter_is_near_the_one_in_float32(tied: bool, tmp_path: Path) -> Non
     """Its log-probabilities, of the candidates it names, against the plain statement of DFlash."""
     target, drafter = make_pair(tmp_path / "pair", tied=tied)
     engine = build_engine(target, drafter, tmp_path / "engine", precision="int8")
-    truth = Truth(target, engine.manifest.dflash.tap_layers)
-    dflash = DFlash(drafter, engine.manifest.dflash, truth)
+    truth = Truth(target, engine.manifest.drafting.dims.tap_layers)
+    dflash = DFlash(drafter, engine.manifest.drafting.dims, truth)
     tokens = np.random.default_rng(1).integers(0, 90, 30)
     engine.prefill(0, tokens, rows="none", taps=True)
     (draft,) = engine.draft([DraftRequest(0, 7, 20, 1, refuse_to_draw)])

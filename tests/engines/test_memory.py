@@ -36,14 +36,14 @@ from ddtree_trt.device.buffers import ALIGNMENT, CacheShape, Layout, Rows, tenso
 from ddtree_trt.device.gpus import Gpu, find_gpus
 from ddtree_trt.device.memory import CAPTURED_LAYER_BYTES, MemoryPlan, plan_engine
 from ddtree_trt.doctor import diagnose
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import BuildError
 from ddtree_trt.inspection import inspect_engine
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims
 
 # The shapes in the config.json files of Qwen/Qwen3-8B and of its drafter at z-lab.
 TARGET = TransformerDims(151936, 4096, 36, 32, 8, 128, 12288, 1e-6, 1e6, 40960)
-DRAFTER = DrafterDims(151936, 4096, 5, 32, 8, 128, 12288, 1e-6, 1e6, 40960, 16, 151669, (1, 9, 17, 25, 33), 36)
+DRAFTER = DFlashDims(151936, 4096, 5, 32, 8, 128, 12288, 1e-6, 1e6, 40960, 16, 151669, (1, 9, 17, 25, 33), 36)
 LIMITS = Limits(max_seq_len=4096, max_batch=4)
 BACKENDS: tuple[BackendName, ...] = ("onnxruntime", "torch", "tensorrt")
 
@@ -302,6 +302,6 @@ def test_every_session_of_onnxruntime_packs_a_head(tied: bool, tmp_path: Path) -
     layers = [shape for network in networks for shape in network.shapes.values() if shape != table]
     request = BuildRequest(target="x", checkpoint=target, drafter=drafter)
     assert dry_run(request).memory.weights_bytes == 4 * (sum(map(math.prod, layers)) + 3 * math.prod(table))
-    stored = sum(weight_bytes(network.shapes, "int8") for network in networks)
+    stored = sum(weight_bytes(network, "int8") for network in networks)
     again = dataclasses.replace(request, precision="int8")
     assert dry_run(again).memory.weights_bytes == stored + math.prod(table)

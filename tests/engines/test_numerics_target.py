@@ -50,7 +50,7 @@ def followers(request: pytest.FixtureRequest, build: Any, tmp_path_factory: pyte
     if request.param != "tiny":
         target, drafter = make_pair(path, max_positions=2 * CHUNK, **SHAPES[request.param])
     engine = build(target, drafter, path / "engine", max_batch=2)
-    truth = Truth(target, engine.manifest.dflash.tap_layers)
+    truth = Truth(target, engine.manifest.drafting.dims.tap_layers)
     return [Follower(engine, slot, truth) for slot in range(2)]
 
 

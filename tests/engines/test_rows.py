@@ -100,7 +100,7 @@ def test_no_rows_fetch_nothing() -> None:
 def test_the_cache_is_never_overrun(tmp_path: Path) -> None:
     """A draft that would write behind the cache's last row is refused, to the row."""
     engine = build_engine(*make_pair(tmp_path), tmp_path / "engine", max_batch=1)
-    most = engine.manifest.limits.cache_rows - engine.manifest.dflash.block_size
+    most = engine.manifest.limits.cache_rows - engine.manifest.drafting.dims.block_size
     for rows in (most, most + 1):
         engine.truncate(0, 0)
         engine.prefill(0, np.zeros(rows, np.int64), rows="none", taps=True)

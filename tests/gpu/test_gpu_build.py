@@ -89,7 +89,7 @@ def test_the_plan_has_the_names_shapes_and_types_of_the_contract(engine: tuple[s
 def test_one_profile_for_all_passes(engine: tuple[str, Any], manifest: Manifest) -> None:
     network, plan = engine
     assert plan.num_optimization_profiles == 1 and manifest.toolchain["row_independence"] == "yes"
-    limits, block = manifest.limits, manifest.dflash.block_size
+    limits, block = manifest.limits, manifest.drafting.dims.block_size
     rows = {"target": limits.max_tokens_per_pass, "drafter": limits.prefill_chunk + block}
     _, _, largest = plan.get_tensor_profile_shape(names.POSITIONS, 0)
     assert tuple(largest) == (limits.max_batch, rows[network])

@@ -33,9 +33,14 @@ OWNERS = {
     "llguidance": ("runtime/structured/",),
 }
 BY_NAME = {"import_module", "import_package", "__import__"}  # functions that import what a text names
-# Where that text is not in the call: public names, backends' classes, what `import_package` gets.
-BY_OTHER_TEXT = {"__init__.py", "artifact/backends.py", "device/packages.py"}
-ONNX_ROOM = "build/graph/"  # may import onnx when it is loaded; the rest of build/ inside a function
+# Where it is not in the call: public names, classes of backends, halves of drafters, `import_package`.
+BY_OTHER_TEXT = {"__init__.py", "artifact/backends.py", "device/packages.py", "drafters/kind.py"}
+ONNX_ROOMS = ("build/graph/", "graph.py")  # may import onnx when loaded; the rest of build/ inside a function
+
+# A drafter kind's package has a half of each side; the rest of it is a leaf. Its record names both halves by a text.
+BUILD_HALF = ("dialects.py", "graph.py")
+RUNTIME_HALF = ("drafter.py", "on_onnxruntime.py", "on_tensorrt.py", "on_torch.py")
+KINDS = tuple(f"drafters/{path.name}/" for path in (PACKAGE / "drafters").iterdir() if path.is_dir())
 
 # What `build` and `runtime` share. These import nothing of ours but each other.
 LEAVES = (
@@ -124,26 +129,35 @@ def our_files(names: set[str]) -> set[str]:
     return found
 
 
+def side(place: str) -> str:
+    """ "leaf", "build" or "runtime"; of what is above these its room."""
+    if place.startswith(KINDS):
+        name = place.rpartition("/")[2]
+        return "build" if name in BUILD_HALF else "runtime" if name in RUNTIME_HALF else "leaf"
+    return "leaf" if place.startswith((*LEAVES, "drafters/")) else place.partition("/")[0]
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(PACKAGE).as_posix())
 def test_import_law(path: Path) -> None:
     place = path.relative_to(PACKAGE).as_posix()
     tree = ast.parse(path.read_text(encoding="utf-8"))
     names = imports(tree)
     assert place in BY_OTHER_TEXT or not hidden_imports(tree)
-    others = {file for file in our_files(names) if not file.startswith(LEAVES)}
-    if place.startswith(LEAVES):
-        assert not others, "leaves import leaves only"
-    for side in ("build/", "runtime/"):
-        if place.startswith(side):
-            assert not {other for other in others if not other.startswith(side)}, f"{side} and leaves only"
-    if place.startswith("build/"):
+    files, own_side = our_files(names), side(place)
+    if own_side in ("leaf", "build", "runtime"):
+        assert {side(file) for file in files} <= {"leaf", own_side}, "its own side and leaves only"
+    if own_side == "build":
         assert not within(names, NATIVE)
+    # A kind is a package and its line in the registry; what measures makes drafters of its own.
+    if not place.startswith(("drafters/", "bench/")):
+        assert not {file for file in files if file.startswith(KINDS)}, "kinds are asked over their record"
     assert not within(names, "workbench"), "what measures is beside the package"
     for module, owners in OWNERS.items():
-        assert place.startswith(owners) or not within(names, module)
+        own_half = place.startswith(KINDS) and place.endswith(f"/on_{module}.py")
+        assert own_half or place.startswith(owners) or not within(names, module)
     if within(loaded_imports(tree), "onnx"):
-        assert place.startswith(ONNX_ROOM)
-    if not place.startswith("build/"):
+        assert place.startswith(ONNX_ROOMS[0]) or (place.startswith(KINDS) and place.endswith(ONNX_ROOMS[1]))
+    if own_side != "build":
         assert not within(names, "onnx")
 
 

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from pacing import WAIT_S
-from serving import ProcessServer, ThreadServer, metrics, thread_server
+from serving import ThreadServer, thread_server
 
 from ddtree_trt import LLM, SamplingParams
 
@@ -223,16 +221,10 @@ def test_scrapes_add_up_with_the_answers(tiny_engine: Path) -> None:
         assert found[name] == sum(sum(o["acceptance_histogram"][position + 1 :]) for o in objects)
 
 
-def test_the_switch_of_the_command_line(tiny_engine: Path) -> None:
-    with (
-        ProcessServer(tiny_engine, "--vllm-metrics") as process,
-        httpx.Client(base_url=process.url, timeout=WAIT_S) as client,
-    ):
-        assert metrics(client)['vllm:num_requests_running{engine="0",model_name="tiny"}'] == 0
-        page = client.get("/metrics").text
+def test_the_names_are_vllms(server: ThreadServer) -> None:
+    page = server.http.get("/metrics").text
     kinds = dict(line.split()[2:4] for line in page.splitlines() if line.startswith("# TYPE vllm:"))
-    counted = {name.removesuffix("_total"): kind for name, kind in kinds.items()}
-    assert counted == SCRAPED
+    assert {name.removesuffix("_total"): kind for name, kind in kinds.items()} == SCRAPED
 
 
 def test_the_document_lists_vllms_names() -> None:

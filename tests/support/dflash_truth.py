@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.runtime.engines.base import DrawnFrom
 
 
@@ -28,7 +28,7 @@ class DFlash:
     unless the checkpoint has its own, whose ids may be draft ids that `d2t` maps.
     """
 
-    def __init__(self, directory: Path, dims: DrafterDims, truth: Truth) -> None:
+    def __init__(self, directory: Path, dims: DFlashDims, truth: Truth) -> None:
         self.dims = dims
         self.directory = directory
         self.w = {name: tensor.float() for name, tensor in load_file(directory / "model.safetensors").items()}

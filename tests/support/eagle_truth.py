@@ -11,7 +11,7 @@ from numerics import Array
 from torch import Tensor
 from torch.nn import functional
 
-from ddtree_trt.models.drafters.eagle3 import Eagle3Dims
+from ddtree_trt.drafters.eagle3.dims import Eagle3Dims
 
 
 class Eagle3:

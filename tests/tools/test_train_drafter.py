@@ -330,7 +330,7 @@ def test_the_package_drafts_as_the_training_code(folder: Path, tmp_path: Path, s
     if shortlist:
         write_shortlist(tmp_path / "best", torch.arange(1, VOCABULARY, 2))
     engine = build_engine(folder, tmp_path / "best", tmp_path / "engine")
-    dims = engine.manifest.dflash
+    dims = engine.manifest.drafting.dims
     assert (dims.block_size, dims.mask_token_id, dims.tap_layers) == (4, MASK, target.taps)
     truth, drafter = Truth(folder, dims.tap_layers), load_drafter(tmp_path / "best")
     embedding, head = (m.weight.detach() for m in (truth.model.model.embed_tokens, truth.model.lm_head))

@@ -131,7 +131,7 @@ def random_tree(rng: np.random.Generator, size: int, vocab: int) -> TokenTree:
 
 def decoders(engine: TorchEngine) -> dict[str, Any]:
     """Functions of the bonus token and a number of tokens that decode, by name."""
-    block = engine.manifest.dflash.block_size
+    block = engine.manifest.drafting.dims.block_size
     found: dict[str, Any] = {"dflash": HostRounds(engine, budget=block - 1, dflash=True).decode}
     for budget in BUDGETS:
         found[f"host-{budget}"] = HostRounds(engine, budget=budget).decode

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddtree_trt.drafters.dflash import dims as dflash
+from ddtree_trt.drafters.tapped import BODY
 from ddtree_trt.models.decoder import decoder_layer, final_norm, shapes_of
-from ddtree_trt.models.drafters import dflash
 from tools.train_tiny.export import plain_config, save
 from tools.train_tiny.model import Config, Drafter
 
@@ -22,7 +23,7 @@ def drafter_config(target: Config, settings: DrafterSettings, taps: tuple[int, .
     """A DFlash drafter's config.json: the target's widths, a few layers, and what it reads of the target."""
     heads = target["num_attention_heads"]
     rope = target.get("rope_parameters") or {}
-    dims = dflash.DrafterDims(
+    dims = dflash.DFlashDims(
         vocab_size=target["vocab_size"],
         hidden_size=target["hidden_size"],
         num_layers=settings.layers,
@@ -50,10 +51,10 @@ def fresh(config: Config, weights: dict[str, Tensor], seed: int) -> Drafter:
     own = model.state_dict()
     dims, first = model.dims, config["num_target_layers"] - config["num_hidden_layers"]
     # Name in the drafter → name in the target; keys and values of the context are to begin as the target's.
-    sources = dict(zip(final_norm(dims, dflash.BODY).sources, final_norm(dims).sources, strict=True))
+    sources = dict(zip(final_norm(dims, BODY).sources, final_norm(dims).sources, strict=True))
     sources[dflash.CONTEXT_NORM] = decoder_layer(dims, first).input_norm.sources[0]
     for index in range(dims.num_layers):
-        mine, theirs = decoder_layer(dims, index, dflash.BODY), decoder_layer(dims, first + index)
+        mine, theirs = decoder_layer(dims, index, BODY), decoder_layer(dims, first + index)
         sources |= zip(shapes_of(mine), shapes_of(theirs), strict=True)
     found = {
         name: weights[source].float()

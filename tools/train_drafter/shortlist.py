@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ddtree_trt.models.drafters.dflash import TO_TARGET
+from ddtree_trt.drafters.tapped import TO_TARGET
 
 from .shards import Shard, shard_paths
 

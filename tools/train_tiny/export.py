@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from ddtree_trt.drafters.dflash import dims as dflash
 from ddtree_trt.models.decoder import BODY, TransformerDims
-from ddtree_trt.models.drafters import dflash
 from ddtree_trt.models.families import QWEN3
 
 from .eagle import ARCHITECTURE as EAGLE3
@@ -66,7 +66,7 @@ def target_config(shape: TargetSettings) -> Config:
 
 def drafter_config(shape: TargetSettings, drafter: DrafterSettings) -> Config:
     """The target's shape with fewer layers, and the keys that make it a DFlash drafter."""
-    dims = dflash.DrafterDims(
+    dims = dflash.DFlashDims(
         **vars(_dims(shape, drafter.layers)),
         block_size=drafter.block,
         mask_token_id=MASK,

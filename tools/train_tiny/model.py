@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from ddtree_trt.drafters import tapped
+from ddtree_trt.drafters.dflash import dims as dflash
+from ddtree_trt.drafters.tapped import TO_TARGET
 from ddtree_trt.models.decoder import BODY, HEAD, Shapes, TransformerDims, decoder_layer, final_norm, shapes_of
-from ddtree_trt.models.drafters import dflash
-from ddtree_trt.models.drafters.dflash import TO_TARGET
 from ddtree_trt.models.families import CONFIG_NAMES
 from ddtree_trt.models.rotary import rotary_tables
 
@@ -254,7 +255,7 @@ class Drafter(Rotary):
     def __init__(self, cfg: Config) -> None:
         super().__init__(cfg)
         section = cfg[dflash.SECTION]
-        dims = dflash.DrafterDims(
+        dims = dflash.DFlashDims(
             **vars(self.dims),
             block_size=cfg["block_size"],
             mask_token_id=section["mask_token_id"],
@@ -263,7 +264,7 @@ class Drafter(Rotary):
         )
         self.taps = dims.tap_layers
         self.layers = Layers(Layer(dims, index) for index in range(dims.num_layers))
-        parts = (final_norm(dims, dflash.BODY), dflash.context_norm(dims), dflash.fc(dims))
+        parts = (final_norm(dims, tapped.BODY), dflash.context_norm(dims), dflash.DFlash(dims).fc)
         add_weights(self, shapes_of(parts), dims.rms_norm_eps)
         rank = section.get("markov_rank", 0)
         self.markov_head = MarkovHead(dims.vocab_size, rank) if rank else None

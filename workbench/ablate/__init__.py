@@ -27,8 +27,8 @@ from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
 from ddtree_trt.bench.report import require_matplotlib, summarize, table
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import TINY, BenchSettings
+from ddtree_trt.drafters.kind import EXPANDED, LEVELS
 from ddtree_trt.errors import UsageError
-from ddtree_trt.models.drafters.eagle3 import EXPANDED, LEVELS
 from ddtree_trt.runtime.candidates import Candidates, Marginals
 from ddtree_trt.runtime.decoding.methods import AUTO, AUTOREGRESSIVE, resolve_method
 from ddtree_trt.runtime.engines.load import open_engine
@@ -80,7 +80,7 @@ def ablate(
             raise UsageError(f"no prompt fits: with {max_tokens} new tokens each is longer than {limits.max_seq_len}")
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, method=AUTOREGRESSIVE.name)
         texts = [(ids + session.generate(ids, params)[0].outputs[0].token_ids, len(ids)) for _, ids in fitting]
-        by_levels = manifest.drafting.by_levels
+        by_levels = manifest.drafting.drafts == "levels"
         known = record(engine, texts[:1] if by_levels else texts, EXPANDED if by_levels else sizes[-1], progress)
         length = LEVELS if by_levels else manifest.drafting.longest_draft
         questions = Questions(known, sizes, tuple(depths), length, manifest.drafting.longest_draft, progress=progress)

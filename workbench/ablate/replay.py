@@ -13,7 +13,7 @@ from itertools import product
 import numpy as np
 
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.models.drafters.eagle3 import EXPANDED
+from ddtree_trt.drafters.kind import EXPANDED
 from ddtree_trt.runtime.candidates import Candidates
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine
 from ddtree_trt.runtime.tree import DraftTree, descend

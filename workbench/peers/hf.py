@@ -52,7 +52,7 @@ class TransformersPeer:
         target, drafter = context.checkpoints()
         self._target = self._load(target)
         assistant = Path(context.assistant) if context.assistant else None
-        if assistant is None and context.manifest.drafting.language_model:
+        if assistant is None and context.manifest.drafting.drafts == "tokens":
             assistant = drafter
         self._assistant = None if assistant is None else self._load(assistant)
         self.methods = ["generate", "prompt-lookup", *(["assisted"] if assistant else [])]

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 from ddtree_trt.build.checkpoint.config_fields import refuse_unknown_fields
-from ddtree_trt.build.checkpoint.dialects.choice import architectures, dialect_of
-from ddtree_trt.build.checkpoint.dialects.dialect import Dialect
-from ddtree_trt.build.checkpoint.dialects.language_model import LANGUAGE_MODEL
+from ddtree_trt.build.checkpoint.dialect import LANGUAGE_MODEL, Dialect, architectures, dialect_of
 from ddtree_trt.build.checkpoint.paths import GGUF
 from ddtree_trt.build.checkpoint.quantization import Quantization, read_quantization
 from ddtree_trt.build.checkpoint.rope import positions_with, read_scaling, read_theta

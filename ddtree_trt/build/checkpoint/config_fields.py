@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ddtree_trt.build.checkpoint.dialects.dialect import Dialect
+from ddtree_trt.build.checkpoint.dialect import Dialect
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.models.families import CONFIG_NAMES, EXPERT_NAMES, Family
 from ddtree_trt.reading import Fields, shown

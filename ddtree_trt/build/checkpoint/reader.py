@@ -40,13 +40,13 @@ from ddtree_trt.build.checkpoint.tensorfile import (
     read_bytes,
     read_float32,
 )
+from ddtree_trt.drafters.kind import DrafterKind
+from ddtree_trt.drafters.registry import checkpoint_shapes, kind_of
+from ddtree_trt.drafters.tapped import TO_TARGET
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, Shapes, TransformerDims
-from ddtree_trt.models.drafters.dflash import TO_TARGET
-from ddtree_trt.models.drafters.kinds import DrafterKind, kind_of
-from ddtree_trt.models.pairs import checkpoint_shapes, misfit
 
-# Tensors that some files hold and nothing uses: a copy of tied weights, and buffers. `dialects` has those of drafters.
+# Tensors that some files hold and nothing uses: a copy of tied weights, and buffers. Dialects have those of drafters.
 _IGNORED = (HEAD, EMBEDDING)
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", *CACHE_SCALES)
 _SHOWN_NAMES = 3  # in one message
@@ -261,7 +261,7 @@ class Network(Protocol):
 def check_pair(target: Network, drafter: Network) -> None:
     """Raises CheckpointError when the drafter was not made for a target of this kind; says which number differs."""
     kind = kind_of(target.dims)
-    if not kind.language_model:
+    if kind.record is not TransformerDims:
         raise CheckpointError(f"{target.name} is a {kind.title}, not a target; give it as --drafter")
-    if problem := misfit(target.dims, drafter.dims):
+    if problem := kind_of(drafter.dims).misfit(target.dims):
         raise CheckpointError(f"drafter {drafter.name}: {problem}; use the drafter trained for this target")

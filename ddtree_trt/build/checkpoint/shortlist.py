@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from ddtree_trt.drafters.tapped import OWN_HEAD, TO_TARGET
 from ddtree_trt.models.decoder import EMBEDDING, HEAD
-from ddtree_trt.models.drafters.dflash import OWN_HEAD, TO_TARGET, borrowed_rows
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def with_rows_of_head(drafter: Checkpoint, target: Checkpoint) -> Checkpoint:
     """The drafter with the rows of the target's head that its draft vocabulary needs, where it brings no head for it;
     the drafter itself otherwise."""
-    rows = borrowed_rows(drafter.dims)
+    rows = drafter.kind.borrowed_rows
     if not rows:
         return drafter
     head = EMBEDDING if target.tie_word_embeddings else HEAD

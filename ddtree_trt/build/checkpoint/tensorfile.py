@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.files import NAME
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.tensor_files import StoredTensor, read_tensors
+from ddtree_trt.drafters.tapped import INTEGER_TENSORS
 from ddtree_trt.errors import CheckpointError
-from ddtree_trt.models.drafters.dflash import INTEGER_TENSORS
 from ddtree_trt.reading import Fields, Source, read_object, shown
 
 SINGLE_FILE = "model.safetensors"

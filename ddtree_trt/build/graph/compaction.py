@@ -33,8 +33,8 @@ from ddtree_trt.build.graph.lowering_native import NativeGraph
 from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.ops import TYPES
 from ddtree_trt.device.buffers import CacheShape
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.kinds import kind_of
 
 PLANES = "P"
 

@@ -21,8 +21,7 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.build.graph.ops import Attention
-from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.dflash import ALL, Sight
+from ddtree_trt.models.decoder import BlockMask, TransformerDims
 
 KEY_LENGTHS = "key_lengths"  # int32 [N], computed in the graph: rows of each cache that hold keys, the call's included
 ATTENTION = "Attention"
@@ -57,7 +56,7 @@ class NativeGraph(TensorRtGraph):
         angles = self._query_angles(at, names.POSITIONS)
         return self._attention(qkv, at, angles, self._tree_visible(), out)
 
-    def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, sight: Sight, out: str) -> str:
+    def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, mask: BlockMask, out: str) -> str:
         """Only the block's queries are computed."""
         query, key, value = qkv
         # Reshaped, because the parser knows the length of the sliced queries and wants to know this one.
@@ -65,7 +64,7 @@ class NativeGraph(TensorRtGraph):
         positions = self.reshape(positions, [0, block], "positions.block")
         query = self.rows_from(query, -block, f"{query}.block")
         angles = self._query_angles(at, positions)
-        return self._attention((query, key, value), at, angles, self._block_visible(block, sight), out)
+        return self._attention((query, key, value), at, angles, self._block_visible(block, mask), out)
 
     def _attention(
         self, qkv: tuple[str, str, str], at: Attention, query_angles: tuple[str, str], visible: str, out: str
@@ -112,30 +111,30 @@ class NativeGraph(TensorRtGraph):
 
     # Masks, made once per pass
 
-    def _block_visible(self, block: int, sight: Sight) -> str:
-        """bool [N, 1, block, S]: what has been written, as far as `sight` allows."""
-        if sight != ALL:
-            return self._within(block, sight)
+    def _block_visible(self, block: int, mask: BlockMask) -> str:
+        """bool [N, 1, block, S]: what has been written, as far as `mask` allows."""
+        if mask != BlockMask():
+            return self._within(block, mask)
         ends = self.reshape(self._key_lengths(), [-1, 1, 1, 1], "ends")
         written = self.op("Less", [self._columns(), ends], ["is_written"])
         shape = self.constant("block.shape", np.array([1, 1, block, 1], np.int64))
         return self.op("Expand", [written, shape], ["visible"])
 
-    def _within(self, block: int, sight: Sight) -> str:
+    def _within(self, block: int, mask: BlockMask) -> str:
         """`_block_visible` by the distance of each column from a row's own position."""
-        name = f"visible.{sight.window}.{'causal' if sight.causal else 'all'}"
+        name = f"visible.{mask.window}.{'causal' if mask.causal else 'all'}"
         ends = self.reshape(self._key_lengths(), [-1, 1, 1, 1], "ends")
         behind = self.constant("block.behind", np.arange(-block, 0, dtype=np.int32).reshape(1, 1, block, 1))
         own = self.op("Add", [ends, behind], ["block.positions"])  # [N, 1, block, 1]
         distance = self.op("Sub", [self._columns(), own], ["block.distances"])  # [N, 1, block, S]
         # Rows behind the block's last one have not been written.
         bounds = [self.op("Less", [self._columns(), ends], ["is_written"])]
-        if sight.causal:
+        if mask.causal:
             bounds = [self.op("Less", [distance, self._integer(1)], [f"{name}.before"])]
-        elif sight.window:
-            bounds.append(self.op("Less", [distance, self._integer(sight.window)], [f"{name}.before"]))
-        if sight.window:
-            bounds.append(self.op("Greater", [distance, self._integer(-sight.window)], [f"{name}.after"]))
+        elif mask.window:
+            bounds.append(self.op("Less", [distance, self._integer(mask.window)], [f"{name}.before"]))
+        if mask.window:
+            bounds.append(self.op("Greater", [distance, self._integer(-mask.window)], [f"{name}.after"]))
         visible = bounds[0]
         for i, bound in enumerate(bounds[1:]):
             visible = self.op("And", [visible, bound], [f"{name}.{i}"])

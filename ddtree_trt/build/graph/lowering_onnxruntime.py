@@ -8,7 +8,7 @@ from onnx import TensorProto
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.graph.ops import Attention, Graph, Make, Sink, Table
-from ddtree_trt.models.drafters.dflash import Sight
+from ddtree_trt.models.decoder import BlockMask
 from ddtree_trt.models.experts import Experts
 
 MICROSOFT = "com.microsoft"
@@ -101,13 +101,13 @@ class OnnxRuntimeGraph(Graph):
         """The mask is an attention bias."""
         return self._attention(qkv, at, self._bias, out)
 
-    def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, sight: Sight, out: str) -> str:
-        if sight.causal:
+    def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, mask: BlockMask, out: str) -> str:
+        if mask.causal:
             # The kernel's own window counts the rows before the current one and itself.
-            window = {"local_window_size": sight.window} if sight.window else {}
+            window = {"local_window_size": mask.window} if mask.window else {}
             seen = self._attention(qkv, at, "", f"{out}.rows", **window)
         else:
-            bias = self._window_bias(block, sight) if sight.window else ""
+            bias = self._window_bias(block, mask) if mask.window else ""
             seen = self._attention(qkv, at, bias, f"{out}.rows", causal=0)
         return self.rows_from(seen, -block, out)
 
@@ -117,10 +117,10 @@ class OnnxRuntimeGraph(Graph):
         attrs |= {"num_heads": at.heads[0], "kv_num_heads": at.heads[1], "do_rotary": 1}
         return self.op("GroupQueryAttention", inputs, [out, *at.present], domain=MICROSOFT, **attrs)
 
-    def _window_bias(self, block: int, sight: Sight) -> str:
+    def _window_bias(self, block: int, mask: BlockMask) -> str:
         """The bias [1, 1, T, W] that hides keys outside of the windows of the last `block` rows."""
-        name = f"window.{sight.window}"
-        hidden = self._outside(block, sight.window)
+        name = f"window.{mask.window}"
+        hidden = self._outside(block, mask.window)
         before = self.op("Shape", [names.POSITIONS], ["rows.all"], start=1)
         before = self.op("Sub", [before, self.constant(f"rows.{block}", np.array([block], np.int64))], ["rows.context"])
         none = [self.constant(f"zeros.{n}", np.zeros(n, np.int64)) for n in (2, 5)]

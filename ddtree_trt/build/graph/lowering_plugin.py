@@ -12,7 +12,7 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.build.graph.ops import Attention
-from ddtree_trt.models.drafters.dflash import Sight
+from ddtree_trt.models.decoder import BlockMask
 from ddtree_trt.plugins import MaskMode
 
 
@@ -45,12 +45,12 @@ class PluginGraph(TensorRtGraph):
     def attention(self, qkv: tuple[str, str, str], at: Attention, out: str) -> str:
         return self._attention(qkv, at, MaskMode.TREE, self._mask, out)
 
-    def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, sight: Sight, out: str) -> str:
+    def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, mask: BlockMask, out: str) -> str:
         # The plugin requires a mask of rank 3 in every mode and reads it in mode TREE only.
-        mask = self.reshape(names.SLOT_IDS, [-1, 1, 1], "no_mask")
-        assert not sight.window, "the plugin has no windows; the backend's `check` refuses such drafters before"
-        mode = MaskMode.CAUSAL if sight.causal else MaskMode.NONE
-        return self.rows_from(self._attention(qkv, at, mode, mask, f"{out}.rows"), -block, out)
+        unread = self.reshape(names.SLOT_IDS, [-1, 1, 1], "no_mask")
+        assert not mask.window, "the plugin has no windows; the backend's `check` refuses such drafters before"
+        mode = MaskMode.CAUSAL if mask.causal else MaskMode.NONE
+        return self.rows_from(self._attention(qkv, at, mode, unread, f"{out}.rows"), -block, out)
 
     def _attention(self, qkv: tuple[str, str, str], at: Attention, mode: MaskMode, mask: str, out: str) -> str:
         (query_heads, kv_heads), size = at.heads, at.head_dim

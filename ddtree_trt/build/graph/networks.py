@@ -17,8 +17,7 @@ from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.scales import QuantizedWeights, join_scales
 from ddtree_trt.build.graph.ops import Attention, Fine, Graph, Table
 from ddtree_trt.build.graph.rotation import Rotation, Weights, rotate
-from ddtree_trt.models.decoder import BODY, EMBEDDING, HEAD, Part, TransformerDims, decoder_layers, final_norm
-from ddtree_trt.models.drafters import heads
+from ddtree_trt.models.decoder import BODY, EMBEDDING, HEAD, MLP, Part, TransformerDims, decoder_layers, final_norm
 from ddtree_trt.models.rotary import rotary_tables
 
 
@@ -139,7 +138,7 @@ class Network:
         the next layer's normed input and the residual stream."""
         parts, layer, eps = self.layers[index], self.name(index), self.dims.rms_norm_eps
         h, x = self.g.add_rms_norm(projected, x, self.norm(parts.post_norm), f"{layer}.post", eps)
-        inner = self.around(index, heads.MLP, h, partial(self.mlp, index))
+        inner = self.around(index, MLP, h, partial(self.mlp, index))
         return self.g.add_rms_norm(inner, x, self.next_norm(index), f"{layer}.next", eps)
 
     def mlp(self, index: int, h: str) -> str:

@@ -19,8 +19,7 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.scales import Scales
 from ddtree_trt.errors import BuildError
-from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.dflash import Sight
+from ddtree_trt.models.decoder import BlockMask, TransformerDims
 from ddtree_trt.models.experts import Experts
 
 TYPES = {
@@ -293,8 +292,8 @@ class Graph(ABC):
         """
 
     @abstractmethod
-    def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, sight: Sight, out: str) -> str:
-        """As `attention`, but the last `block` rows see the rows that `sight` allows. Returns their results
+    def block_attention(self, qkv: tuple[str, str, str], at: Attention, block: int, mask: BlockMask, out: str) -> str:
+        """As `attention`, but the last `block` rows see the rows that `mask` allows. Returns their results
         [N, block, Hq · D]."""
 
     def model(self) -> ModelProto:

@@ -13,9 +13,9 @@ from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from ddtree_trt.drafters.kind import EXPANDED, DrafterKind, Drafts
+from ddtree_trt.drafters.registry import KINDS
 from ddtree_trt.errors import EngineError, UsageError
-from ddtree_trt.models.drafters.eagle3 import EXPANDED
-from ddtree_trt.models.drafters.kinds import DrafterKind
 from ddtree_trt.runtime.decoding.policies import CHAIN, EAGLE2, HEAP, POLICIES, Policy, TreePlan
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Method:
 
     name: str
     makes: str  # description of the tree, for help and documents
-    drafters: tuple[str, ...]  # kinds of drafter it can use; (): it drafts nothing, and works with every drafter
+    drafted: Drafts | None  # what a drafter must draft at a time; None: it drafts nothing, and works with every one
     propose: Callable[[Draft, TreePlan, Draw], Proposal]
     candidates: Callable[[int, bool], int] = _one
     weighs_costs: bool = False  # the budget `auto` is chosen by the costs of rounds; else it is the whole draft
@@ -133,11 +133,16 @@ class Method:
     @property
     def drafts(self) -> bool:
         """Whether it uses the drafter."""
-        return bool(self.drafters)
+        return self.drafted is not None
 
     def serves(self, drafter_kind: str) -> bool:
         """Whether it works with a drafter of that kind."""
         return not self.drafts or drafter_kind in self.drafters
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Kinds of drafter it can use."""
+        return tuple(kind.name for kind in KINDS.values() if kind.drafts == self.drafted)
 
     def default_budget(self, drafter: DrafterKind) -> int | None:
         """The budget `auto` of every round: 0, or the whole block, as DFlash is published and measured. None where it
@@ -150,7 +155,7 @@ class Method:
 DDTREE = Method(
     name="ddtree",
     makes="the B most probable prefixes (best-first heap)",
-    drafters=("dflash",),
+    drafted="block",
     propose=_tree,
     candidates=_as_many_as_nodes,
     weighs_costs=True,
@@ -160,19 +165,19 @@ DDTREE = Method(
 DFLASH = Method(
     name="dflash",
     makes="the chain of the block's most probable tokens",
-    drafters=("dflash",),
+    drafted="block",
     propose=_most_probable_chain,
 )
 AUTOREGRESSIVE = Method(
     name="ar",
     makes="none: plain autoregressive decoding",
-    drafters=(),
+    drafted=None,
     propose=_nothing,
 )
 DFLASH_SAMPLE = Method(
     name="dflash-sample",
     makes="a chain drawn from the drafter",
-    drafters=("dflash",),
+    drafted="block",
     propose=_drawn_chain,
     candidates=_enough_to_draw_from,
     draws=True,
@@ -180,7 +185,7 @@ DFLASH_SAMPLE = Method(
 DRAFT_MODEL = Method(
     name="draft-model",
     makes="a chain drawn from a small autoregressive model",
-    drafters=("autoregressive",),
+    drafted="tokens",
     propose=_drawn_chain,
     candidates=_enough_to_draw_from,
     weighs_costs=True,
@@ -190,7 +195,7 @@ DRAFT_MODEL = Method(
 EAGLE = Method(
     name="eagle",
     makes="the most probable prefixes of a tree that an EAGLE-3 drafter grows level by level",
-    drafters=("eagle3",),
+    drafted="levels",
     propose=_tree,
     candidates=_children,
     weighs_costs=True,

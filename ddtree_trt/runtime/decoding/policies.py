@@ -14,7 +14,7 @@ from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from ddtree_trt.models.drafters.eagle3 import EXPANDED
+from ddtree_trt.drafters.kind import EXPANDED
 
 if TYPE_CHECKING:
     from ddtree_trt.runtime.candidates import Candidates

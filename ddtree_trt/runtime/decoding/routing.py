@@ -69,8 +69,9 @@ def engine_host_reason(manifest: Manifest) -> str | None:
         return f"the {manifest.backend} backend builds trees on the host"
     if RANKS in manifest.toolchain:
         return f"its target is split over {manifest.toolchain[RANKS]} processes, which the host leads"
-    if not manifest.drafting.at_once:
-        return f"an {manifest.drafting.title} drafts {'level by level' if manifest.drafting.by_levels else 'no trees'}"
+    if manifest.drafting.drafts != "block":
+        how = {"levels": "level by level", "tokens": "no trees"}[manifest.drafting.drafts]
+        return f"an {manifest.drafting.title} drafts {how}"
     if manifest.drafting.pairs is not None:
         return "the children that its drafter scores depend on their parent, and trees on the device take marginals"
     return None

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
-from ddtree_trt.models.drafters.eagle3 import EXPANDED
+from ddtree_trt.drafters.kind import EXPANDED
 from ddtree_trt.runtime.candidates import Candidates
 from ddtree_trt.runtime.tree import TokenTree
 

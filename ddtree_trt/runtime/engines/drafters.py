@@ -1,4 +1,4 @@
-"""The drafter interface of all backends, and the autoregressive drafter, which is the same class on all of them.
+"""The drafter interface of all backends.
 
 `Engine.commit` passes the committed tokens to the drafter, which may delay their pass until its next draft.
 """
@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.candidates import Marginals
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Rows
 from ddtree_trt.runtime.engines.kv import SlotLengths
-from ddtree_trt.runtime.tree import TokenTree, token_chain
+from ddtree_trt.runtime.tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,7 @@ class LanguageModel(Protocol):
 
 
 class Drafter(ABC):
-    """The drafter of an engine, for all its slots. `make_drafter` of a backend's package makes the one of the engine's
-    kind."""
+    """The drafter of an engine, for all its slots; its kind's package has it."""
 
     @property
     def waits(self) -> int:
@@ -88,86 +87,11 @@ def draft_all(drafter: Drafter, target: SlotLengths, requests: Sequence[DraftReq
     return drafter.draft(requests) if requests else []
 
 
-class _Context:
-    """An autoregressive drafter's record of one slot."""
-
-    def __init__(self) -> None:
-        self.committed: list[int] = []
-        self.cached: list[int] = []  # tokens of its cache: committed ones, then drafted ones
-        self.agreed = 0  # leading tokens of `cached` that equal the committed ones
-
-    def roll_back(self) -> int:
-        """Forget cached tokens that were not committed; returns the number of those left."""
-        kept, longest = self.agreed, min(len(self.cached), len(self.committed))
-        while kept < longest and self.cached[kept] == self.committed[kept]:
-            kept += 1
-        del self.cached[kept:]
-        self.agreed = kept
-        return kept
-
-
-class AutoregressiveDrafter(Drafter):
-    """A small language model that drafts token by token, each drawn by the request. Cached rows of a draft stay in
-    the cache if the target accepted their tokens."""
-
-    def __init__(self, model: LanguageModel, chunk: int) -> None:
-        """`chunk`: most tokens of one pass."""
-        self._model = model
-        self._chunk = chunk
-        self._contexts = [_Context() for _ in range(model.cache.slots)]
-
-    def known(self, slot: int) -> int:
-        return len(self._contexts[slot].committed)
-
-    def learn(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
-        self._contexts[slot].committed += token_ids.tolist()
-
-    def truncate(self, slot: int, length: int) -> None:
-        context = self._contexts[slot]
-        del context.committed[length:]
-        del context.cached[length:]
-        context.agreed = min(context.agreed, length)
-
-    def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """One pass per slot and token."""
-        return [self._draft(request) for request in requests]
-
-    def warm_up(self, slot: int, budget: int) -> None:
-        """Does nothing: on a GPU, passes of one token are captured at their first use."""
-
-    def _draft(self, request: DraftRequest) -> Draft:
-        slot, context = request.slot, self._contexts[request.slot]
-        self._model.cache.truncate(slot, context.roll_back())
-        tokens = [*context.committed[context.agreed :], request.bonus_token]
-        log_probs, token_ids, drawn = [], [], []
-        for depth in range(request.length):
-            logits = self._append(slot, context, tokens)
-            best, ids = _most_probable(logits, request.top_k)
-            drawn.append(request.draw(best, ids, depth))
-            tokens = [drawn[-1].token]
-            log_probs.append(best)
-            token_ids.append(ids)
-        return Draft(Marginals(np.stack(log_probs), np.stack(token_ids)), tuple(drawn))
-
-    def _append(self, slot: int, context: _Context, tokens: list[int]) -> NDArray[np.float32]:
-        """Append tokens to the cache; returns the logits [V] of the last one."""
-        result: Pass | None = None
-        for start in range(0, len(tokens), self._chunk):
-            piece = np.array(tokens[start : start + self._chunk], np.int64)
-            size = len(piece)
-            tree = token_chain(piece)
-            result = self._model.extend(slot, tree, np.array([size - 1]))
-            self._model.cache.append(slot, size)
-            context.cached += piece.tolist()
-        assert result is not None, "a draft starts at the bonus token at least"
-        return result.logits[0]
-
-
-def _most_probable(logits: NDArray[np.float32], k: int) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-    """Log-probabilities and ids of the k most probable tokens of logits [V], by falling probability."""
-    k = min(k, len(logits))
-    ids = np.argpartition(-logits, k - 1)[:k]
-    ids = ids[np.lexsort((ids, -logits[ids]))]
-    top = logits.max()
-    total = np.log(np.exp(logits - top, dtype=np.float32).sum(dtype=np.float64)) + top
-    return (logits[ids] - total).astype(np.float32), ids.astype(np.int32)
+def make_drafter(manifest: Manifest, backend: str, *parts: Any) -> Drafter:
+    """The drafter of an engine, made of what its backend gives to every kind. Raises ArtifactError for a kind that the
+    backend does not run."""
+    kind = manifest.drafting
+    if backend not in kind.halves:
+        raise ArtifactError(f"engine {manifest.name!r} has an {kind.title}, which {backend} engines do not run")
+    drafter: Drafter = kind.load(backend)(manifest, *parts)
+    return drafter

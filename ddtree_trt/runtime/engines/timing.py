@@ -28,7 +28,7 @@ def time_passes(engine: Engine, slots: int, context: int, tree_tokens: Sequence[
     """Times of the first `slots` slots, which must be free and then hold `context` tokens each. They are emptied."""
     if engine.buckets is not None:
         tree_tokens = sorted({next((b for b in engine.buckets if b >= t), t) for t in tree_tokens})
-    passes = 1 if engine.manifest.drafting.at_once else PASSES
+    passes = 1 if engine.manifest.drafting.block_size else PASSES
     verify, draft_s, end = dict[int, float](), float("inf"), time.perf_counter() + SECONDS
     try:
         for slot in range(slots):

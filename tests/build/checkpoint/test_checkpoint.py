@@ -12,9 +12,9 @@ import pytest
 from checkpoints import TARGET_DIMS, edit_json, make_drafter, make_target, random_weights, refusal, write_safetensors
 
 from ddtree_trt.build.checkpoint.reader import check_pair, load_checkpoint
+from ddtree_trt.drafters.dflash.dims import DFlashDims, default_tap_layers
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import EMBEDDING, language_model_shapes
-from ddtree_trt.models.drafters.dflash import DrafterDims, default_tap_layers
 
 # What is read
 
@@ -49,7 +49,7 @@ def test_bf16_is_widened_exactly(tmp_path: Path) -> None:
 def test_drafter_and_its_dims(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(make_drafter(tmp_path, dtype="bf16", shards=2))
     dims = checkpoint.dims
-    assert isinstance(dims, DrafterDims) and checkpoint.kind.name == "dflash"
+    assert isinstance(dims, DFlashDims) and checkpoint.kind.name == "dflash"
     assert (dims.block_size, dims.mask_token_id, dims.tap_layers, dims.num_target_layers) == (4, 95, (0, 2), 3)
     assert checkpoint.tensor("fc.weight").shape == (32, 64)
     assert "lm_head.weight" not in checkpoint.tensors
@@ -75,7 +75,7 @@ def test_default_tap_layers(target_layers: int, draft_layers: int, expected: tup
 def test_tap_layers_default_when_the_config_names_none(tmp_path: Path) -> None:
     make_drafter(tmp_path, tap_layers=(1, 4), num_target_layers=7, config={"dflash_config": {"mask_token_id": 3}})
     dims = load_checkpoint(tmp_path).dims
-    assert isinstance(dims, DrafterDims) and dims.tap_layers == (1, 4)
+    assert isinstance(dims, DFlashDims) and dims.tap_layers == (1, 4)
 
 
 @pytest.mark.parametrize(

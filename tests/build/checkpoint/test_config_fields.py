@@ -10,8 +10,8 @@ import pytest
 from transformers import Qwen3Config
 
 from ddtree_trt.build.checkpoint.config import ModelConfig, read_config
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import CheckpointError
-from ddtree_trt.models.drafters.dflash import DrafterDims
 
 # As the hub has them for Qwen3-8B and its DFlash drafter; the 4B models differ in sizes and tied tables.
 QWEN3_8B: dict[str, Any] = {
@@ -81,7 +81,7 @@ def test_published_targets(tmp_path: Path, config: dict[str, Any], hidden: int) 
 @pytest.mark.parametrize("config", [DFLASH_8B, DFLASH_4B])
 def test_published_drafters(tmp_path: Path, config: dict[str, Any]) -> None:
     dims = read(tmp_path, config).dims
-    assert isinstance(dims, DrafterDims)
+    assert isinstance(dims, DFlashDims)
     assert (dims.block_size, dims.mask_token_id, dims.num_target_layers, dims.num_layers) == (16, 151669, 36, 5)
     assert dims.tap_layers == (1, 9, 17, 25, 33)
 

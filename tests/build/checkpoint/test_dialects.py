@@ -13,15 +13,15 @@ from checkpoints import edit_json, make_target, refusal
 from drafter_dialects import DIALECTS, SHAPE, VOCABULARY, drafter_weights, make_dialect
 
 from ddtree_trt.build.checkpoint.reader import check_pair, load_checkpoint
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import CheckpointError
-from ddtree_trt.models.drafters.dflash import DrafterDims
 
 BLOCK, LAYERS = SHAPE["block_size"], SHAPE["num_hidden_layers"]
 
 
-def dims_of(path: Path) -> DrafterDims:
+def dims_of(path: Path) -> DFlashDims:
     dims = load_checkpoint(path).dims
-    assert isinstance(dims, DrafterDims)
+    assert isinstance(dims, DFlashDims)
     return dims
 
 
@@ -192,7 +192,7 @@ def test_more_proposals_than_positions(tmp_path: Path) -> None:
 def test_a_smaller_vocabulary(tmp_path: Path) -> None:
     loaded = load_checkpoint(make_dialect(tmp_path, "speculators-dspark"))
     dims = loaded.dims
-    assert isinstance(dims, DrafterDims) and dims.draft_vocab_size == VOCABULARY
+    assert isinstance(dims, DFlashDims) and dims.draft_vocab_size == VOCABULARY
     assert loaded.shapes["lm_head.weight"] == (VOCABULARY, 32) and loaded.shapes["embed_tokens.weight"] == (96, 32)
     np.testing.assert_array_equal(loaded.tensor("d2t"), np.arange(VOCABULARY) * 2)
 

@@ -12,8 +12,8 @@ from checkpoints import eagle_weights, edit_json, make_eagle, refusal, write_wei
 
 from ddtree_trt.build.checkpoint.config import read_config
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.drafters.eagle3.dims import Eagle3Dims
 from ddtree_trt.errors import CheckpointError
-from ddtree_trt.models.drafters.eagle3 import Eagle3Dims
 from ddtree_trt.models.families import QWEN3
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "eagle"

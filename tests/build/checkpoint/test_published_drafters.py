@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from ddtree_trt.build.checkpoint.config import read_config
+from ddtree_trt.drafters.dflash.dims import DFlashDims
+from ddtree_trt.drafters.dflash.heads import Convolution, Selector
 from ddtree_trt.errors import CheckpointError
-from ddtree_trt.models.drafters.dflash import Convolution, DrafterDims, Selector
 from ddtree_trt.models.rope_scaling import RopeScaling
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "drafters"
 TAPS_36 = (1, 9, 17, 25, 33)
 
-# Fields of `DrafterDims` by the fixture's name. Those of the first published checkpoints, where not named, have their
+# Fields of `DFlashDims` by the fixture's name. Those of the first published checkpoints, where not named, have their
 # defaults.
 READ: dict[str, dict[str, Any]] = {
     "zlab-qwen3-4b-dflash": {"block_size": 16, "tap_layers": TAPS_36, "num_target_layers": 36, "num_layers": 5},
@@ -139,10 +140,10 @@ def fixture(name: str) -> dict[str, Any]:
     return loaded
 
 
-def read(path: Path, config: dict[str, Any]) -> DrafterDims:
+def read(path: Path, config: dict[str, Any]) -> DFlashDims:
     (path / "config.json").write_text(json.dumps(config))
     dims = read_config(path).dims
-    assert isinstance(dims, DrafterDims)
+    assert isinstance(dims, DFlashDims)
     return dims
 
 

@@ -89,11 +89,11 @@ def test_the_packaged_pair(cli: Cli, tmp_path: Path) -> None:
 
 SLOW_BUILD = """
 import sys, time
-from ddtree_trt.build.backends.tensorrt import plans
+from ddtree_trt.drafters.dflash import graph
 def slow(*_):
     print("in the middle", flush=True)  # the target is compiled
     time.sleep(600)
-plans.build_drafter = slow
+graph.build = slow
 from ddtree_trt.cli import main
 main()
 """

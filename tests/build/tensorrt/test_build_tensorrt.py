@@ -146,7 +146,7 @@ def test_an_engine_without_our_library(machine: Machine, tmp_path: Path) -> None
     assert manifest.tensors["compaction"]["inputs"][:3] == ["past_len", "keep", "past_key.0"]
     assert "--attention native" in rebuild_command(tmp_path / "e", manifest)
 
-    recorded, block, rows = machine.recorded, manifest.dflash.block_size, manifest.limits.cache_rows
+    recorded, block, rows = machine.recorded, manifest.drafting.dims.block_size, manifest.limits.cache_rows
     assert recorded is not None and len(recorded.profiles) == 2
     shapes = recorded.shapes(0, 0)
     assert shapes["token_ids"] == ((1, 1), (1, 64), (3, 256)), "trees of up to 101 tokens, and prompts"
@@ -183,7 +183,7 @@ def test_rows_that_may_depend_on_their_neighbours(machine: Machine, tmp_path: Pa
     manifest = build(tmp_path / "e", builder=options, **mine)
     assert manifest.toolchain["row_independence"] == "no" and manifest.precision == "fp16"
     assert "--no-row-independence" in rebuild_command(tmp_path / "e", manifest)
-    recorded, block = machine.recorded, manifest.dflash.block_size
+    recorded, block = machine.recorded, manifest.drafting.dims.block_size
     assert recorded is not None and len(recorded.profiles) == 4
     assert recorded.shapes(0, 0)["token_ids"] == ((1, 1), (1, 64), (8, 257))
     chunk = manifest.limits.prefill_chunk

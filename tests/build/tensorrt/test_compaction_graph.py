@@ -18,12 +18,12 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import AttentionName, Limits
 from ddtree_trt.build.graph.compaction import compaction_graph, window_rows
 from ddtree_trt.device.buffers import CacheShape
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.engines.tensorrt.compaction import windows
 
 TARGET = TransformerDims(96, 32, 2, 4, 2, 8, 48, 1e-6, 1e4, 512)
-DRAFTER = DrafterDims(96, 32, 1, 4, 2, 8, 48, 1e-6, 1e4, 512, 6, 3, (0, 1), 2)
+DRAFTER = DFlashDims(96, 32, 1, 4, 2, 8, 48, 1e-6, 1e4, 512, 6, 3, (0, 1), 2)
 LIMITS = Limits(max_seq_len=24, max_batch=3, max_tree_budget=15, prefill_chunk=8)
 SHAPE = CacheShape.of(TARGET, LIMITS, 4)
 WINDOW = window_rows(DRAFTER)

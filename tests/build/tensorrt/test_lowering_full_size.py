@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,13 @@ from onnx import ModelProto, TensorProto, helper
 from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.build.graph.drafter_network import build_drafter_graph
 from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.ops import TYPES, Make
 from ddtree_trt.build.presets import PRESETS
+from ddtree_trt.drafters.dflash.dims import DFlashDims
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims, language_model_shapes
-from ddtree_trt.models.drafters.dflash import DrafterDims, dflash_shapes
 from ddtree_trt.plugins import MaskMode
 
 # The shapes in the config.json files of Qwen/Qwen3-4B, Qwen/Qwen3-8B and of their drafters at z-lab.
@@ -82,7 +83,7 @@ def graphs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """Both graphs of a preset, written beside their sparse weights."""
     name, folder = request.param, tmp_path_factory.mktemp("full")
     dims = TransformerDims(**_COMMON, **_WIDTHS[name], num_layers=36)
-    drafter = DrafterDims(**_COMMON, **_WIDTHS[name], **_DFLASH, num_layers=5)
+    drafter = DFlashDims(**_COMMON, **_WIDTHS[name], **_DFLASH, num_layers=5)
     limits, tied = PRESETS[name].limits, _TIED[name]
     weights = zeros(language_model_shapes(dims, tied=tied))
     paths = {}
@@ -92,8 +93,10 @@ def graphs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         if network == "target":
             model = build_target_graph(g, dims, weights, tap_layers=drafter.tap_layers, limits=limits, tied=tied)
         else:
-            own = zeros(dflash_shapes(drafter))
-            model = build_drafter_graph(g, drafter, own, target_weights=weights, target_tied=tied, limits=limits)
+            kind = kind_of(drafter)
+            own = SimpleNamespace(kind=kind, dims=drafter, tensor=zeros(kind.shapes(tied=tied)))
+            its_target = SimpleNamespace(tensor=weights, tie_word_embeddings=tied)
+            model = kind.load("graph")(g, own, its_target, limits)
         sink.close()
         paths[network] = folder / f"{network}.onnx"
         paths[network].write_bytes(model.SerializeToString())

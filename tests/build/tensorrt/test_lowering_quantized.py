@@ -24,8 +24,8 @@ from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.ops import TYPES
 from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import BuildError
-from ddtree_trt.models.drafters.dflash import DrafterDims
 
 LIMITS = Limits(max_seq_len=64, max_batch=2, max_tree_budget=20, prefill_chunk=32)
 DIMS: dict[str, Any] = {"head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_positions": 128}
@@ -151,7 +151,7 @@ def test_a_scale_fp16_cannot_hold(tmp_path: Path, algorithm: str) -> None:
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_quantised_drafter_is_taken_for_what_it_stands_for(tmp_path: Path, algorithm: str) -> None:
     drafter = load_checkpoint(quantize(make_drafter(tmp_path / "d", **DIMS), algorithm))
-    assert isinstance(drafter.dims, DrafterDims) and drafter.quantizers
+    assert isinstance(drafter.dims, DFlashDims) and drafter.quantizers
     name = "layers.0.mlp.up_proj.weight"
     np.testing.assert_array_equal(drafter.tensor(name), projections(drafter.path)[name].weight.numpy())
     assert torch.isfinite(torch.from_numpy(drafter.tensor(name))).all()

@@ -22,7 +22,6 @@ from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt.backend import TensorRtBuild
 from ddtree_trt.build.backends.tensorrt.plans import write_shared
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
-from ddtree_trt.build.graph.drafters import build_drafter
 from ddtree_trt.build.graph.lowering_native import NativeGraph
 from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
@@ -109,7 +108,7 @@ def test_rounds(lowering: type[TensorRtGraph], fields: dict[str, Any], tmp_path:
 def test_only_operators_that_tensorrt_has(fields: dict[str, Any], tmp_path: Path) -> None:
     target, drafter = load_pair(tmp_path, fields)
     with WeightFile(tmp_path / "weights.bin") as sink:
-        graph = build_drafter(NativeGraph("drafter", sink, "bfloat16"), drafter, target, LIMITS)
+        graph = drafter.kind.load("graph")(NativeGraph("drafter", sink, "bfloat16"), drafter, target, LIMITS)
     later = {"Attention", "RMSNormalization", "RotaryEmbedding", "Swish", "TensorScatter"}
     assert {node.op_type for node in graph.graph.node} <= SUPPORTED | later
 

@@ -18,8 +18,8 @@ from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
 from ddtree_trt.build.graph.lowering_native import KEY_LENGTHS, NativeGraph
 from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+from ddtree_trt.drafters.dflash.heads import Convolution, Selector
 from ddtree_trt.errors import BuildError
-from ddtree_trt.models.drafters.dflash import Convolution, Selector
 
 pytestmark = pytest.mark.rtx
 BOTH = pytest.mark.parametrize("lowering", [PluginGraph, NativeGraph])

@@ -17,7 +17,7 @@ from drafts import marginals
 from engine_builds import build_engine
 from numerics import Truth, assert_close, path_to, random_tree
 
-from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 
 TAPS, TOP_K, WINDOW = (0, 2), 10, 7
@@ -59,8 +59,8 @@ def test_drafts_of_each_dialect(tmp_path: Path, case: str) -> None:
     drafter = make_dialect(tmp_path / "drafter", dialect, changes, sections)
     engine = build_engine(target, drafter, tmp_path / "engine", max_batch=1)
     own = {"block_size": SHAPE["block_size"], "mask_token_id": SHAPE["mask_token_id"], "tap_layers": TAPS}
-    dims = DrafterDims(**{**vars(TARGET_DIMS), "num_layers": 2, **own, "num_target_layers": 3, **meaning})
-    assert engine.manifest.dflash == dims
+    dims = DFlashDims(**{**vars(TARGET_DIMS), "num_layers": 2, **own, "num_target_layers": 3, **meaning})
+    assert engine.manifest.drafting.dims == dims
 
     truth = Truth(target, TAPS)
     dflash, rng = DFlash(drafter, dims, truth), np.random.default_rng(5)

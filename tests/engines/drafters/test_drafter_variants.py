@@ -16,7 +16,7 @@ from engine_builds import build_engine, build_torch_engine
 from numerics import Measured, Truth, assert_close, path_to, random_tree
 
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.models.drafters.dflash import DrafterDims
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.params import SamplingParams
@@ -60,14 +60,14 @@ class Pair:
         dims = make_variant(path / "drafter", max_positions=4 * CHUNK, **fields)
         with reading_variant(path / "drafter", dims):
             self.engine = build(target, path / "drafter", path / "engine", max_batch=1)
-        assert self.engine.manifest.dflash == dims
+        assert self.engine.manifest.drafting.dims == dims
         self.truth = Truth(target, dims.tap_layers)
         self.dflash = DFlash(path / "drafter", dims, self.truth)
         self.tokens: list[int] = []
         self.rng = np.random.default_rng(3)
 
     @property
-    def dims(self) -> DrafterDims:
+    def dims(self) -> DFlashDims:
         return self.dflash.dims
 
     def start(self, length: int) -> None:

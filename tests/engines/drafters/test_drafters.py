@@ -10,10 +10,11 @@ import pytest
 from drafts import marginals
 from numpy.typing import NDArray
 
+from ddtree_trt.drafters.autoregressive.drafter import AutoregressiveDrafter
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom
-from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter, Pass, check_up_to_date, draft_all
+from ddtree_trt.runtime.engines.drafters import Drafter, Pass, check_up_to_date, draft_all
 from ddtree_trt.runtime.engines.kv import SlotLengths
 from ddtree_trt.runtime.tree import TokenTree
 

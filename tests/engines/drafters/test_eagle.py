@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ddtree_trt.drafters.eagle3.drafter import EagleDrafter, Level, Nodes
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import LinkedRows
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom
-from ddtree_trt.runtime.engines.eagle import EagleDrafter, Level, Nodes
 from ddtree_trt.runtime.engines.kv import SlotLengths
 
 K = 4

@@ -83,7 +83,7 @@ def slots(
         target = make_target(path / "target", tied=request.param != "block-8", max_positions=4 * CHUNK)
         drafter = make_drafter(path / "drafter", max_positions=4 * CHUNK, **SHAPES[request.param])
     engine = build(target, drafter, path / "engine", max_batch=2)
-    dims = engine.manifest.dflash
+    dims = engine.manifest.drafting.dims
     truth = Truth(target, dims.tap_layers)
     dflash = DFlash(drafter, dims, truth)
     return [Slot(engine, slot, truth, dflash) for slot in range(2)]

@@ -81,7 +81,7 @@ def test_rounds(tmp_path: Path, shape: str, backend: Any) -> None:
     target = make_target(tmp_path / "target", num_layers=LAYERS, tied=tied)
     drafter = make_eagle(tmp_path / "drafter", **SHAPES[shape])
     request = BuildRequest("pair", target, drafter, output=tmp_path / "engine", backend=backend, precision="fp32")
-    dims = compile_engine(request).eagle3
+    dims = compile_engine(request).drafting.dims
     assert dims.own_head == SHAPES[shape].get("own_head", True)
     tables = target_tables(target)
     rng = np.random.default_rng(3)
@@ -120,7 +120,7 @@ def test_a_long_prompt_takes_several_passes(tmp_path: Path) -> None:
     drafter = make_eagle(tmp_path / "drafter", max_positions=2048)
     request = BuildRequest("pair", target, drafter, output=tmp_path / "engine", backend="onnxruntime")
     manifest = compile_engine(request)
-    dims, chunk = manifest.eagle3, manifest.limits.prefill_chunk
+    dims, chunk = manifest.drafting.dims, manifest.limits.prefill_chunk
     rng = np.random.default_rng(4)
     engine: Any = open_engine(tmp_path / "engine", warm=False)
     try:

@@ -14,7 +14,7 @@ from dflash_truth import DFlash, refuse_to_draw
 from engine_builds import build_engine, build_torch_engine
 from numerics import Measured, Truth, assert_close, path_to, random_tree
 
-from ddtree_trt.models.drafters.dflash import Convolution, Selector
+from ddtree_trt.drafters.dflash.heads import Convolution, Selector
 from ddtree_trt.runtime.candidates import Bilinear
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 
@@ -92,7 +92,7 @@ def built(shape: str, build: Callable[..., Measured], path: Path) -> tuple[Measu
     dims = make_variant(path / "drafter", **SHAPES[shape])
     with reading_variant(path / "drafter", dims):
         engine = build(target, path / "drafter", path / "engine")
-    assert engine.manifest.dflash == dims
+    assert engine.manifest.drafting.dims == dims
     truth = Truth(target, dims.tap_layers)
     return engine, truth, DFlash(path / "drafter", dims, truth)
 

@@ -17,9 +17,9 @@ from numerics import Truth, assert_close
 from safetensors.numpy import load_file, save_file
 
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.drafters.tapped import OWN_HEAD, TO_TARGET
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import EMBEDDING, HEAD
-from ddtree_trt.models.drafters.dflash import OWN_HEAD, TO_TARGET
 from ddtree_trt.runtime.engines.base import DraftRequest, Engine
 
 TOP_K, SIZE = 8, 30
@@ -56,7 +56,7 @@ def test_the_head_is_rows_of_the_targets(build: str, tied: bool, tmp_path: Path)
         drafter = make_drafter(tmp_path / name)
         shorten(drafter, ids, head)
         engine = BUILDS[build](target, drafter, tmp_path / f"engine-{name}", max_batch=1)
-        assert engine.manifest.dflash.own_head and engine.manifest.dflash.draft_vocab_size == SIZE
+        assert engine.manifest.drafting.dims.own_head and engine.manifest.drafting.dims.draft_vocab_size == SIZE
         found.append(draft_behind(engine, tokens, 7))
         engine.close()
     borrowed, own = found

@@ -12,7 +12,7 @@ from fake_trt_engine import FORMS, LIMITS, PROMPTS, Lowerings, Machine, generate
 
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.device import buffers
-from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter
+from ddtree_trt.drafters.autoregressive.drafter import AutoregressiveDrafter
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
 from ddtree_trt.runtime.llm import LLM
 

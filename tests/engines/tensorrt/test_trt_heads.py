@@ -15,7 +15,7 @@ from numerics import path_to, random_tree
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.models.drafters.heads import Convolution, Selector
+from ddtree_trt.drafters.dflash.heads import Convolution, Selector
 from ddtree_trt.runtime.candidates import Bilinear
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
@@ -58,7 +58,7 @@ def pair(
     with installed(lowerings.machine()) as machine, LLM(folder / "ort", threads=1) as reference:
         machine.store_profile()
         with LLM(machine.directory) as llm:
-            assert isinstance(llm.engine, TrtEngine) and llm.engine.manifest.dflash == dims
+            assert isinstance(llm.engine, TrtEngine) and llm.engine.manifest.drafting.dims == dims
             yield llm, reference
         assert not machine.cuda.leaks
 

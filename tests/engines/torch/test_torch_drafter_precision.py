@@ -45,7 +45,7 @@ def test_an_fp16_engines_drafter_is_in_bf16(tmp_path: Path) -> None:
     types = {name.split(".")[0]: tensor.dtype for name, tensor in weights.items()}
     assert types == {"target": torch.float16, "drafter": torch.bfloat16}
     engine = TorchEngine(manifest, weights, CPU)
-    dims = manifest.dflash
+    dims = manifest.drafting.dims
     truth = Truth(tmp_path / "target", dims.tap_layers)
     dflash = DFlash(tmp_path / "drafter", dims, truth)
     tokens = np.random.default_rng(2).integers(0, 90, 20)

@@ -17,7 +17,7 @@ from engine_builds import PACKAGED, build_torch_engine
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.check.run import check_engine
 from ddtree_trt.device.buckets import buckets
-from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter
+from ddtree_trt.drafters.dflash.on_torch import BlockDrafter
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.llm import LLM
@@ -123,7 +123,7 @@ def test_what_a_graph_would_replay_is_all_that_changes(
         for options in ({"method": "dflash"}, {"method": "ddtree", "tree_budget": 20}):
             assert outputs(llm, prompts, **options) == plain
         sizes = {key for graphs, key in replayed if graphs is engine.target.graphs}
-        chain = next(t for t in engine.buckets if t >= engine.manifest.dflash.block_size)
+        chain = next(t for t in engine.buckets if t >= engine.manifest.drafting.dims.block_size)
         assert sizes <= {(n, t) for n in (1, 2, 3) for t in (chain, 32)} and (3, 32) in sizes
         assert sum(replayed.values()) > 5 * len(replayed)
 

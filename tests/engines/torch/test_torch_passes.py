@@ -15,6 +15,7 @@ from numerics import Follower, Truth, path_to, random_tree
 from plugin_libraries import torch_operators
 
 from ddtree_trt.device.buckets import buckets
+from ddtree_trt.drafters.dflash.on_torch import TOP_KS
 from ddtree_trt.errors import EngineError
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.base import DraftRequest, Verdict, VerifyRequest
@@ -22,7 +23,6 @@ from ddtree_trt.runtime.engines.lazy_rows import LazyRows
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
 from ddtree_trt.runtime.engines.torch.attention import KernelAttention, Place
-from ddtree_trt.runtime.engines.torch.drafters import TOP_KS
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.params import SamplingParams
@@ -106,7 +106,7 @@ def test_a_draft_has_the_candidates_that_were_asked_for(engine: TorchEngine) -> 
     def draft(*top_ks: int) -> list[Any]:
         return engine.draft([DraftRequest(s, 5, k, 8, refuse_to_draw) for s, k in enumerate(top_ks)])
 
-    whole, length = draft(VOCAB, 1), engine.manifest.dflash.draft_length
+    whole, length = draft(VOCAB, 1), engine.manifest.drafting.dims.draft_length
     for top_ks in ((1, 1), (7, 70), (1500, 3), (9999, 2)):
         for n, (found, k) in enumerate(zip(draft(*top_ks), top_ks, strict=True)):
             assert marginals(found).log_probs.shape == marginals(found).token_ids.shape == (length, min(k, VOCAB))
@@ -171,7 +171,7 @@ def test_padding_changes_nothing(tmp_path: Path) -> None:
     target, drafter = make_pair(tmp_path, max_positions=512)
     engine = build_torch_engine(target, drafter, tmp_path / "engine", max_batch=2)
     engine.target.buckets = buckets(engine.limits.max_tokens_per_pass)
-    truth = Truth(target, engine.manifest.dflash.tap_layers)
+    truth = Truth(target, engine.manifest.drafting.dims.tap_layers)
     followers = [Follower(engine, slot, truth) for slot in range(2)]
     rng = np.random.default_rng(2)
     for follower, length in zip(followers, (6, 50), strict=True):

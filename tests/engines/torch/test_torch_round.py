@@ -153,7 +153,7 @@ def test_rounds_go_on_to_the_slots_end(engine: TorchEngine, prompts: list[Any]) 
     (bonus,) = prefill(engine, prompts[:1])
     with pytest.raises(EngineError, match="cache rows, 17 more do not fit"):
         decode(engine, [bonus], 10_000)
-    rows, block = engine.target.cache.rows, engine.manifest.dflash.block_size
+    rows, block = engine.target.cache.rows, engine.manifest.drafting.dims.block_size
     assert engine.limits.max_seq_len <= rows - 17 - block < engine.length(0) <= rows
 
 

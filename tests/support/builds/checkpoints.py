@@ -20,14 +20,15 @@ import pytest
 from ddtree_trt.build.checkpoint import reader
 from ddtree_trt.build.checkpoint.config import ModelConfig, read_config
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.drafters.dflash import dims as dflash
+from ddtree_trt.drafters.dflash.dims import DFlashDims
+from ddtree_trt.drafters.eagle3.dims import Eagle3Dims
+from ddtree_trt.drafters.registry import checkpoint_shapes
+from ddtree_trt.drafters.tapped import OWN_EMBEDDING, OWN_HEAD, TO_TARGET
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import BIAS, EMBEDDING, HEAD, TransformerDims
-from ddtree_trt.models.drafters import dflash
-from ddtree_trt.models.drafters.dflash import DrafterDims
-from ddtree_trt.models.drafters.eagle3 import Eagle3Dims
 from ddtree_trt.models.experts import Experts
 from ddtree_trt.models.families import LLAMA, QWEN2, QWEN3, Family
-from ddtree_trt.models.pairs import checkpoint_shapes
 from ddtree_trt.models.rope_scaling import RopeScaling
 
 TARGET_DIMS = TransformerDims(
@@ -102,25 +103,25 @@ def make_drafter(
     family: Family = QWEN3,
     **dims: Any,
 ) -> Path:
-    """Write a DFlash drafter and return its directory. `dims` are fields of DrafterDims; two layers by default."""
-    shape = DrafterDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, "num_layers": 2, **family_fields(family), **dims})
+    """Write a DFlash drafter and return its directory. `dims` are fields of DFlashDims; two layers by default."""
+    shape = DFlashDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, "num_layers": 2, **family_fields(family), **dims})
     write_config(path, {**_config(shape, family), **dflash.config_entries(shape)}, config)
     weights = random_weights(checkpoint_shapes(shape, tied=False), seed)
     write_weights(path, weights, dtype=dtype, shards=shards)
     return path
 
 
-def make_variant(path: Path, *, seed: int = 1, **dims: Any) -> DrafterDims:
+def make_variant(path: Path, *, seed: int = 1, **dims: Any) -> DFlashDims:
     """Write a DFlash drafter of two layers with features that its config.json does not say; returns its dimensions.
     `reading_variant` has builds read these."""
-    shape = DrafterDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, "num_layers": 2, **dims})
+    shape = DFlashDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, "num_layers": 2, **dims})
     write_config(path, {**_config(shape, QWEN3), **dflash.config_entries(shape)})
     weights = random_weights(checkpoint_shapes(shape, tied=False), seed)
     if shape.draft_vocab_size is not None:
         rng = np.random.default_rng(seed)
         chosen = np.sort(rng.permutation(shape.vocab_size)[: shape.draft_vocab_size])
-        weights[dflash.TO_TARGET] = chosen - np.arange(shape.draft_vocab_size)
-    for name in (dflash.OWN_EMBEDDING, dflash.OWN_HEAD):
+        weights[TO_TARGET] = chosen - np.arange(shape.draft_vocab_size)
+    for name in (OWN_EMBEDDING, OWN_HEAD):
         if name in weights:
             weights[name] *= _LOGIT_STD
     write_weights(path, weights, dtype="fp32", shards=1)
@@ -128,7 +129,7 @@ def make_variant(path: Path, *, seed: int = 1, **dims: Any) -> DrafterDims:
 
 
 @contextmanager
-def reading_variant(path: Path, dims: DrafterDims) -> Iterator[None]:
+def reading_variant(path: Path, dims: DFlashDims) -> Iterator[None]:
     """Loading the drafter of `make_variant` in `path` gives it these dimensions, whatever its dialect would settle."""
 
     def read(directory: Path) -> ModelConfig:
@@ -176,9 +177,9 @@ def make_eagle(
 def eagle_weights(dims: Eagle3Dims, seed: int) -> dict[str, np.ndarray]:
     """Random weights of an EAGLE-3 drafter; its draft vocabulary is a random part of the target's."""
     weights = random_weights(checkpoint_shapes(dims, tied=False), seed)
-    if dflash.TO_TARGET in weights:
+    if TO_TARGET in weights:
         chosen = np.random.default_rng(seed).permutation(dims.vocab_size)[: dims.head_size]
-        weights[dflash.TO_TARGET] = np.sort(chosen) - np.arange(dims.head_size)
+        weights[TO_TARGET] = np.sort(chosen) - np.arange(dims.head_size)
     return weights
 
 

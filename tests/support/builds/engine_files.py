@@ -10,8 +10,8 @@ from ddtree_trt.artifact import manifest as artifact
 from ddtree_trt.artifact.files import MANIFEST, TOKENIZER_FILES
 from ddtree_trt.artifact.manifest import CheckpointIdentity, FileEntry, Limits, Manifest
 from ddtree_trt.build.directory import describe_files
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims
 
 DIMS = TransformerDims(96, 32, 2, 4, 2, 16, 64, 1e-6, 1e6, 2048)
 FILES = ("target.onnx", "drafter.onnx", "weights.bin", *TOKENIZER_FILES)
@@ -28,7 +28,7 @@ def make_manifest(**changes: Any) -> Manifest:
         drafter=CheckpointIdentity("org/drafter", "def", "1" * 64),
         drafter_kind="dflash",
         target_dims=DIMS,
-        drafter_dims=DrafterDims(**vars(DIMS), block_size=8, mask_token_id=4, tap_layers=(0, 1), num_target_layers=2),
+        drafter_dims=DFlashDims(**vars(DIMS), block_size=8, mask_token_id=4, tap_layers=(0, 1), num_target_layers=2),
         limits=Limits(),
         stop_token_ids=(2, 3),
         chat_template_args={"enable_thinking": False},

@@ -14,9 +14,10 @@ import numpy as np
 from checkpoints import DRAFTER_EXTRA, TARGET_DIMS, make_drafter, make_target, write_weights
 
 from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.drafters.dflash.dims import DFlashDims
+from ddtree_trt.drafters.registry import checkpoint_shapes
+from ddtree_trt.drafters.tapped import FC
 from ddtree_trt.models.decoder import EMBEDDING, TransformerDims
-from ddtree_trt.models.drafters.dflash import FC, DrafterDims
-from ddtree_trt.models.pairs import checkpoint_shapes
 
 WIDTH = 64  # of the vocabulary and of the states
 MASK = WIDTH - 1  # its row of the embedding is zero
@@ -42,7 +43,7 @@ def build_majority(path: Path, *, gain: float = 0.0, config: dict[str, Any] | No
 
     shape = {**SHAPE, **DRAFTER}
     drafter = make_drafter(path / "drafter", config=config, **shape)
-    weights = _silent(DrafterDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, **shape}))
+    weights = _silent(DFlashDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, **shape}))
     weights[FC] = np.eye(WIDTH, dtype=np.float32)
     for name in weights:
         if "v_proj" in name or "o_proj" in name:

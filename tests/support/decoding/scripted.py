@@ -15,8 +15,8 @@ import numpy as np
 from scripted_models import Array, Conditional, Drafter, Target
 
 from ddtree_trt.artifact.manifest import CheckpointIdentity, Limits, Manifest
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.runtime.candidates import Marginals
 from ddtree_trt.runtime.decoding.budget.policy import FixedBudget
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
@@ -135,7 +135,7 @@ class ScriptedEngine:
         state, kind = self._slots[request.slot], self.manifest.drafting
         assert state.known == len(state.tokens), "drafting needs the states of every committed token"
         context = [*state.tokens, request.bonus_token]
-        if kind.at_once:
+        if kind.block_size:
             if isinstance(self.drafter, Conditional):
                 return Draft(self.drafter.candidates(context, kind.longest_draft, request.top_k))
             return Draft(Marginals(*_most_probable(self.drafter.block(context, kind.longest_draft), request.top_k)))
@@ -181,7 +181,7 @@ class ScriptedEngine:
 def make_manifest(vocab_size: int, kind: Kind, block_size: int, limits: Limits) -> Manifest:
     identity = CheckpointIdentity("scripted", "local", "")
     shape = (vocab_size, 8, 1, 1, 1, 8, 8, 1e-6, 1e4, limits.max_seq_len)
-    block = DrafterDims(*shape, block_size=block_size, mask_token_id=0, tap_layers=(0,), num_target_layers=1)
+    block = DFlashDims(*shape, block_size=block_size, mask_token_id=0, tap_layers=(0,), num_target_layers=1)
     return Manifest(
         schema_version=1,
         product_version="0",
@@ -241,7 +241,7 @@ def completion(
     fixed = params.tree_budget
     budget = METHODS[params.method].default_budget(manifest.drafting) if fixed == "auto" else fixed
     if budget is None:
-        budget = manifest.drafting.longest_draft if manifest.drafting.at_once else CHAIN
+        budget = manifest.drafting.longest_draft if manifest.drafting.block_size else CHAIN
     return Completion(
         index=index,
         prompt=list(prompt),

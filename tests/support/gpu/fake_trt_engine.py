@@ -123,7 +123,7 @@ class Lowerings:
         graph = compaction_graph(cache, floats, window, "native" if form.native else "plugin")
         self._compaction = Session(folder / "graphs" / "move.onnx", graph)
         self._planes = {} if form.native else {PLANES: (1, 1, cache.planes)}
-        if target.is_relative_to(PACKAGED) and self.pair.kind.at_once:
+        if target.is_relative_to(PACKAGED) and self.pair.kind.block_size:
             assert self.pair.kind.block_size == BLOCK
 
     @classmethod

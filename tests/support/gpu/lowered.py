@@ -22,13 +22,12 @@ from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.reader import Checkpoint
-from ddtree_trt.build.graph.drafters import build_drafter
 from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.weights import WeightFile
+from ddtree_trt.drafters import kind as kinds
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims
-from ddtree_trt.models.drafters import kinds
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.tree import TokenTree, token_chain
 
@@ -310,7 +309,7 @@ class LoweredPair:
                 tied=tied,
                 quantized=target,
             )
-            drafter_graph = build_drafter(lowering("drafter", sink, floats), drafter, target, limits)
+            drafter_graph = drafter.kind.load("graph")(lowering("drafter", sink, floats), drafter, target, limits)
         self.kind, self.words = kind, -(-limits.max_tokens_per_pass // 32)
         self.target = Lowered(folder / "target.onnx", graph, target.dims, limits)
         self.drafter = Lowered(folder / "drafter.onnx", drafter_graph, drafter.dims, limits)
@@ -321,7 +320,7 @@ class LoweredPair:
         table_names = {kinds.EMBEDDING: names.EMBEDDING, kinds.HEAD: names.HEAD}
         self.drafter_tables = {
             **self.tables,
-            **{table_names[t.name]: drafter.tensor(*t.sources) for t in kind.own_tables if kind.at_once},
+            **{table_names[t.name]: drafter.tensor(*t.sources) for t in kind.own_tables if kind.block_size},
         }
         self.states: dict[int, list[NDArray[Any]]] = {slot: [] for slot in range(limits.max_batch)}
         self._taps: dict[int, NDArray[Any]] = {}

@@ -11,7 +11,6 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 from ddtree_trt import plugins
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.reader import Checkpoint
-from ddtree_trt.build.graph.drafters import build_drafter
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.ops import TYPES, Sink
@@ -46,7 +45,7 @@ class Graphs:
         return self.write("target", make)
 
     def drafter(self, drafter: Checkpoint, target: Checkpoint) -> Graph:
-        return self.write("drafter", lambda g: build_drafter(g, drafter, target, self.limits))
+        return self.write("drafter", lambda g: drafter.kind.load("graph")(g, drafter, target, self.limits))
 
     def write(self, name: str, make: Callable[[TensorRtGraph], ModelProto], sink: Sink | None = None) -> Graph:
         folder = self.folder / f"{name}-graph"

@@ -6,7 +6,7 @@ import math
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Limits
@@ -15,10 +15,9 @@ from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import Written
 from ddtree_trt.device.buffers import FLOAT_BYTES
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import UsageError
 from ddtree_trt.models.decoder import EMBEDDING, HEAD, TransformerDims, is_of_values
-from ddtree_trt.models.drafters.dflash import FC, OWN_EMBEDDING
-from ddtree_trt.models.drafters.heads import is_of_head
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -47,7 +46,7 @@ class OnnxRuntimeBuild:
         return None
 
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
-        return weight_bytes(target.shapes, precision) + weight_bytes(drafter.shapes, precision)
+        return weight_bytes(target, precision) + weight_bytes(drafter, precision)
 
     def write(
         self,
@@ -58,7 +57,6 @@ class OnnxRuntimeBuild:
         precision: PrecisionName,
         progress: Progress,
     ) -> Written:
-        from ddtree_trt.build.graph.drafters import build_drafter
         from ddtree_trt.build.graph.lowering_int8 import Int8Graph
         from ddtree_trt.build.graph.lowering_onnxruntime import OnnxRuntimeGraph
         from ddtree_trt.build.graph.networks import build_target_graph
@@ -74,20 +72,30 @@ class OnnxRuntimeBuild:
             graph = build_target_graph(g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied)
             names["target"] = _write_graph(directory / artifact.TARGET_GRAPH, graph)
             g = graphs("drafter", sink)
-            graph = build_drafter(g, drafter, target, limits)
+            graph = drafter.kind.load("graph")(g, drafter, target, limits)
             names["drafter"] = _write_graph(directory / artifact.DRAFTER_GRAPH, graph)
         return Written(names, self._toolchain)
 
 
-def weight_bytes(shapes: Mapping[str, tuple[int, ...]], precision: PrecisionName) -> int:
+class _Sized(Protocol):
+    """A checkpoint, or only its configuration."""
+
+    @property
+    def dims(self) -> TransformerDims: ...
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+
+def weight_bytes(network: _Sized, precision: PrecisionName) -> int:
     """Bytes of a network's tensors in the weight file. In int8 a projection [out, in] takes a byte per value and a
     scale per output, that of values twice; so does the head, which is stored apart from the embedding even when tied to
     it. A language model has two matrices [H, H] for its rotation."""
+    shapes, unrounded = network.shapes, kind_of(network.dims).unrounded
     sizes = {name: FLOAT_BYTES * math.prod(shape) for name, shape in shapes.items()}
     if PRECISIONS[precision].quantized:
         heads = {HEAD: shapes[EMBEDDING]} if EMBEDDING in shapes else {}
         for name, shape in {**heads, **shapes}.items():
-            if len(shape) == 2 and name not in (EMBEDDING, OWN_EMBEDDING, FC) and not is_of_head(name):
+            if len(shape) == 2 and name != EMBEDDING and name not in unrounded:
                 sizes[name] = (math.prod(shape) + FLOAT_BYTES * shape[0]) * (2 if is_of_values(name) else 1)
         if EMBEDDING in shapes:
             sizes["rotation"] = 2 * FLOAT_BYTES * shapes[EMBEDDING][1] ** 2

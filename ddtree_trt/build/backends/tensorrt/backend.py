@@ -16,9 +16,9 @@ from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import BuilderOptions, Written
 from ddtree_trt.build.backends.tensorrt.machine import Machine, check_layers, check_values, examine
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import MissingDependency, UsageError
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.plugins import library
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class TensorRtBuild:
 def _beyond_plugin(networks: Iterable[TransformerDims]) -> str:
     """Words on a network whose attention our plugin has no kernel for; "" where there is none."""
     networks = tuple(networks)
-    if any(isinstance(n, DrafterDims) and any(n.windows) for n in networks):
+    if any(kind_of(n).windowed for n in networks):
         return "the drafter's sliding windows have no kernel"
     other = next((n.head_dim for n in networks if n.head_dim not in plugins.HEAD_DIMS), None)
     sizes = " or ".join(map(str, plugins.HEAD_DIMS))

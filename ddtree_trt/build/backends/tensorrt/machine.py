@@ -10,9 +10,9 @@ from ddtree_trt.artifact.precisions import BackendName
 from ddtree_trt.build.backends.base import Attention
 from ddtree_trt.device.cuda_calls import cuda_bindings, cuda_versions, current_gpu
 from ddtree_trt.device.tensorrt_library import import_tensorrt
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import BuildError, EngineError, MissingDependency, UsageError, install_with
 from ddtree_trt.models.decoder import TransformerDims
-from ddtree_trt.models.drafters.eagle3 import Eagle3Dims
 from ddtree_trt.plugins import LOWEST_SM, library
 
 if TYPE_CHECKING:
@@ -75,8 +75,10 @@ def check_release(title: str, version: str, lowest: tuple[int, int], below: tupl
 def check_layers(networks: Iterable[TransformerDims], backend: BackendName) -> None:
     """Raises UsageError for a network with layers that no lowering to TensorRT has."""
     networks = tuple(networks)
-    if any(isinstance(dims, Eagle3Dims) for dims in networks):
-        raise UsageError("EAGLE-3 drafters are not implemented for TensorRT; use --backend torch or onnxruntime")
+    for kind in map(kind_of, networks):
+        if "tensorrt" not in kind.halves:
+            others = " or ".join(name for name in ("torch", "onnxruntime") if name in kind.halves)
+            raise UsageError(f"{kind.title}s are not implemented for TensorRT; use --backend {others}")
     if any(dims.experts for dims in networks):
         raise UsageError("mixtures of experts are not implemented for TensorRT; use --backend torch")
 

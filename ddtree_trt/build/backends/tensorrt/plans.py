@@ -20,14 +20,13 @@ from ddtree_trt.build.backends.tensorrt import profiles
 from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions
 from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
 from ddtree_trt.build.graph.compaction import PLANES, compaction_graph, window_rows
-from ddtree_trt.build.graph.drafters import build_drafter
 from ddtree_trt.build.graph.lowering_native import ATTENTION, NativeGraph
 from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.networks import build_target_graph
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.device.buffers import CacheShape
+from ddtree_trt.drafters.kind import EMBEDDING, HEAD
 from ddtree_trt.errors import BuildError
-from ddtree_trt.models.drafters.kinds import EMBEDDING, HEAD
 
 if TYPE_CHECKING:
     from onnx import ModelProto
@@ -88,8 +87,10 @@ class EnginePlans:
             )
 
         def drafter_graph(sink: Sink) -> ModelProto:
-            own = block_drafter_precision(self.precision) if drafter.kind.at_once else self.precision
-            return build_drafter(lowering("drafter", sink, PRECISIONS[own].dtype, floats), drafter, target, limits)
+            own = block_drafter_precision(self.precision) if drafter.kind.block_size else self.precision
+            g = lowering("drafter", sink, PRECISIONS[own].dtype, floats)
+            graph: ModelProto = drafter.kind.load("graph")(g, drafter, target, limits)
+            return graph
 
         def compaction(sink: Sink) -> ModelProto:
             return compaction_graph(cache, floats, window_rows(drafter.dims), self.attention)
@@ -143,7 +144,7 @@ def write_shared(
     for prefix, network in {"": target, names.DRAFTER: drafter}.items():
         kind = network.kind
         for part in kind.own_tables:
-            if part.name != HEAD or not (kind.language_model and network.tie_word_embeddings):
+            if part.name != HEAD or not (kind.drafts == "tokens" and network.tie_word_embeddings):
                 (source,) = part.sources
                 tables[prefix + _TABLES[part.name]] = network, source
     shapes = {name: network.shapes[source] for name, (network, source) in tables.items()}

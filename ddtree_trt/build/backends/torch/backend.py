@@ -66,7 +66,7 @@ class TorchBuild:
         tied = {"target_tied": target.tie_word_embeddings, "drafter_tied": drafter.tie_word_embeddings}
         weights = stored_weights(target.dims, drafter.dims, **tied)
         checkpoints = {"target": target, "drafter": drafter}
-        own = block_drafter_precision(precision) if drafter.kind.at_once else precision
+        own = block_drafter_precision(precision) if drafter.kind.block_size else precision
         stored = {"target": PRECISIONS[precision], "drafter": PRECISIONS[own]}
         types = {w.name: _INTEGERS if w.integers else stored[w.network].safetensors for w in weights}
         total, done = PRECISIONS[precision].value_bytes * sum(math.prod(w.shape) for w in weights), 0

@@ -16,8 +16,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES, usable_cores
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
-from ddtree_trt.runtime.engines.onnxruntime.drafter import make_drafter
+from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
 from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 from ddtree_trt.runtime.tree import TokenTree, token_chain
@@ -59,7 +58,7 @@ class OrtEngine:
             taps=taps,
             exact=self.exact,
         )
-        self._drafter = make_drafter(directory, manifest, threads)
+        self._drafter = make_drafter(manifest, "onnxruntime", directory / artifact.DRAFTER_GRAPH, threads)
         self._last_passes: dict[int, _LastPass] = {}  # by slot
 
     @classmethod

@@ -26,9 +26,8 @@ from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
+from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
 from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, TappedStates
-from ddtree_trt.runtime.engines.tensorrt.drafter import make_drafter
 from ddtree_trt.runtime.engines.tensorrt.model import PREFILL, VERIFY, Outputs, TrtLanguageModel
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded, load_plans
@@ -90,7 +89,8 @@ class TrtEngine:
         compaction = network("compaction", loaded.compaction, {}, dims, buffers.TARGET_KV)
         self._compaction = Compaction(compaction, self.limits.cache_rows, uploads)
         self.networks = [self.target.network, drafter_network, compaction]
-        self.drafter = make_drafter(manifest, loaded, drafter_network, upload(buffers.DRAFTER_CONTROL), results)
+        control = upload(buffers.DRAFTER_CONTROL)
+        self.drafter = make_drafter(manifest, "tensorrt", loaded, drafter_network, control, results)
 
     @classmethod
     def open(cls, directory: Path, manifest: Manifest, options: EngineOptions = DEFAULTS) -> TrtEngine:

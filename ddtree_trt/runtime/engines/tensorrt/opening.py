@@ -93,7 +93,7 @@ def _load(directory: Path, manifest: Manifest, installed: Installed, device: Dev
     for name, engine in engines.items():
         _check_engine(directory, manifest, name, engine)
     target, drafter = engines["target"], engines["drafter"]
-    candidates = int(tuple(drafter.get_tensor_shape(names.CANDIDATES))[-1]) if manifest.drafting.at_once else 0
+    candidates = int(tuple(drafter.get_tensor_shape(names.CANDIDATES))[-1]) if manifest.drafting.block_size else 0
     workspace = max(int(engine.device_memory_size_v2) for engine in engines.values())
     layout = _layout(manifest, stored, candidates, workspace)
     _check_memory(directory, manifest, device, 0, layout.total_bytes)  # with the workspace that TensorRT needs

@@ -13,8 +13,9 @@ from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.tensor_files import read_tensors
 from ddtree_trt.device.cuda_device import Device
+from ddtree_trt.drafters.kind import EMBEDDING, HEAD
+from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import ArtifactError
-from ddtree_trt.models.drafters.kinds import EMBEDDING, HEAD, kind_of
 from ddtree_trt.reading import Source
 
 _PIECE_BYTES = 16 << 20  # of a table that is converted during its upload

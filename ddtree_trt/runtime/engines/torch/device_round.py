@@ -7,15 +7,18 @@ rounds can be launched ahead of the host, which only reads results from a ring i
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddtree_trt.runtime.engines.base import RoundRequest, RoundResult
+from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.padding import mask_words
 from ddtree_trt.runtime.engines.torch.attention import Place
-from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter
+from ddtree_trt.runtime.engines.torch.cache import DeviceCache
 from ddtree_trt.runtime.engines.torch.graphs import Graphs
 from ddtree_trt.runtime.engines.torch.noise import gumbel
 from ddtree_trt.runtime.engines.torch.round_ops import round_ops
@@ -25,6 +28,30 @@ from ddtree_trt.runtime.stats import ROUND_STAGES
 RING = 4  # rounds in the ring: more than are launched ahead, so that none is overwritten before it is read
 
 
+class BlockOnDevice(Drafter):
+    """A drafter of blocks that takes part in such rounds. Tapped states wait for its next pass in a buffer."""
+
+    dims: Any  # has `block_size`, `draft_length` and `head_size`
+    cache: DeviceCache
+    waiting: Tensor  # [slots, 1 + L, M·H]: states that it has not processed
+    counts: list[int]  # of them, of each slot
+
+    @abstractmethod
+    def run(self, slots: Tensor, past: Tensor, counts: Tensor, bonus_tokens: Tensor, top_k: int) -> tuple[Tensor, ...]:
+        """Process the waiting states and draft behind them, for int32 [N] each: log-probabilities [N, L, K], falling,
+        and the candidates int32 [N, L, K]."""
+
+    @abstractmethod
+    def hold(self, slots: Tensor, states: Tensor) -> None:
+        """Put tapped states [N, m, M·H], m at most 1 + L, into the buffers of slots int32 [N]; `counts` stays as it
+        is."""
+
+    @abstractmethod
+    def advance(self, slot: int, committed: int, *, waiting: int) -> None:
+        """Count a round that ran on the device: the states of its last `waiting` tokens are in the buffer, all earlier
+        ones in the cache."""
+
+
 class DeviceRound:
     """DDTree rounds of `batch` slots of an engine, N, each tree of at most `tokens` − 1 nodes, T with the root: greedy
     ones, or `sampled` ones, in which every slot has a temperature, 0 for greedy."""
@@ -32,7 +59,7 @@ class DeviceRound:
     def __init__(
         self,
         target: TargetPass,
-        drafter: BlockDrafter,
+        drafter: BlockOnDevice,
         graphs: Graphs,
         batch: int,
         tokens: int,

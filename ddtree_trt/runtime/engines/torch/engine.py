@@ -1,6 +1,6 @@
 """The PyTorch engine: on NVIDIA GPUs with our kernels and CUDA graphs, on a CPU for numerics.
 
-The protocol's calls over a target (`target.py`), a drafter (`drafters.py`) and, where the drafter is a block drafter,
+The protocol's calls over a target (`target.py`), a drafter and, where the drafter is a block drafter,
 rounds on the device (`rounds.py`). On a GPU, `draft` and `verify` are each one upload, one captured graph and one
 download, for which the host waits; `commit` waits for nothing. All slots of a call are in one pass.
 """
@@ -19,12 +19,14 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.artifact.weight_layout import DRAFTER
 from ddtree_trt.device import memory
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all
+from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
 from ddtree_trt.runtime.engines.torch.attention import Scratch, attention_for
-from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter, make_drafter
+from ddtree_trt.runtime.engines.torch.cache import DeviceCache
+from ddtree_trt.runtime.engines.torch.device_round import BlockOnDevice
 from ddtree_trt.runtime.engines.torch.model import Weights
 from ddtree_trt.runtime.engines.torch.parallel.shard import ALONE, Shard
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
@@ -61,10 +63,15 @@ class TorchEngine:
         scratch = Scratch(memory.attention_workspace_bytes((dims, draft_dims), self.limits), device)
         attention = attention_for(device, dtype, dims.head_dim, scratch)
         self.target = TargetPass(manifest, weights, manifest.drafting.tap_layers, attention, device, shard)
-        self.drafter = make_drafter(manifest, weights, self.target.network, scratch, self.target.graphs)
+        drafter_dtype = weights[f"{DRAFTER}norm"].dtype  # a block drafter may have another precision than its target
+        own_attention = attention_for(device, drafter_dtype, draft_dims.head_dim, scratch)
+        slots, rows = self.limits.max_batch, self.target.cache.rows
+        cache = DeviceCache(draft_dims, slots, rows, drafter_dtype, device, kernels=own_attention.kernels)
+        network, graphs = self.target.network, self.target.graphs
+        self.drafter = make_drafter(manifest, "torch", weights, network, cache, own_attention, graphs)
         # Rounds on the device need a whole draft in one pass, which is a block drafter's, marginals, and the whole rows
         # of logits that they draw from.
-        block = self.drafter if isinstance(self.drafter, BlockDrafter) else None
+        block = self.drafter if isinstance(self.drafter, BlockOnDevice) else None
         without = block is None or manifest.drafting.pairs or shard.size > 1
         self.rounds = None if block is None or without else TorchRounds(self.target, block)
 

@@ -1,5 +1,4 @@
-"""Both networks in PyTorch: a language model, and the DFlash drafter, which may share its target's
-embedding and head.
+"""Networks in PyTorch: the layers of all, and language models.
 
 Everything is a function of tensors of fixed shape, the committed lengths included, so that a pass can be captured into
 a CUDA graph once and replayed at any length. Rows behind the real ones are padding: they see themselves only, write
@@ -17,18 +16,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ddtree_trt.artifact.weight_layout import DRAFTER
-from ddtree_trt.models.decoder import Part, TransformerDims, decoder_layers
-from ddtree_trt.models.drafters.dflash import DrafterDims, Sight
-from ddtree_trt.models.drafters.heads import ATTENTION, MLP
+from ddtree_trt.models.decoder import ATTENTION, MLP, BlockMask, Part, TransformerDims, decoder_layers
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.torch.attention import Attention, Place
 from ddtree_trt.runtime.engines.torch.cache import DeviceCache
 from ddtree_trt.runtime.engines.torch.parallel.shard import ALONE, Shard, Vocabulary
 from ddtree_trt.runtime.engines.torch.parts.experts import mixture
-from ddtree_trt.runtime.engines.torch.parts.heads import Convolutions, PairScores
-from ddtree_trt.runtime.engines.torch.pointwise import math_for, rotary_tables, rotate
+from ddtree_trt.runtime.engines.torch.pointwise import math_for, rotary_tables
 
 Weights = Mapping[str, Tensor]
+Sublayer = Callable[[Tensor], Tensor]
+# (layer, ATTENTION or MLP, rows h [N, T, H], the sublayer) → what stands in the sublayer's place
+Around = Callable[[int, str, Tensor, Sublayer], Tensor]
 
 
 @dataclass(frozen=True)
@@ -57,15 +56,15 @@ class Decoder:
         prefix: str,
         cache: DeviceCache,
         attention: Attention,
-        convolutions: Convolutions | None = None,
+        around: Around | None = None,
         shard: Shard = ALONE,
     ) -> None:
-        """`dims` and weights are those of the shard."""
+        """`dims` and weights are those of the shard. `around` is called in the place of each sublayer."""
         self._shard = shard
         self.dims = dims
         self.cache = cache
         self.attention = attention
-        self._convolutions = convolutions
+        self._around = around or (lambda index, place, h, sublayer: sublayer(h))
         self.math = math_for(attention.kernels, dims)
         self.layers = [_layer(weights, prefix, i, parts) for i, parts in enumerate(decoder_layers(dims))]
         self.norm = weights[f"{prefix}norm"]
@@ -94,12 +93,6 @@ class Decoder:
             return self._shard.all_reduce(mixture(h, *weights, self.dims.experts, self.math.swiglu))
         return self._shard.all_reduce(F.linear(self.math.swiglu(F.linear(h, layer.gate_up)), layer.down))
 
-    def _around(self, index: int, where: str, h: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """A sublayer over rows h [N, T, H], with the convolution there where the network has one."""
-        if self._convolutions is None:
-            return sublayer(h)
-        return self._convolutions.around(index, where, h, sublayer)
-
     def run(
         self,
         x: Tensor,
@@ -107,17 +100,17 @@ class Decoder:
         place: Place,
         mode: MaskMode,
         taps: tuple[int, ...] = (),
-        sights: Sequence[Sight] = (),
+        masks: Sequence[BlockMask] = (),
     ) -> tuple[Tensor, list[Tensor]]:
         """Rows x [N, T, H] at positions int32 [N, T] through all layers: the normed hidden states [N, T, H] and the
-        tapped layers' outputs. `sights`, where given, replace the mode: what rows see in each layer."""
+        tapped layers' outputs. `masks`, where given, replace the mode, one for each layer."""
         eps, tapped = self.dims.rms_norm_eps, []
         update: Tensor | None = None  # the MLP's output, added to x by the next norm
         for i, layer in enumerate(self.layers):
             x, h = self.math.add_norm(x, update, layer.input_norm, eps)
             if i - 1 in taps:
                 tapped.append(x)
-            seen, window = _mask(sights[i]) if sights else (mode, 0)
+            seen, window = _mode(masks[i]) if masks else (mode, 0)
             attend = partial(self.attend, i, positions=positions, place=place, mode=seen, window=window)
             x, h = self.math.add_norm(x, self._around(i, ATTENTION, h, attend), layer.post_norm, eps)
             update = self._around(i, MLP, h, partial(self.mlp, layer))
@@ -127,9 +120,9 @@ class Decoder:
         return h, tapped
 
 
-def _mask(sight: Sight) -> tuple[MaskMode, int]:
-    """The mode and the window of an attention whose rows have that sight."""
-    return MaskMode.CAUSAL if sight.causal else MaskMode.NONE, sight.window
+def _mode(mask: BlockMask) -> tuple[MaskMode, int]:
+    """The mode and the window of an attention under that mask."""
+    return MaskMode.CAUSAL if mask.causal else MaskMode.NONE, mask.window
 
 
 def _layer(weights: Weights, prefix: str, index: int, parts: Iterable[Part]) -> Layer:
@@ -140,6 +133,12 @@ def _layer(weights: Weights, prefix: str, index: int, parts: Iterable[Part]) -> 
         return weights[f"{prefix}layers.{index}.{name}"] if stacked is None else stacked[index]
 
     return Layer(**{part.name: find(part.name) for part in parts})
+
+
+def target_ids(weights: Weights) -> Tensor | None:
+    """The target's ids int32 [V'] of a drafter's own ids; None where they are the same."""
+    offsets = weights.get(f"{DRAFTER}to_target")
+    return None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
 
 
 class LanguageModel:
@@ -194,82 +193,3 @@ def head_logits(hidden: Tensor, head: Tensor, out: Tensor | None = None) -> Tens
     if hidden.is_cuda and head.dtype != torch.float32:
         return torch.ops.aten.mm.dtype_out(hidden.to(head.dtype), head.t(), torch.float32, out=out)
     return torch.mm(hidden.to(head.dtype), head.t(), out=out)
-
-
-class DFlash:
-    """The block drafter: the context's keys and values from tapped target states, then one block on top of them."""
-
-    def __init__(
-        self, dims: DrafterDims, weights: Weights, target: LanguageModel, cache: DeviceCache, attention: Attention
-    ) -> None:
-        self.dims = dims
-        self.cache = cache
-        own_embedding = weights.get(f"{DRAFTER}embedding")
-        self._embed = target.embed if own_embedding is None else partial(F.embedding, weight=own_embedding)
-        own_head = weights.get(f"{DRAFTER}head")
-        self._head = target.head if own_head is None else ready_head(own_head)
-        self._vocabulary = target.vocabulary if own_head is None else Vocabulary(dims.head_size)
-        offsets = weights.get(f"{DRAFTER}to_target")  # int32 [V']
-        self._target_ids = None if offsets is None else offsets + torch.arange(len(offsets), device=offsets.device)
-        self._sights = tuple(dims.sight(i) for i in range(dims.num_layers)) if dims.windows or dims.causal else ()
-        convolutions = Convolutions(dims, weights, DRAFTER) if dims.convolution else None
-        self._decoder = Decoder(dims, weights, DRAFTER, cache, attention, convolutions)
-        self._pairs = None if dims.pair_head is None else PairScores(dims.pair_head, weights, DRAFTER)
-        self._fc = weights[f"{DRAFTER}fc"]
-        self._context_norm = weights[f"{DRAFTER}context_norm"]
-        first, *_ = dims.qkv_widths
-        self._context_kv = weights[f"{DRAFTER}qkv"][:, first:]  # [layers, 2·Hkv·D, H]
-        bias = weights.get(f"{DRAFTER}qkv_bias")
-        self._context_bias = None if bias is None else bias[:, None, first:]  # [layers, 1, 2·Hkv·D]
-        norms = [layer.k_norm for layer in self._decoder.layers if layer.k_norm is not None]
-        self._k_norm = torch.stack(norms)[:, None, None, None] if norms else None  # [layers, 1, 1, 1, D]
-        self._block = torch.arange(dims.block_size, dtype=torch.int32, device=cache.slab.device)
-
-    def absorb(self, states: Tensor, place: Place) -> None:
-        """Write the keys and values of context rows, from tapped target states [N, C, M·H], behind `place.past`."""
-        d, decoder = self.dims, self._decoder
-        batch, rows = states.shape[:2]
-        _, context = decoder.math.add_norm(F.linear(states, self._fc), None, self._context_norm, d.rms_norm_eps)
-        context = context.flatten(0, 1)
-        # [layers, N·C, 2·Hkv·D], by a view of the stored weights that leaves out those of the queries.
-        product = torch.bmm(context.expand(d.num_layers, -1, -1), self._context_kv.transpose(1, 2))
-        if self._context_bias is not None:
-            product = product + self._context_bias
-        both = product.view(d.num_layers, batch, rows, 2, d.num_kv_heads, d.head_dim)
-        keys = both[:, :, :, 0]
-        if self._k_norm is not None:
-            keys = F.rms_norm(keys, (d.head_dim,), None, d.rms_norm_eps) * self._k_norm
-        positions = place.past[:, None] + torch.arange(rows, dtype=torch.int32, device=states.device)
-        keys = rotate(keys, decoder.tables, positions).to(states.dtype)
-        self.cache.write(torch.stack((keys, both[:, :, :, 1]), 1), place, positions)
-
-    def block(self, bonus_tokens: Tensor, place: Place, top_k: int) -> tuple[Tensor, ...]:
-        """Draft [bonus, MASK, …] behind `place.past`, for bonus_tokens int32 [N]: log-probabilities float32 [N, L, K],
-        falling, and the candidates int32 [N, L, K]. With a head for pairs C stands for K, and unary scores for the
-        log-probabilities, and left and right factors float32 [N, L, C, r] follow."""
-        d, batch = self.dims, len(bonus_tokens)
-        masks = bonus_tokens.new_full((batch, d.block_size - 1), d.mask_token_id)
-        token_ids = torch.cat((bonus_tokens[:, None], masks), 1)
-        positions = place.past[:, None] + self._block
-        x = self._embed(token_ids).to(self._fc.dtype)
-        if d.embedding_scale != 1:
-            x = x * d.embedding_scale
-        hidden, _ = self._decoder.run(x, positions, place, MaskMode.NONE, sights=self._sights)
-        hidden = hidden[:, d.block_size - d.draft_length :]
-        logits = head_logits(hidden.flatten(0, 1), self._head)
-        if self._pairs is None:
-            logits = self._capped(logits)
-        best, draft_ids = self._vocabulary.topk(logits, top_k)
-        shape = (batch, d.draft_length, top_k)
-        draft_ids = draft_ids.view(shape)
-        ids = (draft_ids if self._target_ids is None else self._target_ids[draft_ids]).to(torch.int32)
-        if self._pairs is not None:
-            return self._capped(best).view(shape), ids, *self._pairs(hidden, bonus_tokens, ids, draft_ids)
-        return (best - self._vocabulary.logsumexp(logits)).view(shape), ids
-
-    def _capped(self, logits: Tensor) -> Tensor:
-        """The logits under the drafter's scale and cap, which keep their order."""
-        scale, cap = self.dims.logit_scale, self.dims.logit_cap
-        if scale != 1:
-            logits = logits * scale
-        return torch.tanh(logits / cap) * cap if cap else logits

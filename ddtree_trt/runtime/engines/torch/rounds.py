@@ -17,8 +17,7 @@ import torch
 from ddtree_trt.plugins import MAX_DEVICE_BUDGET
 from ddtree_trt.runtime.engines.base import RoundRequest, RoundResult
 from ddtree_trt.runtime.engines.drafters import check_up_to_date
-from ddtree_trt.runtime.engines.torch.device_round import DeviceRound
-from ddtree_trt.runtime.engines.torch.drafters import BlockDrafter
+from ddtree_trt.runtime.engines.torch.device_round import BlockOnDevice, DeviceRound
 from ddtree_trt.runtime.engines.torch.target import TargetPass
 
 AHEAD = 2  # launched rounds: the host reads one while the device runs the next
@@ -39,7 +38,7 @@ class TorchRounds:
     """`base.DeviceRounds` of the PyTorch engine."""
 
     def __init__(
-        self, target: TargetPass, drafter: BlockDrafter, make_round: Callable[..., DeviceRound] = DeviceRound
+        self, target: TargetPass, drafter: BlockOnDevice, make_round: Callable[..., DeviceRound] = DeviceRound
     ) -> None:
         """`make_round` takes the arguments of `DeviceRound`."""
         self.by_default = target.device.type == "cuda"

@@ -82,7 +82,7 @@ def read_weights(directory: Path, manifest: Manifest, device: torch.device, shar
                 cut = cut_of(weight, manifest.target_dims, shard)
                 tensor, shape = _read(file, weight.name, cut)
                 wanted = torch.int32 if weight.integers else dtype
-                if weight.network == "drafter" and manifest.drafting.at_once and wanted == torch.float16:
+                if weight.network == "drafter" and manifest.drafting.drafts == "block" and wanted == torch.float16:
                     wanted = drafter_dtype = drafter_dtype or tensor.dtype  # all of one type
                 if shape != weight.shape or tensor.dtype != wanted:
                     raise ArtifactError(

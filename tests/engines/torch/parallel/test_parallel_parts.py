@@ -19,8 +19,8 @@ from torch import Tensor
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.weight_layout import stored_weights
 from ddtree_trt.bench.settings import BenchSettings, CheckSettings
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import UsageError
-from ddtree_trt.models.drafters.dflash import DrafterDims
 from ddtree_trt.models.families import FAMILIES
 from ddtree_trt.runtime.engines.load import open_engine
 from ddtree_trt.runtime.engines.torch.parallel.engine import interrupts_deferred
@@ -101,7 +101,7 @@ def test_a_vocabulary_in_parts_is_the_whole_one(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_parts_of_all_ranks_are_each_weight_once(family: str, size: int) -> None:
     dims = dims_of(FAMILIES[family], num_heads=8, num_kv_heads=4)
-    drafter = DrafterDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, "num_layers": 2})
+    drafter = DFlashDims(**{**vars(TARGET_DIMS), **DRAFTER_EXTRA, "num_layers": 2})
     whole = 0
     for weight in stored_weights(dims, drafter, target_tied=False, drafter_tied=True):
         cuts = [cut_of(weight, dims, Shard(rank, size)) for rank in range(size)]

@@ -164,7 +164,7 @@ class ParallelEngine:
         """On GPUs: run a prompt's chunk, a tree and a draft, so that libraries are initialised. Nothing is captured."""
         if self._engine.device.type != "cuda":
             return
-        length = self.manifest.dflash.draft_length
+        length = self.manifest.drafting.longest_draft
 
         def draft(slot: int) -> None:
             self.draft([DraftRequest(slot, 0, 1, length, refuse_to_draw)])

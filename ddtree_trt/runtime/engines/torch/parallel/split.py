@@ -38,9 +38,9 @@ class Cut:
 def check_split(manifest: Manifest, size: int) -> None:
     """Raises UsageError where an engine cannot be split over `size` ranks; its text says what does not fit, and the
     sizes that do."""
-    if manifest.drafter_kind != "dflash":
+    if manifest.drafting.drafts != "block":
         raise UsageError(
-            f"tensor_parallel_size {size} is for engines with a DFlash drafter, {manifest.name} has an "
+            f"tensor_parallel_size {size} is for engines with a drafter of blocks, {manifest.name} has an "
             f"{manifest.drafting.title}; leave it out"
         )
     reason = _obstacle(manifest.target_dims, size)

@@ -43,7 +43,6 @@ MARKOV_GATE_BIAS = "markov_head.gate_proj.bias"
 SELECTOR_LEFT = "candidate_selector.predecessor_codebook"
 SELECTOR_RIGHT = "candidate_selector.successor_codebook"
 SELECTOR_PROJECTION = "candidate_selector.hidden_projection.weight"
-ATTENTION, MLP = "attention_conv", "mlp_conv"  # the convolutions of a layer
 
 
 @dataclass(frozen=True)
@@ -96,13 +95,6 @@ class ConvolutionParts:
         return iter((self.base, self.kernels))
 
 
-def is_of_head(name: str) -> bool:
-    """Whether a tensor of a checkpoint is a part of a head or a convolution."""
-    return name.startswith(("markov_head.", "candidate_selector.")) or any(
-        f".{place}." in name for place in (ATTENTION, MLP)
-    )
-
-
 def markov_head(dims: TransformerDims, rank: int, head_size: int, *, gated: bool) -> PairHead:
     """The Markov head over a draft vocabulary of `head_size` tokens, V'."""
     gate, gate_bias = None, None
@@ -131,10 +123,12 @@ def selector_head(dims: TransformerDims, selector: Selector, head_size: int) -> 
 def convolution_parts(dims: TransformerDims, convolution: Convolution, place: str, prefix: str) -> ConvolutionParts:
     """The tensors of the convolution at `place`, ATTENTION or MLP, of the layer whose tensors begin with `prefix`."""
     kernels = 2 * convolution.taps * convolution.groups
-    base = {f"{prefix}{place}.base_kernel": (2, convolution.taps, dims.hidden_size)}
+    base = {f"{prefix}{place}_conv.base_kernel": (2, convolution.taps, dims.hidden_size)}
     return ConvolutionParts(
-        base=Part(f"{place}.base", base),
-        kernels=Part(f"{place}.kernels", {f"{prefix}{place}.kernel_projection.weight": (kernels, dims.hidden_size)}),
+        base=Part(f"{place}_conv.base", base),
+        kernels=Part(
+            f"{place}_conv.kernels", {f"{prefix}{place}_conv.kernel_projection.weight": (kernels, dims.hidden_size)}
+        ),
     )
 
 

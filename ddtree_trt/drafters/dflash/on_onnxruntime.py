@@ -1,26 +1,22 @@
-"""The drafters of the ONNX Runtime engine."""
+"""The DFlash drafter of the ONNX Runtime engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.errors import EngineError
-from ddtree_trt.models.drafters.dflash import DrafterDims
-from ddtree_trt.models.drafters.kinds import KindName
 from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
-from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter
-from ddtree_trt.runtime.engines.eagle import EagleDrafter
-from ddtree_trt.runtime.engines.onnxruntime.eagle import OrtEagle
-from ddtree_trt.runtime.engines.onnxruntime.network import OrtLanguageModel, OrtNetwork
+from ddtree_trt.runtime.engines.drafters import Drafter
+from ddtree_trt.runtime.engines.onnxruntime.network import OrtNetwork
 
 
 class _States:
@@ -49,7 +45,7 @@ class _States:
 class BlockDrafter(Drafter):
     """DFlash: one pass over [bonus, MASK × L], conditioned on the tapped target states of every committed token."""
 
-    def __init__(self, network: OrtNetwork, dims: DrafterDims, chunk: int) -> None:
+    def __init__(self, network: OrtNetwork, dims: DFlashDims, chunk: int) -> None:
         """`chunk`: most states of one pass."""
         self._network = network
         self._dims = dims
@@ -116,31 +112,9 @@ class BlockDrafter(Drafter):
         return {**results, names.UNARY: take(names.UNARY, shape, np.float32), **factors}
 
 
-def make_drafter(directory: Path, manifest: Manifest, threads: int) -> Drafter:
-    """The drafter of an engine directory. Raises ArtifactError when its graph does not match the manifest."""
-    shape = (manifest.limits.max_batch, manifest.limits.cache_rows, threads)
-    return _MAKERS[manifest.drafter_kind](directory / artifact.DRAFTER_GRAPH, manifest, shape)
-
-
-def _dflash(path: Path, manifest: Manifest, shape: tuple[int, int, int]) -> Drafter:
-    dims = manifest.dflash
+def make(manifest: Manifest, graph: Path, threads: int) -> Drafter:
+    """The drafter of an engine. Raises ArtifactError when its graph does not match the manifest."""
+    dims, limits = manifest.drafting.dims, manifest.limits
     widths = {names.TOKEN_IDS: dims.block_size, names.TAPS: dims.taps_width}
-    return BlockDrafter(OrtNetwork(path, dims, *shape, widths=widths), dims, manifest.limits.prefill_chunk)
-
-
-def _autoregressive(path: Path, manifest: Manifest, shape: tuple[int, int, int]) -> Drafter:
-    model = OrtLanguageModel(path, manifest.drafter_dims, *shape)
-    return AutoregressiveDrafter(model, manifest.limits.prefill_chunk)
-
-
-def _eagle3(path: Path, manifest: Manifest, shape: tuple[int, int, int]) -> Drafter:
-    dims, limits = manifest.eagle3, manifest.limits
-    widths = {names.TAPS: dims.taps_width, names.FEATURES: dims.hidden_size, names.OUTPUTS: dims.hidden_size}
-    return EagleDrafter(OrtEagle(path, dims, *shape, widths=widths), limits.prefill_chunk, limits.max_tokens_per_pass)
-
-
-_MAKERS: Mapping[KindName, Callable[[Path, Manifest, tuple[int, int, int]], Drafter]] = {
-    "dflash": _dflash,
-    "autoregressive": _autoregressive,
-    "eagle3": _eagle3,
-}
+    network = OrtNetwork(graph, dims, limits.max_batch, limits.cache_rows, threads, widths=widths)
+    return BlockDrafter(network, dims, limits.prefill_chunk)

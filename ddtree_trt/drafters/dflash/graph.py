@@ -1,7 +1,7 @@
-"""The graph of heads whose children depend on their parent, and of convolutions.
+"""The DFlash drafter as an ONNX graph, with its heads and convolutions; `heads.py` has the formulas of these.
 
-`models.drafters.heads` has the formulas. Their weights are never rounded to
-8 bits.
+Its steps follow each other in `build`: context rows from tapped states, the layers over one block, and the candidates
+of the rows that predict. Weights of heads and convolutions are never rounded to 8 bits.
 """
 
 from __future__ import annotations
@@ -9,13 +9,79 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from onnx import ModelProto
 
 from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.build.checkpoint.reader import Checkpoint
 from ddtree_trt.build.graph.ops import Graph
 from ddtree_trt.build.graph.rotation import Weights
-from ddtree_trt.models.decoder import Part
-from ddtree_trt.models.drafters.dflash import DrafterDims, layer_convolutions
-from ddtree_trt.models.drafters.heads import Convolution, PairHead
+from ddtree_trt.build.graph.tapped import DRAFT_IDS, TappedNetwork
+from ddtree_trt.drafters.dflash.dims import DFlashDims, context_norm, layer_convolutions
+from ddtree_trt.drafters.dflash.heads import Convolution, PairHead
+from ddtree_trt.models.decoder import ATTENTION, Part
+
+
+def build(g: Graph, drafter: Checkpoint, target: Checkpoint, limits: Limits) -> ModelProto:
+    """C new context rows and one block [bonus, MASK, …] → top-K log-probabilities and the target's ids of L positions.
+
+    Context rows are the tapped target states of committed tokens, projected by `fc` and normed; every layer appends
+    their keys and values, then the block's, and the block attends to those that the layer's mask allows. The next call
+    starts at the end of the context and overwrites the block's rows. The context rows pass through the fused projection
+    with the block, which costs their queries and saves a second matrix product per layer; those outputs are dropped.
+    """
+    dims: DFlashDims = drafter.kind.dims
+    block, eps = dims.block_size, dims.rms_norm_eps
+    taps = g.states(names.TAPS, ["N", "C", dims.taps_width])
+    token_ids = g.input(names.TOKEN_IDS, g.integers, ["N", block])
+    g.row_inputs("C+block", max(limits.prefill_chunk, block) + block, masked=False)
+    net = _Network(g, drafter, target, limits)
+
+    context = g.rms_norm(net.fused(taps), net.norm(context_norm(dims)), "context", eps)
+    x = g.scaled(g.embed(net.embedding(), token_ids, "embedded"), dims.embedding_scale)
+    h = g.rms_norm(x, net.norm(net.layers[0].input_norm), "layers.0.input", eps)
+    for i in range(dims.num_layers):
+
+        def attention(rows: str, i: int = i) -> str:
+            layer = net.name(i)
+            rows = g.concat([context, rows], f"{layer}.rows", axis=1)
+            seen = g.block_attention(net.qkv(i, rows), net.cached(i), block, dims.mask(i), f"{layer}.attn")
+            return net.project(i, seen)
+
+        h, x = net.after_attention(i, net.around(i, ATTENTION, h, attention), x)
+    drafting = h if dims.anchor_first else g.rows_from(h, 1, "masks")
+    flat = g.reshape(drafting, [-1, dims.hidden_size], "hidden")
+    logits = g.reshape(net.logits(flat, "flat_logits"), [-1, dims.draft_length, dims.head_size], "logits")
+    if dims.pair_head is None:
+        capped = g.capped(logits, dims.logit_scale, dims.logit_cap)
+        net.add_most_probable(capped, limits, "N", dims.draft_length)
+    else:
+        _add_pairs(net, PairFactors(g, dims.pair_head, drafter.tensor, net.prefix), drafting, token_ids, logits)
+    return g.model()
+
+
+class _Network(TappedNetwork):
+    """A convolution may stand around each sublayer."""
+
+    def __init__(self, g: Graph, drafter: Checkpoint, target: Checkpoint, limits: Limits) -> None:
+        super().__init__(g, drafter, target, limits)
+        self._convolutions = Convolutions(g, self.dims, drafter.tensor, self.prefix)
+
+    def around(self, index: int, place: str, h: str, sublayer: Callable[[str], str]) -> str:
+        return self._convolutions.around(index, place, h, sublayer)
+
+
+def _add_pairs(net: TappedNetwork, factors: PairFactors, hidden: str, token_ids: str, logits: str) -> None:
+    """Add the outputs of logits [N, L, V']: the C largest and the target's ids of them, and the factors of pairs."""
+    g, dims, count = net.g, net.dims, factors.candidates
+    wanted = g.constant(f"top.{count}", np.array([count], np.int64))
+    g.op("TopK", [logits, wanted], ["best_logits", f"{DRAFT_IDS}.wide"], axis=-1, largest=1, sorted=1)
+    g.cast(f"{DRAFT_IDS}.wide", g.integers, net.ids)
+    net.add_target_ids()
+    g.op("Identity", [g.capped("best_logits", dims.logit_scale, dims.logit_cap)], [names.UNARY])
+    g.output(names.UNARY, "float32", ["N", dims.draft_length, count])
+    g.output(names.CANDIDATES, g.integers, ["N", dims.draft_length, count])
+    factors.add(hidden, token_ids, names.CANDIDATES, net.ids, dims.draft_length)
 
 
 class _Parts:
@@ -97,7 +163,7 @@ class PairFactors:
 class Convolutions:
     """The convolutions of a drafter's layers, over the rows of a block."""
 
-    def __init__(self, g: Graph, dims: DrafterDims, weights: Weights, prefix: str) -> None:
+    def __init__(self, g: Graph, dims: DFlashDims, weights: Weights, prefix: str) -> None:
         self._g = g
         self._dims = dims
         self._parts = _Parts(g, weights, prefix)
@@ -109,7 +175,7 @@ class Convolutions:
         if convolution is None:
             return sublayer(x)
         g, taps = self._g, convolution.taps
-        parts, out = layer_convolutions(self._dims, index)[place], f"layers.{index}.{place}"
+        parts, out = layer_convolutions(self._dims, index)[place], f"layers.{index}.{place}_conv"
         both = self._parts.product(x, parts.kernels, f"{out}.dynamic")
         dynamic = g.split(both, [convolution.groups] * 2 * taps, [f"{out}.dynamic.{i}" for i in range(2 * taps)])
         kernels = [self._kernel(convolution, parts.base, i, kernel) for i, kernel in enumerate(dynamic)]

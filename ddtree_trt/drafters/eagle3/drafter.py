@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt.drafters.kind import most_expanded
 from ddtree_trt.errors import EngineError
-from ddtree_trt.models.drafters.eagle3 import most_expanded
 from ddtree_trt.runtime.candidates import LinkedRows
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import Drafter

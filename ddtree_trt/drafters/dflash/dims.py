@@ -6,72 +6,57 @@ A block of tokens is denoised in one pass. Keys and values of the context come f
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Annotated
+from typing import Annotated, ClassVar
 
+from ddtree_trt.drafters.dflash.heads import (
+    Convolution,
+    ConvolutionParts,
+    PairHead,
+    Selector,
+    convolution_parts,
+    head_contradiction,
+    markov_head,
+    selector_head,
+)
+from ddtree_trt.drafters.kind import differs
+from ddtree_trt.drafters.tapped import BODY, OWN_HEAD, TapLayer, TappedDims, TappedKind
 from ddtree_trt.models.decoder import (
+    ATTENTION,
     LAYERS,
+    MLP,
     TOKEN,
     VOCABULARY,
-    Layer,
+    BlockMask,
     Part,
     Shapes,
     TransformerDims,
     decoder_layers,
     final_norm,
     shapes_of,
+    within_layer,
 )
-from ddtree_trt.models.drafters.heads import (
-    ATTENTION,
-    MLP,
-    ConvolutionParts,
-    PairHead,
-    convolution_parts,
-    head_contradiction,
-    markov_head,
-    selector_head,
-)
-from ddtree_trt.models.drafters.heads import RANK as RANK
-from ddtree_trt.models.drafters.heads import TAPS as TAPS
-from ddtree_trt.models.drafters.heads import Convolution as Convolution
-from ddtree_trt.models.drafters.heads import Selector as Selector
 from ddtree_trt.reading import Between
 
 BLOCK = Between(2, 4096)
-LAYER = Between(0, 999)
 WINDOW = Between(0, 1 << 30)
 SCALE = Between(1e-6, 1e6)
 CAP = Between(0, 1e6)
 MARKOV_RANK = Between(0, 1 << 16)
 ARCHITECTURE = "DFlashDraftModel"  # its class in config.json
 SECTION = "dflash_config"  # its object in config.json
-BODY = ""  # prefix of its layers and final norm
-FC = "fc.weight"
 CONTEXT_NORM = "hidden_norm.weight"
-OWN_EMBEDDING = "embed_tokens.weight"
-OWN_HEAD = "lm_head.weight"
-TO_TARGET = "d2t"  # integers [V']: a draft id plus its entry is the target's id
-INTEGER_TENSORS = frozenset((TO_TARGET,))  # of a checkpoint; no id needs more than a float32's 24 bits
+_PACKAGE = "ddtree_trt.drafters.dflash"
 
 
 @dataclass(frozen=True)
-class Sight:
-    """Which keys a row of the block sees in one layer, by their distance to its own position."""
-
-    window: int = 0  # only those less than so many positions away, itself counted; 0: all
-    causal: bool = False  # none behind it
-
-
-ALL = Sight()
-
-
-@dataclass(frozen=True)
-class DrafterDims(TransformerDims):
+class DFlashDims(TappedDims):
     """A DFlash drafter: a block of `block_size` tokens is denoised in one pass over tapped target states."""
 
     block_size: Annotated[int, BLOCK]  # the bonus token and block_size − 1 masks
     mask_token_id: Annotated[int, TOKEN]
-    tap_layers: tuple[Annotated[int, LAYER], ...]  # target layers whose output is tapped, M of them
+    tap_layers: tuple[TapLayer, ...]  # target layers whose output is tapped, M of them
     num_target_layers: Annotated[int, LAYERS] | None  # None where the checkpoint does not say
     # Per layer, or () where no layer differs from the default:
     windows: tuple[Annotated[int, WINDOW], ...] = field(default=(), kw_only=True)  # positions a row sees; 0: all
@@ -93,14 +78,9 @@ class DrafterDims(TransformerDims):
         """L: positions that one pass drafts."""
         return self.block_size if self.anchor_first else self.block_size - 1
 
-    @property
-    def head_size(self) -> int:
-        """V': tokens the head chooses from."""
-        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
-
-    def sight(self, index: int) -> Sight:
+    def mask(self, index: int) -> BlockMask:
         """What the block's rows see in layer `index`."""
-        return Sight(self.windows[index] if self.windows else 0, bool(self.causal) and self.causal[index])
+        return BlockMask(self.windows[index] if self.windows else 0, bool(self.causal) and self.causal[index])
 
     @property
     def pair_head(self) -> PairHead | None:
@@ -117,40 +97,13 @@ class DrafterDims(TransformerDims):
         own = (f for f in fields(self) if f.kw_only and f.name not in common)
         return [f.name for f in own if getattr(self, f.name) != f.default]
 
-    @property
-    def taps_width(self) -> int:
-        """M·H: width of the tapped states of one token, side by side."""
-        return len(self.tap_layers) * self.hidden_size
 
-
-def fc(dims: DrafterDims) -> Part:
-    """The projection of tapped states to the drafter's width."""
-    return Part("fc", {FC: (dims.hidden_size, dims.taps_width)})
-
-
-def context_norm(dims: DrafterDims) -> Part:
+def context_norm(dims: DFlashDims) -> Part:
     """The norm of the projected states."""
     return Part("context_norm", {CONTEXT_NORM: (dims.hidden_size,)})
 
 
-def drafter_layers(dims: DrafterDims) -> list[Layer]:
-    """The parts of every layer."""
-    return decoder_layers(dims, BODY)
-
-
-def own_tables(dims: DrafterDims) -> list[Part]:
-    """The embedding, the head and the map of draft ids to the target's ids, as far as the drafter has its own."""
-    parts = []
-    if dims.own_embedding:
-        parts.append(Part("embedding", {OWN_EMBEDDING: dims.table}))
-    if dims.own_head:
-        parts.append(Part("head", {OWN_HEAD: (dims.head_size, dims.hidden_size)}))
-    if dims.draft_vocab_size is not None:
-        parts.append(Part("to_target", {TO_TARGET: (dims.draft_vocab_size,)}))
-    return parts
-
-
-def layer_convolutions(dims: DrafterDims, index: int) -> dict[str, ConvolutionParts]:
+def layer_convolutions(dims: DFlashDims, index: int) -> dict[str, ConvolutionParts]:
     """The convolutions of a layer by their places; none where the drafter has none."""
     if dims.convolution is None:
         return {}
@@ -158,34 +111,81 @@ def layer_convolutions(dims: DrafterDims, index: int) -> dict[str, ConvolutionPa
     return {place: convolution_parts(dims, dims.convolution, place, prefix) for place in (ATTENTION, MLP)}
 
 
-def dflash_shapes(dims: DrafterDims) -> Shapes:
-    """Every tensor of a DFlash drafter."""
-    layers = [part for layer in drafter_layers(dims) for part in layer]
-    for index in range(dims.num_layers):
-        layers += (part for parts in layer_convolutions(dims, index).values() for part in parts)
-    head = dims.pair_head
-    pairs = () if head is None else head.parts
-    return shapes_of((fc(dims), context_norm(dims), *layers, final_norm(dims, BODY), *own_tables(dims), *pairs))
+class DFlash(TappedKind):
+    """One pass denoises a block."""
 
+    name = "dflash"
+    title = "DFlash drafter"
+    record = DFlashDims
+    drafts = "block"
+    halves: ClassVar = {
+        "dialects": f"{_PACKAGE}.dialects:DIALECTS",
+        "graph": f"{_PACKAGE}.graph:build",
+        "onnxruntime": f"{_PACKAGE}.on_onnxruntime:make",
+        "torch": f"{_PACKAGE}.on_torch:make",
+        "tensorrt": f"{_PACKAGE}.on_tensorrt:make",
+    }
+    dims: DFlashDims
 
-def borrowed_rows(dims: TransformerDims) -> Shapes:
-    """The head that a checkpoint with a smaller draft vocabulary leaves out, because it is rows of the target's; {}
-    where there is none."""
-    if not isinstance(dims, DrafterDims) or dims.draft_vocab_size is None or dims.own_head:
-        return {}
-    return {OWN_HEAD: (dims.draft_vocab_size, dims.hidden_size)}
+    def __init__(self, dims: DFlashDims) -> None:
+        super().__init__(dims)
+        self.target_layers = dims.num_target_layers
+        self.mask_token_id = dims.mask_token_id
+        self.block_size = dims.block_size
+        self.windowed = any(dims.windows)
+        self.longest_draft = dims.draft_length
+        self.pairs = dims.pair_head
 
+    @property
+    def borrowed_rows(self) -> Shapes:
+        return {} if self.dims.draft_vocab_size is None or self.dims.own_head else {OWN_HEAD: self.head_shape}
 
-def dflash_contradiction(dims: DrafterDims) -> str | None:
-    """What of the fields cannot be true together, each of which is within its own range; None where there is none."""
-    for name, entries in (("windows", dims.windows), ("causal", dims.causal)):
-        if entries and len(entries) != dims.num_layers:
-            return f"{name} has {len(entries)} entries for {dims.num_layers} layers"
-    if dims.draft_vocab_size is not None and dims.draft_vocab_size > dims.vocab_size:
-        return f"draft_vocab_size {dims.draft_vocab_size} is more than vocab_size {dims.vocab_size}"
-    return head_contradiction(
-        dims, (dims.markov_rank, dims.markov_gated), dims.selector, dims.convolution, dims.head_size
-    )
+    @property
+    def unrounded(self) -> frozenset[str]:
+        convolutions = [layer_convolutions(self.dims, i).values() for i in range(self.dims.num_layers)]
+        parts = [part for each in convolutions for parts in each for part in parts]
+        return super().unrounded | set(shapes_of([*parts, *(self.pairs.parts if self.pairs else ())]))
+
+    def shapes(self, *, tied: bool) -> Shapes:
+        d = self.dims
+        layers = [part for layer in decoder_layers(d, BODY) for part in layer]
+        for index in range(d.num_layers):
+            layers += (part for parts in layer_convolutions(d, index).values() for part in parts)
+        pairs = () if self.pairs is None else self.pairs.parts
+        parts = (self.fc, context_norm(d), *layers, final_norm(d, BODY), *self.own_tables, *self.to_target, *pairs)
+        return shapes_of(parts)
+
+    def stored(self, *, tied: bool) -> Iterator[Part]:
+        d, layers = self.dims, decoder_layers(self.dims, BODY)
+        yield from (self.fc, context_norm(d))
+        # One tensor over all layers: the context's keys and values of every layer come out of one product.
+        for parts in zip(*(layer.projected for layer in layers), strict=True):
+            yield Part(parts[0].name, shapes_of(parts), stacked=len(layers))
+        for i, layer in enumerate(layers):
+            yield from within_layer(i, layer.others, *layer_convolutions(d, i).values())
+        yield from (final_norm(d, BODY), *self.own_tables, *self.to_target)
+        if self.pairs is not None:
+            yield from self.pairs.parts
+
+    def contradiction(self) -> str | None:
+        d = self.dims
+        if not d.tap_layers:
+            return "tap_layers is empty"
+        for name, entries in (("windows", d.windows), ("causal", d.causal)):
+            if entries and len(entries) != d.num_layers:
+                return f"{name} has {len(entries)} entries for {d.num_layers} layers"
+        markov = (d.markov_rank, d.markov_gated)
+        return super().contradiction() or head_contradiction(d, markov, d.selector, d.convolution, d.head_size)
+
+    def misfit(self, target: TransformerDims) -> str | None:
+        d = self.dims
+        problem = super().misfit(target) or differs("hidden_size", d.hidden_size, "the target's", target.hidden_size)
+        if problem is None and d.num_target_layers is not None:
+            problem = differs("num_target_layers", d.num_target_layers, "the target's layers", target.num_layers)
+        problem = problem or self.taps_outside(target)
+        if problem is None and d.mask_token_id >= target.vocab_size:
+            return f"mask_token_id {d.mask_token_id} is not below vocab_size {target.vocab_size}"
+        return problem
 
 
 def default_tap_layers(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
@@ -200,7 +200,7 @@ def default_tap_layers(num_target_layers: int, num_draft_layers: int) -> tuple[i
     return tuple(round(first + i * step) for i in range(num_draft_layers))
 
 
-def config_entries(dims: DrafterDims) -> dict[str, object]:
+def config_entries(dims: DFlashDims) -> dict[str, object]:
     """The entries of a drafter's config.json that its family does not have."""
     return {
         "architectures": [ARCHITECTURE],

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.models.drafters.eagle3 import Eagle3Dims
-from ddtree_trt.runtime.engines.eagle import Level, Nodes
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.drafters.eagle3.dims import Eagle3Dims
+from ddtree_trt.drafters.eagle3.drafter import EagleDrafter, Level, Nodes
+from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.onnxruntime.network import OrtNetwork
 
 HIDDEN = np.finfo(np.float32).min  # bias of a row that another does not see
@@ -90,3 +93,11 @@ class OrtEagle(OrtNetwork):
 
 
 _STATES = (names.TAPS, names.FEATURES)
+
+
+def make(manifest: Manifest, graph: Path, threads: int) -> Drafter:
+    """The drafter of an engine. Raises ArtifactError when its graph does not match the manifest."""
+    dims, limits = manifest.drafting.dims, manifest.limits
+    widths = {names.TAPS: dims.taps_width, names.FEATURES: dims.hidden_size, names.OUTPUTS: dims.hidden_size}
+    network = OrtEagle(graph, dims, limits.max_batch, limits.cache_rows, threads, widths=widths)
+    return EagleDrafter(network, limits.prefill_chunk, limits.max_tokens_per_pass)

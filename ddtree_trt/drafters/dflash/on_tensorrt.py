@@ -1,8 +1,8 @@
-"""The drafters of the TensorRT engine: DFlash, whose tapped states stay on the device, and the autoregressive one."""
+"""The DFlash drafter of the TensorRT engine: tapped states stay on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +16,13 @@ from ddtree_trt.device import buffers
 from ddtree_trt.device.buckets import context_steps
 from ddtree_trt.device.buffers import Layout, Rows, draft_results
 from ddtree_trt.device.cuda_device import Device, Upload
-from ddtree_trt.errors import ArtifactError, EngineError
-from ddtree_trt.models.drafters.dflash import DrafterDims
-from ddtree_trt.models.drafters.kinds import KindName, kind_of
+from ddtree_trt.drafters.dflash.dims import DFlashDims
+from ddtree_trt.drafters.kind import DrafterKind
+from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
-from ddtree_trt.runtime.engines.drafters import AutoregressiveDrafter, Drafter
+from ddtree_trt.runtime.engines.drafters import Drafter
 from ddtree_trt.runtime.engines.kv import SlotLengths
-from ddtree_trt.runtime.engines.tensorrt.model import Outputs, TrtLanguageModel
 from ddtree_trt.runtime.engines.tensorrt.neighbours import neighbouring
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded
@@ -59,22 +58,22 @@ class BlockDrafter(Drafter):
     """
 
     def __init__(
-        self, network: TrtNetwork, device: Device, dims: DrafterDims, limits: Limits, element_bytes: int,
+        self, network: TrtNetwork, device: Device, kind: DrafterKind, limits: Limits, element_bytes: int,
         buffers: Buffers, upload: Upload, candidates: int,
     ) -> None:  # fmt: skip
         """`candidates` is K of the engine."""
         self.network = network
         self._device = device
-        self._dims = dims
-        self._kind = kind_of(dims)
+        self._kind = kind
+        self._dims: DFlashDims = kind.dims
         self._buffers = buffers
         self._upload = upload
         self._candidates = candidates
-        self._rows = Rows.of(dims.block_size, limits)
-        self._state_bytes = len(dims.tap_layers) * dims.hidden_size * element_bytes
+        self._rows = Rows.of(self._dims.block_size, limits)
+        self._state_bytes = self._dims.taps_width * element_bytes
         self.cache = SlotLengths(limits.max_batch, limits.cache_rows)
         self._known = [_Known() for _ in range(limits.max_batch)]
-        self._steps = context_steps(dims.block_size)
+        self._steps = context_steps(self._dims.block_size)
 
     def known(self, slot: int) -> int:
         return self._known[slot].end
@@ -169,7 +168,7 @@ class BlockDrafter(Drafter):
         results = self._results(len(passed)).offsets
         addresses |= {name: self._buffers.results + offset for name, offset in results.items()}
         shapes: dict[str, tuple[int, ...]] = {name: array.shape for name, array in control.items()}
-        shapes[names.TAPS] = (len(passed), rows, len(dims.tap_layers) * dims.hidden_size)
+        shapes[names.TAPS] = (len(passed), rows, dims.taps_width)
         profile = ROUND if rows <= block else CHUNK
         self.network.run(passed, profile, shapes, addresses, key=(len(passed), rows) if capture else None)
         for slot, end in ends.items():
@@ -209,40 +208,11 @@ class BlockDrafter(Drafter):
         }
 
 
-def make_drafter(
+def make(
     manifest: Manifest, loaded: Loaded, network: TrtNetwork, upload: Upload, host_results: NDArray[np.uint8]
 ) -> Drafter:
     """The drafter that runs `network`, with control data in `upload` and drafts in `host_results`."""
-    return _MAKERS[manifest.drafter_kind](manifest, loaded, network, upload, host_results)
-
-
-def _dflash(
-    manifest: Manifest, loaded: Loaded, network: TrtNetwork, upload: Upload, host_results: NDArray[np.uint8]
-) -> Drafter:
     at, size = loaded.addresses, PRECISIONS[manifest.precision].value_bytes
     regions = Buffers(at[buffers.STATES], at[buffers.CONTEXT], at[buffers.RESULTS], host_results)
-    return BlockDrafter(
-        network, loaded.device, manifest.dflash, manifest.limits, size, regions, upload, loaded.candidates
-    )
-
-
-def _autoregressive(
-    manifest: Manifest, loaded: Loaded, network: TrtNetwork, upload: Upload, host_results: NDArray[np.uint8]
-) -> Drafter:
-    at, vocab = loaded.addresses, manifest.drafter_dims.vocab_size
-    outputs = Outputs(at[buffers.RESULTS], host_results, at[buffers.DRAFT_LOGITS], None)
-    model = TrtLanguageModel(network, loaded.device, manifest.limits, vocab, upload, outputs)
-    return AutoregressiveDrafter(model, manifest.limits.prefill_chunk)
-
-
-def _eagle3(
-    manifest: Manifest, loaded: Loaded, network: TrtNetwork, upload: Upload, host_results: NDArray[np.uint8]
-) -> Drafter:
-    raise ArtifactError(f"engine {manifest.name!r} has an EAGLE-3 drafter, which TensorRT engines do not run")
-
-
-_MAKERS: Mapping[KindName, Callable[[Manifest, Loaded, TrtNetwork, Upload, NDArray[np.uint8]], Drafter]] = {
-    "dflash": _dflash,
-    "autoregressive": _autoregressive,
-    "eagle3": _eagle3,
-}
+    kind, limits = manifest.drafting, manifest.limits
+    return BlockDrafter(network, loaded.device, kind, limits, size, regions, upload, loaded.candidates)

@@ -1,0 +1,1 @@
+"""Drafters: a package for each kind, and `registry.py`, the list of them."""

@@ -1,0 +1,44 @@
+"""The autoregressive drafter: a language model with its own tables, whose dimensions are a target's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from ddtree_trt.drafters.kind import DrafterKind
+from ddtree_trt.models.decoder import (
+    Part,
+    Shapes,
+    TransformerDims,
+    embedding,
+    head,
+    language_model_shapes,
+    language_model_stored,
+)
+
+_PACKAGE = "ddtree_trt.drafters.autoregressive"
+
+
+class Autoregressive(DrafterKind):
+    """It fits every target of its vocabulary."""
+
+    name = "autoregressive"
+    title = "autoregressive drafter"
+    record = TransformerDims
+    drafts = "tokens"
+    halves: ClassVar = {
+        "graph": f"{_PACKAGE}.graph:build",
+        "onnxruntime": f"{_PACKAGE}.on_onnxruntime:make",
+        "torch": f"{_PACKAGE}.on_torch:make",
+        "tensorrt": f"{_PACKAGE}.on_tensorrt:make",
+    }
+
+    @property
+    def own_tables(self) -> tuple[Part, ...]:
+        return embedding(self.dims), head(self.dims)
+
+    def shapes(self, *, tied: bool) -> Shapes:
+        return language_model_shapes(self.dims, tied=tied)
+
+    def stored(self, *, tied: bool) -> Iterator[Part]:
+        return language_model_stored(self.dims, tied=tied)

@@ -1,0 +1,19 @@
+"""The graph of an autoregressive drafter: the target's, without taps."""
+
+from __future__ import annotations
+
+from onnx import ModelProto
+
+from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.build.checkpoint.reader import Checkpoint
+from ddtree_trt.build.graph.networks import build_target_graph
+from ddtree_trt.build.graph.ops import Graph
+
+
+def build(g: Graph, drafter: Checkpoint, target: Checkpoint, limits: Limits) -> ModelProto:
+    """T tokens of N slots after their caches → logits of R rows."""
+    tied = drafter.tie_word_embeddings
+    return build_target_graph(
+        g, drafter.dims, drafter.tensor, tap_layers=(), limits=limits, tied=tied, prefix=names.DRAFTER
+    )

@@ -1,0 +1,25 @@
+"""The autoregressive drafter of the TensorRT engine."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.device import buffers
+from ddtree_trt.device.cuda_device import Upload
+from ddtree_trt.drafters.autoregressive.drafter import AutoregressiveDrafter
+from ddtree_trt.runtime.engines.drafters import Drafter
+from ddtree_trt.runtime.engines.tensorrt.model import Outputs, TrtLanguageModel
+from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
+from ddtree_trt.runtime.engines.tensorrt.opening import Loaded
+
+
+def make(
+    manifest: Manifest, loaded: Loaded, network: TrtNetwork, upload: Upload, host_results: NDArray[np.uint8]
+) -> Drafter:
+    """The drafter that runs `network`, with control data in `upload` and drafts in `host_results`."""
+    at, vocab = loaded.addresses, manifest.drafter_dims.vocab_size
+    outputs = Outputs(at[buffers.RESULTS], host_results, at[buffers.DRAFT_LOGITS], None)
+    model = TrtLanguageModel(network, loaded.device, manifest.limits, vocab, upload, outputs)
+    return AutoregressiveDrafter(model, manifest.limits.prefill_chunk)

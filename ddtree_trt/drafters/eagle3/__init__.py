@@ -1,0 +1,1 @@
+"""EAGLE-3: its dimensions, how publishers state them, its graph, and the drafter on each engine."""

@@ -1,0 +1,98 @@
+"""The record of a kind of drafter.
+
+A kind is a package beside this module, and one subclass of `DrafterKind` in its `dims.py` that `registry.py` lists. The
+record is light: it names what builds and runs the drafter by a text, which is imported when it is called for.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any, ClassVar, Literal
+
+from ddtree_trt.models.decoder import Part, Shapes, TransformerDims
+
+# What one pass proposes: all positions of a block, a level of a tree, or one token.
+Drafts = Literal["block", "levels", "tokens"]
+EMBEDDING, HEAD = "embedding", "head"  # names of tables
+# Of a tree that is drafted level by level, as EAGLE is published: nodes that a pass expands, and children of each; and
+# its levels, where its number of nodes is fixed.
+EXPANDED, LEVELS = 10, 8
+LONGEST_CHAIN = 16  # γ: most tokens an automatic budget has a drafter without a block draft per round
+
+
+class DrafterKind(ABC):
+    """A drafter of one kind and of given dimensions: what it needs of the target and offers to methods. A subclass
+    states what differs from these defaults."""
+
+    name: ClassVar[str]  # as manifest.json has it
+    title: ClassVar[str]  # in messages: "a DFlash drafter"
+    record: ClassVar[type[TransformerDims]]  # of its dimensions; those of two kinds differ
+    drafts: ClassVar[Drafts]
+    shifted_inputs: ClassVar[bool] = False  # a row of its cache is made of a token's states and of the token after it
+    # "module:name" of its halves. Of builds: "dialects", a list of `Dialect`, and "graph", a function of (Graph, the
+    # drafter's checkpoint, the target's, Limits). Of engines, by backend: what makes its `Drafter`.
+    halves: ClassVar[Mapping[str, str]]
+
+    tap_layers: tuple[int, ...] = ()  # target layers whose output it is conditioned on, M of them
+    target_layers: int | None = None  # layers of the target it was trained for; None where any will do
+    mask_token_id: int | None = None  # the input at positions that are to be drafted; None where there are none
+    block_size: int | None = None  # tokens of its one pass; None where it drafts no block
+    windowed: bool = False  # some layer's rows see a window of the sequence only
+    longest_draft: int = LONGEST_CHAIN  # L of a block, else the most tokens of a path that `auto` drafts in a round
+    pairs: Any = None  # `PairHead`: scores each position's candidates by the one before; None: they have marginals
+
+    def __init__(self, dims: Any) -> None:
+        self.dims = dims  # of type `record`
+
+    @classmethod
+    def load(cls, half: str) -> Any:
+        """What `halves` names. Raises KeyError where the kind has no such half."""
+        module, _, name = cls.halves[half].partition(":")
+        return getattr(import_module(module), name)
+
+    @property
+    def own_tables(self) -> tuple[Part, ...]:
+        """EMBEDDING and HEAD, as far as it does not use the target's; a head may be tied."""
+        return ()
+
+    @property
+    def borrowed_rows(self) -> Shapes:
+        """The head that its checkpoint leaves out, because it is rows of the target's; {} where there is none."""
+        return {}
+
+    @abstractmethod
+    def shapes(self, *, tied: bool) -> Shapes:
+        """Shapes of every tensor of its checkpoint; with `tied` its head is its embedding."""
+
+    @abstractmethod
+    def stored(self, *, tied: bool) -> Iterator[Part]:
+        """The tensors of a weight file of PyTorch's, in order."""
+
+    @property
+    def unrounded(self) -> frozenset[str]:
+        """Names of the matrices that products in 8 bits leave as they are."""
+        return frozenset()
+
+    def fitted(self, target: TransformerDims) -> Any:
+        """Its dimensions beside a target, which may decide what a config.json left open."""
+        return self.dims
+
+    def contradiction(self) -> str | None:
+        """What of the dimensions cannot be true together, each of which is within its own range."""
+        return None
+
+    def misfit(self, target: TransformerDims) -> str | None:
+        """Why it does not fit a target of these dimensions, in Hugging Face's names; None where it fits."""
+        return differs("vocab_size", self.dims.vocab_size, "the target's", target.vocab_size)
+
+
+def most_expanded(width: int, levels: int) -> int:
+    """Most nodes that a draft by levels expands, `width` in a pass: the nodes of all levels but the last."""
+    return width * (levels - 1)
+
+
+def differs(name: str, found: int, whose: str, expected: int) -> str | None:
+    """Words on a number that is not the expected one."""
+    return None if found == expected else f"{name} is {found}, {whose} {expected}"
