@@ -18,9 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.limits import Limits
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
-from ddtree_trt.artifact.precisions import PLAN_BACKENDS
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.bench.measure import describe_engine, describe_environment, engine_runs, measure
 from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
@@ -119,7 +119,7 @@ def limits_for(manifest: Manifest, nodes: int) -> Limits:
         return limits
     larger = replace(limits, max_tree_budget=nodes)
     left = limits.cache_rows - larger.max_tokens_per_pass
-    if manifest.backend in PLAN_BACKENDS or left < 1:
+    if BACKENDS[manifest.backend].plans or left < 1:
         raise UsageError(
             f"a tree of {nodes} nodes is more than the plans or the cache of this engine take, which was built for "
             f"{limits.max_tree_budget}; lower --budgets or rebuild with a larger --max-tree-budget"
