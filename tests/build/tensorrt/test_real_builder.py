@@ -25,11 +25,15 @@ from ddtree_trt.errors import BuildError
 
 pytestmark = pytest.mark.rtx
 BOTH = pytest.mark.parametrize("lowering", [PluginGraph, NativeGraph])
-# Precision, whether the head is the embedding, limits.
-PAIRS = pytest.mark.parametrize(
-    ("floats", "tied", "limits"),
-    [("bfloat16", True, LIMITS), ("float16", False, ONE_SLOT)],
-    ids=["bf16-tied-slots", "fp16-untied-one-slot"],
+# Lowering, precision, whether the head is the embedding, limits.
+FORMS = pytest.mark.parametrize(
+    ("lowering", "floats", "tied", "limits"),
+    [
+        (PluginGraph, "bfloat16", True, LIMITS),
+        (NativeGraph, "bfloat16", True, LIMITS),
+        (NativeGraph, "float16", False, ONE_SLOT),
+    ],
+    ids=["plugin-bf16-tied-slots", "native-bf16-tied-slots", "native-fp16-untied-one-slot"],
 )
 
 
@@ -42,8 +46,7 @@ def target_of(folder: Path, *, tied: bool = True) -> Checkpoint:
     return load_checkpoint(make_target(folder / "t", tied=tied, **DIMS))
 
 
-@BOTH
-@PAIRS
+@FORMS
 def test_target(
     lowering: type[TensorRtGraph], floats: str, tied: bool, limits: Limits, builder: RealBuilder, tmp_path: Path
 ) -> None:
@@ -54,8 +57,7 @@ def test_target(
     assert {names.EMBEDDING, names.HEAD, names.TREE_MASK} <= inputs
 
 
-@BOTH
-@PAIRS
+@FORMS
 def test_dflash_drafter(
     lowering: type[TensorRtGraph], floats: str, tied: bool, limits: Limits, builder: RealBuilder, tmp_path: Path
 ) -> None:
@@ -86,8 +88,7 @@ def test_dflash_drafter_with_a_head_for_pairs(
     assert {names.UNARY, names.CANDIDATES, names.LEFT, names.RIGHT} <= outputs
 
 
-@BOTH
-@PAIRS
+@FORMS
 def test_autoregressive_drafter(
     lowering: type[TensorRtGraph], floats: str, tied: bool, limits: Limits, builder: RealBuilder, tmp_path: Path
 ) -> None:
@@ -184,8 +185,9 @@ def test_a_drafter_in_bf16_beside_a_target_in_fp16(tmp_path: Path) -> None:
     assert (types[names.TAPS], types[names.EMBEDDING], types["past_key.0"]) == (halves[0], halves[0], halves[1])
 
 
-@pytest.mark.parametrize("limits", [LIMITS, ONE_SLOT], ids=["slots", "one-slot"])
-@pytest.mark.parametrize("fields", VARIANTS.values(), ids=VARIANTS)
+@pytest.mark.parametrize(
+    ("fields", "limits"), zip(VARIANTS.values(), (LIMITS, LIMITS, ONE_SLOT), strict=True), ids=VARIANTS
+)
 def test_plans_of_variants(fields: dict[str, Any], limits: Limits, tmp_path: Path) -> None:
     """A plan whose attentions are fused under their masks, and whose outputs have the width of the drafter's head."""
     target = load_checkpoint(make_target(tmp_path / "t", tied=False, **DIMS))
@@ -205,9 +207,7 @@ def test_plans_of_variants(fields: dict[str, Any], limits: Limits, tmp_path: Pat
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    ("lowering", "floats"), [(PluginGraph, "bfloat16"), (NativeGraph, "bfloat16"), (NativeGraph, "float16")]
-)
+@pytest.mark.parametrize(("lowering", "floats"), [(PluginGraph, "bfloat16"), (NativeGraph, "float16")])
 def test_quantized_target(
     case: str,
     lowering: type[TensorRtGraph],
