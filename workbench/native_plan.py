@@ -27,7 +27,6 @@ from onnx import ModelProto
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.progress import no_progress
 from ddtree_trt.bench.pairs.random_pair import SHAPES, PairShape
-from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions
 from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
 from ddtree_trt.build.backends.tensorrt.profiles import covering, drafter_sizes, profile, target_sizes
@@ -98,7 +97,7 @@ def compiled(path: Path, model: ModelProto, drafter: PairShape | None) -> int:
     """Bytes of the plan, as `build --backend tensorrt-rtx` compiles it for every kind of GPU. Raises BuildError with
     the builder's reasons."""
     trt = import_tensorrt(rtx=True)
-    builder = EngineBuilder(trt, f"TensorRT for RTX {trt.__version__}", BuilderOptions(), no_progress, gpus=[*KINDS])
+    builder = EngineBuilder(trt, f"TensorRT for RTX {trt.__version__}", no_progress, gpus=[*KINDS])
     sizes = covering(drafter_sizes(LIMITS, drafter.block_size) if drafter else target_sizes(LIMITS))
     attentions = [node.name for node in model.graph.node if node.op_type == ATTENTION]
     plan = path.with_suffix(".plan")

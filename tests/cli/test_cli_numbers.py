@@ -47,8 +47,6 @@ REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
     ("build", "--max-seq-len"): ("1", *NO_SIZE),
     ("build", "--max-tree-budget"): NO_SIZE,
     ("build", "--max-batch"): NO_SIZE,
-    ("build", "--builder-optimization-level"): ("3", *NO_COUNT),  # for another backend
-    ("build", "--builder-workspace-mib"): ("3", *NO_SIZE),
     ("check", "--limit"): NO_SIZE,
     ("check", "--max-tokens"): ("5000", *NO_SIZE),
     ("check", "--seeds"): NO_COUNT,

@@ -12,9 +12,9 @@ from statistics import median
 import numpy as np
 from numpy.typing import NDArray
 
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.limits import Limits
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
-from ddtree_trt.artifact.precisions import PLAN_BACKENDS
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.bench.ablation.recording import RecordedText, record
@@ -104,7 +104,7 @@ def limits_for(directory: Path, manifest: Manifest, nodes: int) -> Limits:
     limits = manifest.limits
     if nodes <= limits.max_tree_budget:
         return limits
-    if manifest.backend in PLAN_BACKENDS:
+    if BACKENDS[manifest.backend].plans:
         raise UsageError(
             f"a tree of {nodes} nodes is above this engine's {limits.max_tree_budget}, which its plans were built for; "
             f"lower --budgets or rebuild with a larger --max-tree-budget: {rebuild_command(directory, manifest)}"

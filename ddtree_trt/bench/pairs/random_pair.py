@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.bench.settings import BenchSettings
-from ddtree_trt.build.compile import BuildRequest, Precision, compile_engine
+from ddtree_trt.build.compile import BuildRequest, PrecisionChoice, compile_engine
 from ddtree_trt.drafters.dflash import dims as dflash
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.drafters.registry import checkpoint_shapes
@@ -101,7 +101,7 @@ def random_engine(settings: BenchSettings, progress: Progress) -> Iterator[Path]
             target=f"random-{settings.engine}",
             checkpoint=pair / "target",
             drafter=pair / "drafter",
-            precision=cast("Precision", settings.precision),
+            precision=cast("PrecisionChoice", settings.precision),
             max_seq_len=limits.max_seq_len,
             max_tree_budget=limits.max_tree_budget,
             max_batch=limits.max_batch,

@@ -20,9 +20,9 @@ from ddtree_trt.artifact.weight_layout import TARGET, stored_weights
 from ddtree_trt.bench.pairs.random_pair import LOGIT_STD, PairShape, find_shape, random_limits, write_tokenizer
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import BenchSettings
-from ddtree_trt.build.backends.registry import resolve_precision
 from ddtree_trt.build.backends.torch.backend import TorchBuild
-from ddtree_trt.build.compile import Precision
+from ddtree_trt.build.choice import resolve_precision
+from ddtree_trt.build.compile import PrecisionChoice
 from ddtree_trt.device.gpus import available_bytes
 from ddtree_trt.device.memory import plan_engine
 from ddtree_trt.drafters.registry import kind_of
@@ -41,7 +41,7 @@ def random_session(settings: BenchSettings, folder: Path) -> Session:
     shape, device = find_shape(settings.engine), choose_device()
     if device.type == "cpu" and settings.threads:
         torch.set_num_threads(settings.threads)
-    precision = resolve_precision(TorchBuild(on_gpu=device.type == "cuda"), cast("Precision", settings.precision))
+    precision = resolve_precision(TorchBuild(on_gpu=device.type == "cuda"), cast("PrecisionChoice", settings.precision))
     if precision == "fp16" and device.type == "cpu":
         raise UsageError("precision fp16 is for GPUs, and no GPU was found; use --precision fp32 or bf16")
     engine, _ = random_torch_engine(

@@ -18,9 +18,10 @@ from lowered import LoweredPair, Session
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.backends import BackendName
 from ddtree_trt.artifact.files import TOKENIZER_FILES
 from ddtree_trt.artifact.manifest import FileEntry, Limits, Manifest, load_manifest
-from ddtree_trt.artifact.precisions import PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.artifact.progress import no_progress
 from ddtree_trt.build.backends.tensorrt.plans import write_shared
 from ddtree_trt.build.backends.tensorrt.profiles import covering, drafter_sizes, target_sizes
