@@ -19,8 +19,8 @@ from ddtree_trt.device.gpus import Gpu, available_bytes
 from ddtree_trt.device.memory import plan_manifest
 from ddtree_trt.device.survey import CUDA, CUDA_PYTHON, DRIVER, TENSORRT, TENSORRT_RTX, Survey, survey_machine
 from ddtree_trt.errors import ArtifactError, EngineError, install_with
-from ddtree_trt.isolation import isolated
 from ddtree_trt.plugins import ABI, library
+from ddtree_trt.worker_process import isolated
 
 _PACKAGES = (
     *("numpy", "onnx", "onnxruntime", "onnxruntime-gpu", "safetensors", "transformers", "tokenizers"),

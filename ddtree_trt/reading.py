@@ -164,9 +164,11 @@ def problem_of(error: ErrorDetails, shown: Callable[[object], str] = shown, foun
         problem = str(context["error"])
     elif kind == "literal_error":
         problem = f"must be {context['expected']}"
+    elif kind == "dataclass_exact_type":
+        problem = f"must be a {context['class_name']}"
     else:
         problem = f"must be {_NAMES[kind]}" if kind in _NAMES else error["msg"]
-    return f"{problem}, {found} {shown(error['input'])}"
+    return f"{problem}, {found} {shown(error['input'])}" if problem.startswith("must ") else problem
 
 
 def place_of(loc: tuple[int | str, ...], path: str = "") -> str:
@@ -221,26 +223,26 @@ def _fields_of(cls: type[Any], **kinds: Any) -> Any:
     return TypedDict(cls.__name__, fields)  # type: ignore[operator]
 
 
-def check_fields(record: DataclassInstance) -> None:
+def check_fields(record: DataclassInstance, within: str = "") -> None:
     """Check a frozen dataclass that was made in Python, in its `__post_init__`, and keep the values as its hints have
-    them. Raises UsageError, whose text begins with the name of the field at fault."""
+    them. Raises UsageError, whose text begins with the name of the field at fault, behind `within`."""
     from pydantic import ValidationError
 
     try:
         (values,) = _adapter(_fields_of(type(record))).validate_python((record.__dict__,))
     except ValidationError as error:
-        raise usage_error(error) from error
+        raise usage_error(error, within) from None
     record.__dict__.update(values)
 
 
-def usage_error(error: ValidationError) -> UsageError:
+def usage_error(error: ValidationError, within: str = "") -> UsageError:
     """The first of pydantic's errors over a record in one line; one that a function raised stays."""
     first = error.errors(include_url=False)[0]
     raised = first.get("ctx", {}).get("error")
     if isinstance(raised, UsageError):
         return raised
     place = place_of(first["loc"][1:])
-    return UsageError(f"{place} {problem_of(first, shown_python, 'not')}")
+    return UsageError(f"{within}{place} {problem_of(first, shown_python, 'not')}")
 
 
 def read_json(path: Path, source: Source, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
@@ -300,7 +302,7 @@ def read_value(kind: Any, value: Any, source: Source, path: str) -> Any:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         place = place_of(first["loc"][1:], path)
-        raise source.fault(f"{place} {problem_of(first)}") from error
+        raise source.fault(f"{place} {problem_of(first)}") from None
 
 
 _REQUIRED: Any = object()

@@ -9,18 +9,32 @@ import json
 import os
 import select
 import subprocess
+import sys
 import threading
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from ddtree_trt.errors import EngineError, shown
-from ddtree_trt.isolation import isolated
 
 _START_S = 120.0  # for the process to finish its imports on a busy machine
 _PIPE_BYTES = 1 << 16
 _ERROR_BYTES = 4096  # read from the end of the stderr of a process that did not start
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+_PACKAGES = str(Path(__file__).resolve().parent.parent)
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+
+
+def isolated(code: str, *arguments: str) -> list[str]:
+    """The command that runs `code` with `arguments` as `sys.argv[1:]`, in a process that uses this one's packages and
+    nothing of its directory or variables. Raises EngineError where Python's own program is
+    not known."""
+    if not sys.executable:
+        raise EngineError("sys.executable is not set, so no process of this Python can be started")
+    # '' is the working directory. Isolation drops import hooks of the user's site, one of which may have found us.
+    path = [entry for entry in sys.path if isinstance(entry, str) and entry]
+    return [sys.executable, "-I", "-c", _BOOT + code, json.dumps([*path, _PACKAGES]), *arguments]
 
 
 class WorkerProcess:

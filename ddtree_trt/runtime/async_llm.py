@@ -10,24 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
-from ddtree_trt.runtime.callers import OwnerProcess
 from ddtree_trt.runtime.chat.formats import ChatFormat
-from ddtree_trt.runtime.core import open_core
+from ddtree_trt.runtime.core import check_process, open_core
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.request_maker import Request
-from ddtree_trt.runtime.submission import Active, Submission
+from ddtree_trt.runtime.submission import Submission
 from ddtree_trt.runtime.text.codec import Prompt, Tools
 
 _log = logging.getLogger(__name__)
@@ -35,6 +36,15 @@ _log = logging.getLogger(__name__)
 
 class QueueFull(DDTreeError):
     """The queue holds `max_waiting` sequences."""
+
+
+@dataclass
+class _Active:
+    """A submitted request that has not ended."""
+
+    request: Request
+    submission: Submission
+    ended: int = 0  # its sequences that no longer count as running or waiting
 
 
 class AsyncLLM:
@@ -61,7 +71,7 @@ class AsyncLLM:
         on_finished: Callable[[Request], None] | None = None,
         **fields: Any,
     ) -> None:
-        self._owner = OwnerProcess("AsyncLLM")
+        self._pid = os.getpid()
         self.core = open_core(Path(engine_dir), options, progress=progress, **fields)
         self.engine = self.core.engine
         self.codec = self.core.codec
@@ -70,7 +80,7 @@ class AsyncLLM:
         # The condition guards what follows; the worker waits on it.
         self._wake = threading.Condition()
         self._commands: deque[Callable[[], None]] = deque()
-        self._active: dict[str, Active] = {}
+        self._active: dict[str, _Active] = {}
         self._admitted = 0  # sequences submitted and not ended
         self._closing = False
         self._closed = False
@@ -124,40 +134,11 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         """Yield the request's output so far after every round; the last one is the finished output."""
         given: Any = {"chat_template_kwargs": chat_template_kwargs, "tools": tools}
+        whole: RequestOutput | None = None
         with self.submit(prompt, sampling_params, request_id, **given) as submission:
-            whole: RequestOutput | None = None
             async for part in submission:
                 whole = part if whole is None else whole.joined(part)
                 yield whole
-
-    async def stream(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        tools: Tools | None = None,
-    ) -> AsyncIterator[RequestOutput]:
-        """Yield only the new output after each round; the parts' texts joined are the whole text."""
-        given: Any = {"chat_template_kwargs": chat_template_kwargs, "tools": tools}
-        with self.submit(prompt, sampling_params, request_id, **given) as submission:
-            async for part in submission:
-                yield part
-
-    async def complete(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        request_id: str | None = None,
-        *,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        tools: Tools | None = None,
-    ) -> RequestOutput:
-        """The finished output."""
-        given: Any = {"chat_template_kwargs": chat_template_kwargs, "tools": tools}
-        with self.submit(prompt, sampling_params, request_id, **given) as submission:
-            return await submission.result()
 
     def submit(
         self,
@@ -169,12 +150,13 @@ class AsyncLLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Tools | None = None,
     ) -> Submission:
-        """Hand a request to the worker. Call on a running event loop. `chat_template_kwargs` and `tools` are as for
+        """Hand a request to the worker: the submission yields each new part of its output, or awaits the finished one
+        with `result`. Call on a running event loop. `chat_template_kwargs` and `tools` are as for
         `LLM.generate`, `on_round` is as for `LLM.stream`: it is called on the worker thread, and must be quick.
 
         Raises UsageError for a wrong call or a request id in use, QueueFull, or EngineError after shutdown or failure.
         """
-        self._owner.check()
+        check_process(self._pid, "AsyncLLM")
         params = sampling_params or SamplingParams()
         request = self.core.maker.make(
             prompt,
@@ -185,7 +167,7 @@ class AsyncLLM:
             tools=tools,
         )
         submission = Submission(request.request_id, lambda: self._command(lambda: self.core.cancel(request)))
-        active = Active(request, submission)
+        active = _Active(request, submission)
         with self._wake:
             self._check_room(params.n)
             if request.request_id in self._active:
@@ -198,7 +180,7 @@ class AsyncLLM:
 
     async def abort(self, request_id: str) -> None:
         """Cancel a request by its id: it finishes with reason "abort". Does nothing for an unknown or finished one."""
-        self._owner.check()
+        check_process(self._pid, "AsyncLLM")
         with self._wake:
             active = self._active.get(request_id)
         if active is not None:
@@ -207,7 +189,7 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix: requests submitted later compute their whole prompts. Running ones are not
         affected. Raises EngineError after shutdown or failure."""
-        self._owner.check()
+        check_process(self._pid, "AsyncLLM")
         with self._wake:
             self._check_alive()
             self._commands.append(self.core.scheduler.reset_prefix_cache)
@@ -215,7 +197,7 @@ class AsyncLLM:
 
     async def drain(self) -> None:
         """Wait until no request is running or waiting."""
-        self._owner.check()
+        check_process(self._pid, "AsyncLLM")
         while self._admitted:
             await asyncio.sleep(0.02)
 
@@ -224,7 +206,7 @@ class AsyncLLM:
 
         Does nothing in a forked process: worker and engine belong to the parent.
         """
-        if not self._owner.is_current:
+        if os.getpid() != self._pid:
             return
         with self._wake:
             self._closing = True
@@ -251,7 +233,7 @@ class AsyncLLM:
             raise QueueFull(f"{self.waiting} sequences are waiting, at most {self.max_waiting} may; try again later")
 
     def _command(self, command: Callable[[], None]) -> None:
-        if not self._owner.is_current:  # a submission that was closed, or collected as garbage, in a forked process
+        if os.getpid() != self._pid:  # a submission that was closed, or collected as garbage, in a forked process
             return
         with self._wake:
             self._commands.append(command)
@@ -308,7 +290,7 @@ class AsyncLLM:
         except BaseException:  # SystemExit too: this thread serves all requests
             _log.exception("on_finished failed for request %r", request.request_id)
 
-    def _count_ended(self, active: Active) -> None:
+    def _count_ended(self, active: _Active) -> None:
         """Count sequences that have ended since the last call, and forget a finished request."""
         ended = sum(s.finished for s in active.request.sequences)
         if ended > active.ended:
@@ -318,7 +300,7 @@ class AsyncLLM:
                 if active.request.finished:
                     del self._active[active.request.request_id]
 
-    def _hand_over(self, active: Active, item: RequestOutput | Exception) -> None:
+    def _hand_over(self, active: _Active, item: RequestOutput | Exception) -> None:
         try:
             active.submission.deliver(item)
         except RuntimeError:  # the caller's event loop has been closed

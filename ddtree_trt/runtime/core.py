@@ -5,12 +5,14 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.errors import UsageError
 from ddtree_trt.records import with_fields
 from ddtree_trt.runtime.chat.formats import ChatFormat
 from ddtree_trt.runtime.decoding.budget.costs import Costs
@@ -86,6 +88,16 @@ class EngineCore:
         finally:
             for request in requests:
                 self.cancel(request)
+
+
+def check_process(owner: int, name: str) -> None:
+    """Raises UsageError in a process that was forked from `owner`, which loaded the object of that name: its engine's
+    threads and device do not survive a fork."""
+    if os.getpid() != owner:
+        raise UsageError(
+            f"this {name} was loaded by process {owner} and cannot be used in process {os.getpid()}, which was forked "
+            "from it; load one here, or start processes with multiprocessing's spawn method"
+        )
 
 
 def _save_costs(directory: Path | None, costs: Costs) -> None:

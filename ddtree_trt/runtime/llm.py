@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.errors import UsageError, shown
-from ddtree_trt.runtime.callers import Callers
 from ddtree_trt.runtime.chat.formats import ChatFormat
-from ddtree_trt.runtime.core import open_core
+from ddtree_trt.runtime.core import check_process, open_core
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.options import EngineOptions
 from ddtree_trt.runtime.outputs import RequestOutput
@@ -23,6 +25,7 @@ from ddtree_trt.runtime.request_maker import Request
 from ddtree_trt.runtime.text.codec import Messages, Prompt, Tools, as_prompts
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class LLM:
@@ -52,7 +55,10 @@ class LLM:
         self.core = open_core(Path(engine_dir), options, progress=progress, **fields)
         self.engine = self.core.engine
         self.codec = self.core.codec
-        self._callers = Callers()
+        self._pid = os.getpid()
+        self._lock = threading.Lock()  # held while the engine works
+        self._left: deque[Request] = deque()  # of streams that were closed, perhaps while it did
+        self._closed = False
         self._warned = False
 
     @property
@@ -87,9 +93,7 @@ class LLM:
         Raises UsageError before anything runs when one of the calls is wrong, EngineError when the engine fails.
         """
         with _bar(use_tqdm) as progress:
-            requests = self._callers.call(
-                lambda: self._run(prompts, sampling_params, chat_template_kwargs, tools, progress)
-            )
+            requests = self._call(lambda: self._run(prompts, sampling_params, chat_template_kwargs, tools, progress))
         for request in requests:
             request.raise_error(but=UsageError)
         self._warn_of_cut(requests)
@@ -149,26 +153,34 @@ class LLM:
         on_round: Watcher | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         tools: Tools | None = None,
-    ) -> Stream:
-        """An iterator over the new output after each round; the parts' texts joined are the whole text.
+    ) -> Generator[RequestOutput, None, None]:
+        """A generator of the new output after each round; the parts' texts joined are the whole text.
 
-        Several streams may be read alternately. Closing the iterator cancels the request. `on_round` is called with
+        Several streams may be read alternately. Closing or dropping one cancels its request. `on_round` is called with
         every verified tree; `chat_template_kwargs` and `tools` are as for `generate`. A wrong call raises here, as in
         `generate`, not at the first part.
         """
         params = sampling_params or SamplingParams()
         make = partial(self.core.maker.make, on_round=on_round, chat_template_kwargs=chat_template_kwargs, tools=tools)
-        request = self._callers.call(lambda: make(prompt, params))
-        return Stream(request, self._callers, self._part, self.core.cancel)
+        return self._parts(self._call(lambda: make(prompt, params)))
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix: later requests compute their whole prompts. Open streams are not affected."""
-        self._callers.call(self.core.scheduler.reset_prefix_cache)
+        self._call(self.core.scheduler.reset_prefix_cache)
 
-    def _part(self, request: Request, begins: bool) -> RequestOutput | None:
+    def _parts(self, request: Request) -> Generator[RequestOutput, None, None]:
+        try:
+            self._call(lambda: self.core.add(request))
+            while (part := self._call(lambda: self._part(request))) is not None:
+                yield part
+        finally:
+            self._left.append(request)
+            if self._pid == os.getpid() and not self._closed and not self._lock.locked():
+                with self._lock:
+                    self._cancel_left()
+
+    def _part(self, request: Request) -> RequestOutput | None:
         """The next part of a stream, or None at its end."""
-        if begins:
-            self.core.add(request)
         request.raise_error()  # another stream's step may have ended this one
         while not request.finished:
             self.core.scheduler.step()
@@ -176,6 +188,33 @@ class LLM:
             if (part := request.take()) is not None:
                 return part
         return request.take()
+
+    def _call(self, work: Callable[[], T]) -> T:
+        """The result of `work`, which has the engine to itself. Raises UsageError where it may not run."""
+        check_process(self._pid, "LLM")
+        if self._closed:
+            raise UsageError("this LLM is closed; make another one")
+        self._check_free()
+        # By `with`, which an interrupt cannot leave between acquiring and releasing. Of two threads that both found the
+        # lock free, the second one waits.
+        with self._lock:
+            try:
+                self._cancel_left()
+                return work()
+            finally:
+                self._cancel_left()
+
+    def _check_free(self) -> None:
+        if self._lock.locked():
+            raise UsageError(
+                "this LLM is in use by a call that has not returned; use AsyncLLM for concurrent callers, or one LLM "
+                "for each thread"
+            )
+
+    def _cancel_left(self) -> None:
+        """Cancel the requests whose streams were closed, on any thread and also within a call."""
+        while self._left:
+            self.core.cancel(self._left.popleft())
 
     def _make(
         self,
@@ -195,8 +234,14 @@ class LLM:
         return [make(prompt, p) for prompt, p in zip(items, each, strict=True)]
 
     def close(self) -> None:
-        """Release the engine. Open streams end with an error; a second call does nothing."""
-        self._callers.close(self.core.close)
+        """Release the engine. Open streams end with an error; a second call, or one in a forked process, does nothing.
+        Raises UsageError while a call is running."""
+        if self._closed or self._pid != os.getpid():
+            return
+        self._check_free()
+        with self._lock:
+            self._closed = True
+            self.core.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -225,56 +270,3 @@ def _bar(use_tqdm: bool | Callable[..., Any]) -> Iterator[Progress]:
     finally:
         for bar in bars:
             bar.close()
-
-
-class Stream(Iterator[RequestOutput]):
-    """The parts of one request, as `LLM.stream` returns them. Closing it, or dropping it, cancels the request."""
-
-    def __init__(
-        self,
-        request: Request,
-        callers: Callers,
-        part: Callable[[Request, bool], RequestOutput | None],
-        cancel: Callable[[Request], None],
-    ) -> None:
-        """`part(request, begins)` computes the next part, None at the end; `cancel` frees the request's slots."""
-        self._request = request
-        self._callers = callers
-        self._part = part
-        self._cancel = cancel
-        self._key = object()  # identifies the stream to `callers`: a reference to the stream would keep it alive
-        self._begun = False
-        self._ended = False
-
-    def __next__(self) -> RequestOutput:
-        if self._ended:
-            raise StopIteration
-        part = self._callers.call(self._advance, self._key)
-        if part is None:
-            self.close()
-            raise StopIteration
-        return part
-
-    def _advance(self) -> RequestOutput | None:
-        begins, self._begun = not self._begun, True
-        try:
-            return self._part(self._request, begins)
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """Cancel the request if it has not finished; its slots are free before the next round."""
-        if not self._ended:
-            self._ended = True
-            if self._begun:
-                self._callers.end(self._key, partial(self._cancel, self._request))
-
-    def __enter__(self) -> Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        self.close()

@@ -7,14 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from ddtree_trt.artifact.limits import BUDGETS
-from ddtree_trt.drafters.kind import LEVELS, most_expanded
+from ddtree_trt.drafters.kind import LEVELS
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.chat.formats import MARKS
 from ddtree_trt.runtime.decoding.budget.policy import AutoBudget, AutoBudgets, Budget, FixedBudget
 from ddtree_trt.runtime.decoding.loop import Watcher
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
-from ddtree_trt.runtime.decoding.policies import TreePlan
 from ddtree_trt.runtime.decoding.routing import Route, choose_route
 from ddtree_trt.runtime.decoding.sampling import Sampler
 from ddtree_trt.runtime.engines.base import Engine
@@ -163,33 +161,6 @@ class RequestMaker:
                 f"tree_budget {shown(params.tree_budget)} is above this engine's {limits.max_tree_budget}; "
                 "lower it or rebuild with a larger --max-tree-budget"
             )
-        drafting = self._manifest.drafting
-        # A chain that is drafted token by token is as long as its budget.
-        longest = limits.max_tree_budget if drafting.drafts == "tokens" else drafting.longest_draft
-        if params.draft_length is not None and params.draft_length > longest:
-            raise UsageError(
-                f"draft_length {shown(params.draft_length)} is above the {longest} positions that this engine's "
-                "drafter drafts in a round; lower it"
-            )
-        if drafting.drafts == "levels" and METHODS[params.method].drafts:
-            self._check_levels(params)
-
-    def _check_levels(self, params: SamplingParams) -> None:
-        """Raises UsageError where a tree's draft may expand more nodes than one pass of the engine has rows for."""
-        limits, budget = self._manifest.limits, params.tree_budget
-        nodes, levels = budget, params.draft_length or LEVELS
-        if nodes == "auto":
-            nodes, levels = limits.max_tree_budget, self._manifest.drafting.longest_draft
-        policy = METHODS[params.method].policy(params.tree)
-        plan = TreePlan(nodes, policy, params.deepest, params.tree_width)
-        levels, most = min(levels, plan.longest_path), limits.max_tokens_per_pass
-        if (wanted := most_expanded(plan.expanded, levels)) > most:
-            larger = f", or rebuild with --max-tree-budget {wanted}" if wanted <= (BUDGETS.highest or 0) else ""
-            raise UsageError(
-                f"a tree of up to {levels} levels that expands {plan.expanded} nodes of each needs {wanted} rows of "
-                f"the drafter's cache, this engine has {most} for that; lower tree_width to {most // (levels - 1)} or "
-                f"max_tree_depth to {1 + most // plan.expanded}{larger}"
-            )
 
     def _sequence(self, index: int, ids: list[int], params: SamplingParams, echo: str, route: Route) -> Sequence:
         stream = TextStream(
@@ -224,7 +195,7 @@ class RequestMaker:
     def _budget(self, params: SamplingParams) -> Budget:
         method = METHODS[params.method]
         if params.tree_budget != "auto":
-            levels = (params.draft_length or LEVELS) if self._manifest.drafting.drafts == "levels" else None
+            levels = LEVELS if self._manifest.drafting.drafts == "levels" else None
             return FixedBudget(params.tree_budget, levels)
         fixed = method.default_budget(self._manifest.drafting)
         if fixed is not None:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass
 
 from ddtree_trt.runtime.outputs import RequestOutput
-from ddtree_trt.runtime.request_maker import Request
 
 
 class Submission:
     """One submitted request, used on the event loop that submitted it.
 
-    Iterating yields each new part of the output once; leaving a `with` block before the end cancels the request.
+    Iterating yields each new part of the output once; the parts' texts joined are the whole text. Leaving a `with`
+    block before the end cancels the request, and so does leaving a loop over it, or `result`.
     """
 
     def __init__(self, request_id: str, cancel: Callable[[], None]) -> None:
@@ -38,8 +37,9 @@ class Submission:
     async def result(self) -> RequestOutput:
         """The finished output. Raises the error that ended the request."""
         whole: RequestOutput | None = None
-        async for part in self:
-            whole = part if whole is None else whole.joined(part)
+        with self:
+            async for part in self:
+                whole = part if whole is None else whole.joined(part)
         assert whole is not None, "a request's last part always arrives"
         return whole
 
@@ -50,8 +50,9 @@ class Submission:
             self._cancel()
 
     async def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        async for _, part in iterate_parts([self]):
-            yield part
+        with self:
+            async for _, part in iterate_parts([self]):
+                yield part
 
     def __enter__(self) -> Submission:
         return self
@@ -89,12 +90,3 @@ async def iterate_parts(submissions: Sequence[Submission]) -> AsyncIterator[tupl
         for place, submission in enumerate(submissions):
             if not submission.finished and (part := submission.take()) is not None:
                 yield place, part
-
-
-@dataclass
-class Active:
-    """A submitted request that has not ended."""
-
-    request: Request
-    submission: Submission
-    ended: int = 0  # its sequences that no longer count as running or waiting

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
+from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from ddtree_trt.errors import SHOWN_CHARACTERS, DDTreeError, UsageError, shown
+from ddtree_trt.reading import problem_of
 from ddtree_trt.runtime.async_llm import QueueFull
 from ddtree_trt.serve.openai.protocol import UNKNOWN
 
@@ -100,9 +102,9 @@ def invalid_json(problem: str) -> ApiError:
     return ApiError(400, f"the body is not valid JSON: {problem}", code="invalid_json")
 
 
-def invalid_body(error: Mapping[str, Any]) -> ApiError:
+def invalid_body(error: ErrorDetails) -> ApiError:
     """The answer to an error of pydantic's, with the name of the parameter."""
-    kind, loc = error["type"], [str(part) for part in error["loc"]]
+    kind, loc = error["type"], [str(part) for part in error["loc"] if part != "[key]"]
     if kind in UNKNOWN:
         loc.append(error["ctx"]["name"])
     param = cut(".".join(loc))
@@ -113,10 +115,7 @@ def invalid_body(error: Mapping[str, Any]) -> ApiError:
         return ApiError(400, message, param=param, code=kind)
     if kind == "unknown_parameter":
         return ApiError(400, f"Unknown parameter: '{param}'", param=param, code=kind)
-    message = error["msg"].removeprefix("Value error, ")
-    if kind.endswith(("_type", "_parsing")):
-        message += f", not {shown(error['input'])}"
-    return ApiError(400, f"Invalid '{param}': {message}", param=param, code="invalid_value")
+    return ApiError(400, f"Invalid '{param}': {problem_of(error, shown, 'not')}", param=param, code="invalid_value")
 
 
 def install(app: FastAPI, retry_after_s: Callable[[], int]) -> None:

@@ -6,7 +6,7 @@ Requests are counted when they end, on the engine's worker thread, so cancelled 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,12 +19,13 @@ from prometheus_client import (
     disable_created_metrics,
 )
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.runtime import figures
 from ddtree_trt.runtime.async_llm import AsyncLLM
 from ddtree_trt.runtime.request_maker import Request
-from ddtree_trt.serve.vllm_names import REQUEST_SUCCESS, VllmNames
 
 _RETRY_MEMORY = 0.9  # weight of the past in the mean duration behind Retry-After
 Row = TypeVar("Row", bound=figures.Figure)
@@ -42,7 +43,7 @@ class Metrics:
         disable_created_metrics()  # for each figure one more, of when it began: of use to nobody here
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._vllm = None if vllm_model is None else VllmNames(vllm_model)
+        self._vllm = None if vllm_model is None else _VllmNames(vllm_model)
         self._finished = self._counter("requests_finished", "Sequences that ended, by reason.", "finish_reason")
         self._refused = self._counter("requests_refused", "HTTP requests answered with an error, by status.", "status")
         self._counters = [(row, self._publish(row, Counter)) for row in self._published(figures.COUNTERS)]
@@ -58,7 +59,7 @@ class Metrics:
             for position in range(manifest.drafting.longest_draft):
                 counter.labels(str(position))  # shown from the beginning, with 0
         if self._vllm is not None:
-            self._vllm.add([REQUEST_SUCCESS], self._finished, {"finish_reason": "finished_reason"})
+            self._vllm.add(["vllm:request_success"], self._finished, {"finish_reason": "finished_reason"})
             self.registry.register(self._vllm)
         self._mean_s = 0.0
 
@@ -111,6 +112,32 @@ class Metrics:
         """The metrics page in the best format that the scraper accepts, and its content type."""
         encode, content_type = page_encoder(accept)
         return encode(self.registry), content_type
+
+
+class _VllmNames(Collector):
+    """Figures once more, under the names and labels that vLLM's servers give them, for dashboards, autoscalers and
+    benchmarks that read these: each repeats the samples of one of our metrics at each scrape."""
+
+    def __init__(self, model_name: str) -> None:
+        self._labels = {"model_name": model_name, "engine": "0"}
+        self._aliases: list[tuple[str, Collector, Mapping[str, str]]] = []
+
+    def add(self, names: Sequence[str], metric: Collector, renamed: Mapping[str, str] | None = None) -> None:
+        """Publish `metric` under further names, which lack the suffix `_total` of a counter. `renamed` maps our names
+        of labels to vLLM's, where they differ."""
+        self._aliases += [(name, metric, renamed or {}) for name in names]
+
+    def collect(self) -> Iterator[Metric]:
+        for name, metric, renamed in self._aliases:
+            yield from self._repeated(name, metric.collect(), renamed)
+
+    def _repeated(self, name: str, families: Iterable[Metric], renamed: Mapping[str, str]) -> Iterator[Metric]:
+        for family in families:
+            alias = Metric(name, family.documentation, family.type)
+            for sample in family.samples:
+                labels = {**self._labels, **{renamed.get(k, k): v for k, v in sample.labels.items()}}
+                alias.add_sample(name + sample.name.removeprefix(family.name), labels, sample.value)
+            yield alias
 
 
 def page_encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:

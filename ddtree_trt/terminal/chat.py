@@ -77,10 +77,13 @@ class Chat:
                     raise
 
     def _take(self, text: str) -> None:
-        if command := _COMMAND.fullmatch(text):
-            self._obey(command[1], (command[2] or "").strip())
-        elif text:
-            self._answer(text)
+        if not (command := _COMMAND.fullmatch(text)):
+            if text:
+                self._answer(text)
+        elif command[1] not in _COMMANDS:
+            raise UsageError(f"there is no command /{command[1]}; /help lists them")
+        else:
+            _COMMANDS[command[1]][2](self, (command[2] or "").strip())
 
     def _answer(self, question: str) -> None:
         self._asked, self._before = question, self._turns
@@ -136,12 +139,6 @@ class Chat:
         self._llm.stream([0], replace(params, max_tokens=None, min_tokens=0)).close()
         self._params = params
 
-    def _obey(self, name: str, value: str) -> None:
-        if name not in _COMMANDS:
-            raise UsageError(f"there is no command /{name}; /help lists them")
-        _, _, run = _COMMANDS[name]
-        run(self, value)
-
     def _help(self, value: str) -> None:
         rows = [(f"/{name} {argument}".rstrip(), help_) for name, (argument, help_, _) in _COMMANDS.items()]
         print_fields([*rows, ("/quit", "End the chat, as /exit and Ctrl-D do.")])
@@ -156,14 +153,12 @@ class Chat:
 
     def _budget(self, value: str) -> None:
         if value:
-            budget: Any = int(value) if re.fullmatch(r"\d{1,9}", value) else value
-            self._set(replace(self._params, tree_budget=budget))  # refuses what is no budget
+            self._set(replace(self._params, tree_budget=_number(value, int)))
         print(f"tree budget {self._params.tree_budget}")
 
     def _temperature(self, value: str) -> None:
         if value:
-            number: Any = float(value) if re.fullmatch(r"\d{0,9}\.?\d{1,9}", value) else value
-            self._set(replace(self._params, temperature=number))  # refuses what is none
+            self._set(replace(self._params, temperature=_number(value, float)))
         print(f"temperature {self._params.temperature:g}")
 
     def _set_system(self, value: str) -> None:
@@ -205,6 +200,14 @@ class Chat:
         print("The conversation is forgotten.")
 
 
+def _number(value: str, kind: Callable[[str], Any]) -> Any:
+    """The number that was typed; another text as it is, which SamplingParams refuses."""
+    try:
+        return kind(value)
+    except ValueError:
+        return value
+
+
 def _reader() -> Callable[[], str]:
     """What reads a message: with history and editing on a terminal, where pasted lines are one message.
 
@@ -228,14 +231,11 @@ def _reader() -> Callable[[], str]:
     return read
 
 
+_METHOD = "Show the method, or change it: the answers stay the same, their speed does not."
 # By name: the argument, the sentence of /help, and what it does.
 _COMMANDS: Mapping[str, tuple[str, str, Callable[[Chat, str], None]]] = {
     "help": ("", "This list.", Chat._help),
-    "method": (
-        "[NAME]",
-        "Show the method, or change it: the answers stay the same, their speed does not.",
-        Chat._method,
-    ),
+    "method": ("[NAME]", _METHOD, Chat._method),
     "budget": ("[NODES|auto]", "Show the tree budget, or change it.", Chat._budget),
     "temperature": ("[T]", "Show the temperature, or change it; 0 is greedy.", Chat._temperature),
     "system": ("[TEXT|none]", "Show the system message, or change it.", Chat._set_system),

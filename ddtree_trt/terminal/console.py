@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from statistics import median
 from typing import Any
 
@@ -35,7 +36,7 @@ def stream(llm: LLM, prompt: Prompt, params: SamplingParams, *, show_tree: bool 
     """Print the text while it is generated, then the closing line; yields the output so far with each part."""
     view = TreeView(llm.codec) if show_tree else None
     output = None
-    with llm.stream(prompt, params, on_round=view) as parts:
+    with closing(llm.stream(prompt, params, on_round=view)) as parts:
         for part in parts:
             output = part if output is None else output.joined(part)
             if view is None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ddtree_trt.runtime.params import PARAMETERS
-from ddtree_trt.runtime.values import Choice, Flag, Integer, Kind, NodeCount, Number, Texts
+from ddtree_trt.runtime.params import PARAMETERS, Parameter
 
 LayoutName = Literal["trtllm", "vllm"]
 LAYOUT_NAMES: tuple[str, ...] = get_args(LayoutName)
@@ -54,27 +53,20 @@ class Input:
 def _sets(*fields: str, bare: bool = False) -> list[Input]:
     """The tensors that set these sampling parameters."""
     return [
-        Input(tensor, *_type(PARAMETERS[field].kind), bare=bare, field=field)
+        Input(tensor, *_type(PARAMETERS[field]), bare=bare, field=field)
         for field in fields
         for tensor in PARAMETERS[field].tensors
     ]
 
 
-def _type(kind: Kind) -> tuple[str, tuple[int, ...]]:
-    """Data type and dimensions of a kind of value."""
-    if isinstance(kind, Integer) and kind.high >= 2**31:
+def _type(row: Parameter) -> tuple[str, tuple[int, ...]]:
+    """Data type and dimensions of a parameter's values."""
+    if row.type is int and row.bounds is not None and row.bounds.highest >= 2**31:
         return "UINT64", (1,)
-    return _TYPES[type(kind)]
+    if row.type == tuple[str, ...]:
+        return "STRING", (-1,)
+    return {int: "INT32", float: "FP32", bool: "BOOL", str: "STRING"}[row.type], (1,)
 
-
-_TYPES: dict[type[Kind], tuple[str, tuple[int, ...]]] = {
-    Integer: ("INT32", (1,)),
-    NodeCount: ("INT32", (1,)),
-    Number: ("FP32", (1,)),
-    Flag: ("BOOL", (1,)),
-    Choice: ("STRING", (1,)),
-    Texts: ("STRING", (-1,)),
-}
 
 # Parameters with a separate place in TensorRT-LLM's order; all others that have a tensor stand together.
 _PLACED = ("n", "max_tokens", "min_tokens", "stop", "tree_budget")

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from ddtree_trt.errors import UsageError, shown
 from ddtree_trt.runtime.params import PARAMETERS, SamplingParams
 from ddtree_trt.runtime.structured.names import STRUCTURED, without_aliases
-from ddtree_trt.runtime.structured.record import Structure, StructuredOutput
-from ddtree_trt.runtime.values import Choice, Texts
+from ddtree_trt.runtime.structured.record import StructuredOutput
 from ddtree_trt.triton.inputs import FIELDS, ONLY, OTHERS
 from ddtree_trt.triton.settings import Layout
 
@@ -36,7 +35,7 @@ _NEUTRAL = {
     "spaces_between_special_tokens": True,
 }
 # Parameters whose values are not text: where they are given as text, it is parsed.
-_FROM_TEXT = {name for name, row in PARAMETERS.items() if not isinstance(row.kind, Texts | Choice | Structure)}
+_FROM_TEXT = {name for name, row in PARAMETERS.items() if row.type not in (str, tuple[str, ...], StructuredOutput)}
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def _sampling_params(inputs: Inputs, parameters: Mapping[str, Any], wants_log_pr
     sources: list[tuple[str, Any, str]] = []  # field, value, where it was given
     for name, field in FIELDS.items():
         if name in inputs:
-            several = isinstance(PARAMETERS[field].kind, Texts)
+            several = PARAMETERS[field].type == tuple[str, ...]
             sources.append((field, _words(inputs, name) if several else _scalar(inputs, name, None), name))
     if (guide := _guide(inputs)) is not None:
         sources.append((STRUCTURED, guide, "guided_decoding_guide"))
@@ -157,8 +156,6 @@ def _normalised(mapping: Mapping[str, Any]) -> dict[str, Any]:
             value = 0
         if name == "top_k" and value == -1:  # in vLLM, all tokens
             value = 0
-        if name == "logit_bias" and isinstance(value, dict):
-            value = {int(k) if k.isdecimal() and len(k) < 10 else k: v for k, v in value.items()}
         result[name] = value
     return result
 

@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 from command_line import in_this_process
 
-from ddtree_trt.bench.ablation.recording import RecordedText, replay_rounds
-from ddtree_trt.bench.ablation.redrafting import Redrafting
+from ddtree_trt.bench.ablation.recording import RecordedText
 from ddtree_trt.bench.prompts import load_prompts
 from ddtree_trt.bench.session import Session
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.drafters.kind import LEVELS
-from ddtree_trt.runtime.decoding.policies import POLICIES, TreePlan
+from ddtree_trt.runtime.decoding.policies import POLICIES
 from ddtree_trt.runtime.params import SamplingParams
 
 TOKENS = 40
@@ -44,25 +43,6 @@ def decode(session: Session, ids: list[int], **params: Any) -> Any:
 def texts(session: Session) -> list[RecordedText]:
     prompts = [session.codec.encode(p.opening) for p in load_prompts(("tiny",), 3)]
     return [RecordedText((*ids, *decode(session, ids, method="ar").outputs[0].token_ids), len(ids)) for ids in prompts]
-
-
-@pytest.mark.parametrize("nodes", [5, 48])
-@pytest.mark.parametrize(
-    ("name", "width", "depth"),
-    [("heap", None, LEVELS), ("heap", None, 12), ("eagle2", None, LEVELS), ("eagle2", 3, 2), ("chain", None, LEVELS)]
-    + [("beam", width, LEVELS) for width in (None, 1, 2, 16)],
-)
-def test_replays_are_the_rounds_of_decoding(
-    session: Session, texts: list[RecordedText], name: str, width: int | None, depth: int, nodes: int
-) -> None:
-    """Round by round, also to the last one."""
-    asked = {"tree": name, "tree_width": width, "draft_length": depth, "tree_budget": nodes}
-    decoded = [decode(session, list(text.token_ids[: text.start]), **asked) for text in texts]
-    plan = TreePlan(nodes, POLICIES[name], depth, width)
-    found = replay_rounds(texts, plan.grow, Redrafting(session.engine, plan))
-    assert found.lengths == tuple(tuple(output.metrics.acceptance_lengths) for output in decoded)
-    assert found.tau > 1.5 or nodes == 5
-    session.engine.truncate(0, 0)
 
 
 def test_the_command_answers_for_a_drafter_by_levels(

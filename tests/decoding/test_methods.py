@@ -20,7 +20,7 @@ from ddtree_trt.check.run import engine_cases
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import BASELINES, DFLASH, METHODS, Proposal, resolve_method
 from ddtree_trt.runtime.decoding.policies import TreePlan
-from ddtree_trt.runtime.decoding.routing import TREE_SHAPE, choose_route
+from ddtree_trt.runtime.decoding.routing import choose_route
 from ddtree_trt.runtime.engines.base import Draft
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.tree import chain
@@ -137,10 +137,6 @@ FIELDS: dict[str, tuple[Any, str]] = {
     "skip_special_tokens": (False, "always"),
     "method": ("ddtree", "always"),
     "tree_budget": (16, "always"),
-    "tree": ("beam", "never"),
-    "tree_width": (2, "never"),
-    "max_tree_depth": (2, "never"),
-    "draft_length": (2, "never"),
     "structured": ({"regex": "a+"}, "never"),
     "keep_special_tokens": ((3,), "always"),
 }
@@ -172,32 +168,6 @@ def test_every_field_is_honoured_or_refused_by_name(engine: ScriptedEngine, name
         assert why is None
         return
     expected = f"{name} works on logits, which stay on the device"
-    if name in TREE_SHAPE:
-        expected = f"the device builds trees by the heap alone and without limits: {name} cannot be honoured"
     assert why == expected
     with pytest.raises(UsageError, match=f"device_rounds is on, but {expected}; use auto or off"):
         choose_route("on", engine, params)
-
-
-def test_the_devices_own_policy_may_be_named(engine: ScriptedEngine) -> None:
-    params = SamplingParams(method="ddtree", tree_budget=16, tree="heap")
-    assert choose_route("on", engine, params).on_device
-    assert not choose_route("auto", engine, dataclasses.replace(params, tree_width=2)).on_device
-
-
-def test_a_field_nobody_listed_is_the_hosts(engine: ScriptedEngine) -> None:
-    """A parameter added to SamplingParams is refused by the device until somebody says that it honours it."""
-
-    @dataclasses.dataclass(frozen=True)
-    class Wider(SamplingParams):
-        typical_p: float = 1.0
-        grammar: str | None = None
-
-    options: dict[str, Any] = {"method": "ddtree", "tree_budget": 16}
-    assert choose_route("auto", engine, Wider(**options)).on_device
-    assert choose_route("auto", engine, Wider(**options, typical_p=0.9)).host_reason == (
-        "typical_p works on logits, which stay on the device"
-    )
-    assert choose_route("auto", engine, Wider(**options, typical_p=0.9, grammar="x", logprobs=1)).host_reason == (
-        "logprobs, typical_p, grammar work on logits, which stay on the device"
-    )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from profiles import make_budgets, make_profile
 from scripted import ScriptedEngine, generate, verbs
-from scripted_models import Conditional, Good, MarkovTarget
+from scripted_models import Good, MarkovTarget
 
 from ddtree_trt import _native
 from ddtree_trt.runtime.candidates import NO_ROW, Bilinear, Candidates, LinkedRows, Marginals
@@ -159,29 +159,6 @@ def test_equal_nodes_are_kept_shallow_first_with_their_ancestors() -> None:
         assert TreePlan(budget, EAGLE2, width=2).grow(certain).depths.tolist() == depths
 
 
-@pytest.mark.parametrize(
-    ("options", "sizes"),
-    [
-        ({"tree_budget": 9}, 9),
-        ({"tree_budget": 9, "max_tree_depth": 1}, 4),
-        ({"tree_budget": 9, "draft_length": 1}, 4),
-        ({"tree_budget": 9, "tree": "beam", "tree_width": 2, "max_tree_depth": 2}, 4),
-        ({"tree_budget": 9, "tree": "eagle2", "tree_width": 2, "draft_length": 3, "max_tree_depth": 2}, 6),
-        ({"tree_budget": 9, "tree": "chain"}, 3),
-        ({"method": "dflash", "draft_length": 2}, 2),
-        ({"method": "dflash-sample", "temperature": 1.0, "draft_length": 2}, 2),
-    ],
-)
-@pytest.mark.parametrize("conditional", [False, True])
-def test_a_request_shapes_its_trees(options: dict[str, Any], sizes: int, conditional: bool) -> None:
-    """The second round: of those behind the first token, no end is near."""
-    target = MarkovTarget(vocab_size=4)
-    drafter = Conditional(target.pairs, "linked") if conditional else Good(target)
-    engine = ScriptedEngine(target, drafter)
-    generate(engine, [1, 2], SamplingParams(max_tokens=30, **{"method": "ddtree", **options}))
-    assert next(call.tokens for call in engine.calls if call.verb == "verify") == 1 + sizes
-
-
 def test_a_rounds_tree_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it is drafted by is what it is made by, and making the plan is a good part of a round's own time."""
     plans: list[TreePlan] = []
@@ -195,15 +172,6 @@ def test_a_rounds_tree_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = ScriptedEngine(target, Good(target))
     generate(engine, [1, 2], SamplingParams(max_tokens=30, method="ddtree", tree_budget=6))
     assert len(plans) == verbs(engine)["draft"] > 3
-
-
-def test_a_token_by_token_drafter_makes_no_pass_beyond_the_draft_length() -> None:
-    target = MarkovTarget(vocab_size=4)
-    engine = ScriptedEngine(target, Good(target), kind="autoregressive")
-    params = SamplingParams(max_tokens=30, method="draft-model", tree_budget=4, draft_length=2)
-    generate(engine, [1, 2], params)
-    assert {call.tokens for call in engine.calls if call.verb == "draft"} == {2}
-    assert verbs(engine)["draft"] > 3
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)

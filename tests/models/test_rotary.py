@@ -126,7 +126,7 @@ def test_a_config_written_from_dimensions_reads_back(tmp_path: Path, name: str) 
         ({"rope_scaling": {**YARN, "extrapolation_factor": 1.0}}, "rope_scaling.extrapolation_factor is 1.0, which"),
         ({"rope_scaling": {**YARN, "beta_fast": 1, "beta_slow": 2}}, "rope_scaling: beta_fast 1 is below beta_slow 2"),
         ({"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}}, "high_freq_factor 4 is not above low_freq_factor 4"),
-        ({"rope_scaling": {**LLAMA3, "low_freq_factor": None}}, "low_freq_factor must be a number from 1e-06 to"),
+        ({"rope_scaling": {**LLAMA3, "low_freq_factor": None}}, "has no low_freq_factor"),
         ({"rope_scaling": {**YARN, "truncate": 1}}, "rope_scaling.truncate must be true or false, found 1"),
         ({"rope_scaling": {**YARN, "partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
         ({"rope_scaling": YARN, "rope_theta": 1}, "rope_theta 1 is not above 1, as rope_type 'yarn' needs"),

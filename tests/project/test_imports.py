@@ -55,7 +55,6 @@ LEAVES = (
     "plugins/",
     "errors.py",
     "files.py",
-    "isolation.py",
     "reading.py",
     "records.py",
     "worker_process.py",

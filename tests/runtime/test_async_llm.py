@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pacing import WAIT_S, Passes, until
+from pacing import WAIT_S, Passes, complete, until
 
 import ddtree_trt
 from ddtree_trt import LLM, RequestOutput, SamplingParams
@@ -54,7 +54,7 @@ async def test_concurrent_callers_get_what_llm_generate_gives(tiny_engine: Path,
         expected = [essence(alone.generate([p], s)[0]) for p, s in zip(PROMPTS, params, strict=True)]
     order = list(range(len(PROMPTS)))
     random.Random(3).shuffle(order)
-    outputs = await asyncio.gather(*(llm.complete(PROMPTS[i], params[i]) for i in order))
+    outputs = await asyncio.gather(*(complete(llm, PROMPTS[i], params[i]) for i in order))
     for i, output in zip(order, outputs, strict=True):
         got = essence(output)
         assert [g[:5] for g in got] == [e[:5] for e in expected[i]]
@@ -67,7 +67,7 @@ async def test_parts_joined_are_the_output_and_generate_grows_towards_it(llm: As
     parts: list[RequestOutput] = []
     passes = Passes(llm.engine)
     passes.in_step_with(lambda: len(parts), 2, slots=2)
-    async for part in llm.stream(PROMPTS[0], params):
+    async for part in llm.submit(PROMPTS[0], params):
         parts.append(part)
     passes.release()
     grown = [whole async for whole in llm.generate(PROMPTS[0], params)]
@@ -89,14 +89,14 @@ async def test_what_a_slow_reader_left_unread_comes_as_one_part(llm: AsyncLLM) -
         await until(lambda: submission._part is not None and submission._part.finished)
         parts = [part async for part in submission]
     assert len(parts) == 1
-    assert essence(parts[0])[0][:5] == essence(await llm.complete(PROMPTS[0], SamplingParams(max_tokens=40)))[0][:5]
+    assert essence(parts[0])[0][:5] == essence(await complete(llm, PROMPTS[0], SamplingParams(max_tokens=40)))[0][:5]
 
 
 @pytest.mark.parametrize("way", ["close", "task", "garbage", "abort", "submission"])
 async def test_every_way_of_leaving_frees_the_slot(llm: AsyncLLM, way: str) -> None:
     """Whoever leaves during a pass has left before the next one."""
     passes = Passes(llm.engine)
-    parts: Any = llm.stream(PROMPTS[0], LONG, "mine")
+    parts: Any = aiter(llm.submit(PROMPTS[0], LONG, "mine"))
     await parts.__anext__()
     assert llm.running == 1
     leaving: list[asyncio.Task[None]] = []
@@ -143,8 +143,8 @@ async def test_a_cancelled_request_changes_no_other(tiny_engine: Path, llm: Asyn
     params = SamplingParams(max_tokens=48)
     with LLM(tiny_engine) as alone:
         expected = [o.outputs[0].token_ids for o in alone.generate(PROMPTS[:8], params)]
-    noise = [asyncio.ensure_future(llm.complete(p, LONG)) for p in PROMPTS[8:]]
-    wanted = [asyncio.ensure_future(llm.complete(p, params)) for p in PROMPTS[:8]]
+    noise = [asyncio.ensure_future(complete(llm, p, LONG)) for p in PROMPTS[8:]]
+    wanted = [asyncio.ensure_future(complete(llm, p, params)) for p in PROMPTS[:8]]
     for i, task in enumerate(noise):
         await asyncio.sleep(0.02 * i)
         task.cancel()
@@ -162,7 +162,7 @@ async def test_the_queue_is_bounded(tiny_engine: Path) -> None:
             llm.submit(PROMPTS[0], SamplingParams(n=2, temperature=1))
         held.append(llm.submit(PROMPTS[0], LONG))
         with pytest.raises(QueueFull):
-            await llm.complete(PROMPTS[0], LONG)
+            await complete(llm, PROMPTS[0], LONG)
         with pytest.raises(UsageError, match=f"n {room + 1} is more than the {room}"):
             llm.submit(PROMPTS[0], SamplingParams(n=room + 1, temperature=1))
         held.pop().cancel()
@@ -180,14 +180,15 @@ async def test_a_wrong_call_is_refused_before_it_reaches_the_engine(llm: AsyncLL
     with pytest.raises(UsageError, match="the prompt has no tokens"):
         llm.submit("")
     with pytest.raises(UsageError, match="max_seq_len"):
-        await llm.complete([5] * 100_000)
+        await complete(llm, [5] * 100_000)
     held = llm.submit(PROMPTS[0], LONG, "twice")
     with pytest.raises(UsageError, match="'twice' is already in use"):
         llm.submit(PROMPTS[0], LONG, "twice")
-    await held.__aiter__().__anext__()  # the second call has not cancelled the first
+    parts = aiter(held)
+    await anext(parts)  # the second call has not cancelled the first
     held.cancel()
     await llm.drain()
-    await llm.complete(PROMPTS[0], SamplingParams(max_tokens=2), "twice")
+    await complete(llm, PROMPTS[0], SamplingParams(max_tokens=2), "twice")
 
 
 async def test_a_pass_that_fails_ends_its_requests_and_no_later_ones(llm: AsyncLLM) -> None:
@@ -200,9 +201,9 @@ async def test_a_pass_that_fails_ends_its_requests_and_no_later_ones(llm: AsyncL
 
     llm.engine.verify = sometimes  # type: ignore[method-assign]
     with pytest.raises(EngineError, match="scripted failure"):
-        await llm.complete(PROMPTS[0], SamplingParams(max_tokens=20, n=3, temperature=1))
+        await complete(llm, PROMPTS[0], SamplingParams(max_tokens=20, n=3, temperature=1))
     failing = False
-    assert (await llm.complete(PROMPTS[0], SamplingParams(max_tokens=20))).finished
+    assert (await complete(llm, PROMPTS[0], SamplingParams(max_tokens=20))).finished
     assert llm.failure is None and llm.running == 0
 
 
@@ -226,7 +227,7 @@ async def test_a_reset_forgets_prefixes_while_others_run(llm: AsyncLLM) -> None:
     with llm.submit(PROMPTS[1], LONG):
         found = []
         for _ in range(2):
-            found.append([(await llm.complete(PROMPTS[0], params)).usage.cached_tokens > 0 for _ in range(2)])
+            found.append([(await complete(llm, PROMPTS[0], params)).usage.cached_tokens > 0 for _ in range(2)])
             await llm.reset_prefix_cache()
     assert found == [[False, True], [False, True]]
     llm.shutdown()
@@ -256,7 +257,7 @@ def test_a_closed_event_loop_loses_its_requests_only(tiny_engine: Path) -> None:
             await until(lambda: llm.running == 1)
 
         asyncio.run(leave_one())
-        output = asyncio.run(llm.complete(PROMPTS[1], SamplingParams(max_tokens=8)))
+        output = asyncio.run(complete(llm, PROMPTS[1], SamplingParams(max_tokens=8)))
         assert output.usage.completion_tokens == 8
         asyncio.run(asyncio.wait_for(llm.drain(), WAIT_S))
     finally:
@@ -265,7 +266,7 @@ def test_a_closed_event_loop_loses_its_requests_only(tiny_engine: Path) -> None:
 
 async def test_several_requests_are_read_as_they_come(llm: AsyncLLM) -> None:
     params = [SamplingParams(max_tokens=64, ignore_eos=True), SamplingParams(max_tokens=4)]
-    singles = [(await llm.complete(p, s)).outputs[0].text for p, s in zip(PROMPTS, params, strict=False)]
+    singles = [(await complete(llm, p, s)).outputs[0].text for p, s in zip(PROMPTS, params, strict=False)]
     texts, order, short_read = ["", ""], [], False
     Passes(llm.engine).wait_until(lambda requests: short_read or llm.running + llm.waiting == 2)
     submissions = [llm.submit(p, s) for p, s in zip(PROMPTS, params, strict=False)]

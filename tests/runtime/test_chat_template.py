@@ -22,13 +22,13 @@ from ddtree_trt import worker_process
 from ddtree_trt.artifact.tokenizer_files import has_chat_template
 from ddtree_trt.cli import app
 from ddtree_trt.errors import EngineError, UsageError
-from ddtree_trt.isolation import isolated
 from ddtree_trt.runtime import llm
 from ddtree_trt.runtime.text import chat_template, chat_template_worker
 from ddtree_trt.runtime.text.chat_template import Limits, Renderer
 from ddtree_trt.runtime.text.codec import TextCodec
 from ddtree_trt.serve import server
 from ddtree_trt.serve.options import ServeOptions
+from ddtree_trt.worker_process import isolated
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "größe?\n{{ 5 }} 😀"}]
 PLAIN = "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import itertools
 import logging
+import os
 import random
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from pacing import WAIT_S
+from pacing import WAIT_S, complete
 
 from ddtree_trt import LLM, AsyncLLM, SamplingParams
 from ddtree_trt.errors import UsageError
-from ddtree_trt.runtime.callers import Callers
 
 SHORT = SamplingParams(max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
@@ -67,8 +67,8 @@ def test_what_was_handed_out_does_not_change(llm: LLM) -> None:
 # Threads
 
 
-def test_a_second_thread_is_refused_by_the_name_of_the_first(llm: LLM) -> None:
-    """While a call works, and between the parts of a stream; the first caller notices nothing."""
+def test_a_second_thread_is_refused_while_a_call_works(llm: LLM) -> None:
+    """And may call between the parts of a stream, which go on as they would."""
     refusals: list[Any] = []
 
     def while_it_works(round: object) -> None:
@@ -79,23 +79,19 @@ def test_a_second_thread_is_refused_by_the_name_of_the_first(llm: LLM) -> None:
     tokens: list[int] = []
     for part in llm.stream(PROMPT, SHORT, on_round=while_it_works):
         tokens += part.outputs[0].token_ids
-        for work in (lambda: llm.generate(PROMPT, SHORT), lambda: next(llm.stream(PROMPT, SHORT))):
-            error = on_thread("other", work)
-            assert isinstance(error, UsageError)
-            assert "in use by thread 'MainThread', which has streams open; use AsyncLLM" in str(error)
+        assert on_thread("other", lambda: llm.generate(PROMPT, SHORT))[0].outputs[0].token_ids == expected
     assert tokens == expected
     assert len(refusals) == 2
     for error in refusals:
         assert isinstance(error, UsageError)
-        assert "in use by thread 'MainThread', whose call has not returned; use AsyncLLM" in str(error)
-    assert on_thread("other", lambda: llm.generate(PROMPT, SHORT))[0].outputs[0].token_ids == expected
+        assert "in use by a call that has not returned; use AsyncLLM" in str(error)
 
 
 def test_a_call_from_within_a_call_is_refused(llm: LLM) -> None:
     refused = []
 
     def again(round: object) -> None:
-        with pytest.raises(UsageError, match="whose call has not returned"):
+        with pytest.raises(UsageError, match="a call that has not returned"):
             llm.generate(PROMPT, SHORT)
         refused.append(True)
 
@@ -113,14 +109,6 @@ def test_a_stream_may_be_read_on_by_another_thread(llm: LLM) -> None:
             break
         tokens += part.outputs[0].token_ids
     assert tokens == whole
-
-
-def test_a_thread_that_ended_holds_nothing(llm: LLM) -> None:
-    left = llm.stream(PROMPT, LONG)
-    on_thread("gone", lambda: next(left))
-    assert llm.generate(PROMPT, SHORT)[0].finished
-    left.close()
-    assert llm.core.scheduler.free_slots == llm.core.scheduler.slots
 
 
 def test_many_threads_at_once_lose_no_slot(llm: LLM) -> None:
@@ -145,47 +133,6 @@ def test_many_threads_at_once_lose_no_slot(llm: LLM) -> None:
     assert llm.core.scheduler.free_slots == llm.core.scheduler.slots and not llm.core.scheduler.busy
 
 
-class LateLock:
-    """A lock whose holder is told, while it still holds it, that it is about to give it back."""
-
-    def __init__(self, late: Callable[[], None]) -> None:
-        self._lock, self._late = threading.Lock(), late
-
-    def locked(self) -> bool:
-        return self._lock.locked()
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._late()
-        self._lock.release()
-
-
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_stream_that_ends_as_a_call_returns_is_not_left_behind(fails: bool) -> None:
-    """Between the call's last look for endings and the moment it gives the lock back."""
-    callers = Callers()
-    told: list[str] = []
-    ended: list[str] = []
-
-    def late() -> None:
-        if not told:
-            told.append("stream")
-            on_thread("other", lambda: callers.end("stream", lambda: ended.append("stream")))
-            assert not ended, "the call is not over"
-
-    callers._lock = LateLock(late)  # type: ignore[assignment]
-
-    def work() -> None:
-        if fails:
-            raise ValueError("own")
-
-    with contextlib.suppress(ValueError):
-        callers.call(work)
-    assert ended == ["stream"] and not callers._lock.locked()
-
-
 def test_a_stream_dropped_within_a_call_frees_its_slot_after_it(llm: LLM) -> None:
     """Garbage is collected wherever memory runs short: also in the middle of a round, which must not be disturbed."""
     held = [llm.stream(PROMPT, LONG)]
@@ -202,6 +149,73 @@ def test_a_stream_dropped_within_a_call_frees_its_slot_after_it(llm: LLM) -> Non
     assert [t for p in parts for t in p.outputs[0].token_ids] == expected
     assert occupied[0] == 2 and occupied[-1] == 1
     assert llm.core.scheduler.free_slots == llm.core.scheduler.slots
+
+
+# Closed, and forked
+
+
+def test_a_closed_llm_says_so(tiny_engine: Path) -> None:
+    llm = LLM(tiny_engine)
+    stream = llm.stream(PROMPT, LONG)
+    next(stream)
+    llm.close()
+    llm.close()
+    for work in (lambda: llm.generate(PROMPT), lambda: llm.stream(PROMPT), lambda: next(stream)):
+        with pytest.raises(UsageError, match="this LLM is closed; make another one"):
+            work()
+    stream.close()
+
+
+def in_a_fork(work: Callable[[], object]) -> str:
+    """The error `work` raises in a forked process."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # no assertion and no clean-up of the parent's may run here
+        try:
+            work()
+            os.write(writer, b"no error")
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode())
+        os._exit(0)
+    os.close(writer)
+    for _ in range(round(WAIT_S / 0.1)):
+        if os.waitpid(child, os.WNOHANG)[0]:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        pytest.fail("the forked process hangs")
+    with os.fdopen(reader) as said:
+        return said.read()
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_is_told_to_load_its_own(llm: LLM, tiny_engine: Path) -> None:
+    stream = llm.stream(PROMPT, LONG)
+    next(stream)
+    for work in (lambda: llm.generate(PROMPT), lambda: next(stream)):
+        said = in_a_fork(work)
+        assert said.startswith(
+            f"UsageError: this LLM was loaded by process {os.getpid()} and cannot be used in process"
+        )
+        assert "load one here" in said
+    assert in_a_fork(llm.close) == in_a_fork(stream.close) == "no error"
+    stream.close()
+    assert llm.generate(PROMPT, SHORT)[0].finished, "the parent's is as it was"
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
+def test_a_forked_process_cannot_wait_for_the_parents_worker(tiny_engine: Path) -> None:
+    llm = AsyncLLM(tiny_engine)
+    try:
+        for call in (lambda: complete(llm, PROMPT), llm.drain, lambda: llm.abort("x")):
+            said = in_a_fork(lambda call=call: asyncio.run(call()))  # type: ignore[misc]
+            assert said.startswith(f"UsageError: this AsyncLLM was loaded by process {os.getpid()}")
+        assert in_a_fork(llm.shutdown) == "no error"
+        assert asyncio.run(complete(llm, PROMPT, SHORT)).finished
+    finally:
+        llm.shutdown()
 
 
 # Interrupts and cancellations
@@ -299,7 +313,7 @@ def test_what_on_finished_raises_changes_nothing(
     llm = AsyncLLM(tiny_engine, on_finished=on_finished)
 
     async def ask() -> list[Any]:
-        return list(await asyncio.gather(*(llm.complete(PROMPT, SHORT, f"r{i}") for i in range(3))))
+        return list(await asyncio.gather(*(complete(llm, PROMPT, SHORT, f"r{i}") for i in range(3))))
 
     try:
         with caplog.at_level(logging.ERROR):

@@ -1,154 +1,120 @@
-"""SamplingParams: what is accepted, what is refused, and what the refusal says."""
+"""SamplingParams: what its fields accept and refuse, and that every way in is made of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import pickle
 import re
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import typer.main
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from ddtree_trt.cli import app
+from ddtree_trt.commands.options.sampling import with_sampling_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import METHODS
-from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.params import PARAMETERS, Parameter, SamplingParams
+from ddtree_trt.runtime.structured.record import StructuredOutput
+from ddtree_trt.serve.openai.protocol import ChatRequest, CompletionRequest
+from ddtree_trt.triton import inputs
+from tools.documents import parameter_table as tool
 
-INTEGER, NUMBER = "must be an integer", "must be a number"
-NAN, INFINITE = float("nan"), float("inf")
+ROOT = Path(__file__).resolve().parents[2]
+each_row = pytest.mark.parametrize("row", PARAMETERS.values(), ids=PARAMETERS)
+NUMBERS = {name: row for name, row in PARAMETERS.items() if row.type in (int, float)}
+numbers = st.integers() | st.floats() | st.fractions()
+numbers |= st.sampled_from([10**400, Fraction(10**400), 1j, np.bool_(True), np.float16("inf")])
+texts = st.text(st.characters(exclude_categories=()), max_size=3)  # halves of surrogate pairs too
+anything = st.recursive(
+    st.none() | st.booleans() | numbers | texts | st.binary(max_size=2) | st.builds(object),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(numbers | texts, inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@each_row
+@given(value=anything)
+def test_any_value_is_kept_or_refused_by_the_fields_name(row: Parameter, value: Any) -> None:
+    try:
+        params = SamplingParams(**{row.name: value})
+    except UsageError as error:
+        assert str(error).startswith(row.name) and len(str(error)) < 600
+    else:
+        kept = getattr(params, row.name)
+        assert dataclasses.replace(params) == params == pickle.loads(pickle.dumps(params))
+        assert kept is None or isinstance(kept, getattr(row.type, "__origin__", row.type)) or kept == row.default
+
+
+@pytest.mark.parametrize("row", NUMBERS.values(), ids=NUMBERS)
+@given(data=st.data())
+def test_numbers_are_held_to_their_bounds(row: Parameter, data: st.DataObject) -> None:
+    assert row.bounds is not None
+    lowest, highest = row.bounds.lowest, row.bounds.highest
+    whole = row.type is int
+    inside = data.draw(st.integers(int(lowest), int(highest)) if whole else st.floats(max(lowest, 1e-30), highest))
+    kinds: tuple[Any, ...] = (inside, np.array(inside)[()], Fraction(inside) if not whole else inside)
+    for value in kinds:
+        kept = getattr(SamplingParams(**{row.name: value}), row.name)
+        assert kept == inside and type(kept) is row.type
+    outside: list[Any] = [lowest - 1, highest + 1, True, "5", float("nan"), [inside]]
+    says = rf'^{row.name} must be ("auto" or )?an? (integer|number) .*{int(lowest)}'
+    for value in outside:
+        with pytest.raises(UsageError, match=says):
+            SamplingParams(**{row.name: value})
+
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"n": 0}, "n must be from 1 to 64, not 0"),
-    ({"n": 65}, "n must be from 1 to 64, not 65"),
-    ({"n": True}, f"n {INTEGER} from 1 to 64, not True"),
-    ({"n": 1.0}, f"n {INTEGER}"),
-    ({"max_tokens": 0}, "max_tokens must be at least 1, not 0"),
-    ({"max_tokens": "5"}, f"max_tokens {INTEGER}"),
-    ({"min_tokens": -1}, "min_tokens must be at least 0"),
+    ({"n": 0}, "n must be an integer from 1 to 64, not 0"),
     ({"min_tokens": 6, "max_tokens": 5}, r"min_tokens (6) is above max_tokens (5)"),
-    ({"temperature": -0.1}, "temperature must be from 0 to 100"),
     ({"temperature": 1e-320}, "temperature must be 0, for greedy decoding, or from 1e-30 to 100"),
-    ({"temperature": 101}, "temperature must be from 0 to 100"),
-    ({"temperature": NAN}, f"temperature {NUMBER}"),
-    ({"temperature": INFINITE}, f"temperature {NUMBER}"),
-    ({"temperature": None}, f"temperature {NUMBER}"),
-    ({"top_k": -1}, "top_k must be at least 0"),
-    ({"top_k": 2.5}, f"top_k {INTEGER}"),
-    ({"top_p": 0}, "top_p must be above 0 and at most 1"),
-    ({"top_p": 1.01}, "top_p must be from 0 to 1"),
-    ({"top_p": NAN}, f"top_p {NUMBER}"),
-    ({"min_p": -0.1}, "min_p must be from 0 to 1"),
-    ({"min_p": 1.1}, "min_p must be from 0 to 1"),
-    ({"seed": -1}, "seed must be from 0 to"),
-    ({"seed": 2**64}, "seed must be from 0 to"),
-    ({"seed": 0.5}, f"seed {INTEGER}"),
-    ({"stop": ""}, "stop must hold strings that are not empty"),
-    ({"stop": ["a", ""]}, "stop must hold strings that are not empty"),
-    ({"stop": ["a", 1]}, "stop must hold strings"),
-    ({"stop": ["a", "\ud800"]}, "stop is not valid Unicode: character 0 is half of a surrogate pair"),
-    ({"stop": b"a"}, "stop must be one value or a list"),
+    ({"top_p": 0}, "top_p must be above 0 and at most 1; for greedy decoding set temperature=0"),
+    ({"repetition_penalty": 1e-38}, "repetition_penalty must be a number from 0.01 to 100, not 1e-38"),
+    ({"stop": ["a", ""]}, "stop[1] must be a text that is not empty, not ''"),
+    ({"stop": ["a", "\ud800"]}, "stop[1] must be valid Unicode (character 0 is half of a surrogate pair)"),
     ({"stop": np.array(1.0)}, "stop must be one value or a list"),
-    ({"stop": 1.5}, "stop must be one value or a list"),
-    ({"stop": {"a": 1}}, "stop must be one value or a list"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids must hold token ids"),
-    ({"stop_token_ids": ["a"]}, "stop_token_ids must hold token ids"),
-    ({"stop_token_ids": "12"}, "stop_token_ids must hold token ids"),
-    ({"stop_token_ids": [True]}, "stop_token_ids must hold token ids"),
-    ({"include_stop_str_in_output": 1}, "include_stop_str_in_output must be true or false"),
-    ({"ignore_eos": "yes"}, "ignore_eos must be true or false"),
-    ({"echo": None}, "echo must be true or false"),
-    ({"skip_reading_prefix_cache": 1}, "skip_reading_prefix_cache must be true or false"),
-    ({"skip_special_tokens": 0}, "skip_special_tokens must be true or false"),
-    ({"keep_special_tokens": ["x"]}, "keep_special_tokens must hold token ids"),
-    ({"logprobs": 21}, "logprobs must be from 0 to 20"),
-    ({"logprobs": True}, f"logprobs {INTEGER}"),
-    ({"prompt_logprobs": -1}, "prompt_logprobs must be from 0 to 20"),
-    ({"repetition_penalty": 0}, "repetition_penalty must be from 0.01 to 100, not 0"),
-    ({"repetition_penalty": -1}, "repetition_penalty must be from 0.01"),
-    ({"repetition_penalty": 1e-38}, "repetition_penalty must be from 0.01"),
-    ({"presence_penalty": 2.1}, "presence_penalty must be from -2 to 2"),
-    ({"frequency_penalty": -2.1}, "frequency_penalty must be from -2 to 2"),
-    ({"logit_bias": [1, 2]}, "logit_bias must map token ids to biases"),
-    ({"logit_bias": {"5": 1}}, "logit_bias: '5' is not a token id"),
-    ({"logit_bias": {-5: 1}}, "logit_bias: -5 is not a token id"),
-    ({"logit_bias": {5: 101}}, r"logit_bias[5] must be from -100 to 100"),
-    ({"logit_bias": {5: INFINITE}}, rf"logit_bias[5] {NUMBER}"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0] must be an integer from 0"),
+    ({"logit_bias": {"x": 1}}, "logit_bias: a key must be an integer from 0"),
+    ({"logit_bias": {5: 101}}, "logit_bias[5] must be a number from -100 to 100, not 101"),
     (
         {"method": "magic"},
         "method must be auto or one of ddtree, dflash, ar, dflash-sample, draft-model, eagle, not 'magic'",
     ),
-    ({"method": None}, "method must be auto or one of"),
-    ({"tree_budget": -1}, 'tree_budget must be "auto" or an integer at least 0'),
     ({"tree_budget": "16"}, 'tree_budget must be "auto" or an integer at least 0'),
-    ({"tree_budget": True}, 'tree_budget must be "auto" or an integer at least 0'),
-    ({"tree_budget": None}, 'tree_budget must be "auto" or an integer at least 0'),
     ({"method": "ar", "tree_budget": 4}, "method 'ar' drafts nothing: tree_budget 4 cannot be honoured"),
-    ({"method": "ar", "tree": "beam"}, "tree 'beam' needs a method that makes trees, ddtree or eagle; 'ar' makes none"),
-    ({"method": "dflash", "tree": "eagle2"}, "'dflash' makes chains, whose length is draft_length or tree_budget"),
-    ({"method": "dflash", "tree_width": 2}, "tree_width 2 needs a method that makes trees"),
-    ({"method": "draft-model", "max_tree_depth": 2}, "max_tree_depth 2 needs a method that makes trees"),
-    ({"method": "ar", "draft_length": 2}, "'ar' drafts nothing: draft_length cannot be honoured"),
-    ({"tree": "chain", "tree_width": 2}, "tree 'chain' has one node at each depth: tree_width cannot be"),
-    ({"tree": "best"}, "tree must be auto or one of heap, eagle2, beam, chain, not 'best'"),
-    ({"tree_width": 0}, "tree_width must be at least 1"),
-    ({"max_tree_depth": 0}, "max_tree_depth must be at least 1"),
-    ({"draft_length": 0}, "draft_length must be at least 1"),
     ({"structured": "[]"}, "structured must be a StructuredOutput or an object of its fields, not []"),
-]
-
-ACCEPTED: list[dict[str, Any]] = [
-    {"n": 64},
-    {"max_tokens": 10**9},
-    {"min_tokens": 5, "max_tokens": 5},
-    {"temperature": 0},
-    {"temperature": 1e-30},
-    {"temperature": 100},
-    {"top_k": 10**6},
-    {"top_p": 1e-9},
-    {"min_p": 1},
-    {"seed": 0},
-    {"seed": 2**64 - 1},
-    {"logprobs": 0},
-    {"logprobs": 20, "prompt_logprobs": 20},
-    {"logprobs": None, "prompt_logprobs": None, "seed": None},
-    {"repetition_penalty": 0.01},
-    {"presence_penalty": -2, "frequency_penalty": 2},
-    {"logit_bias": {0: -100, 7: 100.0}},
-    {"method": "ar", "tree_budget": 0},
-    {"tree_budget": 0},
-    *({"method": method} for method in METHODS),
 ]
 
 
 @pytest.mark.parametrize(("values", "text"), REFUSED, ids=lambda v: str(v)[:50])
-def test_refused(values: dict[str, Any], text: str) -> None:
+def test_what_a_refusal_says(values: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError, match=re.escape(text)):
         SamplingParams(**values)
 
 
-@pytest.mark.parametrize("values", ACCEPTED, ids=str)
-def test_accepted(values: dict[str, Any]) -> None:
-    params = SamplingParams(**values)
-    for name, value in values.items():
-        assert getattr(params, name) == value
-
-
 @pytest.mark.parametrize(
     ("given", "kept"),
-    [("x", ("x",)), (["x", "y"], ("x", "y")), (None, ()), (iter(["x"]), ("x",)), ((), ())],
+    [
+        *[({"stop": "x"}, ("x",)), ({"stop": iter(["x", "y"])}, ("x", "y")), ({"stop": None}, ())],
+        *[
+            ({"stop_token_ids": 5}, (5,)),
+            ({"stop_token_ids": [np.int64(5), 6]}, (5, 6)),
+            ({"stop_token_ids": None}, ()),
+        ],
+        *[({"logit_bias": {"5": np.float32(2), np.int64(6): 1}}, {5: 2.0, 6: 1.0}), ({"tree_budget": "auto"}, "auto")],
+        *(({"method": method}, method) for method in METHODS),
+    ],
+    ids=str,
 )
-def test_stop_is_one_string_or_many(given: Any, kept: tuple[str, ...]) -> None:
-    assert SamplingParams(stop=given).stop == kept
-
-
-@pytest.mark.parametrize(("given", "kept"), [(5, (5,)), ([5, 6], (5, 6)), (None, ())])
-def test_stop_token_ids_are_one_or_many(given: Any, kept: tuple[int, ...]) -> None:
-    assert SamplingParams(stop_token_ids=given).stop_token_ids == kept
-
-
-def test_every_field_is_named_in_a_test() -> None:
-    tested = {name for values, _ in REFUSED for name in values}
-    assert tested == {field.name for field in dataclasses.fields(SamplingParams)}
+def test_the_form_in_which_values_are_kept(given: dict[str, Any], kept: Any) -> None:
+    (name,) = given
+    assert getattr(SamplingParams(**given), name) == kept
 
 
 def test_unknown_names_are_refused() -> None:
@@ -159,17 +125,128 @@ def test_unknown_names_are_refused() -> None:
     assert SamplingParams.from_mapping({"temperature": 1}) == SamplingParams(temperature=1)
 
 
-def test_best_of_is_refused_with_what_to_use() -> None:
-    for make in (SamplingParams, lambda **given: SamplingParams.from_mapping(given)):
-        with pytest.raises(UsageError, match="best_of is not supported; ask for n completions with logprobs=0"):
-            make(best_of=2)  # type: ignore[arg-type]
-    params = SamplingParams(best_of=None, n=2)
-    assert dataclasses.replace(params, n=3) == pickle.loads(pickle.dumps(SamplingParams(n=3)))
-
-
-def test_the_callers_containers_may_change_later() -> None:
+def test_params_do_not_change() -> None:
     stop, bias = ["x"], {1: 2.0}
     params = SamplingParams(stop=stop, logit_bias=bias)  # type: ignore[arg-type]
     stop.append("y")
     bias[1] = 5.0
     assert (params.stop, params.logit_bias) == (("x",), {1: 2.0})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.n = 2  # type: ignore[misc]
+
+
+# Every way in
+
+BODIES: dict[Any, type[ChatRequest] | type[CompletionRequest]] = {"chat": ChatRequest, "completions": CompletionRequest}
+BODY: dict[Any, dict[str, Any]] = {
+    "chat": {"messages": [{"role": "user", "content": "x"}], "logprobs": True},
+    "completions": {"prompt": "x"},
+}
+# Of each type a value as JSON has it, and as it is kept. None is a default.
+VALUES: dict[Any, tuple[Any, Any]] = {
+    int: (3, 3),
+    float: (0.5, 0.5),
+    tuple[str, ...]: (["x", "y"], ("x", "y")),
+    tuple[int, ...]: ([5], (5,)),
+    dict[int, float]: ({"5": 1.0}, {5: 1.0}),
+    str: ("ddtree", "ddtree"),
+    StructuredOutput: ({"regex": "[0-9]"}, StructuredOutput(regex="[0-9]")),
+}
+
+
+def another(row: Parameter) -> tuple[Any, Any]:
+    """A value that is not the row's default, as JSON has it and as it is kept."""
+    return (not row.default,) * 2 if row.type is bool else VALUES[row.type]
+
+
+@pytest.mark.parametrize("endpoint", BODIES)
+def test_bodies_have_the_fields(endpoint: Any) -> None:
+    body = BODIES[endpoint]
+    fields = {name: row.http_name(endpoint) for name, row in PARAMETERS.items()} | {"structured": "structured_outputs"}
+    taken = {name: field for name, field in fields.items() if field is not None}
+    left_out = {"prompt_logprobs", "keep_special_tokens"} | ({"echo"} if endpoint == "chat" else set())
+    assert set(PARAMETERS) - set(taken) == left_out
+    values = {field: another(PARAMETERS[name])[0] for name, field in taken.items()}
+    found = SamplingParams.from_mapping(body.model_validate({**BODY[endpoint], **values}).sampling())
+    assert {name: getattr(found, name) for name in taken} == {name: another(PARAMETERS[name])[1] for name in taken}
+    assert body.model_validate(BODY[endpoint] | dict.fromkeys(taken.values(), None)).sampling() == {}
+    assert PARAMETERS["logprobs"].http_name("chat") == "top_logprobs"
+
+
+# As TensorRT-LLM's model declares them: the data type, the dimension, and the field it sets.
+TENSORS = {
+    "max_tokens": ("INT32", 1, "max_tokens"),
+    "min_tokens": ("INT32", 1, "min_tokens"),
+    "min_length": ("INT32", 1, "min_tokens"),
+    "stop_words": ("STRING", -1, "stop"),
+    "temperature": ("FP32", 1, "temperature"),
+    "top_k": ("INT32", 1, "top_k"),
+    "top_p": ("FP32", 1, "top_p"),
+    "seed": ("UINT64", 1, "seed"),
+    "repetition_penalty": ("FP32", 1, "repetition_penalty"),
+    "presence_penalty": ("FP32", 1, "presence_penalty"),
+    "frequency_penalty": ("FP32", 1, "frequency_penalty"),
+    "num_return_sequences": ("INT32", 1, "n"),
+    "num_draft_tokens": ("INT32", 1, "tree_budget"),
+}
+
+
+def test_tensors_are_those_of_the_table() -> None:
+    rows = [row for row in inputs.INPUTS["trtllm"] if row.field is not None]
+    found = {row.name: (row.dtype, *row.dims, row.field) for row in rows}
+    assert {name: found[name] for name in TENSORS} == TENSORS
+    assert {tensor: row.name for row in PARAMETERS.values() for tensor in row.tensors} == inputs.FIELDS
+    assert [row.name for row in rows if row.bare] == ["num_return_sequences"]
+    assert not [row for row in inputs.INPUTS["vllm"] if row.field], "its parameters come in sampling_parameters"
+
+
+def test_an_entry_of_the_configuration() -> None:
+    config = inputs.config("trtllm")
+    assert '  {\n    name: "seed"\n    data_type: TYPE_UINT64\n    dims: [ 1 ]\n    optional: true\n  },\n' in config
+    assert config.startswith('  {\n    name: "text_input"\n    data_type: TYPE_STRING\n    dims: [ 1 ]\n  },\n')
+    reshaped = '"num_return_sequences"\n    data_type: TYPE_INT32\n    dims: [ 1 ]\n    reshape: { shape: [ ] }\n'
+    assert reshaped in config
+
+
+def test_run_has_the_options_of_the_table() -> None:
+    command = typer.main.get_command(app).commands["run"]  # type: ignore[attr-defined]
+    options = {option: p for p in command.params for option in p.opts}
+    offered = [row for row in PARAMETERS.values() if row.metavar is not None]
+    assert {row.option for row in offered} <= set(options)
+    assert not [row for row in PARAMETERS.values() if row.metavar is None and row.option in options]
+    for row in offered:
+        assert row.metavar in ("", options[row.option].metavar)
+        assert options[row.option].help
+
+
+def test_options_are_handed_over_under_the_names_of_the_fields() -> None:
+    seen: list[dict[str, Any]] = []
+    cli = typer.Typer()
+
+    @cli.command()
+    @with_sampling_options
+    def command(sampling: dict[str, Any], loud: bool = False) -> None:
+        seen.append({**sampling, "loud": loud})
+
+    given = "--max-tokens 5 --temperature 0.5 --stop a --stop b --ignore-eos --method ar --tree-budget auto --loud"
+    assert CliRunner().invoke(cli, given.split()).exit_code == 0
+    assert CliRunner().invoke(cli, ["--tree-budget", "16"]).exit_code == 0
+    assert CliRunner().invoke(cli, []).exit_code == 0
+    assert seen == [
+        {
+            **{"max_tokens": 5, "temperature": 0.5, "stop": ["a", "b"], "ignore_eos": True},
+            **{"method": "ar", "tree_budget": "auto", "loud": True},
+        },
+        {"tree_budget": 16, "loud": False},
+        {"loud": False},
+    ]
+    wrong = CliRunner().invoke(cli, ["--tree-budget", "many"])
+    assert isinstance(wrong.exception, UsageError)
+    assert str(wrong.exception) == "--tree-budget must be a number or auto, not 'many'"
+
+
+def test_the_documents_table_is_made_of_it() -> None:
+    text = (ROOT / "docs" / "generation.md").read_text(encoding="utf-8")
+    assert tool.with_table(text) == text, "run make docs"
+    with pytest.raises(SystemExit, match="lacks the lines"):
+        tool.with_table("no table")

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from checkpoints import make_pair
+from pacing import complete
 from serving import thread_server
 
 from ddtree_trt.build.compile import BuildRequest, compile_engine
@@ -76,8 +77,8 @@ def test_many_callers(engine: Path) -> None:
         llm = AsyncLLM(engine)
         try:
             for given, ids in CASES:
-                whole = await llm.complete(CHAT, PARAMS, chat_template_kwargs=given)
-                parts = [part async for part in llm.stream(CHAT, PARAMS, chat_template_kwargs=given)]
+                whole = await complete(llm, CHAT, PARAMS, chat_template_kwargs=given)
+                parts = [part async for part in llm.submit(CHAT, PARAMS, chat_template_kwargs=given)]
                 grown = [part async for part in llm.generate(CHAT, PARAMS, chat_template_kwargs=given)]
                 assert whole.prompt_token_ids == parts[0].prompt_token_ids == grown[-1].prompt_token_ids == ids
             with pytest.raises(UsageError, match="no such variable"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,6 @@ from ddtree_trt.serve.playground.routes import PAGE
 
 QUESTION = "Anna has 5 apples and buys 7 more. How many apples does she have?"
 MESSAGES = [{"role": "user", "content": QUESTION}]
-
-
-@pytest.fixture(scope="module")
-def server(tiny_engine: Path) -> Iterator[ThreadServer]:
-    with thread_server(tiny_engine, playground=True) as server:
-        yield server
 
 
 def events(server: ThreadServer, **fields: Any) -> list[dict[str, Any]]:

@@ -25,12 +25,6 @@ AT_ITS_END = "const e = arguments[0]; return e.scrollHeight - e.scrollTop - e.cl
 
 
 @pytest.fixture(scope="module")
-def server(tiny_engine: Path) -> Iterator[ThreadServer]:
-    with thread_server(tiny_engine, playground=True) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     with open_browser(tmp_path_factory.mktemp("browser")) as driver:
         yield driver

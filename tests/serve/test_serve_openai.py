@@ -6,13 +6,12 @@ import asyncio
 import dataclasses
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from serving import ThreadServer, thread_server
+from serving import ThreadServer
 
 import ddtree_trt
 from ddtree_trt import LLM, RequestOutput, SamplingParams
@@ -20,24 +19,6 @@ from ddtree_trt import LLM, RequestOutput, SamplingParams
 PROMPTS_FILE = Path(ddtree_trt.__file__).parent / "assets" / "tiny" / "prompts.jsonl"
 QUESTIONS = [json.loads(line)["prompt"] for line in PROMPTS_FILE.read_text(encoding="utf-8").splitlines()][:6]
 UNICODE = "héllo 🙂 你好 "
-
-
-@pytest.fixture(scope="module")
-def server(tiny_engine: Path) -> Iterator[ThreadServer]:
-    with thread_server(tiny_engine) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: ThreadServer) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine) as llm:
-        yield llm
 
 
 def messages(question: str) -> list[Any]:
@@ -123,8 +104,8 @@ def test_every_parameter_reaches_the_engine(server: ThreadServer, monkeypatch: p
         "n": 2, "temperature": 0.9, "top_p": 0.95, "presence_penalty": 0.4, "frequency_penalty": 0.2, "seed": 11,
         "stop": ["zzz", "yyy"], "top_k": 40, "min_p": 0.02, "repetition_penalty": 1.1, "min_tokens": 3,
         "ignore_eos": True, "stop_token_ids": [7, 8], "include_stop_str_in_output": True,
-        "skip_special_tokens": False, "method": "ddtree", "tree_budget": 5, "max_tokens": 9, "tree": "beam",
-        "tree_width": 2, "max_tree_depth": 4, "draft_length": 3, "skip_reading_prefix_cache": True,
+        "skip_special_tokens": False, "method": "ddtree", "tree_budget": 5, "max_tokens": 9,
+        "skip_reading_prefix_cache": True,
     }  # fmt: skip
     bias = {17: -50.0, 300: 2.5}
     wanted = SamplingParams(**common, logit_bias=bias, logprobs=3)

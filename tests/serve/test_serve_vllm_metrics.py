@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,18 +52,6 @@ SCRAPED = {
     "vllm:time_per_output_token_seconds": "histogram",
     "vllm:time_to_first_token_seconds": "histogram",
 }
-
-
-@pytest.fixture(scope="module")
-def server(tiny_engine: Path) -> Iterator[ThreadServer]:
-    with thread_server(tiny_engine, vllm_metrics=True) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_engine: Path) -> Iterator[LLM]:
-    with LLM(tiny_engine) as reference:
-        yield reference
 
 
 def expected(llm: LLM, **sampling: Any) -> dict[str, Any]:

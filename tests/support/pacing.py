@@ -29,6 +29,11 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(_POLL_S)
 
 
+async def complete(llm: Any, *request: Any, **options: Any) -> Any:
+    """The finished output of a request to an AsyncLLM."""
+    return await llm.submit(*request, **options).result()
+
+
 class Stopwatch:
     """Seconds from the beginning to the end of a `with` block: to print, not to assert."""
 

@@ -10,7 +10,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt.runtime.params import BOTH, PARAMETERS, Parameter
+from ddtree_trt.reading import Between
+from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
+from ddtree_trt.runtime.params import BOTH, MAX_SEED, PARAMETERS, Parameter
+from ddtree_trt.runtime.values import MAX_INTEGER
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "generation.md"
 BEGIN, END = "<!-- begin parameters -->\n", "\n<!-- end parameters -->"
@@ -39,13 +42,31 @@ def _cells(row: Parameter) -> list[str]:
     return [
         f"`{row.name}`",
         _default(row.default),
-        row.kind.range,
+        values(row),
         f"{row.help} {row.more}".strip(),
         ON_DEVICE[row.device],
         "" if row.metavar is None else f"`{row.option}`",
         _http(row),
         ", ".join(f"`{name}`" for name in row.tensors),
     ]
+
+
+def values(row: Parameter) -> str:
+    """The values that a parameter takes, in words."""
+    if row.name == "method":
+        return ", ".join(f"`{name}`" for name in (AUTO, *METHODS))
+    bounds = "" if row.bounds is None else _bounds(row.bounds)
+    if row.type == dict[int, float]:
+        return f"token id → {bounds}"
+    words = {bool: "true, false", tuple[str, ...]: "strings", tuple[int, ...]: "token ids"}
+    return words.get(row.type) or ("`auto`, " if row.default == "auto" else "") + (bounds or "a constraint")
+
+
+def _bounds(bounds: Between) -> str:
+    lowest, highest = bounds.lowest, bounds.highest
+    if highest == MAX_INTEGER:
+        return f"from {lowest}"
+    return f"{lowest} to {'2^64 − 1' if highest == MAX_SEED else highest}".replace("-", "−")
 
 
 def _http(row: Parameter) -> str:

@@ -21,7 +21,7 @@ from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.tensor_files import StoredTensor
 from ddtree_trt.build.checkpoint.config import CONFIG, ModelConfig, read_config
 from ddtree_trt.build.checkpoint.gguf.files import open_gguf
-from ddtree_trt.build.checkpoint.gguf.network import gguf_names, read_gguf_config, read_tensor, unused_names
+from ddtree_trt.build.checkpoint.gguf.network import read_gguf_config, read_tensor, unused_names
 from ddtree_trt.build.checkpoint.paths import checkpoint_name, is_gguf
 from ddtree_trt.build.checkpoint.quantization import Quantization
 from ddtree_trt.build.checkpoint.scales import (
@@ -195,7 +195,7 @@ def _load_gguf(path: Path, name: str, revision: str) -> Checkpoint:
     files = open_gguf(path)
     config = read_gguf_config(files)
     expected = checkpoint_shapes(config.dims, tied=config.tied)
-    names = gguf_names(config.dims, tied=config.tied)
+    names = files.names(expected, config.dims.num_layers)
     wanted = {names[weight]: shape for weight, shape in expected.items()}
     _refuse_missing(path, "metadata", files.tensors, wanted)
     _refuse_misfits(path, "metadata", files.tensors, wanted, unused_names(files))

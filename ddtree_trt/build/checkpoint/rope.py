@@ -6,7 +6,7 @@ type is `rope_type` or, older still, `type`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 from ddtree_trt.build.checkpoint.config_fields import refuse_unknown
 from ddtree_trt.models.rope_scaling import (
@@ -18,12 +18,13 @@ from ddtree_trt.models.rope_scaling import (
     scaling_fields,
     yarn_attention_factor,
 )
-from ddtree_trt.reading import Between, Fields, shown
+from ddtree_trt.reading import Between, Fields, read_record, shown
 
 _SECTIONS = ("rope_parameters", "rope_scaling")
 _NAMES = ("rope_type", "type")
 _POSITIONS = "original_max_position_embeddings"
 _MSCALE = ("mscale", "mscale_all_dim")  # a YaRN scaling may give these instead of its attention factor
+_OPTIONAL = (_POSITIONS, "beta_fast", "beta_slow", "truncate", "attention_factor")
 _NEUTRAL = {**dict.fromkeys(_NAMES, ("default", *SCALINGS)), "partial_rotary_factor": (1,)}
 
 
@@ -68,21 +69,15 @@ def _scaling(section: Fields, max_positions: int) -> RopeScaling | None:
     used = scaling_fields(kind)
     also = _MSCALE if kind == "yarn" else ()
     refuse_unknown(section, ("rope_theta", *used, *also), _NEUTRAL)
-    kinds = get_type_hints(RopeScaling, include_extras=True)
-    # What may be left out; None of a field that has no default of its own.
-    defaults: dict[str, Any] = {_POSITIONS: max_positions}
-    if kind == "yarn":
-        factor = section.number("factor", FACTOR)
+    given: dict[str, Any] = {name: section.data[name] for name in used if section.has(name)}
+    if missing := [name for name in used if name not in given and name not in _OPTIONAL]:
+        raise section.source.fault(f"{section.path} has no {missing[0]}")
+    if _POSITIONS in used:
+        given.setdefault(_POSITIONS, max_positions)
+    if kind == "yarn" and "attention_factor" not in given:
         scales = (section.optional(name, Annotated[float, Between(0, 1e3)]) for name in _MSCALE)
-        optional = ("beta_fast", "beta_slow", "truncate")
-        defaults |= {name: getattr(RopeScaling, name) for name in optional}
-        defaults["attention_factor"] = yarn_attention_factor(factor, *scales)
-    values = {name: section.value(name, kinds[name], **_default(defaults, name)) for name in used}
-    return RopeScaling(rope_type=kind, **values)
-
-
-def _default(defaults: dict[str, Any], name: str) -> dict[str, Any]:
-    return {"default": defaults[name]} if name in defaults else {}
+        given["attention_factor"] = yarn_attention_factor(section.number("factor", FACTOR), *scales)
+    return read_record(RopeScaling, {"rope_type": kind, **given}, section.source, section.path)
 
 
 def _type(section: Fields) -> Any:

@@ -11,23 +11,15 @@ import typer
 
 from ddtree_trt.commands.options.structured import STRUCTURED_OPTIONS, take_structured
 from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
 from ddtree_trt.runtime.params import PARAMETERS, Parameter
 from ddtree_trt.runtime.structured.names import STRUCTURED
-from ddtree_trt.runtime.values import Choice, Flag, Integer, Kind, NodeCount, Number, Texts
 
 # The options of drafting come first.
 _OPTIONS = sorted(
     (row for row in PARAMETERS.values() if row.metavar is not None),
     key=lambda row: row.name not in ("method", "tree_budget"),
 )
-_TYPES: dict[type[Kind], Any] = {
-    Integer: int | None,
-    Number: float | None,
-    Choice: str | None,
-    NodeCount: str | None,
-    Flag: bool,
-    Texts: list[str] | None,
-}
 
 
 def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -53,24 +45,28 @@ def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _option(row: Parameter) -> inspect.Parameter:
     text = row.help
-    if isinstance(row.kind, Choice):
-        *others, last = row.kind.others
-        text = f"{row.kind.default} (default), {', '.join(others)} or {last}."
-    if isinstance(row.kind, Texts):
-        text = f"{text.removesuffix('.')}; repeatable."
+    if row.name == "method":
+        *others, last = METHODS
+        text = f"{AUTO} (default), {', '.join(others)} or {last}."
+    kind: Any = row.type | None
+    if row.type == tuple[str, ...]:
+        kind, text = list[str] | None, f"{text.removesuffix('.')}; repeatable."
+    elif row.type is bool:
+        kind = bool
+    elif isinstance(row.default, str):
+        kind = str | None
     option = typer.Option(row.option, metavar=row.metavar or None, help=text)
-    default = False if isinstance(row.kind, Flag) else None
-    annotation: Any = Annotated[_TYPES[type(row.kind)], option]
-    return inspect.Parameter(row.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    default = False if kind is bool else None
+    return inspect.Parameter(
+        row.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
+    )
 
 
 def _value(row: Parameter, value: Any) -> Any:
-    """An option's value as its kind takes it; None where it was not given."""
-    if isinstance(row.kind, NodeCount) and value not in (None, "auto"):
+    """An option's value as SamplingParams takes it; None where it was not given."""
+    if row.type is int and isinstance(value, str) and value != row.default:
         try:
             return int(value)
         except ValueError:
             raise UsageError(f"{row.option} must be a number or auto, not {shown(value)}") from None
-    if isinstance(row.kind, Flag | Texts):
-        return value or None
-    return value
+    return value if row.type not in (bool, tuple[str, ...]) else value or None

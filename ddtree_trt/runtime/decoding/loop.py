@@ -92,8 +92,6 @@ class _SlotRound:
         """What the round's budgets are planned by."""
         s = self.sequence
         left = s.tokens_left - len(self.foreseen)
-        if (deepest := s.params.deepest) is not None:
-            left = min(left, deepest + 1)
         return SlotInput(s.budget, self.past + len(self.foreseen), left, s.drafts)
 
     @property
@@ -104,8 +102,7 @@ class _SlotRound:
     @cached_property
     def plan(self) -> TreePlan:
         """The tree to draft, from when the ceiling is known."""
-        params = self.sequence.params
-        return TreePlan(self.ceiling, self.sequence.method.policy(params.tree), params.deepest, params.tree_width)
+        return TreePlan(self.ceiling, self.sequence.method.own_policy)
 
     def draft_request(self) -> DraftRequest:
         s = self.sequence

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,14 +9,12 @@ from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.toolchain import RANKS
 from ddtree_trt.errors import UsageError
 from ddtree_trt.plugins import MAX_DEVICE_BUDGET
-from ddtree_trt.runtime.decoding.methods import AUTO, METHODS
+from ddtree_trt.runtime.decoding.methods import METHODS
 from ddtree_trt.runtime.options import DeviceRoundsMode
 from ddtree_trt.runtime.params import PARAMETERS, SamplingParams
 
 if TYPE_CHECKING:
     from ddtree_trt.runtime.engines.base import Engine
-
-TREE_SHAPE = ("tree", "tree_width", "max_tree_depth", "draft_length")  # parameters that shape a tree
 
 
 @dataclass(frozen=True)
@@ -87,24 +84,13 @@ def _request_host_reason(params: SamplingParams, *, watched: bool) -> str | None
         return f"the device builds trees of 1 to {MAX_DEVICE_BUDGET} nodes, not of {budget}"
     if watched:
         return "its trees are watched, and a tree on the device is not seen"
-    if method.policy(params.tree) is method.own_policy:
-        params = dataclasses.replace(params, tree=AUTO)  # named, but not another tree
-    names = _not_honoured(params)
-    if limits := [name for name in TREE_SHAPE if name in names]:
-        return f"the device builds trees by the heap alone and without limits: {', '.join(limits)} cannot be honoured"
-    if names:
+    if names := _not_honoured(params):
         return f"{', '.join(names)} work{'' if len(names) > 1 else 's'} on logits, which stay on the device"
     return None
 
 
 def _not_honoured(params: SamplingParams) -> list[str]:
-    """Names of the fields whose value the device's greedy or Gumbel choice does not honour, by the table of parameters.
-    A field without a row in the table is honoured on the host only."""
-    neutral = type(params)()
-    names = [field.name for field in dataclasses.fields(params) if not _honoured(field.name, params)]
-    return [name for name in names if getattr(params, name) != getattr(neutral, name)]
-
-
-def _honoured(name: str, params: SamplingParams) -> bool:
-    device = PARAMETERS[name].device if name in PARAMETERS else "never"
-    return device == "always" or (device == "greedy" and not params.stochastic)
+    """Names of the parameters whose value the device's greedy or Gumbel choice does not honour."""
+    honoured = ("always",) if params.stochastic else ("always", "greedy")
+    rows = (row for row in PARAMETERS.values() if row.device not in honoured)
+    return [row.name for row in rows if getattr(params, row.name) != row.default]

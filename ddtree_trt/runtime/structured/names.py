@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ddtree_trt.errors import UsageError, shown
-from ddtree_trt.runtime.structured.record import Structure, StructuredOutput
+from ddtree_trt.runtime.structured.record import StructuredOutput
 
 STRUCTURED = "structured"
 
@@ -32,7 +32,7 @@ def _response_format(value: Any) -> StructuredOutput | None:
 
 
 ALIASES: Mapping[str, Callable[[Any], StructuredOutput | None]] = {
-    "structured_outputs": lambda value: Structure().check(STRUCTURED, value),
+    "structured_outputs": StructuredOutput.of,
     "response_format": _response_format,
     "guided_json": lambda value: StructuredOutput(json_schema=value),
     "guided_regex": lambda value: StructuredOutput(regex=value),

@@ -1,7 +1,7 @@
 """Models of request bodies. A field that a model does not have is refused, never dropped.
 
-Their sampling parameters are rows of the table in `runtime/params.py`. Types are checked strictly ("5" is not 5);
-ranges are checked by `SamplingParams` only. `null` means "not given" everywhere.
+Their sampling parameters are the fields of `SamplingParams`, with their types and ranges. `null` means "not given"
+everywhere.
 """
 
 from __future__ import annotations
@@ -9,25 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 
-from ddtree_trt.errors import UsageError, shown
+from ddtree_trt.errors import shown
 from ddtree_trt.runtime.params import PARAMETERS, Endpoint
 from ddtree_trt.runtime.structured.names import ALIASES
-from ddtree_trt.runtime.structured.record import Structure
-from ddtree_trt.runtime.values import (
-    Biases,
-    Choice,
-    Flag,
-    Integer,
-    Kind,
-    NodeCount,
-    Number,
-    Texts,
-    TokenIds,
-    check_text,
-)
+from ddtree_trt.runtime.values import valid_text
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 256
@@ -55,44 +43,16 @@ UNSUPPORTED = {
     "verbosity": "ask for it in the prompt",
     "web_search_options": "this server does not search",
 }
+Text = Annotated[str, AfterValidator(valid_text)]
+
 # pydantic error types of fields that a model does not have; the field's name is in the error's context.
 UNKNOWN = ("unknown_parameter", "unsupported_parameter")
-
-
-def _text(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            check_text("the text", value)
-        except UsageError as error:
-            raise ValueError(str(error)) from error
-    return value
-
-
-def _one_or_more(value: Any) -> Any:
-    return [value] if isinstance(value, str | int) and not isinstance(value, bool) else value
-
-
-def _token_keys(value: Any) -> Any:
-    if not isinstance(value, dict):
-        return value
-    if len(value) > MAX_BIASES:
-        raise ValueError(f"at most {MAX_BIASES} tokens can be biased, not {len(value)}")
-    for key in value:
-        if not (isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10):
-            raise ValueError(f"{shown(key)} is not a token id")
-    return {int(k): v for k, v in value.items()}
-
-
-def _budget(value: Any) -> Any:
-    if value is not None and value != "auto" and type(value) is not int:
-        raise ValueError("must be an integer or 'auto'")
-    return value
 
 
 def _content(value: Any) -> Any:
     """A message's content as one text: given as text, or as parts that are all texts."""
     if not isinstance(value, list):
-        return _text(value)
+        return value
     for part in value:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             found = part.get("type") if isinstance(part, dict) else part
@@ -101,7 +61,7 @@ def _content(value: Any) -> Any:
             )
         if (extra := next((name for name in part if name not in ("type", "text")), None)) is not None:
             raise ValueError(f"a text part has no {shown(extra)}")
-    return _text("".join(part["text"] for part in value))
+    return "".join(part["text"] for part in value)
 
 
 def _prompts(value: Any) -> Any:
@@ -111,7 +71,7 @@ def _prompts(value: Any) -> Any:
         raise ValueError(f"at most {MAX_PROMPTS} prompts in one request, not {len(prompts)}")
     for prompt in prompts:
         if isinstance(prompt, str):
-            _text(prompt)
+            valid_text(prompt)
         elif not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
             raise ValueError("must be a text, a list of token ids, or a list of either")
     if not all(isinstance(prompt, type(prompts[0])) for prompt in prompts):
@@ -172,6 +132,7 @@ class _GenerationRequest(_Strict):
     service_tier: Literal["auto", "default"] | None = None  # there is one
 
     # Constraints on the output; see runtime/structured/names.py.
+    structured_outputs: dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     guided_json: dict[str, Any] | bool | str | None = None
     guided_regex: str | None = None
@@ -181,43 +142,42 @@ class _GenerationRequest(_Strict):
     def sampling(self) -> dict[str, Any]:
         """The sampling parameters given, as `SamplingParams.from_mapping` takes them."""
         fields = {name: row.http_name(self.endpoint) for name, row in PARAMETERS.items()}
+        fields |= dict(zip(ALIASES, ALIASES, strict=True))
         given = {name: getattr(self, field) for name, field in fields.items() if field is not None}
-        given |= {name: getattr(self, name) for name in ALIASES if name not in fields.values()}
         return {name: value for name, value in given.items() if value is not None}
 
 
-# Types of body fields by kind of sampling parameter. Lists are bounded here: every stop string is compared with the
-# text at every token of every request.
-_TYPES: dict[type[Kind], Any] = {
-    Integer: int | None,
-    Number: float | None,
-    Flag: bool | None,
-    Choice: str | None,
-    NodeCount: Annotated[Any, BeforeValidator(_budget)],
-    Biases: Annotated[dict[int, float] | None, BeforeValidator(_token_keys)],
-    Structure: dict[str, Any] | None,
-    Texts: Annotated[
-        list[Annotated[str, Field(max_length=MAX_STOP_CHARACTERS), BeforeValidator(_text)]] | None,
-        Field(max_length=MAX_STOPS, fail_fast=True),
-        BeforeValidator(_one_or_more),
-    ],
-    TokenIds: Annotated[
-        list[int] | None, Field(max_length=MAX_STOP_TOKENS, fail_fast=True), BeforeValidator(_one_or_more)
-    ],
-}
+def _at_most(count: int, characters: int = MAX_STOP_CHARACTERS) -> BeforeValidator:
+    """Limits a list before its entries are checked. Every stop string is compared with the text at every token."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise ValueError(f"must have at most {count} entries")
+        texts = value if isinstance(value, list) else [value]
+        if any(isinstance(text, str) and len(text) > characters for text in texts):
+            raise ValueError(f"must have texts of at most {characters} characters")
+        return value
+
+    return BeforeValidator(check)
+
+
+_LIMITS = {"stop": _at_most(MAX_STOPS), "stop_token_ids": _at_most(MAX_STOP_TOKENS), "logit_bias": _at_most(MAX_BIASES)}
 _Body = TypeVar("_Body", bound=_GenerationRequest)
 
 
 def _with_sampling(body: type[_Body]) -> type[_Body]:
-    """The model with a field for each sampling parameter that its endpoint takes."""
-    named = [(row.http_name(body.endpoint), _TYPES[type(row.kind)]) for row in PARAMETERS.values()]
-    fields: dict[str, Any] = {name: (kind, None) for name, kind in named if name is not None}
+    """The model with a field for each sampling parameter that its endpoint takes, as `SamplingParams` has it."""
+    fields: dict[str, Any] = {
+        name: (Annotated[row.annotation, _LIMITS.get(row.name)] | None, None)
+        for row in PARAMETERS.values()
+        if (name := row.http_name(body.endpoint)) is not None
+    }
     return create_model(body.__name__, __base__=body, __module__=body.__module__, __doc__=body.__doc__, **fields)
 
 
 class FunctionCall(_Strict):
     name: str
-    arguments: Annotated[str, BeforeValidator(_text)]  # of a JSON object
+    arguments: Text  # of a JSON object
 
 
 class ToolCall(_Strict):
@@ -235,9 +195,9 @@ class Message(_Strict):
     ignored_nulls = frozenset({"refusal", "annotations", "audio", "function_call", "reasoning"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_content)]
+    content: Annotated[Text, BeforeValidator(_content)]
     name: str | None = None
-    reasoning_content: Annotated[str | None, BeforeValidator(_text)] = None
+    reasoning_content: Text | None = None
     tool_calls: Annotated[list[ToolCall] | None, Field(fail_fast=True)] = None
     tool_call_id: str | None = None
 
@@ -292,7 +252,7 @@ class TokenizeRequest(_Strict):
     """POST /tokenize: a prompt, or a chat."""
 
     model: str | None = None
-    prompt: Annotated[str | None, BeforeValidator(_text)] = None
+    prompt: Text | None = None
     messages: Annotated[list[Message] | None, Field(min_length=1, fail_fast=True)] = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

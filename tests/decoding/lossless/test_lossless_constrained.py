@@ -31,7 +31,6 @@ METHODS: dict[str, dict[str, Any]] = {
     "dflash": {"method": "dflash"},
     "ddtree-4": {"method": "ddtree", "tree_budget": 4},
     "ddtree-32": {"method": "ddtree", "tree_budget": 32},
-    "ddtree-beam": {"tree": "beam", "tree_budget": 5, "tree_width": 2},
     "dflash-sample": {"method": "dflash-sample"},
     "draft-model": {"method": "draft-model"},
 }

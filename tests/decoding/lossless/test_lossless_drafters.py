@@ -12,7 +12,6 @@ import pytest
 import ddtree_trt
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.commands.build import measure
-from ddtree_trt.runtime.decoding.policies import POLICIES
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
@@ -58,10 +57,3 @@ def test_greedy_output_is_that_of_ar(llm: LLM, chats: list[Any], plain: list[lis
     accepted = sum(output.metrics.accepted_tokens for output in outputs)
     if budget != "auto":  # by its costs, auto may well not draft
         assert accepted > 0.3 * TOKENS * len(chats), "the drafter should be of use here"
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_has_the_output_of_ar(llm: LLM, chats: list[Any], plain: list[list[int]], policy: str) -> None:
-    outputs = decoded(llm, chats, method=METHODS[llm.engine.manifest.name], tree_budget=12, tree=policy)
-    assert tokens(outputs) == plain
-    assert sum(output.metrics.accepted_tokens for output in outputs) > 0.3 * TOKENS * len(chats)

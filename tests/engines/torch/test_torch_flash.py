@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ddtree_trt.errors import MissingDependency, UsageError
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
-from ddtree_trt.runtime.engines.torch.attention import DenseAttention, KernelAttention, Scratch
+from ddtree_trt.runtime.engines.torch.attention import Attention, KernelAttention, Scratch
 from ddtree_trt.runtime.engines.torch.flash import OPTION, find_flash
 
 CPU = torch.device("cpu")
@@ -81,7 +81,7 @@ def test_flash_attention_takes_passes_without_a_tree(
         monkeypatch.setenv(OPTION, option)
     tensors, place = case(6)
     q, k, v, cache_k, cache_v = (t.clone() for t in tensors)
-    expected = DenseAttention()(q, k, v, cache_k, cache_v, place, mode, 0.25)
+    expected = Attention()(q, k, v, cache_k, cache_v, place, mode, 0.25)
     flash = find_flash(CPU, torch.float32, 16)
     assert flash is flash_attn_with_kvcache
     found = KernelAttention(Scratch(0, CPU), flash)(*tensors, place, mode, 0.25)

@@ -24,7 +24,7 @@ from ddtree_trt.plugins import MaskMode
 from ddtree_trt.plugins.operators import OPERATORS
 from ddtree_trt.runtime.engines.base import DraftRequest
 from ddtree_trt.runtime.engines.torch import attention as torch_attention
-from ddtree_trt.runtime.engines.torch.attention import DenseAttention
+from ddtree_trt.runtime.engines.torch.attention import Attention
 from ddtree_trt.runtime.engines.torch.graphs import Download, Upload
 from ddtree_trt.runtime.engines.torch.pointwise import KernelMath, PlainMath, rotary_tables
 from ddtree_trt.runtime.engines.torch.target import SlotClaims
@@ -40,7 +40,7 @@ def test_dense_attention_is_the_reference(mode: MaskMode, tokens: int) -> None:
     assert place.mask is not None
     slots, past, mask = (t.numpy() for t in (place.slots, place.past, place.mask))
     expected, keys, values = reference.attention(q, k, v, past_k, past_v, slots, past, mask, mode, 0.3)
-    found = DenseAttention()(*tensors, place, mode, 0.3)
+    found = Attention()(*tensors, place, mode, 0.3)
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-5)
     np.testing.assert_array_equal(tensors[3].numpy(), keys)
     np.testing.assert_array_equal(tensors[4].numpy(), values)

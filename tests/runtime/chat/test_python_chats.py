@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from dictation import QWEN3, Dictation, with_template
+from pacing import complete
 
 from ddtree_trt import LLM, AsyncLLM, SamplingParams
 from ddtree_trt.errors import UsageError
@@ -53,10 +54,10 @@ async def test_the_same_from_many_callers(engine: Path) -> None:
     llm = AsyncLLM(engine)
     try:
         Dictation(llm.engine, llm.codec).say(CALL)
-        output = await llm.complete(CHAT, PARAMS, tools=TOOLS)
+        output = await complete(llm, CHAT, PARAMS, tools=TOOLS)
         [message] = llm.chat_format.messages(output, TOOLS)
         assert message.tool_calls[0].name == "f"
         with pytest.raises(UsageError, match="tools are for chat messages"):
-            await llm.complete("hi", PARAMS, tools=TOOLS)
+            await complete(llm, "hi", PARAMS, tools=TOOLS)
     finally:
         llm.shutdown()

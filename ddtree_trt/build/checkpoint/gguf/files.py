@@ -6,7 +6,7 @@ Headers are read, and values converted, by the `gguf` package; nothing else of o
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from ddtree_trt.build.checkpoint.tensorfile import check_finite, mapping
 from ddtree_trt.errors import CheckpointError, MissingDependency, install_with
 from ddtree_trt.reading import Between, Fields, Source, shown
 
+ARCHITECTURE = "general.architecture"
 _COUNT = "split.count"
 _PARTS = Between(0, 99_999)  # as many as their names have digits for
 _ROWS_BYTES = 4 << 20  # of stored rows that are converted at a time, which takes some ten times as much
@@ -32,6 +33,21 @@ class GgufFiles:
     paths: tuple[Path, ...]  # in order
     metadata: Fields  # by GGUF's keys
     tensors: Mapping[str, StoredTensor]  # by GGUF's names, with its types; last axis fastest
+
+    @property
+    def architecture(self) -> str:
+        """The network's family, as GGUF calls it."""
+        if not self.metadata.has(ARCHITECTURE):
+            raise self.metadata.fault(ARCHITECTURE, "is missing: is this a language model?")
+        return self.metadata.text(ARCHITECTURE)
+
+    def names(self, wanted: Iterable[str], layers: int) -> dict[str, str]:
+        """Hugging Face name → GGUF's, of tensors of a language model that the package knows."""
+        gguf = _package()
+        numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+        # llama.cpp's converter writes mistral as llama.
+        table = gguf.get_tensor_name_map(numbers.get(self.architecture, gguf.MODEL_ARCH.LLAMA), layers)
+        return {name: table.get_name(name, (".weight", ".bias")) for name in wanted}
 
     def read(self, name: str) -> NDArray[np.float32]:
         """A float32 copy of one tensor. Raises CheckpointError when it cannot be read or holds NaN or Inf."""

@@ -13,20 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddtree_trt.build.checkpoint.config import ModelConfig, transformer_dims
-from ddtree_trt.build.checkpoint.gguf.files import GgufFiles
+from ddtree_trt.build.checkpoint.gguf.files import ARCHITECTURE, GgufFiles
 from ddtree_trt.build.checkpoint.gguf.rope import DIVISORS, SCALING, rope_scaling
-from ddtree_trt.models.decoder import (
-    Part,
-    TransformerDims,
-    decoder_layers,
-    embedding,
-    final_norm,
-    head,
-)
+from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.models.families import CONFIG_NAMES, FAMILIES, Family, titles
 from ddtree_trt.reading import Between, Fields, shown
 
-ARCHITECTURE = "general.architecture"
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
 # Field of `TransformerDims` → its key behind the architecture's name. The vocabulary is the embedding's.
@@ -60,24 +52,11 @@ _STOP_TOKENS = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot"
 # together; those of the others, and of Hugging Face's files, are (0, D/2), (1, D/2 + 1), ….
 _PAIRED = frozenset(("llama",))
 
-# Name of a part → what its sources are called in a layer, in order; biases end with .bias.
-_LAYER_NAMES: Mapping[str, tuple[str, ...]] = {
-    "input_norm": ("attn_norm",),
-    "qkv": ("attn_q", "attn_k", "attn_v"),
-    "qkv_bias": ("attn_q", "attn_k", "attn_v"),
-    "q_norm": ("attn_q_norm",),
-    "k_norm": ("attn_k_norm",),
-    "o": ("attn_output",),
-    "post_norm": ("ffn_norm",),
-    "gate_up": ("ffn_gate", "ffn_up"),
-    "down": ("ffn_down",),
-}
-
 
 def read_gguf_config(files: GgufFiles) -> ModelConfig:
     """The configuration that the metadata states. Raises CheckpointError for what is missing or not implemented."""
     metadata = files.metadata
-    family = _family(metadata)
+    family = _family(files)
     architecture = family.model_type
     _refuse_others(metadata, architecture)
     sizes = _sizes(files, architecture)
@@ -91,15 +70,13 @@ def read_gguf_config(files: GgufFiles) -> ModelConfig:
     )
 
 
-def _family(metadata: Fields) -> Family:
+def _family(files: GgufFiles) -> Family:
     """The family of that architecture: GGUF calls those that are read as their model_type is called."""
-    if not metadata.has(ARCHITECTURE):
-        raise metadata.fault(ARCHITECTURE, "is missing: is this a language model?")
-    architecture = metadata.text(ARCHITECTURE)
+    architecture = files.architecture
     read = {name: family for name, family in FAMILIES.items() if not family.experts}
     if architecture not in read:
         types, kinds = ", ".join(map(repr, read)), titles("and", read.values())
-        raise metadata.fault(
+        raise files.metadata.fault(
             ARCHITECTURE, f"is {shown(architecture)}, only {kinds} models ({types}) are supported in GGUF files"
         )
     return read[architecture]
@@ -148,20 +125,6 @@ def _sizes(files: GgufFiles, architecture: str) -> dict[str, Any]:
     }
 
 
-def gguf_names(dims: TransformerDims, *, tied: bool) -> dict[str, str]:
-    """Hugging Face name → GGUF's, of every tensor of a language model."""
-    tables: list[tuple[Part, str]] = [(embedding(dims), _EMBEDDING)]
-    names = {}
-    for index, layer in enumerate(decoder_layers(dims)):
-        for part in layer:
-            for source, name in zip(part.sources, _LAYER_NAMES[part.name], strict=True):
-                names[source] = f"blk.{index}.{name}.{source.rpartition('.')[2]}"
-    tables += [(final_norm(dims), "output_norm.weight"), *([] if tied else [(head(dims), _HEAD)])]
-    for part, name in tables:
-        names[part.sources[0]] = name
-    return names
-
-
 def unused_names(files: GgufFiles) -> set[str]:
     """Tensors that a file may have besides: the rotary embedding's, which is part of the configuration."""
     return {DIVISORS} & set(files.tensors)
@@ -170,7 +133,7 @@ def unused_names(files: GgufFiles) -> set[str]:
 def read_tensor(files: GgufFiles, name: str, dims: TransformerDims) -> NDArray[np.float32]:
     """A float32 copy of the tensor that GGUF calls `name`, its rows in Hugging Face's order."""
     values = files.read(name)
-    if files.metadata.text(ARCHITECTURE) not in _PAIRED:
+    if files.architecture not in _PAIRED:
         return values
     heads = {"attn_q": dims.num_heads, "attn_k": dims.num_kv_heads}.get(name.split(".")[-2])
     if heads is None:

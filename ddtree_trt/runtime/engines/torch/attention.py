@@ -2,7 +2,7 @@
 
 - `KernelAttention`: our CUDA kernels, through `torch.ops.ddtree`; where flash-attn works (`flash.py`), it computes the
   passes that have no tree.
-- `DenseAttention`: PyTorch's scaled_dot_product_attention under a mask. It runs everywhere, and is the reference of the
+- `Attention`: PyTorch's scaled_dot_product_attention under a mask. It runs everywhere, and is the reference of the
   kernels; on a GPU it serves precisions and head sizes that have no kernel.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,26 +31,6 @@ class Place:
     mask: Tensor | None = None  # int32 [N, T, W]: ancestor-or-self bits, for mode TREE
 
 
-class Attention(Protocol):
-    kernels: bool  # whether `torch.ops.ddtree` works on its device
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache_k: Tensor,
-        cache_v: Tensor,
-        place: Place,
-        mode: MaskMode,
-        scale: float,
-        window: int = 0,
-    ) -> Tensor:
-        """Append keys and values [N, T, Hkv, D] to caches [slots, Hkv, S, D] and attend for q [N, T, Hq, D]:
-        [N, T, Hq, D]. All contiguous and of one type. With a `window` a row sees keys less than so many positions
-        away."""
-
-
 def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scratch: Scratch) -> Attention:
     """The fastest attention for this device, type and head size.
 
@@ -60,7 +39,7 @@ def attention_for(device: torch.device, dtype: torch.dtype, head_dim: int, scrat
     if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and head_dim in HEAD_DIMS:
         load_operators()
         return KernelAttention(scratch, find_flash(device, dtype, head_dim))
-    return DenseAttention()
+    return Attention()
 
 
 class Scratch:
@@ -87,7 +66,46 @@ def load_operators() -> None:
             raise MissingDependency(f"native library {path} is older than this version: no {missing[0]}; {BUILD_HINT}")
 
 
-class KernelAttention:
+class Attention:
+    """PyTorch's attention under a mask: on a CPU over the rows in use; on a GPU, where reading their number would need
+    a wait, over the whole slot."""
+
+    kernels = False  # whether `torch.ops.ddtree` works on its device
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache_k: Tensor,
+        cache_v: Tensor,
+        place: Place,
+        mode: MaskMode,
+        scale: float,
+        window: int = 0,
+    ) -> Tensor:
+        """Append keys and values [N, T, Hkv, D] to caches [slots, Hkv, S, D] and attend for q [N, T, Hq, D]:
+        [N, T, Hq, D]. All contiguous and of one type. With a `window` a row sees keys less than so many positions
+        away."""
+        slots, tokens = place.slots.long(), q.shape[1]
+        column = torch.arange(tokens, device=q.device)
+        rows = place.past.long()[:, None] + column  # [N, T]
+        cache_k[slots[:, None], :, rows] = k
+        cache_v[slots[:, None], :, rows] = v
+        width = cache_k.shape[2] if q.is_cuda else int(place.past.max()) + tokens
+        seen = _visible(place, mode, tokens, width, window)[:, None]
+        if len(slots) == 1 and not q.is_cuda:
+            slot = int(slots[0])
+            keys, values = cache_k[slot : slot + 1, :, :width], cache_v[slot : slot + 1, :, :width]
+        else:
+            keys, values = cache_k[slots, :, :width], cache_v[slots, :, :width]
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), keys, values, attn_mask=seen, scale=scale, enable_gqa=True
+        )
+        return out.transpose(1, 2).contiguous()
+
+
+class KernelAttention(Attention):
     """Our kernels, and `flash` for passes without a tree if it is given."""
 
     kernels = True
@@ -110,7 +128,7 @@ class KernelAttention:
         window: int = 0,
     ) -> Tensor:
         if window:  # the kernels have none, and flash-attn's has no bound on the rows behind
-            return DenseAttention()(q, k, v, cache_k, cache_v, place, mode, scale, window)
+            return super().__call__(q, k, v, cache_k, cache_v, place, mode, scale, window)
         if mode is not MaskMode.TREE and self._flash is not None:
             return self._flash(
                 q,
@@ -129,42 +147,6 @@ class KernelAttention:
             q, k, v, cache_k, cache_v, place.slots, place.past, mask, int(mode), scale, out, self._scratch, 0
         )
         return out
-
-
-class DenseAttention:
-    """PyTorch's attention under a mask: on a CPU over the rows in use; on a GPU, where reading their number would need
-    a wait, over the whole slot."""
-
-    kernels = False
-
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache_k: Tensor,
-        cache_v: Tensor,
-        place: Place,
-        mode: MaskMode,
-        scale: float,
-        window: int = 0,
-    ) -> Tensor:
-        slots, tokens = place.slots.long(), q.shape[1]
-        column = torch.arange(tokens, device=q.device)
-        rows = place.past.long()[:, None] + column  # [N, T]
-        cache_k[slots[:, None], :, rows] = k
-        cache_v[slots[:, None], :, rows] = v
-        width = cache_k.shape[2] if q.is_cuda else int(place.past.max()) + tokens
-        seen = _visible(place, mode, tokens, width, window)[:, None]
-        if len(slots) == 1 and not q.is_cuda:
-            slot = int(slots[0])
-            keys, values = cache_k[slot : slot + 1, :, :width], cache_v[slot : slot + 1, :, :width]
-        else:
-            keys, values = cache_k[slots, :, :width], cache_v[slots, :, :width]
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, attn_mask=seen, scale=scale, enable_gqa=True
-        )
-        return out.transpose(1, 2).contiguous()
 
 
 def _visible(place: Place, mode: MaskMode, tokens: int, width: int, window: int) -> Tensor:

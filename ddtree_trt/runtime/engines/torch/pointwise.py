@@ -6,8 +6,6 @@ launches. `PlainMath` computes the same in PyTorch, in any precision, and rounds
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -34,33 +32,11 @@ def rotate(x: Tensor, tables: Tensor, positions: Tensor) -> Tensor:
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1).float(), sin)
 
 
-class Math(Protocol):
-    """The operations, on tensors of one precision."""
+class PlainMath:
+    """PyTorch's operators, on tensors of one precision."""
 
     def add_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """(x + update, its RMS norm), [N, T, H] each; without an update x itself and its norm."""
-
-    def split_qkv(
-        self,
-        qkv: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        tables: Tensor,
-        positions: Tensor,
-        eps: float,
-        heads: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, T, Hq, D], keys and values [N, T, Hkv, D], contiguous, of the fused projection's output
-        [N, T, (Hq + 2·Hkv)·D]: heads normed where there are norms [D], queries and keys rotated. `heads` is Hq."""
-
-    def swiglu(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) · up, [N, T, inner], of [N, T, 2·inner]."""
-
-
-class PlainMath:
-    """PyTorch's operators."""
-
-    def add_norm(self, x: Tensor, update: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         total = x if update is None else x + update
         return total, F.rms_norm(total, (total.shape[-1],), weight, eps)
 
@@ -74,6 +50,8 @@ class PlainMath:
         eps: float,
         heads: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, T, Hq, D], keys and values [N, T, Hkv, D], contiguous, of the fused projection's output
+        [N, T, (Hq + 2·Hkv)·D]: heads normed where there are norms [D], queries and keys rotated. `heads` is Hq."""
         parts = qkv.unflatten(-1, (-1, tables.shape[-1]))
         kv_heads = (parts.shape[2] - heads) // 2
         q, k, v = parts.split([heads, kv_heads, kv_heads], 2)
@@ -82,6 +60,7 @@ class PlainMath:
         return q, k, v.contiguous()
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) · up, [N, T, inner], of [N, T, 2·inner]."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate) * up
 
@@ -125,7 +104,7 @@ class KernelMath(PlainMath):
         return out
 
 
-def math_for(kernels: bool, *dims: TransformerDims) -> Math:
+def math_for(kernels: bool, *dims: TransformerDims) -> PlainMath:
     """`KernelMath` if attention uses kernels too and all widths are multiples of 8, else `PlainMath`."""
     widths = [w for d in dims for w in (d.hidden_size, d.intermediate_size)]
     return KernelMath() if kernels and not any(w % 8 for w in widths) else PlainMath()

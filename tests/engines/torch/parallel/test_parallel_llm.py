@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from engine_builds import PACKAGED, build_torch_engine
+from pacing import complete
 from ranks import hang, hang_when_started
 
 from ddtree_trt.artifact.manifest import load_manifest
@@ -95,11 +96,11 @@ def test_a_killed_rank_ends_an_engine_that_serves(directory: Path, prompts: list
         assert isinstance(engine, ParallelEngine)
         params = SamplingParams(max_tokens=200, ignore_eos=True)
         with pytest.raises(EngineError, match=said):
-            async for _ in llm.stream(prompts[0], params):
+            async for _ in llm.submit(prompts[0], params):
                 engine._workers.processes[0].kill()
         assert llm.failure is not None
         with pytest.raises(EngineError, match=said):
-            await llm.complete(prompts[0], params)
+            await complete(llm, prompts[0], params)
 
     llm = AsyncLLM(directory, threads=1, tensor_parallel_size=2)
     try:

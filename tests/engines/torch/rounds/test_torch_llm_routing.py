@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pacing import complete
 from torch_rounds import greedy, rounds_of
 from typer.testing import CliRunner
 
@@ -95,7 +96,7 @@ def test_async_callers_have_them_too(directory: Path, host: LLM, prompts: list[A
     async def run() -> list[Any]:
         llm = AsyncLLM(directory, threads=1, device_rounds="on")
         try:
-            return list(await asyncio.gather(*(llm.complete(p, greedy()) for p in prompts[:4])))
+            return list(await asyncio.gather(*(complete(llm, p, greedy()) for p in prompts[:4])))
         finally:
             llm.shutdown()
 
@@ -119,7 +120,7 @@ def test_nobody_is_served_after_shutdown(directory: Path) -> None:
         llm = AsyncLLM(directory, threads=1)
         llm.shutdown()
         with pytest.raises(EngineError, match="shut down"):
-            await llm.complete("Once", greedy())
+            await complete(llm, "Once", greedy())
 
     asyncio.run(run())
 
