@@ -34,7 +34,6 @@ class Backend:
     portable: bool = False  # whether plans are compiled on any machine, for the kinds of GPU they name
     attentions: tuple[str, ...] = ()  # what may compute attention in its plans
     device_rounds: bool = False  # whether its rounds can stay on the device
-    token_drafters: bool = True  # whether it computes EAGLE-3's drafters
     experts: bool = True  # whether it computes mixtures of experts
 
     @property
@@ -81,7 +80,6 @@ TENSORRT = Backend(
     releases=((11, 1), (12, 0)),
     plans=True,
     attentions=("plugin", "native"),
-    token_drafters=False,
     experts=False,
 )
 TENSORRT_RTX = Backend(
@@ -99,7 +97,6 @@ TENSORRT_RTX = Backend(
     plans=True,
     portable=True,
     attentions=("native",),
-    token_drafters=False,
     experts=False,
 )
 BACKENDS: Mapping[str, Backend] = {b.name: b for b in (ONNXRUNTIME, TORCH, TENSORRT, TENSORRT_RTX)}
