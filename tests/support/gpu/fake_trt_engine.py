@@ -145,8 +145,7 @@ class Lowerings:
         (folder / artifact.COMPACTION_PLAN).write_bytes(b"the compaction's plan")
         write_shared(folder / artifact.SHARED_WEIGHTS, self._target, self._drafter, self._precision, no_progress)
         sizes = [target_sizes(self._limits), drafter_sizes(self._limits, self.pair.kind.block_size)]
-        one_profile = self.form.toolchain.get("row_independence") == "yes"
-        target, drafter = ([covering(each)] if one_profile else each for each in sizes)
+        target, drafter = ([covering(each)] for each in sizes)
         engines = {
             b"the target's plan": FakeEngine("target", self.pair.target, target),
             b"the drafter's plan": FakeEngine("drafter", self.pair.drafter, drafter),
