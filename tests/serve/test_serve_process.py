@@ -57,7 +57,7 @@ def test_the_ready_line_and_the_options_of_the_command(tiny_engine: Path) -> Non
 
 
 def test_sigterm_under_load_finishes_what_runs_and_exits_0(tiny_engine: Path, tmp_path: Path) -> None:
-    body = {**STREAM, "max_tokens": 150, "method": "auto"}
+    body = {**STREAM, "max_tokens": 60, "method": "auto"}
     hold = tmp_path / "hold"
     hold.touch()
     options = ("--drain-timeout", str(WAIT_S))
