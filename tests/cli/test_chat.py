@@ -172,7 +172,7 @@ def test_what_the_engine_cannot_do_is_refused_at_once(llm: LLM, converse: Conver
     assert errors[0] == (
         "error: tree_budget 999999 is above this engine's 256; lower it or rebuild with a larger --max-tree-budget"
     )
-    assert "temperature must be a number" in errors[1] and "temperature must be from 0 to 100" in errors[2]
+    assert "temperature must be a number" in errors[1] and "from 0 to 100, not 200.0" in errors[2]
     assert len(errors) == 4 and "tree budget 16" in out and not prompts
     with pytest.raises(UsageError, match="tree_budget 999999 is above"):
         converse(llm, params=SamplingParams(tree_budget=999_999))
