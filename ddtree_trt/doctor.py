@@ -10,22 +10,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ddtree_trt import __version__
+from ddtree_trt.artifact.backends import ONNXRUNTIME, TENSORRT, TENSORRT_RTX, TORCH
 from ddtree_trt.artifact.files import newest_engine
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.toolchain import installed_versions
-from ddtree_trt.build.choice import RTX_SMS, choose_backend
+from ddtree_trt.build.choice import choose_backend
 from ddtree_trt.device.cpu import Cpu, read_cpu
 from ddtree_trt.device.gpus import Gpu, available_bytes
 from ddtree_trt.device.memory import plan_manifest
-from ddtree_trt.device.survey import CUDA, CUDA_PYTHON, DRIVER, TENSORRT, TENSORRT_RTX, Survey, survey_machine
+from ddtree_trt.device.survey import CUDA, CUDA_PYTHON, DRIVER, Survey, survey_machine
 from ddtree_trt.errors import ArtifactError, EngineError, install_with
 from ddtree_trt.plugins import ABI, library
 from ddtree_trt.worker_process import isolated
 
+_ONNXRUNTIMES = (ONNXRUNTIME.name, f"{ONNXRUNTIME.name}-gpu")  # one of them
 _PACKAGES = (
-    *("numpy", "onnx", "onnxruntime", "onnxruntime-gpu", "safetensors", "transformers", "tokenizers"),
-    *("huggingface_hub", "typer", "rich", "torch", "tensorrt", "tensorrt-rtx", "cuda-python", "tritonclient"),
+    *("numpy", "onnx", *_ONNXRUNTIMES, "safetensors", "transformers", "tokenizers", "huggingface_hub", "typer", "rich"),
+    *(TORCH.name, TENSORRT.name, TENSORRT_RTX.name, "cuda-python", "tritonclient"),
 )
+_RTX_USE = f"building {TENSORRT_RTX.name} engines, without a GPU too, and running them"
 _FLASH = ("flash-attn",)
 _FLASH_TIMEOUT_S = 60
 
@@ -110,9 +113,9 @@ def _check_native() -> Check:
 
 
 def _check_onnxruntime() -> Check:
-    versions = installed_versions("onnxruntime", "onnxruntime-gpu")
-    use = "the onnxruntime backend: engines on the CPU"
-    return Check("onnxruntime", bool(versions), _listing(versions) or "not installed", use, "pip install onnxruntime")
+    versions, name = installed_versions(*_ONNXRUNTIMES), ONNXRUNTIME.name
+    use = f"the {name} backend: engines on the CPU"
+    return Check(name, bool(versions), _listing(versions) or "not installed", use, f"pip install {name}")
 
 
 def _check_gpu(survey: Survey) -> Check:
@@ -135,21 +138,21 @@ def _check_driver(survey: Survey) -> Check:
 
 
 def _check_torch(survey: Survey) -> Check:
-    versions = survey.versions.get("torch", {})
+    versions = survey.versions.get(TORCH.modules[0], {})
     for_cpus = bool(versions and survey.gpus and not survey.torch_cuda)
     detail = (_listing(versions) or "not installed") + (", a build for CPUs" if for_cpus else "")
-    install = _TORCH if for_cpus else install_with("torch")
-    return Check("torch", bool(versions) and not for_cpus, detail, "the torch backend", install)
+    install = _TORCH if for_cpus else install_with(TORCH.extra)
+    return Check(TORCH.name, bool(versions) and not for_cpus, detail, f"the {TORCH.name} backend", install)
 
 
 def _check_packages(survey: Survey) -> tuple[Check, ...]:
     """NVIDIA's packages. TensorRT builds on its GPU alone, TensorRT for RTX on any machine."""
-    served = not survey.gpus or any(gpu.sm in RTX_SMS for gpu in survey.gpus)
-    rtx = install_with("tensorrt-rtx") if served else None
-    full = install_with("tensorrt") if survey.gpus else None
+    served = not survey.gpus or any(gpu.sm in TENSORRT_RTX.sms for gpu in survey.gpus)
+    rtx = install_with(TENSORRT_RTX.extra) if served else None
+    full = install_with(TENSORRT.extra) if survey.gpus else None
     rows = (
-        ("TensorRT", TENSORRT, "building and running tensorrt engines", full),
-        ("TensorRT for RTX", TENSORRT_RTX, "building tensorrt-rtx engines, without a GPU too, and running them", rtx),
+        (TENSORRT.title, TENSORRT.modules[0], "building and running tensorrt engines", full),
+        (TENSORRT_RTX.title, TENSORRT_RTX.modules[0], _RTX_USE, rtx),
         ("CUDA for Python", CUDA_PYTHON, "memory and graphs of tensorrt and tensorrt-rtx engines", _cuda(survey, rtx)),
     )
     return tuple(
@@ -163,7 +166,7 @@ def _cuda(survey: Survey, rtx: str | None) -> str | None:
     """Both extras have it: by that of the package that is there, else by the one for this GPU."""
     if not survey.gpus:
         return None
-    return rtx if rtx and not survey.version(TENSORRT) else install_with("tensorrt")
+    return rtx if rtx and not survey.version(TENSORRT.modules[0]) else install_with(TENSORRT.extra)
 
 
 def _check_nvcc(survey: Survey) -> Check:

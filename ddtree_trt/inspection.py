@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
-from ddtree_trt.artifact.precisions import PLAN_BACKENDS
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.device.memory import MemoryPlan, plan_manifest
@@ -49,7 +49,7 @@ def inspect_engine(directory: Path, progress: Progress = no_progress) -> EngineR
 
 
 def _problem(directory: Path, manifest: Manifest) -> str | None:
-    if manifest.backend not in PLAN_BACKENDS:
+    if not BACKENDS[manifest.backend].plans:
         return None
     from ddtree_trt.runtime.engines.tensorrt.checks import check_machine
 

@@ -60,6 +60,15 @@ def check(record: Any) -> None:
             raise UsageError(f"{name} must be True or False, not {shown(value)}")
 
 
+def misplaced_option(record: type, given: Any, backend: str) -> tuple[str, str] | None:
+    """Of a record's options that were given: the first that this backend does not have, by its flag, and the backends
+    that have it. None where there is none."""
+    for name, (found, _, default) in options(record).items():
+        if found.only and backend not in found.only and getattr(given, name) != default:
+            return found.flag or f"--{name.replace('_', '-')}", " or ".join(found.only)
+    return None
+
+
 def with_fields(record: type[_Record], given: _Record | None, fields: dict[str, Any]) -> _Record:
     """A record with some fields over `given`, or over the defaults. Raises UsageError for a name that it lacks."""
     known = [field.name for field in dataclasses.fields(record)]  # type: ignore[arg-type]

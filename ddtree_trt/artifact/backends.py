@@ -27,14 +27,17 @@ class Backend:
     files: tuple[str, ...]  # of every engine directory, besides manifest and tokenizer
     builder: str  # what makes its `BackendBuild` of `BuilderOptions`, as module:name
     engine: str  # what opens an engine directory, likewise: (directory, manifest, options) → an `Engine`
+    half: str  # of drafter kinds, for its engines: `drafters/KIND/HALF.py`
     extra: str = ""  # of our package, with what it needs; "" where every installation has that
     modules: tuple[str, ...] = ()  # of NVIDIA's packages, by the names of `device/survey.py`
-    releases: tuple[tuple[int, int], tuple[int, int]] | None = None  # of the library: lowest, and the first too new
+    # Of the library, as in pyproject.toml: the lowest whose API is the one used here, and the first too new.
+    releases: tuple[tuple[int, int], tuple[int, int]] | None = None
     plans: bool = False  # whether its engines are plans of a TensorRT
     portable: bool = False  # whether plans are compiled on any machine, for the kinds of GPU they name
     attentions: tuple[str, ...] = ()  # what may compute attention in its plans
     device_rounds: bool = False  # whether its rounds can stay on the device
-    token_drafters: bool = True  # whether it computes EAGLE-3's drafters
+    sms: tuple[int, ...] = ()  # compute capabilities, times 10, of the GPUs it serves; none: our kernels' own
+    kernels: bool = False  # whether its engines in half precision need the library of our kernels
     experts: bool = True  # whether it computes mixtures of experts
 
     @property
@@ -42,8 +45,18 @@ class Backend:
         """Whether its engines never use a GPU."""
         return self.place == "host"
 
+    @property
+    def releases_text(self) -> str:
+        lowest, below = self.releases or ((0, 0), (0, 0))
+        return f"{'.'.join(map(str, lowest))} or newer below {below[0]}"
 
-_TENSORRT_FILES = (files.TARGET_PLAN, files.DRAFTER_PLAN, files.SHARED_WEIGHTS)
+    def serves_release(self, version: str) -> bool:
+        """Whether the API of this release of the library is the one used here."""
+        numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdecimal())
+        return self.releases is None or self.releases[0] <= numbers < self.releases[1]
+
+
+_TENSORRT_FILES = (files.TARGET_PLAN, files.DRAFTER_PLAN, files.COMPACTION_PLAN, files.SHARED_WEIGHTS)
 ONNXRUNTIME = Backend(
     name="onnxruntime",
     title="ONNX Runtime",
@@ -53,6 +66,7 @@ ONNXRUNTIME = Backend(
     files=(files.TARGET_GRAPH, files.DRAFTER_GRAPH, files.WEIGHTS),
     builder="ddtree_trt.build.backends.onnxruntime.backend:OnnxRuntimeBuild",
     engine="ddtree_trt.runtime.engines.onnxruntime.engine:OrtEngine.open",
+    half="onnxruntime",
 )
 TORCH = Backend(
     name="torch",
@@ -63,9 +77,11 @@ TORCH = Backend(
     files=(files.TORCH_WEIGHTS,),
     builder="ddtree_trt.build.backends.torch.backend:TorchBuild",
     engine="ddtree_trt.runtime.engines.torch.parallel.engine:open_torch",
+    half="torch",
     extra="torch",
     modules=("torch",),
     device_rounds=True,
+    kernels=True,
 )
 TENSORRT = Backend(
     name="tensorrt",
@@ -76,12 +92,12 @@ TENSORRT = Backend(
     files=_TENSORRT_FILES,
     builder="ddtree_trt.build.backends.tensorrt.backend:TensorRtBuild",
     engine="ddtree_trt.runtime.engines.tensorrt.engine:TrtEngine.open",
+    half="tensorrt",
     extra="tensorrt",
     modules=("tensorrt", "cuda.bindings.runtime"),
     releases=((11, 1), (12, 0)),
     plans=True,
     attentions=("plugin", "native"),
-    token_drafters=False,
     experts=False,
 )
 TENSORRT_RTX = Backend(
@@ -93,16 +109,18 @@ TENSORRT_RTX = Backend(
     files=_TENSORRT_FILES,
     builder="ddtree_trt.build.backends.tensorrt.rtx:RtxBuild",
     engine="ddtree_trt.runtime.engines.tensorrt.engine:TrtEngine.open",
+    half="tensorrt",
     extra="tensorrt-rtx",
     modules=("tensorrt_rtx", "cuda.bindings.runtime"),
     releases=((1, 7), (2, 0)),
     plans=True,
     portable=True,
+    sms=(80, 86, 89, 120, 121),
     attentions=("native",),
-    token_drafters=False,
     experts=False,
 )
 BACKENDS: Mapping[str, Backend] = {b.name: b for b in (ONNXRUNTIME, TORCH, TENSORRT, TENSORRT_RTX)}
+BEST_ON_GPUS = (TENSORRT, TENSORRT_RTX, TORCH)
 
 
 def load(place: str) -> Any:

@@ -31,12 +31,6 @@ OF_THIS_MACHINE = (
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 OPTIONAL_TOKENIZER_FILES = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 ENGINES = Path("engines")  # where engines go, and are looked for, when no directory is named
-REQUIRED_FILES = {  # of an engine directory, by backend
-    "onnxruntime": (TARGET_GRAPH, DRAFTER_GRAPH, WEIGHTS, *TOKENIZER_FILES),
-    "torch": (TORCH_WEIGHTS, *TOKENIZER_FILES),
-    "tensorrt": (TARGET_PLAN, DRAFTER_PLAN, COMPACTION_PLAN, SHARED_WEIGHTS, *TOKENIZER_FILES),
-    "tensorrt-rtx": (TARGET_PLAN, DRAFTER_PLAN, COMPACTION_PLAN, SHARED_WEIGHTS, *TOKENIZER_FILES),
-}
 _HASH_BLOCK = 4 << 20
 # Names of engines and of their files: none leaves a directory, looks like an option, or means anything to a shell.
 NAME = Pattern("[A-Za-z0-9][A-Za-z0-9._-]{0,199}", "a name of letters, digits, '.', '_' and '-'")

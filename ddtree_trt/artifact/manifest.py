@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from ddtree_trt.artifact.backends import BACKENDS, BackendName
 from ddtree_trt.artifact.files import ENGINES, HUB_ID, MANIFEST, NAME
 from ddtree_trt.artifact.limits import Limits as Limits
-from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PLAN_BACKENDS, BackendName, PrecisionName
+from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.drafters.kind import DrafterKind
 from ddtree_trt.drafters.registry import KindName, dims_record, kind_of
 from ddtree_trt.errors import ArtifactError
@@ -74,8 +75,8 @@ class Manifest:
     limits: Limits
     stop_token_ids: tuple[Token, ...]
     chat_template_args: dict[str, Any]  # what the drafter was trained for, e.g. {"enable_thinking": false}
-    # Versions of what compiled the graphs, and what it was told: of plans, under "tensorrt" or "tensorrt-rtx" its
-    # version, "row_independence" (yes, no); for TensorRT the machine ("cuda", "driver", "sm", "gpu"); for TensorRT for
+    # Versions of what compiled the graphs, and what it was told: of plans, under the backend's name its
+    # version; for TensorRT the machine ("cuda", "driver", "sm", "gpu"); for TensorRT for
     # RTX the kinds of GPU the plans are for ("gpus": "sm89 sm120").
     toolchain: dict[str, str]
     tensors: dict[str, dict[str, list[str]]]  # graph → inputs / outputs, in order
@@ -93,7 +94,7 @@ class Manifest:
     def attention(self) -> AttentionName | None:
         """What computes attention in the plans of a TensorRT or a TensorRT for RTX: our plugin, or layers of their own.
         None for the other backends. Every engine with a plan of before there was a choice names its plugin."""
-        if self.backend not in PLAN_BACKENDS:
+        if not BACKENDS[self.backend].plans:
             return None
         return "native" if self.plugin is None else "plugin"
 
@@ -147,10 +148,11 @@ def _body(data: Any, source: Source) -> dict[str, Any]:
 
 def _contradiction(m: Manifest) -> str | None:
     """The first contradiction between fields, each of which is within its own range; None where there is none."""
-    if m.precision not in BACKEND_PRECISIONS[m.backend]:
+    backend = BACKENDS[m.backend]
+    if m.precision not in backend.precisions:
         return f"precision is {m.precision}, which the {m.backend} backend does not compute in"
-    if m.backend == "tensorrt-rtx" and m.plugin is not None:
-        return "it names a plugin, and TensorRT for RTX takes none"
+    if m.plugin is not None and "plugin" not in backend.attentions:
+        return f"it names a plugin, and {backend.title} takes none"
     for name, dims in (("target_dims", m.target_dims), ("drafter_dims", m.drafter_dims)):
         if dims.num_heads % dims.num_kv_heads:
             return f"{name}.num_heads {dims.num_heads} is not a multiple of num_kv_heads {dims.num_kv_heads}"

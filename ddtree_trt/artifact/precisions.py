@@ -1,4 +1,4 @@
-"""The precisions an engine can be built in, stated once: their types and sizes, and which backend computes in which."""
+"""The precisions an engine can be built in, stated once: their types and sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-BackendName = Literal["onnxruntime", "torch", "tensorrt", "tensorrt-rtx"]
 PrecisionName = Literal["fp32", "fp16", "bf16", "int8"]
 
 
@@ -39,20 +38,8 @@ PRECISIONS: Mapping[str, Precision] = {
     "int8": Precision("float32", "F32", 4, relative_rounding=2.0**-4, quantized=True),
 }
 
-# The precisions each backend can compute in, its default first; `build` may offer fewer.
-BACKEND_PRECISIONS: Mapping[str, tuple[PrecisionName, ...]] = {
-    "onnxruntime": ("fp32", "int8"),
-    "torch": ("fp32", "bf16", "fp16"),
-    "tensorrt": ("bf16", "fp16", "fp32"),
-    "tensorrt-rtx": ("bf16", "fp16"),
-}
-
 
 def block_drafter_precision(engine: PrecisionName) -> PrecisionName:
     """What a new engine's block drafter is computed in: bf16 in an engine of fp16, whose range a drafter's states, made
     of several layers of the target's, may leave without an error. Otherwise the engine's own."""
     return "bf16" if engine == "fp16" else engine
-
-
-# The backends whose engines are plans of a TensorRT: TensorRT itself, and TensorRT for RTX.
-PLAN_BACKENDS: frozenset[str] = frozenset({"tensorrt", "tensorrt-rtx"})

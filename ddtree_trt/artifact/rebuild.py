@@ -6,6 +6,7 @@ import json
 import shlex
 from pathlib import Path
 
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.files import ENGINES
 from ddtree_trt.artifact.manifest import LOCAL, PACKAGED, Limits, Manifest
 from ddtree_trt.reading import printable
@@ -36,11 +37,10 @@ def rebuild_command(directory: Path, manifest: Manifest, *gpus: str) -> str:
 def _plan_options(manifest: Manifest, gpus: tuple[str, ...]) -> list[str]:
     """Options of the builders of plans, where they are not the defaults of the machine the engine was built on."""
     words = []
-    if manifest.backend == "tensorrt-rtx":
+    backend = BACKENDS[manifest.backend]
+    if backend.portable:
         for kind in dict.fromkeys([*manifest.toolchain.get("gpus", "").split(), *gpus]):
             words += ["--gpu", kind]
-    if manifest.backend == "tensorrt" and manifest.attention == "native":
+    if len(backend.attentions) > 1 and manifest.attention == "native":
         words += ["--attention", "native"]
-    if manifest.toolchain.get("row_independence") == "no":
-        words.append("--no-row-independence")
     return words

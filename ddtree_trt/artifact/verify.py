@@ -15,7 +15,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ddtree_trt.artifact.files import MANIFEST, REQUIRED_FILES, VERIFIED, sha256_file
+from ddtree_trt.artifact.backends import BACKENDS
+from ddtree_trt.artifact.files import MANIFEST, TOKENIZER_FILES, VERIFIED, sha256_file
 from ddtree_trt.artifact.manifest import Manifest, digest_holds
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.rebuild import rebuild_command
@@ -73,7 +74,7 @@ def _check_listed(directory: Path, manifest: Manifest) -> str:
     rebuild = f"rebuild with: {rebuild_command(directory, manifest)}"
     if not digest_holds(directory):
         raise ArtifactError(f"{path} is damaged or was edited: its content differs from its digest; {rebuild}")
-    for name in REQUIRED_FILES[manifest.backend]:
+    for name in (*BACKENDS[manifest.backend].files, *TOKENIZER_FILES):
         if name not in manifest.files:
             raise ArtifactError(f"{path} does not list {name}; {rebuild}")
     for name, entry in manifest.files.items():

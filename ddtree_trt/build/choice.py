@@ -1,26 +1,26 @@
-"""The backend that `--backend auto` means: the best one that this machine can build, and run, this pair with."""
+"""The backend and the precision of a build; `auto` means the best that this machine can build, and run, a pair with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
-from ddtree_trt.build.backends.tensorrt import rtx
-from ddtree_trt.build.backends.tensorrt.machine import BELOW, LOWEST, sm_for_values
+from ddtree_trt.artifact import backends
+from ddtree_trt.artifact.backends import BACKENDS, BEST_ON_GPUS, ONNXRUNTIME, Backend, BackendName
+from ddtree_trt.artifact.precisions import PrecisionName
+from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
+from ddtree_trt.build.backends.tensorrt.machine import sm_for_values
 from ddtree_trt.build.outline import Pair
 from ddtree_trt.device.gpus import Gpu
-from ddtree_trt.device.rtx_kinds import KINDS
-from ddtree_trt.device.survey import CUDA, CUDA_PYTHON, DRIVER, TENSORRT, TENSORRT_RTX, Survey
+from ddtree_trt.device.survey import CUDA, DRIVER, Survey
 from ddtree_trt.drafters.registry import kind_of
-from ddtree_trt.errors import install_with
+from ddtree_trt.errors import UsageError, install_with
 from ddtree_trt.plugins import HEAD_DIMS, LOWEST_SM, library
+from ddtree_trt.records import misplaced_option
 
 Wanted = Literal["auto", PrecisionName]
 
-_LOWEST = f"the GPU's compute capability must be {LOWEST_SM / 10} or newer"
-RTX_SMS = tuple(KINDS.values())
 # From here on a CPU engine in float32 is slow, and 8-bit weights are worth a word.
 LARGE_BYTES = 4 * 10**9
 
@@ -47,100 +47,98 @@ def choose_backend(survey: Survey, pair: Pair | None = None, precision: Wanted =
     A backend that lacks anything on this machine, or that would refuse the pair or the precision, is left out. The
     reason names the best one that was left out, and what it lacks.
     """
-    lacking = {name: o for name, find in _OBSTACLES.items() if (o := find(survey, pair, precision))}
-    backend: BackendName = next((name for name in _OBSTACLES if name not in lacking), "onnxruntime")
+    lacking = {b: found for b in BEST_ON_GPUS if (found := _obstacle(b, survey, pair, precision))}
+    backend = next((b for b in BEST_ON_GPUS if b not in lacking), ONNXRUNTIME)
     if survey.gpu is None:
         why = f"{survey.no_gpu}; an engine for a GPU needs one, and its driver {DRIVER} or newer (docs/gpu.md)"
-    elif backend == "onnxruntime":
+    elif backend.on_cpu:
         why = f"nothing that computes on the {survey.gpu} is ready"
     else:
-        why = f"{_SOFTWARE[backend]} {survey.version(_MODULES[backend])} and the {survey.gpu}"
+        why = f"{backend.title} {survey.version(backend.modules[0])} and the {survey.gpu}"
     if survey.gpu and (better := _better_one(backend, survey.gpu, lacking)):
-        why += f"; for {better}: {lacking[better].text}"
-    if backend == "onnxruntime" and pair:
+        why += f"; for {better.name}: {lacking[better].text}"
+    if backend.on_cpu and pair:
         why += _size_on_a_cpu(survey, pair, precision)
-    return Choice(backend, f"backend {backend}: {why}")
+    return Choice(backend.name, f"backend {backend.name}: {why}")
 
 
-def _better_one(chosen: BackendName, gpu: Gpu, lacking: Mapping[BackendName, Obstacle]) -> BackendName | None:
+def backend_build(name: BackendName, options: BuilderOptions, *, dry_run: bool = False) -> BackendBuild:
+    """The named backend's part of a build. For a dry run any machine will do.
+
+    Raises MissingDependency where its packages are not installed, BuildError where this machine cannot build it, and
+    UsageError for options that are not for it.
+    """
+    if misplaced := misplaced_option(BuilderOptions, options, name):
+        flag, served = misplaced
+        raise UsageError(f"{flag} is for --backend {served}, not for {name}; leave it out")
+    build: BackendBuild = backends.load(BACKENDS[name].builder)(options)
+    if not dry_run:
+        build.check_machine()
+    return build
+
+
+def resolve_precision(build: BackendBuild, wanted: Wanted) -> PrecisionName:
+    """The precision to compute in. Raises UsageError when the backend does not have it."""
+    if wanted == "auto":
+        return build.precisions[0]
+    if wanted not in build.precisions:
+        raise UsageError(
+            f"precision {wanted!r} is not available: the {build.backend.name} backend computes in "
+            f"{', '.join(build.precisions)}; use --precision {build.precisions[0]}"
+        )
+    return wanted
+
+
+def _better_one(chosen: Backend, gpu: Gpu, lacking: Mapping[Backend, Obstacle]) -> Backend | None:
     """The backend to advise: the one made for this GPU, if something can be done for it, else one that can be had; None
     where the chosen one is as good."""
-    made_for_it: BackendName = "tensorrt-rtx" if gpu.sm in RTX_SMS else "tensorrt"
-    if chosen in (made_for_it, "tensorrt"):
+    best = BEST_ON_GPUS[0]
+    made_for_it = next((b for b in BEST_ON_GPUS if gpu.sm in b.sms), best)
+    if chosen in (made_for_it, best):
         return None
-    names = [name for name in (made_for_it, *lacking) if name in lacking and name != chosen]
-    return next((name for name in names if lacking[name].removable), names[0])
+    others = [b for b in (made_for_it, *lacking) if b in lacking and b != chosen]
+    return next((b for b in others if lacking[b].removable), others[0])
 
 
 def _size_on_a_cpu(survey: Survey, pair: Pair, precision: Wanted) -> str:
     """Words on a large target in float32: its bytes, those of the memory, and what 8-bit weights would take."""
-    size = pair.weights_bytes("onnxruntime", "fp32")
+    size = pair.weights_bytes(ONNXRUNTIME.name, "fp32")
     if precision not in ("auto", "fp32") or size < LARGE_BYTES:
         return ""
     memory = f" of this machine's {survey.host_bytes / 1e9:.1f} GB of memory" if survey.host_bytes else ""
-    small = pair.weights_bytes("onnxruntime", "int8")
+    small = pair.weights_bytes(ONNXRUNTIME.name, "int8")
     return f"; in fp32 its weights take {size / 1e9:.1f} GB{memory}: --precision int8 makes that {small / 1e9:.1f} GB"
 
 
-def _tensorrt(survey: Survey, pair: Pair | None, wanted: Wanted) -> Obstacle | None:
-    return (
-        _of_pair("tensorrt", survey, pair, wanted)
-        or _of_capability(survey, lambda sm: sm >= LOWEST_SM, _LOWEST)
-        or _of_fp8(survey, pair)
-        or _of_driver(survey)
-        or _of_packages(survey, "tensorrt", TENSORRT, CUDA_PYTHON)
-        or _of_release(survey, TENSORRT, "tensorrt", LOWEST, BELOW)
-    )
-
-
-def _tensorrt_rtx(survey: Survey, pair: Pair | None, wanted: Wanted) -> Obstacle | None:
-    served = ", ".join(str(sm / 10) for sm in RTX_SMS)
-    return (
-        _of_pair("tensorrt-rtx", survey, pair, wanted)
-        or _of_capability(survey, RTX_SMS.__contains__, f"the GPU's compute capability must be one of {served}")
-        or _of_fp8(survey, pair)
-        or _of_driver(survey)
-        or _of_packages(survey, "tensorrt-rtx", TENSORRT_RTX, CUDA_PYTHON)
-        or _of_release(survey, TENSORRT_RTX, "tensorrt-rtx", rtx.LOWEST, rtx.BELOW)
-    )
-
-
-def _torch(survey: Survey, pair: Pair | None, wanted: Wanted) -> Obstacle | None:
+def _obstacle(backend: Backend, survey: Survey, pair: Pair | None, wanted: Wanted) -> Obstacle | None:
+    """The first thing that a backend for GPUs lacks, what can be installed last."""
     heads = {pair.target.dims.head_dim, pair.drafter.dims.head_dim} if pair else {*HEAD_DIMS}
-    kernels = wanted != "fp32" and bool(heads & {*HEAD_DIMS})  # else its passes are PyTorch's alone
+    # Else its passes are the library's alone.
+    kernels = backend.kernels and wanted != "fp32" and bool(heads & {*HEAD_DIMS})
+    cuda = survey.torch_cuda if survey.torch_cuda and backend.kernels and not kernels else f"{CUDA}.0"
     return (
-        _of_pair("torch", survey, pair, wanted)
-        or (_of_capability(survey, lambda sm: sm >= LOWEST_SM, _LOWEST) if kernels else None)
-        or _of_torch(survey)
+        _of_pair(backend, survey, pair, wanted)
+        or (_of_capability(backend, survey) if kernels or backend.plans else None)
+        or (_of_fp8(survey, pair) if backend.plans else None)
+        or _of_driver(survey, cuda)
+        or _of_packages(backend, survey)
+        or _of_release(backend, survey)
         or (_of_kernels(survey) if kernels else None)
-        or _of_driver(survey, survey.torch_cuda if survey.torch_cuda and not kernels else f"{CUDA}.0")
     )
 
 
-# The backends for GPUs, the best first.
-_OBSTACLES: Mapping[BackendName, Callable[[Survey, Pair | None, Wanted], Obstacle | None]] = {
-    "tensorrt": _tensorrt,
-    "tensorrt-rtx": _tensorrt_rtx,
-    "torch": _torch,
-}
-_MODULES = {"tensorrt": TENSORRT, "tensorrt-rtx": TENSORRT_RTX, "torch": "torch"}
-_SOFTWARE = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT for RTX", "torch": "PyTorch"}
-
-
-def _of_pair(backend: BackendName, survey: Survey, pair: Pair | None, wanted: Wanted) -> Obstacle | None:
+def _of_pair(backend: Backend, survey: Survey, pair: Pair | None, wanted: Wanted) -> Obstacle | None:
     """What no installation changes: no GPU, a precision the backend does not build, more weights than memory."""
     if survey.gpu is None:
         return Obstacle(survey.no_gpu)
-    known = [p for p in BACKEND_PRECISIONS[backend] if backend == "torch" or PRECISIONS[p].half]
-    half = "tensorrt" if backend == "tensorrt-rtx" else backend
-    if pair and half not in (kind := kind_of(pair.drafter.dims)).halves:
+    if pair and backend.half not in (kind := kind_of(pair.drafter.dims)).halves:
         return Obstacle(f"{kind.title}s are not implemented for it")
-    if backend != "torch" and pair and (pair.target.dims.experts or pair.drafter.dims.experts):
+    if pair and not backend.experts and (pair.target.dims.experts or pair.drafter.dims.experts):
         return Obstacle("mixtures of experts are not implemented for it")
-    if wanted != "auto" and wanted not in known:
-        return Obstacle(f"the precision must be one of {', '.join(known)}, not {wanted}")
+    if wanted != "auto" and wanted not in backend.builds:
+        return Obstacle(f"the precision must be one of {', '.join(backend.builds)}, not {wanted}")
     precision = "bf16" if wanted == "auto" else wanted
-    needed, available = pair.weights_bytes(backend, precision) if pair else 0, survey.gpu.memory_bytes
+    needed, available = pair.weights_bytes(backend.name, precision) if pair else 0, survey.gpu.memory_bytes
     if available is not None and needed > available:
         return Obstacle(
             f"the GPU must hold {needed / 1e9:.1f} GB of weights in {precision}, and it has {available / 1e9:.1f} GB"
@@ -148,11 +146,16 @@ def _of_pair(backend: BackendName, survey: Survey, pair: Pair | None, wanted: Wa
     return None
 
 
-def _of_capability(survey: Survey, served: Callable[[int], bool], requirement: str) -> Obstacle | None:
+def _of_capability(backend: Backend, survey: Survey) -> Obstacle | None:
     sm = survey.gpu.sm if survey.gpu else None
     if sm is None:
         return Obstacle("the GPU's compute capability must be known: install nvidia-smi", removable=True)
-    return None if served(sm) else Obstacle(f"{requirement}, not {sm / 10}")
+    if backend.sms and sm not in backend.sms:
+        served = ", ".join(str(sm / 10) for sm in backend.sms)
+        return Obstacle(f"the GPU's compute capability must be one of {served}, not {sm / 10}")
+    if sm < LOWEST_SM:
+        return Obstacle(f"the GPU's compute capability must be {LOWEST_SM / 10} or newer, not {sm / 10}")
+    return None
 
 
 def _of_fp8(survey: Survey, pair: Pair | None) -> Obstacle | None:
@@ -162,19 +165,22 @@ def _of_fp8(survey: Survey, pair: Pair | None) -> Obstacle | None:
     return None
 
 
-def _of_driver(survey: Survey, cuda: str = f"{CUDA}.0") -> Obstacle | None:
-    if survey.driver_runs(cuda):
-        return None
-    found = f"this one is for CUDA {survey.driver_cuda}" if survey.driver_cuda else "libcuda.so.1 is not found"
-    driver = f"must be {DRIVER} or newer" if cuda.startswith(f"{CUDA}.") else f"must be for CUDA {cuda}"
-    return Obstacle(f"NVIDIA's driver {driver}, and {found}", removable=True)
+def _of_packages(backend: Backend, survey: Survey) -> Obstacle | None:
+    for module in backend.modules:
+        if not survey.version(module):
+            return Obstacle(f"{module} is not installed; {install_with(backend.extra)}", removable=True)
+        if fault := survey.fault(module):
+            return Obstacle(fault, removable=True)
+    return None
 
 
-def _of_torch(survey: Survey) -> Obstacle | None:
-    if survey.torch_cuda:
+def _of_release(backend: Backend, survey: Survey) -> Obstacle | None:
+    version = survey.version(backend.modules[0]) or ""
+    if backend.serves_release(version):
         return None
-    found = "torch is a build for CPUs" if survey.version("torch") else "torch is not installed"
-    return Obstacle(f"{found}; {install_with('torch')}", removable=True)
+    return Obstacle(
+        f"{backend.title} must be {backend.releases_text}, not {version}; {install_with(backend.extra)}", removable=True
+    )
 
 
 def _of_kernels(survey: Survey) -> Obstacle | None:
@@ -183,21 +189,9 @@ def _of_kernels(survey: Survey) -> Obstacle | None:
     return Obstacle(f"{library.TORCH} is not built; {library.BUILD_HINT}", removable=True)
 
 
-def _of_packages(survey: Survey, extra: str, *modules: str) -> Obstacle | None:
-    for module in modules:
-        if not survey.version(module):
-            return Obstacle(f"{module} is not installed; {install_with(extra)}", removable=True)
-        if fault := survey.faults.get(module):
-            return Obstacle(fault, removable=True)
-    return None
-
-
-def _of_release(
-    survey: Survey, module: str, backend: BackendName, lowest: tuple[int, int], below: tuple[int, int]
-) -> Obstacle | None:
-    version = survey.version(module) or ""
-    numbers = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
-    if lowest <= tuple(numbers) < below:
+def _of_driver(survey: Survey, cuda: str) -> Obstacle | None:
+    if survey.driver_runs(cuda):
         return None
-    wanted = f"{'.'.join(map(str, lowest))} or newer below {below[0]}"
-    return Obstacle(f"{_SOFTWARE[backend]} must be {wanted}, not {version}; {install_with(backend)}", removable=True)
+    found = f"this one is for CUDA {survey.driver_cuda}" if survey.driver_cuda else "libcuda.so.1 is not found"
+    driver = f"must be {DRIVER} or newer" if cuda.startswith(f"{CUDA}.") else f"must be for CUDA {cuda}"
+    return Obstacle(f"NVIDIA's driver {driver}, and {found}", removable=True)

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.backends import BackendName
 from ddtree_trt.artifact.files import ENGINES
 from ddtree_trt.artifact.limits import BUDGETS, SLOTS
 from ddtree_trt.artifact.manifest import SCHEMA_VERSION, Limits, Manifest, parse_manifest
-from ddtree_trt.artifact.precisions import PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.template_arguments import OPTION, check_arguments, template_variables, thinking_note
 from ddtree_trt.build.backends.base import BackendBuild, BuilderOptions
-from ddtree_trt.build.backends.registry import backend_build, resolve_precision
 from ddtree_trt.build.checkpoint.tokenizer import copy_tokenizer, find_tokenizer, open_tokenizer
-from ddtree_trt.build.choice import choose_backend
+from ddtree_trt.build.choice import backend_build, choose_backend, resolve_precision
 from ddtree_trt.build.directory import atomic_directory, describe_files, prepare_destination
 from ddtree_trt.build.outline import Pair, outline_pair
 from ddtree_trt.build.presets import PRESETS, Preset, find_preset
@@ -33,31 +33,42 @@ from ddtree_trt.errors import BuildError, CheckpointError, UsageError
 from ddtree_trt.models.decoder import POSITIONS
 from ddtree_trt.reading import Source as JsonSource
 from ddtree_trt.reading import shown
+from ddtree_trt.records import option
 
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint, Network
 
-Backend = Literal["auto", BackendName]
-Precision = Literal["auto", PrecisionName]
+BackendChoice = Literal["auto", BackendName]
+PrecisionChoice = Literal["auto", PrecisionName]
+
+
+def _limit(name: str, text: str) -> Any:
+    """The option of a limit: its default, and the presets with other values."""
+    default = getattr(Limits, name)
+    own = {p.name: getattr(p.limits, name) for p in PRESETS.values() if getattr(p.limits, name) != default}
+    return option(None, f"{text} Default {default}{''.join(f', {n} {value}' for n, value in own.items())}.")
 
 
 @dataclass(frozen=True)
-class BuildRequest:
-    """A build as the user asks for it. The defaults are the command line's; None leaves a number to the preset."""
+class BuildRequest(BuilderOptions):
+    """A build as the user asks for it. None leaves a number to the preset."""
 
-    target: str | None = None  # a preset, or with both networks any name; None takes the checkpoint's
+    target: str | None = option(None, f"One of {', '.join(PRESETS)}, or a name for your own pair.", "NAME")
     # Instead of the preset's: a path, or as text also an OWNER/NAME of the hub (`named_source`).
-    checkpoint: str | Path | None = None
-    drafter: str | Path | None = None
-    backend: Backend = "auto"
-    precision: Precision = "auto"
-    max_seq_len: int | None = None
-    max_tree_budget: int | None = None
-    max_batch: int | None = None
-    output: Path | None = None  # None is engines/NAME
-    force: bool = False  # replace an existing engine
+    checkpoint: str | Path | None = option(
+        None,
+        "A target: a directory, a GGUF file, or OWNER/NAME of the Hugging Face hub, with @REVISION if wanted.",
+        "PATH|ID",
+    )
+    drafter: str | Path | None = option(None, "A drafter, likewise.", "PATH|ID")
+    backend: BackendChoice = option("auto", "What runs the engine.", "")
+    precision: PrecisionChoice = option("auto", "What it computes in.", "")
+    max_seq_len: int | None = _limit("max_seq_len", "Prompt and output tokens.")
+    max_tree_budget: int | None = _limit("max_tree_budget", "Largest tree.")
+    max_batch: int | None = _limit("max_batch", "Sequences at a time.")
+    output: Path | None = option(None, "The engine directory. Default engines/NAME.", "DIR")
+    force: bool = option(False, "Replace an existing engine.")
     chat_template_args: Mapping[str, Any] = field(default_factory=dict)  # over the preset's
-    builder: BuilderOptions = field(default_factory=BuilderOptions)
 
     @property
     def name(self) -> str:
@@ -115,7 +126,7 @@ def compile_engine(
         manifest = Manifest(
             schema_version=SCHEMA_VERSION,
             product_version=__version__,
-            backend=backend.name,
+            backend=backend.backend.name,
             precision=precision,
             name=request.name,
             target=target.identify(progress),
@@ -152,12 +163,12 @@ def choose_build(
     if name == "auto":
         choice = choose_backend(survey_machine(import_modules=True), pair, request.precision)
         name, reason = choice.backend, choice.reason
-    backend = backend_build(name, request.builder, dry_run=dry_run)
-    precision = resolve_precision(backend, request.precision)
-    backend.check((pair.target.dims, pair.drafter.dims), precision)
+    build = backend_build(name, request, dry_run=dry_run)
+    precision = resolve_precision(build, request.precision)
+    build.check((pair.target.dims, pair.drafter.dims), precision)
     if reason:
         notice(reason)
-    return backend, precision
+    return build, precision
 
 
 def _tokenizer_source(tokenizer: Path) -> JsonSource:
@@ -213,7 +224,7 @@ def _open(source: Source, option: str) -> Checkpoint:
 
 def check_numbers(request: BuildRequest) -> None:
     """Raises UsageError for limits that no model can have."""
-    for option, value, within in (
+    for flag, value, within in (
         ("--max-seq-len", request.max_seq_len, POSITIONS),
         ("--max-tree-budget", request.max_tree_budget, BUDGETS),
         ("--max-batch", request.max_batch, SLOTS),
@@ -222,7 +233,7 @@ def check_numbers(request: BuildRequest) -> None:
             hint = (
                 "; to decode without drafts give --method ar when it runs" if value == 0 and within is BUDGETS else ""
             )
-            raise UsageError(f"{option} must be {within}, not {value}{hint}")
+            raise UsageError(f"{flag} must be {within}, not {value}{hint}")
 
 
 def resolve_limits(

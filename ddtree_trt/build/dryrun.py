@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ddtree_trt.artifact.backends import BackendName
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.artifact.precisions import BackendName, PrecisionName
+from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.build.compile import BuildRequest, check_numbers, choose_build, resolve_limits, resolve_preset, sources
 from ddtree_trt.build.outline import outline_pair
 from ddtree_trt.device.gpus import available_bytes, find_gpus
@@ -65,12 +66,12 @@ def dry_run(request: BuildRequest) -> DryRun:
     backend, precision = choose_build(request, pair, reasons.append, dry_run=True)
     defaults, networks = preset.limits if preset else Limits(), (pair.target.dims, pair.drafter.dims)
     limits = resolve_limits(request, defaults, pair.target, pair.drafter, backend, precision)
-    weights = pair.weights_bytes(backend.name, precision)
+    weights = pair.weights_bytes(backend.backend.name, precision)
     native = backend.attention(networks) == "native"
-    memory = plan_engine(backend.name, precision, *networks, limits, weights, native=native)
+    memory = plan_engine(backend.backend.name, precision, *networks, limits, weights, native=native)
     return DryRun(
         name=request.name,
-        backend=backend.name,
+        backend=backend.backend.name,
         precision=precision,
         limits=limits,
         memory=memory,

@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from ddtree_trt.artifact.precisions import PLAN_BACKENDS, PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.backends import BACKENDS, BackendName
+from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
 from ddtree_trt.build.checkpoint.quantization import MODELOPT_CONFIG, Quantization
 from ddtree_trt.build.sources import Source, locate
@@ -44,12 +45,13 @@ class Pair:
     target: Outline
     drafter: Outline
 
-    def weights_bytes(self, backend: BackendName, precision: PrecisionName) -> int:
+    def weights_bytes(self, name: BackendName, precision: PrecisionName) -> int:
         """Bytes of both networks' weights in an engine. Of plans without the heads, which `device/memory.py`
         counts as they are on the device."""
-        if backend == "onnxruntime":
+        backend = BACKENDS[name]
+        if backend.on_cpu:
             return weight_bytes(self.target, precision) + weight_bytes(self.drafter, precision)
-        size, plans = PRECISIONS[precision].value_bytes, backend in PLAN_BACKENDS
+        size, plans = PRECISIONS[precision].value_bytes, backend.plans
         target, drafter = self.target, self.drafter
         if plans:
             target, drafter = target.without_head(), drafter.without_head()

@@ -6,14 +6,15 @@ import ctypes
 from dataclasses import dataclass
 from typing import Any
 
+from ddtree_trt.artifact.backends import TENSORRT
 from ddtree_trt.device.packages import import_package
 from ddtree_trt.errors import EngineError
 
 
-def cuda_bindings(extra: str = "tensorrt") -> Any:
+def cuda_bindings(extra: str = TENSORRT.extra) -> Any:
     """The module `cuda.bindings.runtime`. Raises MissingDependency, which names the extra of a backend's name, where
     cuda-python is not installed."""
-    return import_package("cuda.bindings.runtime", extra=extra)
+    return import_package("cuda.bindings.runtime", None, extra)
 
 
 def call(api: Any, function: str, *arguments: Any) -> Any:

@@ -9,7 +9,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddtree_trt.device.memory import Place
+from ddtree_trt.artifact.backends import Place
 
 _GPU_QUERY = "name,driver_version,memory.total,compute_cap"
 _GPU_TIMEOUT_S = 20

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.backends import BACKENDS, Backend, BackendName, Place
 from ddtree_trt.artifact.manifest import Limits, Manifest
-from ddtree_trt.artifact.precisions import PLAN_BACKENDS, PRECISIONS, BackendName
+from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.device.buckets import buckets, captured_passes, context_steps
 from ddtree_trt.device.buffers import FLOAT_BYTES, NOT_COUNTED_AS_BUFFERS, pass_rows, tensorrt_buffers
 from ddtree_trt.drafters.kind import EMBEDDING, HEAD
@@ -23,14 +24,6 @@ from ddtree_trt.plugins import HEAD_DIMS
 
 # Per layer of a captured pass: nodes and arguments of a dozen kernels, TensorRT's context. Estimated, never measured.
 CAPTURED_LAYER_BYTES = 32 << 10
-
-Place = Literal["host", "GPU", "device"]  # the last is a GPU where there is one, else the host
-_PLACES: Mapping[BackendName, Place] = {
-    "onnxruntime": "host",
-    "torch": "device",
-    "tensorrt": "GPU",
-    "tensorrt-rtx": "GPU",
-}
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,7 @@ class MemoryPlan:
 
 
 def plan_engine(
-    backend: BackendName,
+    name: BackendName,
     precision: str,
     target: TransformerDims,
     drafter: TransformerDims,
@@ -73,20 +66,20 @@ def plan_engine(
     `weights_bytes` are those of both networks' files, what they share counted once; of plans without the heads. The
     plan has them as they are once loaded.
     """
-    size = PRECISIONS[precision].value_bytes
-    if backend in PLAN_BACKENDS:  # heads in float32 on the device
+    backend, size = BACKENDS[name], PRECISIONS[precision].value_bytes
+    if backend.plans:  # heads in float32 on the device
         weights_bytes += sum(_table_values(HEAD, target, drafter)) * FLOAT_BYTES
-    elif backend == "onnxruntime":
+    elif backend.on_cpu:
         weights_bytes = _packed_bytes(precision, target, drafter, weights_bytes)
     per_row = sum(2 * d.num_layers * d.num_kv_heads * d.head_dim * size for d in (target, drafter))
     return MemoryPlan(
-        place=_PLACES[backend],
+        place=backend.place,
         weights_bytes=weights_bytes,
         kv_bytes_per_slot=per_row * limits.cache_rows,
         slots=limits.max_batch,
         buffers_bytes=_buffers_bytes(backend, size, target, drafter, limits),
         workspace_bytes=_workspace_bytes(
-            backend, precision, target, drafter, limits, native or backend == "tensorrt-rtx"
+            backend, precision, target, drafter, limits, native or backend.attentions == ("native",)
         ),
     )
 
@@ -137,15 +130,15 @@ def plan_manifest(manifest: Manifest) -> MemoryPlan:
     return plan_engine(m.backend, m.precision, m.target_dims, m.drafter_dims, m.limits, weights, native=native)
 
 
-def _slots_per_pass(backend: BackendName, limits: Limits) -> int:
+def _slots_per_pass(backend: Backend, limits: Limits) -> int:
     """Slots of one pass: a CPU verifies one slot after the other, a GPU all slots of a round together."""
-    return 1 if backend == "onnxruntime" else limits.max_batch
+    return 1 if backend.on_cpu else limits.max_batch
 
 
 def _buffers_bytes(
-    backend: BackendName, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
+    backend: Backend, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
 ) -> int:
-    if backend in PLAN_BACKENDS:
+    if backend.plans:
         sizes = tensorrt_buffers(target, drafter, limits, size)
         return sum(sizes[name] for name in sizes.keys() - NOT_COUNTED_AS_BUFFERS)
     kind, rows = kind_of(drafter), pass_rows(limits, _slots_per_pass(backend, limits))
@@ -173,7 +166,7 @@ def attention_workspace_bytes(networks: Iterable[TransformerDims], limits: Limit
 
 
 def _workspace_bytes(
-    backend: BackendName,
+    backend: Backend,
     precision: str,
     target: TransformerDims,
     drafter: TransformerDims,
@@ -183,7 +176,7 @@ def _workspace_bytes(
     """About the bytes of a pass: its widest arrays, and on a GPU the attention kernels' scratch and captured passes."""
     size = PRECISIONS[precision].value_bytes
     wide = _widest_bytes(backend, size, target, drafter, limits)
-    if backend == "onnxruntime":
+    if backend.on_cpu:
         rows = pass_rows(limits, 1)
         scores = rows * target.num_heads * limits.cache_rows  # of attention
         # An 8-bit head is a product, and the logits that are its multiple.
@@ -194,16 +187,16 @@ def _workspace_bytes(
     # much is assumed.
     scratch = attention_workspace_bytes((target, drafter), limits) if size == 2 else 0
     # PyTorch keeps the memory of captured passes, which they share, apart from that of other passes.
-    return (2 if backend == "torch" else 1) * wide + scratch + _captured_bytes(backend, target, drafter, limits, native)
+    return (2 if backend.kernels else 1) * wide + scratch + _captured_bytes(backend, target, drafter, limits, native)
 
 
 def _captured_bytes(
-    backend: BackendName, target: TransformerDims, drafter: TransformerDims, limits: Limits, native: bool
+    backend: Backend, target: TransformerDims, drafter: TransformerDims, limits: Limits, native: bool
 ) -> int:
     """About the bytes of captured passes, the memory they work in aside: of TensorRT all that are kept at a time, of
     PyTorch those of a single sequence. More are captured as more sequences are decoded together."""
     trees = len(buckets(1 + limits.max_tree_budget))
-    if backend == "torch":
+    if backend.kernels:
         return trees * (target.num_layers + drafter.num_layers) * CAPTURED_LAYER_BYTES
     block, slots = kind_of(drafter).block_size, limits.max_batch
     alone = slots if native else 1  # of one token of one slot, as an autoregressive drafter's passes are
@@ -213,7 +206,7 @@ def _captured_bytes(
 
 
 def _widest_bytes(
-    backend: BackendName, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
+    backend: Backend, size: int, target: TransformerDims, drafter: TransformerDims, limits: Limits
 ) -> int:
     """Bytes of the widest arrays: the fused projections of the target's rows, or the drafter's logits."""
     slots = _slots_per_pass(backend, limits)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from ddtree_trt.artifact.backends import TENSORRT
 from ddtree_trt.errors import MissingDependency, install_with
 
 
-def import_package(module: str, refusal: str | None = None, extra: str = "tensorrt") -> Any:
+def import_package(module: str, refusal: str | None = None, extra: str = TENSORRT.extra) -> Any:
     """The imported module, which the extra of a backend's name installs. Raises MissingDependency, whose text begins
     with `refusal`, where it cannot be imported."""
     try:

@@ -10,23 +10,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ddtree_trt.artifact import backends
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.device.cuda_calls import cuda_bindings, cuda_of_driver
 from ddtree_trt.device.gpus import Gpu, available_bytes, find_gpus, visible_gpus
 from ddtree_trt.device.tensorrt_library import import_tensorrt
-from ddtree_trt.errors import MissingDependency
+from ddtree_trt.errors import MissingDependency, install_with
 from ddtree_trt.plugins import library
 
 # Our kernels, and NVIDIA's packages of the extras, are for CUDA 13, which asks for this driver.
 CUDA, DRIVER = 13, 580
 
 # Names under which a module's package may be installed: for TensorRT they depend on the release of CUDA.
-TENSORRT, TENSORRT_RTX, CUDA_PYTHON = "tensorrt", "tensorrt_rtx", "cuda.bindings.runtime"
+TORCH = backends.TORCH.modules[0]
+TENSORRT, CUDA_PYTHON = backends.TENSORRT.modules
+TENSORRT_RTX = backends.TENSORRT_RTX.modules[0]
 DISTRIBUTIONS: Mapping[str, tuple[str, ...]] = {
-    TENSORRT: ("tensorrt", "tensorrt_cu13", "tensorrt_cu13_bindings", "tensorrt_cu12", "tensorrt_cu12_bindings"),
-    TENSORRT_RTX: ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu13-bindings"),
+    TENSORRT: (TENSORRT, "tensorrt_cu13", "tensorrt_cu13_bindings", "tensorrt_cu12", "tensorrt_cu12_bindings"),
+    TENSORRT_RTX: (backends.TENSORRT_RTX.name, "tensorrt-rtx-cu13", "tensorrt-rtx-cu13-bindings"),
     CUDA_PYTHON: ("cuda-python", "cuda-bindings"),
-    "torch": ("torch",),
+    TORCH: (TORCH,),
 }
 
 
@@ -58,6 +61,12 @@ class Survey:
     def driver_runs(self, cuda: str = f"{CUDA}.0") -> bool:
         """Whether the driver runs what is made for a release of CUDA, of which the major number counts."""
         return self.driver_cuda is not None and _major(self.driver_cuda) >= _major(cuda)
+
+    def fault(self, module: str) -> str | None:
+        """Why an installed module cannot be used; None where it can, as far as is known."""
+        if module == TORCH and not self.torch_cuda:
+            return f"{module} is a build for CPUs; {install_with(backends.TORCH.extra)}"
+        return self.faults.get(module)
 
     def version(self, module: str) -> str | None:
         """The version of an installed module; None where it is not installed."""
@@ -101,7 +110,7 @@ def _major(version: str) -> int:
 
 def torch_cuda() -> str | None:
     """The CUDA that the installed torch is built for, read from its files; None for a CPU's, or without torch."""
-    spec = importlib.util.find_spec("torch")
+    spec = importlib.util.find_spec(TORCH)
     try:
         text = (Path(spec.origin).parent / "version.py").read_text(encoding="utf-8") if spec and spec.origin else ""
     except OSError:

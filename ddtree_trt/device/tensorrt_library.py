@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_trt import plugins
+from ddtree_trt.artifact.backends import TENSORRT, TENSORRT_RTX
 from ddtree_trt.device.packages import import_package
 from ddtree_trt.errors import DDTreeError
 
@@ -19,11 +20,11 @@ def import_tensorrt(refusal: str | None = None, *, rtx: bool = False) -> Any:
     """The module of TensorRT, or with `rtx` that of TensorRT for RTX, whose interface is the same. Raises
     MissingDependency, whose text begins with `refusal`, where it cannot be imported."""
     if not rtx:
-        return import_package("tensorrt", refusal)
+        return import_package("tensorrt", refusal, TENSORRT.extra)
     # The package `tensorrt-rtx` brings the first name along; the wheels that it consists of have the second alone.
     if importlib.util.find_spec("tensorrt_rtx") is None and importlib.util.find_spec("tensorrt_rtx_bindings"):
-        return import_package("tensorrt_rtx_bindings", refusal, "tensorrt-rtx")
-    return import_package("tensorrt_rtx", refusal, "tensorrt-rtx")
+        return import_package("tensorrt_rtx_bindings", refusal, TENSORRT_RTX.extra)
+    return import_package("tensorrt_rtx", refusal, TENSORRT_RTX.extra)
 
 
 def make_log(trt: Any, warnings: logging.Logger | None = None) -> Any:

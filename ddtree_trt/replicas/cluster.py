@@ -10,12 +10,12 @@ from contextlib import contextmanager
 
 import ray
 
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.errors import DDTreeError, EngineError, UsageError
 from ddtree_trt.replicas.options import ReplicaOptions
 from ddtree_trt.serve.options import ServeOptions
 
 _CONNECT_S = 20.0  # timeout for a cluster's address: Ray itself tries for minutes
-_FOR_GPUS = ("tensorrt", "tensorrt-rtx", "torch")
 
 
 @contextmanager
@@ -72,9 +72,9 @@ def resources_per_replica(
     """
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     total = {kind: sum(node.get(kind, 0.0) for node in nodes) for kind in ("CPU", "GPU")}
-    gpus = replicas.gpus_per_replica
+    gpus, place = replicas.gpus_per_replica, BACKENDS[backend].place
     if gpus is None:
-        gpus = float(ranks) if backend in _FOR_GPUS and (backend != "torch" or total["GPU"]) else 0.0
+        gpus = float(ranks) if place == "GPU" or (place == "device" and total["GPU"]) else 0.0
     cpus = replicas.cpus_per_replica
     if cpus is None:
         cpus = min(total["CPU"] / replicas.most, max(node.get("CPU", 0.0) for node in nodes))

@@ -17,6 +17,7 @@ from pathlib import Path
 from string import Template
 
 from ddtree_trt import __version__
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.files import MANIFEST, OF_THIS_MACHINE, PROFILE, sha256_file
 from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
@@ -133,10 +134,12 @@ def _check_numbers(request: ExportRequest) -> None:
 
 
 def _gpus(request: ExportRequest, manifest: Manifest) -> tuple[int, ...]:
-    if manifest.backend != "onnxruntime":
+    if not BACKENDS[manifest.backend].on_cpu:
         return request.gpus or (0,)
     if request.gpus:
-        raise UsageError("--gpus is for engines that run on GPUs; this one has backend onnxruntime and runs on the CPU")
+        raise UsageError(
+            f"--gpus is for engines that run on GPUs; this one has backend {manifest.backend} and runs on the CPU"
+        )
     return ()
 
 

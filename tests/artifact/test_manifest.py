@@ -51,11 +51,11 @@ def test_what_computes_attention() -> None:
 
 def test_the_command_that_rebuilds_plans() -> None:
     place, plans = Path("e"), {"precision": "bf16"}
-    native = make_manifest(backend="tensorrt", **plans, toolchain={"tensorrt": "11.4", "row_independence": "yes"})
+    native = make_manifest(backend="tensorrt", **plans, toolchain={"tensorrt": "11.4"})
     assert "--backend tensorrt --precision bf16 --attention native --output" in rebuild_command(place, native)
-    toolchain = {"tensorrt-rtx": "1.7", "row_independence": "no", "gpus": "sm89 sm120"}
+    toolchain = {"tensorrt-rtx": "1.7", "gpus": "sm89 sm120"}
     rtx = make_manifest(backend="tensorrt-rtx", **plans, toolchain=toolchain)
-    assert "--precision bf16 --gpu sm89 --gpu sm120 --no-row-independence --output" in rebuild_command(place, rtx)
+    assert "--precision bf16 --gpu sm89 --gpu sm120 --output" in rebuild_command(place, rtx)
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_the_command_that_rebuilds_plans() -> None:
         ("drafter_kind", "autoregressive", "m: drafter_dims.block_size is unknown"),
         ("drafter_dims.tap_layers", [0, "x"], "m: drafter_dims.tap_layers[1] must be an integer from 0 to 999"),
         ("drafter_dims.tap_layers", 3, "m: drafter_dims.tap_layers must be a list, found 3"),
-        ("drafter_dims.tap_layers", [], "drafter_dims.tap_layers is empty"),
+        ("drafter_dims.tap_layers", [], "drafter_dims: tap_layers is empty"),
         ("drafter_dims.tap_layers", [0, 7], "target_layer_ids [7] are not layers of the target"),
         ("drafter_dims.mask_token_id", 96, "mask_token_id 96 is not below vocab_size 96"),
         ("stop_token_ids", [96], "stop_token_ids [96] are not below vocab_size 96"),

@@ -11,11 +11,11 @@ import torch
 from onnx import TensorProto
 from safetensors.torch import save_file
 
-from ddtree_trt.artifact.files import REQUIRED_FILES
-from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.backends import BACKENDS, BackendName, load
+from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.artifact.tensor_files import STORED, encode, read_tensors
 from ddtree_trt.build.backends.base import BuilderOptions
-from ddtree_trt.build.backends.registry import backend_build, resolve_precision
+from ddtree_trt.build.choice import backend_build, resolve_precision
 from ddtree_trt.build.graph.ops import TYPES
 from ddtree_trt.errors import ArtifactError, UsageError
 from ddtree_trt.reading import Source
@@ -23,8 +23,11 @@ from ddtree_trt.reading import Source
 
 def test_every_name_has_its_row() -> None:
     assert tuple(PRECISIONS) == get_args(PrecisionName)
-    assert tuple(BACKEND_PRECISIONS) == tuple(REQUIRED_FILES) == get_args(BackendName)
-    assert set().union(*BACKEND_PRECISIONS.values()) == set(PRECISIONS)
+    assert tuple(BACKENDS) == get_args(BackendName)
+    assert set().union(*(backend.precisions for backend in BACKENDS.values())) == set(PRECISIONS)
+    for backend in BACKENDS.values():
+        assert {*backend.builds} <= {*backend.precisions}
+        assert callable(load(backend.builder)) and callable(load(backend.engine))
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
@@ -45,8 +48,8 @@ def test_a_row_is_one_type_everywhere(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["onnxruntime", "torch"])
 def test_a_build_offers_what_its_engines_may_have(backend: BackendName) -> None:
     build = backend_build(backend, BuilderOptions())
-    assert build.name == backend
-    assert sorted(build.precisions) == sorted(BACKEND_PRECISIONS[backend])
+    assert build.backend is BACKENDS[backend]
+    assert sorted(build.precisions) == sorted(build.backend.builds)
     for name in get_args(PrecisionName):
         if name in build.precisions:
             assert resolve_precision(build, name) == name
@@ -54,8 +57,3 @@ def test_a_build_offers_what_its_engines_may_have(backend: BackendName) -> None:
             with pytest.raises(UsageError, match=f"precision '{name}' is not available: the {backend} backend"):
                 resolve_precision(build, name)
     assert resolve_precision(build, "auto") == build.precisions[0]
-
-
-def test_tensorrt_is_built_in_what_the_kernels_compute_in() -> None:
-    build = backend_build("tensorrt", BuilderOptions(), dry_run=True)
-    assert build.precisions == ("bf16", "fp16")

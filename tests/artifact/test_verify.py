@@ -14,7 +14,8 @@ from engine_files import FILES, make_engine, make_manifest
 from pacing import wait_for
 
 from ddtree_trt.artifact import verify as verified
-from ddtree_trt.artifact.files import MANIFEST, PROFILE, REQUIRED_FILES, VERIFIED, WEIGHTS
+from ddtree_trt.artifact.backends import BACKENDS
+from ddtree_trt.artifact.files import MANIFEST, PROFILE, VERIFIED, WEIGHTS
 from ddtree_trt.artifact.manifest import FileEntry, load_manifest
 from ddtree_trt.artifact.verify import verify_files, verify_for_opening
 from ddtree_trt.errors import ArtifactError
@@ -89,7 +90,7 @@ def test_an_edited_manifest_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_is_not_listed(tmp_path: Path) -> None:
-    files = {n: FileEntry(0, "0" * 64) for n in REQUIRED_FILES["tensorrt"] if n != "compaction.plan"}
+    files = {n: FileEntry(0, "0" * 64) for n in BACKENDS["tensorrt"].files if n != "compaction.plan"}
     manifest = make_manifest(backend="tensorrt", precision="bf16", files=files)
     (tmp_path / "manifest.json").write_text(manifest.to_json())
     with pytest.raises(ArtifactError, match=r"does not list compaction\.plan; rebuild with"):

@@ -17,9 +17,9 @@ from ddtree_trt.artifact.manifest import Manifest, load_manifest
 from ddtree_trt.artifact.tensor_files import encode
 from ddtree_trt.artifact.verify import verify_files
 from ddtree_trt.artifact.weight_layout import stored_weights
-from ddtree_trt.build.backends.registry import resolve_precision
 from ddtree_trt.build.backends.torch import backend as torch_build
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
+from ddtree_trt.build.choice import resolve_precision
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.errors import ArtifactError, BuildError
 

@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 from checkpoints import make_pair
 
-from ddtree_trt.artifact.precisions import BackendName
+from ddtree_trt.artifact.backends import BACKENDS, BackendName
 from ddtree_trt.build import compile as compiling
-from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.checkpoint.quantization import Quantization
-from ddtree_trt.build.choice import RTX_SMS, Wanted, choose_backend
+from ddtree_trt.build.choice import Wanted, choose_backend
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
 from ddtree_trt.build.outline import Outline, Pair, outline_pair
@@ -185,7 +184,7 @@ def test_every_gpu_that_tensorrt_for_rtx_serves() -> None:
         gpu = Gpu("x", "580.1", "90000 MiB", str(sm / 10))
         assert gpu.sm == sm
         found = choose_backend(dataclasses.replace(machine("h200 rtx"), gpus=(gpu,))).backend
-        assert found == ("tensorrt-rtx" if sm in RTX_SMS else "onnxruntime")
+        assert found == ("tensorrt-rtx" if sm in BACKENDS["tensorrt-rtx"].sms else "onnxruntime")
 
 
 @pytest.mark.parametrize(
@@ -219,9 +218,8 @@ def test_a_build_says_it_before_any_work(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_options_are_checked_for_the_backend_that_was_chosen(tmp_path: Path) -> None:
     target, drafter = make_pair(tmp_path / "pair")
-    options = BuilderOptions(optimization_level=2)
-    request = BuildRequest(target="x", checkpoint=target, drafter=drafter, output=tmp_path / "e", builder=options)
-    with pytest.raises(UsageError, match="--builder-optimization-level is for --backend tensorrt"):
+    request = BuildRequest(target="x", checkpoint=target, drafter=drafter, output=tmp_path / "e", attention="native")
+    with pytest.raises(UsageError, match="--attention is for --backend tensorrt"):
         compile_engine(request)
 
 

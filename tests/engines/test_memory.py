@@ -19,8 +19,8 @@ from quantized import ALGORITHMS, GROUP, quantize
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from ddtree_trt.artifact.backends import BackendName
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.artifact.precisions import BackendName
 from ddtree_trt.build import dryrun
 from ddtree_trt.build.backends.onnxruntime.backend import weight_bytes
 from ddtree_trt.build.checkpoint.reader import load_checkpoint

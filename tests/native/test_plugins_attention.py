@@ -17,6 +17,7 @@ from pacing import WAIT_S
 from plugin_libraries import Guarded, address, aligned, emulated_kernels
 
 from ddtree_trt import _native
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.device import memory
 from ddtree_trt.errors import EngineError
@@ -321,7 +322,7 @@ def test_the_memory_plan_counts_the_bound(max_batch: int) -> None:
         halves, single = (memory.plan_engine(backend, p, dims, dims, limits, 0) for p in ("bf16", "fp32"))
         passes = {"torch": 2, "tensorrt": 1}[backend]
         without = [
-            plan.workspace_bytes - passes * memory._widest_bytes(backend, size, dims, dims, limits)
+            plan.workspace_bytes - passes * memory._widest_bytes(BACKENDS[backend], size, dims, dims, limits)
             for plan, size in ((halves, 2), (single, 4))
         ]
         assert without[0] - without[1] == 8_785_920  # float32 has no kernels

@@ -10,7 +10,7 @@ from typing import get_args
 
 import pytest
 
-from ddtree_trt.artifact.precisions import BackendName
+from ddtree_trt.artifact.backends import BackendName
 from ddtree_trt.plugins import library
 
 BACKENDS = get_args(BackendName)

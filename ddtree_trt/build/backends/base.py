@@ -1,4 +1,4 @@
-"""Interface of a backend's part of a build, called by `compile.py`. `registry.py` has the backends by name."""
+"""Interface of a backend's part of a build, called by `compile.py`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from ddtree_trt.artifact.backends import TENSORRT, TENSORRT_RTX, Backend
 from ddtree_trt.artifact.manifest import AttentionName, Limits
-from ddtree_trt.artifact.precisions import BackendName, PrecisionName
+from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.progress import Progress
-from ddtree_trt.errors import MAX_COUNT, UsageError, check_range
 from ddtree_trt.models.decoder import TransformerDims
+from ddtree_trt.records import option
 
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
@@ -20,37 +21,24 @@ if TYPE_CHECKING:
 Attention = Literal["auto", "plugin", "native"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BuilderOptions:
-    """Options of the builders of TensorRT and TensorRT for RTX; no other backend has any. None leaves a value to
-    TensorRT."""
+    """Options of the builders of plans; no other backend has any."""
 
-    optimization_level: int | None = None  # 0 to 5: how long it searches for fast kernels
-    workspace_mib: int | None = None  # most scratch memory a layer may use
-    inspect: bool = False  # keep layer details in the engine, and write them beside it as JSON
-    attention: Attention = "auto"  # what computes it; `auto` is our plugin where it is built
-    gpus: tuple[str, ...] = ()  # kinds of GPU that TensorRT for RTX compiles for, as in sm89; none: this machine's
-    row_independence: bool = True  # a row's result is the same bits wherever it stands in a batch
-
-    def check(self, backend: BackendName) -> None:
-        """Raises UsageError for values out of range, and for a value that `backend` has no use for."""
-        plans: tuple[BackendName, ...] = ("tensorrt", "tensorrt-rtx")
-        given: tuple[tuple[str, bool, tuple[BackendName, ...]], ...] = (
-            ("--builder-optimization-level", self.optimization_level is not None, plans[:1]),
-            ("--builder-workspace-mib", self.workspace_mib is not None, plans[:1]),
-            ("--builder-inspect", self.inspect, plans[:1]),
-            ("--attention", self.attention != "auto", plans[:1]),
-            ("--gpu", bool(self.gpus), plans[1:]),
-            ("--no-row-independence", not self.row_independence, plans),
-        )
-        for option, is_given, backends in given:
-            if is_given and backend not in backends:
-                served = " or ".join(backends)
-                raise UsageError(f"{option} is for --backend {served}, not for {backend}; leave it out")
-        if self.optimization_level is not None:
-            check_range("--builder-optimization-level", self.optimization_level, 0, 5)
-        if self.workspace_mib is not None:
-            check_range("--builder-workspace-mib", self.workspace_mib, 1, MAX_COUNT)
+    gpus: tuple[str, ...] = option(
+        (),
+        "TensorRT for RTX: a kind of GPU to compile for, as in sm89. May be repeated. Default this machine's; where it "
+        "has none, every kind that has the precision.",
+        "smNN",
+        flag="--gpu",
+        only=(TENSORRT_RTX.name,),
+    )
+    attention: Attention = option(
+        "auto",
+        "TensorRT: our plugin, or its own layers, which need no `make plugins`. auto: the plugin where it is built.",
+        "auto|plugin|native",
+        only=(TENSORRT.name,),
+    )
 
 
 @dataclass(frozen=True)
@@ -64,10 +52,13 @@ class Written:
 
 
 class BackendBuild(Protocol):
-    """A backend's part of a build, made by `registry.backend_build`."""
+    """A backend's part of a build, made by `choice.backend_build`."""
 
-    name: BackendName
+    backend: Backend
     precisions: tuple[PrecisionName, ...]  # the first is what `auto` means
+
+    def check_machine(self) -> None:
+        """Raises MissingDependency or BuildError where this machine cannot build."""
 
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         """Raises UsageError for networks that it does not compute in that precision, before any work."""

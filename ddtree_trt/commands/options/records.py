@@ -6,8 +6,9 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import is_dataclass
+from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
@@ -58,10 +59,15 @@ def _rows(record: type, wanted: Sequence[str] | None) -> list[tuple[str, Option,
 
 def _parameter(name: str, found: Option, kind: Any, default: Any, optional: bool) -> inspect.Parameter:
     flag = found.flag or f"--{name.replace('_', '-')}"
-    switch = bool in (kind, *get_args(kind))
+    kinds = get_args(kind) or (kind,)
+    switch = bool in kinds
     if switch and default is not False:
         flag += f"/--no-{flag[2:]}"
-    made = typer.Option(flag, metavar=None if switch else found.metavar, help=found.help, envvar=found.envvar)
+    made = typer.Option(flag, metavar=None if switch else found.metavar or None, help=found.help, envvar=found.envvar)
+    if get_origin(kind) is tuple:
+        kind, default = list[str] | None, None
+    elif str in kinds and Path in kinds:
+        kind = str | None
     annotation: Any = Annotated[kind | None if optional else kind, made]
     default = None if optional else default
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -77,5 +83,7 @@ def _make(record: type, optional: bool, values: dict[str, Any]) -> Any:
                 if given[name] is not None:
                     raise UsageError(f"--{name.replace('_', '-')} needs --{first.replace('_', '-')}")
             return None
-        given = {name: value for name, value in given.items() if value is not None}
-    return record(**given)
+    repeated = {name for name, (_, kind, _) in options(record).items() if get_origin(kind) is tuple}
+    given = {name: tuple(value) if name in repeated and value else value for name, value in given.items()}
+    # What was not given has the record's default.
+    return record(**{name: value for name, value in given.items() if value is not None})

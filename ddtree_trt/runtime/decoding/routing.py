@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.toolchain import RANKS
 from ddtree_trt.errors import UsageError
@@ -62,7 +63,7 @@ def _refuse(reason: str | None) -> None:
 
 def engine_host_reason(manifest: Manifest) -> str | None:
     """Why an engine builds every tree on the host; None when it has rounds that stay on the device."""
-    if manifest.backend != "torch":
+    if not BACKENDS[manifest.backend].device_rounds:
         return f"the {manifest.backend} backend builds trees on the host"
     if RANKS in manifest.toolchain:
         return f"its target is split over {manifest.toolchain[RANKS]} processes, which the host leads"

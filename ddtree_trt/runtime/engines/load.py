@@ -18,7 +18,7 @@ from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.verify import verify_for_opening
 from ddtree_trt.device.memory import plan_manifest
 from ddtree_trt.errors import ArtifactError, MissingDependency, UsageError, install_with
-from ddtree_trt.records import options, with_fields
+from ddtree_trt.records import misplaced_option, with_fields
 from ddtree_trt.runtime.engines.base import Engine
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 
@@ -66,12 +66,12 @@ def open_engine(
 
 def _check_options(given: EngineOptions, directory: Path, manifest: Manifest) -> None:
     """Raises UsageError for an option that engines of other backends have."""
-    for name, (option, _, default) in options(EngineOptions).items():
-        if option.only and manifest.backend not in option.only and getattr(given, name) != default:
-            raise UsageError(
-                f"{name} is for engines of the {' or '.join(option.only)} backend, {directory} is for "
-                f"{manifest.backend}; leave it out, or build the engine again with --backend {option.only[0]}"
-            )
+    if misplaced := misplaced_option(EngineOptions, given, manifest.backend):
+        flag, served = misplaced
+        raise UsageError(
+            f"{flag[2:].replace('-', '_')} is for engines of the {served} backend, {directory} is for "
+            f"{manifest.backend}; leave it out, or build the engine again with --backend {served}"
+        )
 
 
 @contextmanager

@@ -72,7 +72,6 @@ def test_the_packaged_pair(cli: Cli, tmp_path: Path) -> None:
         assert manifest.files[name].size > 100_000
     assert manifest.toolchain["tensorrt-rtx"] == import_tensorrt(rtx=True).__version__
     assert manifest.toolchain["gpus"] == "sm80 sm86 sm89 sm120 sm121", "all that have bf16"
-    assert manifest.toolchain["row_independence"] == "yes"
     assert set(manifest.tensors) == {"target", "drafter", "compaction"}
     assert sorted(p.name for p in engine.parent.iterdir()) == ["tiny"], "no timing cache"
 
@@ -119,7 +118,7 @@ def test_a_killed_build_and_those_after_it(cli: Cli, pair: list[object], tmp_pat
     assert all(p.is_file() for p in engine.iterdir()), "no graphs"
 
     before = fingerprint(engine)
-    given = ["--gpu", "sm89", "--gpu", "sm120", "--gpu", "sm89", "--no-row-independence", "--precision", "fp16"]
+    given = ["--gpu", "sm89", "--gpu", "sm120", "--gpu", "sm89", "--precision", "fp16"]
     code, _, err = cli("build", *pair, *RTX, "--output", engine, "--force", *given)
     assert code == 0, err
     manifest = load_manifest(engine)
@@ -129,8 +128,8 @@ def test_a_killed_build_and_those_after_it(cli: Cli, pair: list[object], tmp_pat
     assert json.loads(out)["limits"] == vars(manifest.limits), "with the rows that align slots"
     for dims in (manifest.target_dims, manifest.drafter_dims):
         assert CacheShape.of(dims, manifest.limits, 2).slot_bytes % ALIGNMENT == 0, "a slot's address is bound"
-    assert manifest.toolchain["gpus"] == "sm89 sm120" and manifest.toolchain["row_independence"] == "no"
-    words = "--backend tensorrt-rtx --precision fp16 --gpu sm89 --gpu sm120 --no-row-independence --output"
+    assert manifest.toolchain["gpus"] == "sm89 sm120"
+    words = "--backend tensorrt-rtx --precision fp16 --gpu sm89 --gpu sm120 --output"
     assert words in rebuild_command(engine, manifest)
 
 
@@ -177,7 +176,6 @@ def test_kinds_are_those_of_the_product() -> None:
         (["--gpu", "4090"], ["--gpu must be one of sm80, sm86, sm89, sm120, sm121, not '4090'"]),
         (["--precision", "fp32"], ["computes in bf16, fp16"]),
         (["--attention", "native"], ["--attention is for --backend tensorrt, not for tensorrt-rtx"]),
-        (["--builder-inspect"], ["--builder-inspect is for --backend tensorrt, not for tensorrt-rtx"]),
         (["--builder-optimization-level", "3"], ["not for tensorrt-rtx"]),
         (["--builder-workspace-mib", "64"], ["not for tensorrt-rtx"]),
     ],
@@ -204,7 +202,7 @@ def test_a_quantised_target_needs_gpus_that_multiply_it(tmp_path: Path) -> None:
         drafter=drafter,
         backend="tensorrt-rtx",
         output=tmp_path / "e",
-        builder=BuilderOptions(gpus=("sm89", "sm86")),
+        gpus=("sm89", "sm86"),
     )
     with pytest.raises(UsageError, match=r"FP8, which needs compute capability 8.9 or newer, and sm86 has 8.6"):
         compile_engine(request)

@@ -3,7 +3,6 @@ recording fake of the builder over the real bindings; a fake of the GPU."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
@@ -22,7 +21,6 @@ from ddtree_trt import plugins
 from ddtree_trt.artifact.files import sha256_file
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt import profiles as tensorrt_profiles
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.models.decoder import EMBEDDING, HEAD
@@ -49,7 +47,6 @@ TOOLCHAIN = {
     "driver": "13.1",
     "sm": "90",
     "gpu": "NVIDIA H100 80GB HBM3",
-    "row_independence": "yes",
 }
 PLANS = {"target.plan", "drafter.plan", "compaction.plan"}
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja"}
@@ -102,21 +99,6 @@ def test_the_timing_cache_of_one_build_serves_the_next(with_plugins: Machine, tm
     build(tmp_path / "b")
     given = with_plugins.fake.named("IBuilderConfig.create_timing_cache")
     assert given == [(b"",), *[(b"learnt timings",)] * 5]
-
-
-def test_options_reach_the_builder(with_plugins: Machine, tmp_path: Path) -> None:
-    options = BuilderOptions(optimization_level=5, workspace_mib=512, inspect=True, attention="plugin")
-    manifest = build(tmp_path / "e", builder=options, precision="fp16")
-    fake = with_plugins.fake
-    assert fake is not None
-    assert len(fake.named("IPluginRegistry.load_library")) == 1
-    assert fake.named("IBuilderConfig.builder_optimization_level =") == [(5,)] * 3
-    pool = fake.real.MemoryPoolType.WORKSPACE
-    assert fake.named("IBuilderConfig.set_memory_pool_limit") == [(pool, 512 << 20)] * 3
-    detailed = fake.real.ProfilingVerbosity.DETAILED
-    assert fake.named("IBuilderConfig.profiling_verbosity =") == [(detailed,)] * 3
-    assert json.loads((tmp_path / "e" / "target.layers.json").read_text()) == {"Layers": []}
-    assert {"target.layers.json", "drafter.layers.json"} <= set(manifest.files)
 
 
 # Attention of TensorRT's own, through the real builder
@@ -172,28 +154,6 @@ def test_an_engine_without_our_library(machine: Machine, tmp_path: Path) -> None
     for name, source in (("embedding", EMBEDDING), ("lm_head", HEAD)):
         assert stored[name].dtype == torch.bfloat16
         assert torch.equal(stored[name], torch.tensor(checkpoint.tensor(source)).to(torch.bfloat16))
-
-
-@pytest.mark.rtx
-def test_rows_that_may_depend_on_their_neighbours(machine: Machine, tmp_path: Path) -> None:
-    """TensorRT takes two profiles only without distributive independence, and says so in its own words."""
-    target, drafter = make_pair(tmp_path / "pair", **SMALL)
-    options = BuilderOptions(row_independence=False)
-    mine: dict[str, Any] = {"target": "mine", "checkpoint": target, "drafter": drafter, "precision": "fp16"}
-    manifest = build(tmp_path / "e", builder=options, **mine)
-    assert manifest.toolchain["row_independence"] == "no" and manifest.precision == "fp16"
-    assert "--no-row-independence" in rebuild_command(tmp_path / "e", manifest)
-    recorded, block = machine.recorded, manifest.drafting.dims.block_size
-    assert recorded is not None and len(recorded.profiles) == 4
-    assert recorded.shapes(0, 0)["token_ids"] == ((1, 1), (1, 64), (8, 257))
-    chunk = manifest.limits.prefill_chunk
-    assert chunk == 258, "longer than 256 by what takes each slot of the caches to an address that can be bound"
-    assert recorded.shapes(0, 1)["token_ids"] == ((1, 1), (1, chunk), (8, chunk))
-    assert recorded.shapes(0, 1)["rows"] == ((1,), (1,), (8 * chunk,))
-    assert recorded.shapes(1, 2)["positions"] == ((1, 1 + block), (1, block + block // 2), (8, 2 * block))
-    assert recorded.shapes(1, 3)["positions"] == ((1, 1 + block), (1, chunk + block), (8, chunk + block))
-    flag = machine.module.BuilderFlag.DISTRIBUTIVE_INDEPENDENCE
-    assert not any(config.get_flag(flag) for config in recorded.configs)
 
 
 @pytest.mark.rtx

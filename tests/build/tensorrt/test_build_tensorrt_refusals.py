@@ -14,16 +14,14 @@ from quantized import quantize
 from real_tensorrt import WrongCall
 from tensorrt_builds import BUILDER_MODULE, DIMS, NO_DRIVER, SOURCE, SUCCESS, Machine, build, refused
 
-from ddtree_trt.build.backends.base import BuilderOptions
-from ddtree_trt.build.backends.tensorrt import machine as requirements
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.build.backends.tensorrt import profiles as tensorrt_profiles
-from ddtree_trt.build.backends.tensorrt import rtx
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.graph.lowering_native import NativeGraph
 from ddtree_trt.errors import BuildError, MissingDependency, UsageError
 from ddtree_trt.plugins import ABI
 
-PLUGIN = BuilderOptions(attention="plugin")
+PLUGIN: dict[str, Any] = {"attention": "plugin"}
 
 
 @pytest.fixture
@@ -51,12 +49,12 @@ def mine(tmp_path: Path) -> dict[str, Any]:
 
 def test_missing_plugin_library(machine: Machine, tmp_path: Path) -> None:
     words = ["libddtree_plugins.so is not built", "run `make plugins`"]
-    refused(tmp_path, MissingDependency, *words, builder=PLUGIN)
+    refused(tmp_path, MissingDependency, *words, **PLUGIN)
 
 
 def test_stale_plugin_library(machine: Machine, tmp_path: Path) -> None:
     machine.plugins.write_bytes(b"ddtree-plugin-abi=99;")
-    refused(tmp_path, MissingDependency, f"plugin ABI 99, this version needs {ABI}", builder=PLUGIN)
+    refused(tmp_path, MissingDependency, f"plugin ABI 99, this version needs {ABI}", **PLUGIN)
 
 
 def test_a_library_tensorrt_does_not_take(
@@ -82,9 +80,8 @@ def test_a_timing_cache_that_cannot_be_used(with_plugins: Machine, tmp_path: Pat
 @pytest.mark.parametrize(
     ("right", "wrong", "error"),
     [
-        ("create_engine_inspector()", "create_inspector()", AttributeError),
         ("ignore_mismatch=False", "strict=True", WrongCall),
-        ("options.workspace_mib << 20", "'1 GiB'", WrongCall),
+        ("config.get_timing_cache()", "config.timing_cache()", AttributeError),
     ],
 )
 def test_a_name_tensorrt_has_not_is_seen_by_the_fake(
@@ -102,7 +99,7 @@ def test_a_name_tensorrt_has_not_is_seen_by_the_fake(
     exec(compile(source.replace(right, wrong), SOURCE.name, "exec"), module.__dict__)
     monkeypatch.setitem(sys.modules, BUILDER_MODULE, module)
     with pytest.raises(error):
-        build(tmp_path / "e", builder=BuilderOptions(inspect=True, workspace_mib=64))
+        build(tmp_path / "e")
 
 
 # What TensorRT refuses, in its own words
@@ -174,13 +171,14 @@ def test_another_tensorrt(machine: Machine, tmp_path: Path, version: str) -> Non
     refused(tmp_path, MissingDependency, f"TensorRT {version} is installed", "needs 11.1 or newer below 12")
 
 
-@pytest.mark.parametrize(("extra", "module"), [("tensorrt", requirements), ("tensorrt-rtx", rtx)])
-def test_the_extra_installs_what_the_build_takes(extra: str, module: Any) -> None:
+@pytest.mark.parametrize("extra", ["tensorrt", "tensorrt-rtx"])
+def test_the_extra_installs_what_the_build_takes(extra: str) -> None:
     """One range of releases: pip must not fetch what is refused with the advice to run pip."""
     pyproject = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     (wanted,) = re.findall(rf'^{extra} = \["({extra}>=([\d.]+),<([\d.]+))", "cuda-python>=13,<14"\]$', pyproject, re.M)
     lowest, below = (tuple(map(int, part.split("."))) for part in wanted[1:])
-    assert (lowest, below) == (module.LOWEST, module.BELOW[:1])
+    releases = BACKENDS[extra].releases
+    assert releases is not None and (lowest, below) == (releases[0], releases[1][:1])
     assert extra != "tensorrt-rtx" or pyproject.count(f'"{wanted[0]}"') == 2, "tests have the same"
 
 
@@ -204,7 +202,7 @@ def test_pairs_without_kernels(with_plugins: Machine, tmp_path: Path) -> None:
     autoregressive = make_target(tmp_path / "ar", head_dim=16, max_positions=512, tokenizer=False)
     mine = {"target": "mine", "checkpoint": target, "drafter": autoregressive}
     words = ["heads of 16 values have no kernel", "use --attention native"]
-    refused(tmp_path / "1", UsageError, *words, builder=PLUGIN, **mine)
+    refused(tmp_path / "1", UsageError, *words, **PLUGIN, **mine)
     machine.device.major, machine.device.minor = 8, 6
     fp8: dict[str, Any] = {**mine, "checkpoint": quantize(make_target(tmp_path / "fp8", **DIMS))}
     fp8["drafter"] = make_drafter(tmp_path / "dflash", **DIMS)
@@ -212,7 +210,7 @@ def test_pairs_without_kernels(with_plugins: Machine, tmp_path: Path) -> None:
     int4 = quantize(make_target(tmp_path / "int4", **DIMS), "W4A16_AWQ")
     build(tmp_path / "4", **{**fp8, "checkpoint": int4})
     small = {"drafter": make_drafter(tmp_path / "drafter", head_dim=16, max_positions=512)}
-    refused(tmp_path / "2", UsageError, *words, builder=PLUGIN, **{**mine, **small})
+    refused(tmp_path / "2", UsageError, *words, **PLUGIN, **{**mine, **small})
 
 
 @pytest.mark.rtx
@@ -230,29 +228,7 @@ def test_precisions(machine: Machine, tmp_path: Path) -> None:
     refused(tmp_path, UsageError, "the tensorrt backend computes in bf16, fp16", precision="fp32")
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (BuilderOptions(optimization_level=6), "--builder-optimization-level must be from 0 to 5, not 6"),
-        (BuilderOptions(workspace_mib=0), "--builder-workspace-mib must be from 1 to 1048576, not 0"),
-    ],
-)
-def test_options_out_of_range(machine: Machine, tmp_path: Path, options: BuilderOptions, words: str) -> None:
-    refused(tmp_path, UsageError, words, builder=options)
-
-
-@pytest.mark.parametrize(
-    ("options", "option"),
-    [
-        (BuilderOptions(optimization_level=3), "--builder-optimization-level"),
-        (BuilderOptions(workspace_mib=64), "--builder-workspace-mib"),
-        (BuilderOptions(inspect=True), "--builder-inspect"),
-        (BuilderOptions(attention="native"), "--attention"),
-        (BuilderOptions(row_independence=False), "--no-row-independence"),
-    ],
-)
-def test_options_are_tensorrts(tmp_path: Path, options: BuilderOptions, option: str) -> None:
-    words = rf"^{option} is for --backend tensorrt( or tensorrt-rtx)?, not for onnxruntime; leave it out"
-    with pytest.raises(UsageError, match=words):
-        compile_engine(BuildRequest(target="tiny", output=tmp_path / "e", builder=options))
+def test_options_are_tensorrts(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"^--attention is for --backend tensorrt, not for onnxruntime; leave it out"):
+        compile_engine(BuildRequest(target="tiny", output=tmp_path / "e", attention="native"))
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""The native TensorRT lowering in ONNX Runtime: against transformers and the plugin lowering, its mask against its
+"""The native TensorRT lowering in ONNX Runtime: its mask against its
 definition, and its operators of opset 24 against their spelled-out forms."""
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ import onnx
 import onnxruntime as ort
 import pytest
 from checkpoints import make_drafter, make_target
-from lowered import LoweredPair, needs_opset_24
-from numerics import TOLERANCE, Array, Truth, path_to, random_tree
+from lowered import needs_opset_24
 from numpy.typing import NDArray
 from onnx import ModelProto, TensorProto
 from real_graphs import Graphs
@@ -32,45 +31,6 @@ from ddtree_trt.models.decoder import TransformerDims
 pytestmark = needs_opset_24
 LIMITS = Limits(max_seq_len=128, max_batch=3, max_tree_budget=40, prefill_chunk=48)
 DIMS: dict[str, Any] = {"head_dim": 64, "num_heads": 4, "num_kv_heads": 2, "max_positions": 256}
-
-
-def off(found: Array, expected: Array) -> float:
-    """The largest error, in units of the expected values' root mean square."""
-    assert found.shape == expected.shape
-    return float(np.abs(found - expected).max() / np.sqrt(np.mean(np.square(expected))))
-
-
-@pytest.mark.parametrize(("floats", "tolerance"), [("float32", TOLERANCE), ("float16", 1e-2)])
-def test_against_transformers_and_the_plugin(floats: str, tolerance: float, tmp_path: Path) -> None:
-    """Prompts of different lengths, then rounds of branching trees over all slots, each behind what was compacted."""
-    target = make_target(tmp_path / "target", **DIMS)
-    pair = load_checkpoint(target), load_checkpoint(make_drafter(tmp_path / "drafter", **DIMS))
-    native, plugin = (
-        LoweredPair(tmp_path / lowering.__name__, *pair, LIMITS, floats, lowering)
-        for lowering in (NativeGraph, PluginGraph)
-    )
-    truth, rng = Truth(target, (0, 2)), np.random.default_rng(4)
-    texts = {slot: rng.integers(0, 96, size).tolist() for slot, size in enumerate((9, 1, 40))}
-    for slot, tokens in texts.items():
-        found = native.prefill(slot, np.array(tokens))
-        assert off(found, truth(tokens)[0]) <= tolerance
-        assert off(found, plugin.prefill(slot, np.array(tokens))) <= tolerance
-    for _ in range(3):
-        trees = {slot: random_tree(rng, int(rng.integers(20, 41)), 96) for slot in texts}
-        found_by, plugin_by = native.verify(trees), plugin.verify(trees)
-        for slot, tree in trees.items():
-            assert off(found_by[slot][1], plugin_by[slot][1]) <= tolerance
-            for leaf in set(range(len(tree))) - set(tree.parents.tolist()):
-                path = path_to(tree, leaf)
-                logits, _ = truth([*texts[slot], *tree.token_ids[path].tolist()])
-                assert off(found_by[slot][1][path], logits[-len(path) :]) <= tolerance
-            path = path_to(tree, int(rng.integers(len(tree))))
-            texts[slot] += tree.token_ids[path].tolist()
-            native.commit(slot, path)
-            plugin.commit(slot, path)
-    for slot in texts:
-        (found, _), (expected, _) = (each.draft([slot], bonus=5) for each in (native, plugin))
-        assert off(found, expected) <= tolerance
 
 
 def one_attention(g: TensorRtGraph, tokens: str, tree: int) -> Attention:

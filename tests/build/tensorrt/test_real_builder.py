@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from checkpoints import BY_SWITCHES, make_drafter, make_target, make_variant, reading_variant
+from quantized import CASES, quantize
 from real_builder import RealBuilder, rtx
 from real_graphs import DIMS, LIMITS, ONE_SLOT, TAPS, Graphs
 
@@ -18,16 +19,21 @@ from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
 from ddtree_trt.build.graph.lowering_native import KEY_LENGTHS, NativeGraph
 from ddtree_trt.build.graph.lowering_plugin import PluginGraph
 from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+from ddtree_trt.build.graph.ops import Sink
 from ddtree_trt.drafters.dflash.heads import Convolution, Selector
 from ddtree_trt.errors import BuildError
 
 pytestmark = pytest.mark.rtx
 BOTH = pytest.mark.parametrize("lowering", [PluginGraph, NativeGraph])
-# Precision, whether the head is the embedding, limits.
-PAIRS = pytest.mark.parametrize(
-    ("floats", "tied", "limits"),
-    [("bfloat16", True, LIMITS), ("float16", False, ONE_SLOT)],
-    ids=["bf16-tied-slots", "fp16-untied-one-slot"],
+# Lowering, precision, whether the head is the embedding, limits.
+FORMS = pytest.mark.parametrize(
+    ("lowering", "floats", "tied", "limits"),
+    [
+        (PluginGraph, "bfloat16", True, LIMITS),
+        (NativeGraph, "bfloat16", True, LIMITS),
+        (NativeGraph, "float16", False, ONE_SLOT),
+    ],
+    ids=["plugin-bf16-tied-slots", "native-bf16-tied-slots", "native-fp16-untied-one-slot"],
 )
 
 
@@ -40,8 +46,7 @@ def target_of(folder: Path, *, tied: bool = True) -> Checkpoint:
     return load_checkpoint(make_target(folder / "t", tied=tied, **DIMS))
 
 
-@BOTH
-@PAIRS
+@FORMS
 def test_target(
     lowering: type[TensorRtGraph], floats: str, tied: bool, limits: Limits, builder: RealBuilder, tmp_path: Path
 ) -> None:
@@ -52,8 +57,7 @@ def test_target(
     assert {names.EMBEDDING, names.HEAD, names.TREE_MASK} <= inputs
 
 
-@BOTH
-@PAIRS
+@FORMS
 def test_dflash_drafter(
     lowering: type[TensorRtGraph], floats: str, tied: bool, limits: Limits, builder: RealBuilder, tmp_path: Path
 ) -> None:
@@ -84,8 +88,7 @@ def test_dflash_drafter_with_a_head_for_pairs(
     assert {names.UNARY, names.CANDIDATES, names.LEFT, names.RIGHT} <= outputs
 
 
-@BOTH
-@PAIRS
+@FORMS
 def test_autoregressive_drafter(
     lowering: type[TensorRtGraph], floats: str, tied: bool, limits: Limits, builder: RealBuilder, tmp_path: Path
 ) -> None:
@@ -150,3 +153,68 @@ def test_logits_are_float32_from_the_head_to_the_choice(network: str, builder: R
     (best,) = (layer for layer in layers if layer.type == trt.LayerType.TOPK)
     for tensor in (product.get_input(0), product.get_input(1), product.get_output(0), best.get_input(0)):
         assert tensor.dtype == trt.DataType.FLOAT, tensor.name
+
+
+# Drafters with windows, causal layers and tables of their own
+
+OWN = {"own_embedding": True, "own_head": True, "draft_vocab_size": 40}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "windows and causal": {"windows": (12, 3), "causal": (True, False)},
+    "own tables": {**OWN, "anchor_first": True},
+    "mixed": {
+        "num_layers": 5,
+        "windows": (12, 0, 12, 5, 0),
+        "causal": (True, True, False, True, False),
+        **OWN,
+    },
+}
+
+
+def test_a_drafter_in_bf16_beside_a_target_in_fp16(tmp_path: Path) -> None:
+    """Tapped states and embeddings come in the target's type, caches are of the drafter's."""
+    target = load_checkpoint(make_target(tmp_path / "t", **DIMS))
+    drafter = load_checkpoint(make_drafter(tmp_path / "d", **{**DIMS, **TAPS}))
+
+    def lowering(name: str, sink: Sink, floats: str) -> NativeGraph:
+        return NativeGraph(name, sink, "bfloat16", floats)
+
+    graph = Graphs(tmp_path, lowering, "float16").drafter(drafter, target)  # type: ignore[arg-type]
+    network = RealBuilder().build(*graph, drafter_sizes(LIMITS, drafter.kind.block_size))
+    types = {network.get_input(i).name: network.get_input(i).dtype for i in range(network.num_inputs)}
+    halves = rtx().DataType.HALF, rtx().DataType.BF16
+    assert (types[names.TAPS], types[names.EMBEDDING], types["past_key.0"]) == (halves[0], halves[0], halves[1])
+
+
+@pytest.mark.parametrize(
+    ("fields", "limits"), zip(VARIANTS.values(), (LIMITS, LIMITS, ONE_SLOT), strict=True), ids=VARIANTS
+)
+def test_plans_of_variants(fields: dict[str, Any], limits: Limits, tmp_path: Path) -> None:
+    """A plan whose attentions are fused under their masks, and whose outputs have the width of the drafter's head."""
+    target = load_checkpoint(make_target(tmp_path / "t", tied=False, **DIMS))
+    dims = make_variant(tmp_path / "d", **{**DIMS, **TAPS, **fields})
+    with reading_variant(tmp_path / "d", dims):
+        drafter = load_checkpoint(tmp_path / "d")
+    graph = Graphs(tmp_path, NativeGraph, "bfloat16", limits).drafter(drafter, target)
+    network = RealBuilder().build(*graph, drafter_sizes(limits, dims.block_size))
+    inputs = {network.get_input(i).name: tuple(network.get_input(i).shape) for i in range(network.num_inputs)}
+    assert inputs[names.HEAD] == (dims.head_size, dims.hidden_size)
+    outputs = {network.get_output(i).name: network.get_output(i) for i in range(network.num_outputs)}
+    assert tuple(outputs[names.CANDIDATES].shape)[1] == dims.draft_length
+    assert outputs[names.CANDIDATES].dtype == rtx().DataType.INT32
+
+
+# Quantised checkpoints
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("lowering", "floats"), [(PluginGraph, "bfloat16"), (NativeGraph, "float16")])
+def test_quantized_target(
+    case: str,
+    lowering: type[TensorRtGraph],
+    floats: str,
+    tmp_path: Path,
+) -> None:
+    algorithm, options = CASES[case]
+    path = make_target(tmp_path / "t", **{**DIMS, "num_layers": 1})
+    target = load_checkpoint(quantize(path, algorithm, **options))
+    RealBuilder().build(*Graphs(tmp_path, lowering, floats).target(target, (0,)), target_sizes(LIMITS))

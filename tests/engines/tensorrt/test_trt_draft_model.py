@@ -27,12 +27,7 @@ OTHER: dict[str, Any] = {
 }
 
 
-PAIRS = (
-    ("the target itself", "plugin"),
-    ("another network", "plugin"),
-    ("the target itself", "native"),
-    ("another network", "native"),
-)
+PAIRS = (("the target itself", "native"), ("another network", "plugin"))
 
 
 @pytest.fixture(scope="module", params=PAIRS, ids=", ".join)
@@ -63,7 +58,7 @@ def test_output_and_acceptance_are_those_of_the_onnxruntime_engine(
     """Slots of different lengths, each drafted for token by token; more prompts than slots, so that a slot starts
     behind what it held."""
     options = {"method": "draft-model", "tree_budget": length, **options}
-    found, expected = (generate(llm, PROMPTS * 2, **options) for llm in pair[:2])
+    found, expected = (generate(llm, [*PROMPTS, PROMPTS[0]], **options) for llm in pair[:2])
     assert [o.outputs[0].token_ids for o in found] == [o.outputs[0].token_ids for o in expected]
     assert [o.metrics.acceptance_lengths for o in found] == [o.metrics.acceptance_lengths for o in expected]
 

@@ -18,9 +18,10 @@ from lowered import LoweredPair, Session
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.backends import BackendName
 from ddtree_trt.artifact.files import TOKENIZER_FILES
 from ddtree_trt.artifact.manifest import FileEntry, Limits, Manifest, load_manifest
-from ddtree_trt.artifact.precisions import PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.artifact.progress import no_progress
 from ddtree_trt.build.backends.tensorrt.plans import write_shared
 from ddtree_trt.build.backends.tensorrt.profiles import covering, drafter_sizes, target_sizes
@@ -144,8 +145,7 @@ class Lowerings:
         (folder / artifact.COMPACTION_PLAN).write_bytes(b"the compaction's plan")
         write_shared(folder / artifact.SHARED_WEIGHTS, self._target, self._drafter, self._precision, no_progress)
         sizes = [target_sizes(self._limits), drafter_sizes(self._limits, self.pair.kind.block_size)]
-        one_profile = self.form.toolchain.get("row_independence") == "yes"
-        target, drafter = ([covering(each)] if one_profile else each for each in sizes)
+        target, drafter = ([covering(each)] for each in sizes)
         engines = {
             b"the target's plan": FakeEngine("target", self.pair.target, target),
             b"the drafter's plan": FakeEngine("drafter", self.pair.drafter, drafter),

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.backends import ONNXRUNTIME
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
-from ddtree_trt.build.backends.base import Written
+from ddtree_trt.build.backends.base import BuilderOptions, Written
 from ddtree_trt.device.buffers import FLOAT_BYTES
 from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.errors import UsageError
@@ -28,14 +29,17 @@ if TYPE_CHECKING:
 class OnnxRuntimeBuild:
     """`BackendBuild` for the CPU."""
 
-    name: BackendName = "onnxruntime"
-    precisions = BACKEND_PRECISIONS["onnxruntime"]
+    backend = ONNXRUNTIME
+    precisions = ONNXRUNTIME.builds
 
-    def __init__(self) -> None:
+    def __init__(self, options: BuilderOptions) -> None:
         self._toolchain = {
             "python": platform.python_version(),
-            **installed_versions("numpy", "onnx", "onnxruntime"),
+            **installed_versions("numpy", "onnx", ONNXRUNTIME.name),
         }
+
+    def check_machine(self) -> None:
+        """Any will do."""
 
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         networks = tuple(networks)

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddtree_trt import plugins
+from ddtree_trt.artifact.backends import TENSORRT
 from ddtree_trt.artifact.files import sha256_file
 from ddtree_trt.artifact.manifest import AttentionName, Limits
-from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import BuilderOptions, Written
@@ -28,8 +29,8 @@ if TYPE_CHECKING:
 class TensorRtBuild:
     """`BackendBuild` for NVIDIA GPUs. Plans run on the GPU model and the TensorRT version they were compiled with."""
 
-    name: BackendName = "tensorrt"
-    precisions: tuple[PrecisionName, ...] = tuple(p for p in BACKEND_PRECISIONS["tensorrt"] if PRECISIONS[p].half)
+    backend = TENSORRT
+    precisions = TENSORRT.builds
 
     def __init__(self, options: BuilderOptions) -> None:
         self._options = options
@@ -39,9 +40,12 @@ class TensorRtBuild:
         """This machine's versions and GPU. Raises MissingDependency or BuildError where it cannot build."""
         return examine(self._options.attention)
 
+    def check_machine(self) -> None:
+        _ = self.machine
+
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         networks = tuple(networks)
-        check_layers(networks, self.name)
+        check_layers(networks, self.backend)
         if self._options.attention == "plugin" and (why := _beyond_plugin(networks)):
             raise UsageError(f"{why}; use --attention native")
 
@@ -52,7 +56,7 @@ class TensorRtBuild:
         return "native" if _why_native(networks) else "plugin"
 
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
-        return plans_on_disk(target, drafter, self._options.row_independence)
+        return plans_on_disk(target, drafter)
 
     def write(
         self,
@@ -73,11 +77,9 @@ class TensorRtBuild:
 
         # Outside of the directory that is built: later builds use it too.
         cache = directory.parent / f"tensorrt-{machine.tensorrt}-sm{machine.sm}.timing"
-        title = f"TensorRT {machine.tensorrt}"
-        builder = EngineBuilder(
-            machine.trt, title, self._options, progress, plugin_library=plugin_library, timing_cache=cache
-        )
-        plans = EnginePlans(target, drafter, limits, precision, attention, self._options.row_independence)
+        title = f"{TENSORRT.title} {machine.tensorrt}"
+        builder = EngineBuilder(machine.trt, title, progress, plugin_library=plugin_library, timing_cache=cache)
+        plans = EnginePlans(target, drafter, limits, precision, attention)
         tensors = plans.write(directory, builder, progress)
         plugin = {**plugins.IDENTITY, "sha256": sha256_file(plugin_library)} if plugin_library else None
         notes = (_note(networks),) if self._options.attention == "auto" else ()
@@ -86,12 +88,11 @@ class TensorRtBuild:
     def _toolchain(self) -> dict[str, str]:
         machine = self.machine
         return {
-            "tensorrt": machine.tensorrt,
+            TENSORRT.name: machine.tensorrt,
             "cuda": machine.cuda,
             "sm": str(machine.sm),
             "driver": machine.driver,
             "gpu": machine.gpu,
-            "row_independence": "yes" if self._options.row_independence else "no",
             "python": platform.python_version(),
             **installed_versions("numpy", "onnx"),
         }
@@ -124,8 +125,7 @@ def _note(networks: Iterable[TransformerDims]) -> str:
     return f"attention: our plugin, {library.PLUGINS}"
 
 
-def plans_on_disk(target: Checkpoint, drafter: Checkpoint, row_independence: bool) -> int:
+def plans_on_disk(target: Checkpoint, drafter: Checkpoint) -> int:
     """About the bytes of an engine directory. While a network is compiled its weights are on disk twice: as the parser
-    reads them, and in the plan, which has them once more for a second profile."""
-    plans = 1 if row_independence else 2
-    return (1 + plans) * target.stored_bytes(2) + plans * 2 * drafter.num_values
+    reads them, and in the plan."""
+    return 2 * target.stored_bytes(2) + 2 * drafter.num_values

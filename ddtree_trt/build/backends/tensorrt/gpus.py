@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.device.gpus import Gpu, find_gpus
 from ddtree_trt.device.rtx_kinds import KINDS, UNSERVED
@@ -36,7 +37,7 @@ def kinds_here(found: Iterable[Gpu]) -> tuple[str, ...]:
 
 def runs_here(manifest: Manifest) -> bool:
     """Whether an engine is for a GPU of this machine, as every engine is that is compiled on the machine it is for."""
-    if manifest.backend != "tensorrt-rtx":
+    if not BACKENDS[manifest.backend].portable:
         return True
     return any(kind in _names(find_gpus()) for kind in manifest.toolchain["gpus"].split())
 

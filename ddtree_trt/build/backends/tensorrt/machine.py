@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ddtree_trt.artifact.precisions import BackendName
+from ddtree_trt.artifact.backends import ONNXRUNTIME, TENSORRT, TORCH, Backend
 from ddtree_trt.build.backends.base import Attention
 from ddtree_trt.device.cuda_calls import cuda_bindings, cuda_versions, current_gpu
 from ddtree_trt.device.tensorrt_library import import_tensorrt
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.quantization import Quantization
     from ddtree_trt.build.checkpoint.reader import Checkpoint
 
-LOWEST, BELOW = (11, 1), (12, 0)  # releases of TensorRT whose API is the one used here; as in pyproject.toml
 LOWEST_FP8_SM = 89  # the first GPUs that multiply FP8
 
 
@@ -43,7 +42,7 @@ def examine(attention: Attention) -> Machine:
     """This machine, which can build engines with that attention. Raises MissingDependency for what can be installed,
     BuildError for the rest."""
     trt = import_tensorrt()
-    check_release("TensorRT", trt.__version__, LOWEST, BELOW, "tensorrt")
+    check_release(TENSORRT, trt.__version__)
     cuda = cuda_bindings()
     try:
         gpu, versions = current_gpu(cuda), cuda_versions(cuda)
@@ -63,24 +62,24 @@ def examine(attention: Attention) -> Machine:
     return Machine(trt, versions.runtime, versions.driver, gpu.name, gpu.sm)
 
 
-def check_release(title: str, version: str, lowest: tuple[int, int], below: tuple[int, int], extra: str) -> None:
+def check_release(backend: Backend, version: str) -> None:
     """Raises MissingDependency where an installed version is outside of the range whose API is the one used here."""
-    if not lowest <= tuple(int(part) for part in version.split(".")[:2]) < below:
+    if not backend.serves_release(version):
         raise MissingDependency(
-            f"{title} {version} is installed, the build needs {'.'.join(map(str, lowest))} or newer below {below[0]}; "
-            f"{install_with(extra)}"
+            f"{backend.title} {version} is installed, the build needs {backend.releases_text}; "
+            f"{install_with(backend.extra)}"
         )
 
 
-def check_layers(networks: Iterable[TransformerDims], backend: BackendName) -> None:
+def check_layers(networks: Iterable[TransformerDims], backend: Backend) -> None:
     """Raises UsageError for a network with layers that no lowering to TensorRT has."""
     networks = tuple(networks)
     for kind in map(kind_of, networks):
-        if "tensorrt" not in kind.halves:
-            others = " or ".join(name for name in ("torch", "onnxruntime") if name in kind.halves)
-            raise UsageError(f"{kind.title}s are not implemented for TensorRT; use --backend {others}")
-    if any(dims.experts for dims in networks):
-        raise UsageError("mixtures of experts are not implemented for TensorRT; use --backend torch")
+        if backend.half not in kind.halves:
+            others = " or ".join(b.name for b in (TORCH, ONNXRUNTIME) if b.half in kind.halves)
+            raise UsageError(f"{kind.title}s are not implemented for {TENSORRT.title}; use --backend {others}")
+    if not backend.experts and any(dims.experts for dims in networks):
+        raise UsageError(f"mixtures of experts are not implemented for {TENSORRT.title}; use --backend torch")
 
 
 def sm_for_values(quantization: Quantization | None) -> int:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_trt.artifact.progress import Progress
-from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt.monitor import make_monitor
 from ddtree_trt.build.backends.tensorrt.native_attention import unfused_attention
 from ddtree_trt.build.backends.tensorrt.profiles import Profile
@@ -26,7 +25,6 @@ class EngineBuilder:
         self,
         trt: Any,
         title: str,
-        options: BuilderOptions,
         progress: Progress,
         *,
         plugin_library: Path | None = None,
@@ -40,7 +38,6 @@ class EngineBuilder:
         """
         self._trt = trt
         self._title = title
-        self._options = options
         self._progress = progress
         self._timing_cache = timing_cache
         self._gpus = gpus
@@ -84,8 +81,6 @@ class EngineBuilder:
             _replace_file(self._timing_cache, config.get_timing_cache().serialize())
         with plan.open("xb") as file:
             file.write(serialized)
-        if self._options.inspect:
-            self._write_layers(name, serialized, plan.with_name(f"{name}.layers.json"))
         return {"inputs": [t.name for t in inputs], "outputs": [t.name for t in outputs]}
 
     def _parse(self, name: str, graph: Path) -> Any:
@@ -98,13 +93,13 @@ class EngineBuilder:
         return network
 
     def _config(self, name: str, profiles: Sequence[Profile], monitor: Any) -> Any:
-        trt, options, config = self._trt, self._options, self._builder.create_builder_config()
+        trt, config = self._trt, self._builder.create_builder_config()
         config.max_aux_streams = 0  # the runtime captures a pass on one stream
         # The one product of float32 is the head's, of values that are bf16 or fp16: TF32 holds them exactly, and sums
         # in float32.
         config.set_flag(trt.BuilderFlag.TF32)
-        if options.row_independence:
-            config.set_flag(trt.BuilderFlag.DISTRIBUTIVE_INDEPENDENCE)
+        # A row's result has the same bits wherever it stands in a batch.
+        config.set_flag(trt.BuilderFlag.DISTRIBUTIVE_INDEPENDENCE)
         if self._gpus:
             # Memory that the runtime would allocate within a pass would keep it from being captured.
             config.set_flag(trt.BuilderFlag.REQUIRE_USER_ALLOCATION)
@@ -112,12 +107,6 @@ class EngineBuilder:
             for index, gpu in enumerate(self._gpus):
                 if not config.set_compute_capability(getattr(trt.ComputeCapability, gpu.upper()), index):
                     raise BuildError(f"{self._title} does not compile for {gpu}: {self._log.words()}")
-        if options.optimization_level is not None:
-            config.builder_optimization_level = options.optimization_level
-        if options.workspace_mib is not None:
-            config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, options.workspace_mib << 20)
-        if options.inspect:
-            config.profiling_verbosity = trt.ProfilingVerbosity.DETAILED
         for index, shapes in enumerate(profiles):
             self._add_profile(name, config, index, shapes)
         if self._timing_cache is not None:
@@ -136,14 +125,6 @@ class EngineBuilder:
         cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")
         if cache is None or not config.set_timing_cache(cache, ignore_mismatch=False):
             raise BuildError(f"{self._title} refuses the timing cache {path}: {self._log.words()}; delete the file")
-
-    def _write_layers(self, name: str, serialized: Any, path: Path) -> None:
-        """Write the report of TensorRT's inspector on every layer, as JSON."""
-        engine = self._trt.Runtime(self._log).deserialize_cuda_engine(serialized)
-        if engine is None:
-            raise BuildError(f"{self._title} cannot load the {name} it built: {self._log.words()}")
-        layers = engine.create_engine_inspector().get_engine_information(self._trt.LayerInformationFormat.JSON)
-        path.write_text(layers, encoding="utf-8")
 
 
 def _replace_file(path: Path, content: Any) -> None:

@@ -57,7 +57,6 @@ class EnginePlans:
     limits: Limits
     precision: PrecisionName
     attention: AttentionName
-    row_independence: bool
 
     def write(self, directory: Path, builder: EngineBuilder, progress: Progress) -> dict[str, dict[str, list[str]]]:
         """Write every plan and the tables into `directory`, and return the names of each plan's inputs and outputs.
@@ -96,7 +95,7 @@ class EnginePlans:
             return compaction_graph(cache, floats, window_rows(drafter.dims), self.attention)
 
         sizes = [profiles.target_sizes(limits), profiles.drafter_sizes(limits, drafter.kind.block_size)]
-        shapes = [[profiles.covering(each)] if self.row_independence else each for each in sizes]
+        shapes = [[profiles.covering(each)] for each in sizes]
         moved = () if self.attention == "native" else [{PLANES: (1, 1, cache.planes)}]
         return [
             _Network("target", artifact.TARGET_PLAN, target_graph, shapes[0], target.stored_bytes(2)),

@@ -8,8 +8,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddtree_trt.artifact.backends import TENSORRT_RTX
 from ddtree_trt.artifact.manifest import AttentionName, Limits
-from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, BackendName, PrecisionName
+from ddtree_trt.artifact.precisions import PrecisionName
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.build.backends.base import BuilderOptions, Written
@@ -24,8 +25,6 @@ from ddtree_trt.models.decoder import TransformerDims
 if TYPE_CHECKING:
     from ddtree_trt.build.checkpoint.reader import Checkpoint
 
-LOWEST, BELOW = (1, 7), (2, 0)  # releases whose API is the one used here; as in pyproject.toml
-
 
 class RtxBuild:
     """`BackendBuild` for GeForce, RTX PRO and DGX Spark.
@@ -34,29 +33,31 @@ class RtxBuild:
     that can run it: a plan for all of them is hardly larger than one for a single kind.
     """
 
-    name: BackendName = "tensorrt-rtx"
-    precisions = BACKEND_PRECISIONS["tensorrt-rtx"]  # every kind of GPU that is served has both
+    backend = TENSORRT_RTX
+    precisions = TENSORRT_RTX.builds  # every kind of GPU that is served has both
 
     def __init__(self, options: BuilderOptions) -> None:
         """Raises UsageError or BuildError for GPUs that TensorRT for RTX does not serve."""
-        self._options = options
         self._kinds = named_kinds(options.gpus) or kinds_here(find_gpus())
 
     @cached_property
     def module(self) -> Any:
         """The product's Python module. Raises MissingDependency where it cannot be used."""
         trt = import_tensorrt(rtx=True)
-        check_release("TensorRT for RTX", trt.__version__, LOWEST, BELOW, "tensorrt-rtx")
+        check_release(self.backend, trt.__version__)
         return trt
 
+    def check_machine(self) -> None:
+        _ = self.module
+
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
-        check_layers(networks, self.name)
+        check_layers(networks, self.backend)
 
     def attention(self, networks: Iterable[TransformerDims]) -> AttentionName:
         return "native"
 
     def bytes_on_disk(self, target: Checkpoint, drafter: Checkpoint, precision: PrecisionName) -> int:
-        return plans_on_disk(target, drafter, self._options.row_independence)
+        return plans_on_disk(target, drafter)
 
     def write(
         self,
@@ -72,13 +73,12 @@ class RtxBuild:
         from ddtree_trt.build.backends.tensorrt.plans import EnginePlans
 
         version = self.module.__version__
-        builder = EngineBuilder(self.module, f"TensorRT for RTX {version}", self._options, progress, gpus=kinds)
-        plans = EnginePlans(target, drafter, limits, precision, "native", self._options.row_independence)
+        builder = EngineBuilder(self.module, f"{self.backend.title} {version}", progress, gpus=kinds)
+        plans = EnginePlans(target, drafter, limits, precision, "native")
         tensors = plans.write(directory, builder, progress)
         toolchain = {
-            "tensorrt-rtx": version,
+            TENSORRT_RTX.name: version,
             "gpus": " ".join(kinds),
-            "row_independence": "yes" if self._options.row_independence else "no",
             "python": platform.python_version(),
             **installed_versions("numpy", "onnx"),
         }

@@ -12,19 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ddtree_trt.artifact import files as artifact
+from ddtree_trt.artifact.backends import TORCH
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.artifact.precisions import (
-    BACKEND_PRECISIONS,
-    PRECISIONS,
-    BackendName,
-    PrecisionName,
-    block_drafter_precision,
-)
+from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName, block_drafter_precision
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.tensor_files import encode, safetensors_header
 from ddtree_trt.artifact.toolchain import installed_versions
 from ddtree_trt.artifact.weight_layout import stored_weights
-from ddtree_trt.build.backends.base import Written
+from ddtree_trt.build.backends.base import BuilderOptions, Written
 from ddtree_trt.models.decoder import TransformerDims
 
 if TYPE_CHECKING:
@@ -37,13 +32,16 @@ _GPU_CONTROL = Path("/dev/nvidiactl")  # exists when an NVIDIA driver is loaded
 class TorchBuild:
     """`BackendBuild` for PyTorch. Precision `auto` is bf16 where there is an NVIDIA GPU, else fp32."""
 
-    name: BackendName = "torch"
+    backend = TORCH
 
-    def __init__(self, *, on_gpu: bool | None = None) -> None:
+    def __init__(self, options: BuilderOptions | None = None, *, on_gpu: bool | None = None) -> None:
         """`on_gpu`: whether the engine is for a machine with a GPU; None takes this machine."""
         on_gpu = _GPU_CONTROL.exists() if on_gpu is None else on_gpu
-        known = BACKEND_PRECISIONS["torch"]
+        known = TORCH.builds
         self.precisions = tuple(sorted(known, key=lambda p: not PRECISIONS[p].half)) if on_gpu else known
+
+    def check_machine(self) -> None:
+        """Any will do."""
 
     def check(self, networks: Iterable[TransformerDims], precision: PrecisionName) -> None:
         """Every network is computed in every precision, but not every drafter."""
@@ -78,4 +76,4 @@ class TorchBuild:
                 file.write(data.data)
                 done += data.nbytes
                 progress("write weights", done, total)
-        return Written({}, {"python": platform.python_version(), **installed_versions("numpy", "torch")})
+        return Written({}, {"python": platform.python_version(), **installed_versions("numpy", *TORCH.modules)})

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree_trt import plugins
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.device.cuda_calls import CurrentGpu, cuda_bindings, cuda_versions, current_gpu
@@ -18,9 +19,6 @@ from ddtree_trt.device.rtx_kinds import KINDS, UNSERVED
 from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.plugins import library
-
-RTX = "tensorrt-rtx"
-_PRODUCTS = {"tensorrt": "TensorRT", RTX: "TensorRT for RTX"}
 
 
 @dataclass(frozen=True)
@@ -37,11 +35,11 @@ def check_machine(directory: Path, manifest: Manifest) -> Installed:
 
     Raises MissingDependency for what is not installed, and ArtifactError, which names the difference and what to do.
     """
-    product, rtx = _PRODUCTS[manifest.backend], manifest.backend == RTX
+    backend = BACKENDS[manifest.backend]
     version = manifest.toolchain.get(manifest.backend, "of an unknown version")
-    refusal = f"{directory} was built with {product} {version}, which cannot be imported here"
-    trt = import_tensorrt(refusal, rtx=rtx)
-    cuda = cuda_bindings(manifest.backend)
+    refusal = f"{directory} was built with {backend.title} {version}, which cannot be imported here"
+    trt = import_tensorrt(refusal, rtx=backend.portable)
+    cuda = cuda_bindings(backend.extra)
     check_toolchain(directory, manifest, trt.__version__, cuda)
     return Installed(trt, cuda, None if manifest.plugin is None else check_plugins(directory, manifest))
 
@@ -49,19 +47,19 @@ def check_machine(directory: Path, manifest: Manifest) -> Installed:
 def check_toolchain(directory: Path, manifest: Manifest, version: str, cuda: Any) -> None:
     """Compare TensorRT's `version`, CUDA, the driver and the GPU with the engine's. Raises ArtifactError with the
     difference."""
-    built = manifest.toolchain
+    built, backend = manifest.toolchain, BACKENDS[manifest.backend]
 
     def refuse(what: str, expected: str, found: str, gpu: CurrentGpu | None = None) -> ArtifactError:
         kind = "" if gpu is None else f"sm{gpu.sm}"
-        if manifest.backend == RTX and kind and kind not in KINDS:
-            advice = f"which {UNSERVED.get(kind, 'TensorRT for RTX does not serve')}"
+        if backend.portable and kind and kind not in KINDS:
+            advice = f"which {UNSERVED.get(kind, f'{backend.title} does not serve')}"
         else:
             advice = f"rebuild with: {rebuild_command(directory, manifest, *filter(None, [kind]))}"
         return ArtifactError(f"{directory} was built for {what} {expected}, found {found}; {advice}")
 
     if built.get(manifest.backend) != version:
-        raise refuse(_PRODUCTS[manifest.backend], built.get(manifest.backend, "unknown"), version)
-    if manifest.backend == RTX:
+        raise refuse(backend.title, built.get(manifest.backend, "unknown"), version)
+    if backend.portable:
         wanted = built.get("gpus", "").split()
         expected = " or ".join(wanted) or "an unknown kind"
     else:

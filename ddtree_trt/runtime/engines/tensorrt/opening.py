@@ -12,6 +12,7 @@ from typing import Any
 
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact import tensors as names
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.rebuild import rebuild_command
@@ -20,7 +21,7 @@ from ddtree_trt.device.buffers import CacheShape, Layout, tensorrt_buffers
 from ddtree_trt.device.cuda_device import Device
 from ddtree_trt.device.tensorrt_library import io_tensors, load_plugins, make_log
 from ddtree_trt.errors import ArtifactError, EngineError
-from ddtree_trt.runtime.engines.tensorrt.checks import RTX, Installed, check_machine
+from ddtree_trt.runtime.engines.tensorrt.checks import Installed, check_machine
 from ddtree_trt.runtime.engines.tensorrt.kernel_cache import KernelCache
 from ddtree_trt.runtime.engines.tensorrt.network import Shared
 from ddtree_trt.runtime.engines.tensorrt.tables import Tables
@@ -100,7 +101,8 @@ def _load(directory: Path, manifest: Manifest, installed: Installed, device: Dev
     base = device.allocate(layout.total_bytes)
     addresses = {name: base + offset for name, offset in layout.offsets.items()}
     tables = _fill(device, stored, layout, addresses)
-    kernel_cache = KernelCache(trt, directory / artifact.KERNEL_CACHE) if manifest.backend == RTX else None
+    portable = BACKENDS[manifest.backend].portable
+    kernel_cache = KernelCache(trt, directory / artifact.KERNEL_CACHE) if portable else None
     shared = Shared(
         trt=trt,
         log=log,

@@ -9,9 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ddtree_trt.artifact.backends import TORCH
 from ddtree_trt.artifact.files import TORCH_WEIGHTS
 from ddtree_trt.artifact.manifest import Manifest
-from ddtree_trt.artifact.precisions import BACKEND_PRECISIONS, PRECISIONS
+from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.artifact.rebuild import rebuild_command
 from ddtree_trt.artifact.weight_layout import DRAFTER, TARGET, StoredWeight, stored_weights
 from ddtree_trt.errors import ArtifactError
@@ -19,7 +20,7 @@ from ddtree_trt.plugins import LOWEST_SM
 from ddtree_trt.runtime.engines.torch.parallel.shard import ALONE, Shard
 from ddtree_trt.runtime.engines.torch.parallel.split import Cut, cut_of
 
-DTYPES: dict[str, torch.dtype] = {name: getattr(torch, PRECISIONS[name].dtype) for name in BACKEND_PRECISIONS["torch"]}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, PRECISIONS[name].dtype) for name in TORCH.precisions}
 
 
 def choose_device() -> torch.device:
