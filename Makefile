@@ -17,13 +17,9 @@ TRITON_VENV := .venv-triton
 TRITON_BIN := $(TRITON_VENV)/bin
 TRITON_CLIENT := 'tritonclient[grpc,http]==2.51.0' 'pytest>=8.2' 'pytest-asyncio>=1.0' 'pytest-timeout>=2.3' 'hypothesis>=6.100' 'filelock>=3.12' kubernetes-validate
 TRITON_SERVER := nvidia-pytriton==0.7.0
-# NVIDIA's benchmark client, of which only its program is used; it brings a gigabyte.
-AIPERF_VENV := .venv-aiperf
-AIPERF := aiperf==0.13.0
-ENGINE ?=
 PARALLEL := -n auto --dist worksteal
 
-.PHONY: demo test test-slow test-package test-triton test-trt test-aiperf check fmt docs bench bench-triton plugins plugins-test clean
+.PHONY: demo test test-slow test-package test-triton test-trt check fmt docs bench plugins plugins-test clean
 
 demo: $(VENV)/.stamp-run
 	$(BIN)/ddtree-trt build --target tiny --output engines/tiny --force
@@ -51,11 +47,6 @@ test-triton: $(TRITON_VENV)/.stamp
 test-trt: $(VENV)/.stamp-dev plugins
 	$(BIN)/python -m pytest -q -rs tests/gpu $(PYTEST_ARGS)
 
-# NVIDIA's AIPerf against a server, and what it reports beside what the server counted.
-test-aiperf: $(VENV)/.stamp-dev $(AIPERF_VENV)/.stamp
-	$(BIN)/ddtree-trt build --target tiny --output build/aiperf-engine --force
-	$(BIN)/python tools/aiperf_run.py build/aiperf-engine --aiperf $(AIPERF_VENV)/bin/aiperf
-
 check: $(VENV)/.stamp-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -75,10 +66,6 @@ docs: $(VENV)/.stamp-docs
 bench: $(VENV)/.stamp-dev
 	$(BIN)/python -m workbench host
 
-# Triton beside the engine without a server.
-bench-triton: $(TRITON_VENV)/.stamp
-	$(TRITON_BIN)/python tools/bench_triton.py $(ENGINE)
-
 # What this machine can build of the CUDA kernels, the TensorRT plugins and the torch operators.
 plugins: | $(VENV)/bin/python
 	PYTHON=$(BIN)/python cpp_plugins/build_plugins.sh
@@ -88,8 +75,8 @@ plugins-test: $(VENV)/.stamp-dev plugins
 	DDTREE_TEST_TORCH=1 $(BIN)/python -m pytest -q -rs tests/native tests/engines/torch $(PYTEST_ARGS)
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(VENV)/.stamp-* $(TRITON_VENV)/.stamp $(AIPERF_VENV)/.stamp
-	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TRITON_VENV)/*' -not -path './$(AIPERF_VENV)/*' -prune -exec rm -rf {} +
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis $(VENV)/.stamp-* $(TRITON_VENV)/.stamp
+	find . -name __pycache__ -not -path './$(VENV)/*' -not -path './$(TRITON_VENV)/*' -prune -exec rm -rf {} +
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
@@ -99,11 +86,6 @@ $(TRITON_VENV)/.stamp: $(INSTALLED) $(shell find ddtree_trt -type f -not -path '
 	test -x $(TRITON_BIN)/python || $(PYTHON) -m venv $(TRITON_VENV)
 	$(TRITON_BIN)/python -m pip install --quiet . 'numpy<2' $(TRITON_CLIENT)
 	$(TRITON_BIN)/python -m pip install --quiet --no-deps $(TRITON_SERVER)
-	touch $@
-
-$(AIPERF_VENV)/.stamp:
-	$(PYTHON) -m venv $(AIPERF_VENV)
-	$(AIPERF_VENV)/bin/python -m pip install --quiet $(AIPERF)
 	touch $@
 
 # Three levels, so that the demo and the documents do not pull torch and the test tools.

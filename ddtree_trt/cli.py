@@ -15,8 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from ddtree_trt import __version__, interrupts
-from ddtree_trt.commands import bench
-from ddtree_trt.commands.ablate import ablate
+from ddtree_trt.commands.bench import bench
 from ddtree_trt.commands.build import build
 from ddtree_trt.commands.check import check
 from ddtree_trt.commands.doctor import doctor
@@ -128,9 +127,8 @@ def options(
         raise typer.Exit(2)
 
 
-for command in (build, run, serve, run_batch, check, ablate, export_triton, export_trtllm, inspect, doctor):
+for command in (build, run, serve, run_batch, check, bench, export_triton, export_trtllm, inspect, doctor):
     app.command(cls=RunCommand if command is run else None)(command)
-app.add_typer(bench.app, name="bench")
 
 
 def main() -> None:

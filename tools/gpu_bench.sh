@@ -6,7 +6,6 @@
 #
 # PYTHON      interpreter with torch (default python3)
 # WHEELS      folder of wheels to install what that interpreter lacks, without a network
-# REFERENCE   checkout of https://github.com/liranringel/ddtree, to time its rounds too (needs transformers)
 # ARGUMENTS   more for tools/gpu/bench.py, as in "--random-weights qwen3-4b"
 #
 # --dry-run checks the script on a CPU with tiny shapes: nothing is compiled and no figure means anything.
@@ -19,7 +18,6 @@ python=${PYTHON:-python3}
 
 if [ -n "${WHEELS:-}" ]; then
   "$python" -m pip install --quiet --no-index --find-links "$WHEELS" numpy safetensors nanobind || exit 1
-  "$python" -m pip install --quiet --no-index --find-links "$WHEELS" transformers || echo "transformers: not installed"
 fi
 
 build_native() { # the host's C++, for an interpreter that this package is not installed in
@@ -51,5 +49,4 @@ if [ ${#mode[@]} = 0 ]; then
     "$out/kernels.json" >"$out/kernels.log" 2>&1 || tail -20 "$out/kernels.log"
   mode=(--kernel-check "$out/kernels.json")
 fi
-"$python" -m tools.gpu.bench "$out/gpu_bench.json" "${mode[@]}" \
-  ${REFERENCE:+--reference "$REFERENCE"} ${ARGUMENTS:-}
+"$python" -m tools.gpu.bench "$out/gpu_bench.json" "${mode[@]}" ${ARGUMENTS:-}

@@ -41,9 +41,9 @@ except ImportError as error:
     install = "python -m pip install torch==2.13.0 'transformers>=4.57' jinja2"
     raise SystemExit(f"needs PyTorch and transformers, but: {error}. Install them with: {install}") from error
 
-from ddtree_trt.bench.reference import REPOSITORY, Published, adapted_libraries, commit_of, import_published
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.runtime.decoding.methods import DDTREE, DFLASH, METHODS
+from workbench.published import REPOSITORY, Published, adapted_libraries, commit_of, import_published
 
 ROOT = Path(__file__).resolve().parent.parent
 PAIR = ROOT / "ddtree_trt/assets/tiny"

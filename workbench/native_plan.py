@@ -26,7 +26,6 @@ from onnx import ModelProto
 
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.progress import no_progress
-from ddtree_trt.bench.pairs.random_pair import SHAPES, PairShape
 from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions
 from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder
 from ddtree_trt.build.backends.tensorrt.profiles import covering, drafter_sizes, profile, target_sizes
@@ -38,6 +37,7 @@ from ddtree_trt.device.rtx_kinds import KINDS
 from ddtree_trt.device.tensorrt_library import import_tensorrt
 from ddtree_trt.drafters.registry import kind_of
 from ddtree_trt.models.decoder import language_model_shapes
+from workbench.random_pair import SHAPES, PairShape
 
 LIMITS = Limits(max_seq_len=4096, max_batch=4, max_tree_budget=256, prefill_chunk=512)
 NETWORKS = ("target", "drafter")

@@ -1,4 +1,1 @@
-"""Benchmarks of an engine and its peers: running and timing cases, storing results and showing them.
-
-Nothing in `build` or `runtime` imports this package.
-"""
+"""`ddtree-trt bench`: methods and budgets on the same prompts of the same engine, interleaved."""

@@ -1,23 +1,19 @@
-"""Prompts: JSONL files, the set that ships with the tiny pair, and the paper's datasets by name."""
+"""Prompts from JSON Lines, and the set that ships with the tiny pair."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from ddtree_trt.bench.paper_datasets import PAPER_SETS, load_turns
-from ddtree_trt.bench.settings import TINY, Shard
+from ddtree_trt.bench.settings import TINY
 from ddtree_trt.errors import UsageError
 
 Message = dict[str, str]
 
-_T = TypeVar("_T")
-_KINDS = ("prompt", "turns", "messages", "text", "token_ids")
 _SCHEMA = (
     'one of "prompt" (a user\'s message), "turns" (a user\'s messages, answered one by one), "messages" (a chat '
     'of {role, content}), "text" (continued as it is), "token_ids"'
@@ -35,46 +31,24 @@ class BenchPrompt:
 
 
 def load_prompts(specs: Sequence[str], limit: int | None = None) -> list[BenchPrompt]:
-    """The prompts of all specs, in their order.
-
-    A spec is a JSONL file, `tiny`, the name of one of the paper's datasets, or NAME=FILE for a local copy of one.
-    `limit` is the most prompts of each; None takes the paper's number of a dataset and all of a file.
-    Raises UsageError for an unknown name or a line that is no prompt, MissingDependency without `datasets`.
-    """
-    prompts = [prompt for spec in specs for prompt in _load(spec, limit)]
-    repeated = [p.id for p in prompts if sum(q.id == p.id for q in prompts) > 1] if len(specs) > 1 else []
-    if repeated:
-        raise UsageError(f"two prompt sets are called {repeated[0].rpartition('/')[0]!r}; rename one of the files")
-    return prompts
-
-
-def _load(spec: str, limit: int | None) -> list[BenchPrompt]:
-    name, _, copy = spec.partition("=")
-    if name in PAPER_SETS:
-        return _number(name, [_chat(turns) for turns in load_turns(name, Path(copy) if copy else None, limit)])
-    if spec == TINY:
-        path = Path(str(resources.files("ddtree_trt").joinpath("assets/tiny/prompts.jsonl")))
-        return _number(TINY, _spaced(read_jsonl(path), limit))
-    path = Path(spec)
-    if not path.is_file():
-        known = ", ".join([TINY, *PAPER_SETS])
-        raise UsageError(f"no prompts called {spec!r}: it is neither a file nor one of {known}")
-    return _number(path.stem, _spaced(read_jsonl(path), limit))
+    """The prompts of all specs, each a file or `tiny`; of each at most `limit`, evenly spaced, since files are often
+    sorted by domain. Raises UsageError for an unknown name, and for a line that is no prompt."""
+    found: dict[str, BenchPrompt] = {}
+    for spec in specs:
+        path = Path(str(resources.files("ddtree_trt") / "assets/tiny/prompts.jsonl")) if spec == TINY else Path(spec)
+        if not path.is_file():
+            raise UsageError(f"no prompts called {spec!r}: it is neither a file nor {TINY}")
+        source, rows = TINY if spec == TINY else path.stem, _read(path)
+        count = min(limit or len(rows), len(rows))
+        for number in range(count):
+            prompt = BenchPrompt(f"{source}/{number}", source, *rows[number * len(rows) // count])
+            if prompt.id in found:
+                raise UsageError(f"two prompt sets are called {source!r}; rename one of the files")
+            found[prompt.id] = prompt
+    return list(found.values())
 
 
-def _spaced(items: list[_T], limit: int | None) -> list[_T]:
-    """At most `limit` items, evenly spaced, since files are often sorted by domain."""
-    if limit is None or len(items) <= limit:
-        return items
-    return [items[i * len(items) // limit] for i in range(limit)]
-
-
-def _number(source: str, prompts: Iterable[tuple[Any, tuple[str, ...]]]) -> list[BenchPrompt]:
-    return [BenchPrompt(f"{source}/{i}", source, opening, rest) for i, (opening, rest) in enumerate(prompts)]
-
-
-def read_jsonl(path: Path) -> list[tuple[Any, tuple[str, ...]]]:
-    """(opening, follow-ups) of each line. Raises UsageError naming a line that is no prompt."""
+def _read(path: Path) -> list[tuple[Any, tuple[str, ...]]]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -86,43 +60,27 @@ def read_jsonl(path: Path) -> list[tuple[Any, tuple[str, ...]]]:
 
 
 def _read_line(line: str, where: str) -> tuple[Any, tuple[str, ...]]:
+    """(opening, follow-ups)."""
     try:
         row = json.loads(line)
     except ValueError as error:
         raise UsageError(f"{where} is not JSON: {error}") from error
-    kinds = [k for k in _KINDS if k in row] if isinstance(row, dict) else []
-    if len(kinds) != 1:
-        raise UsageError(f"{where}: expected an object with {_SCHEMA}; found {line[:80]}")
-    value = row[kinds[0]]
-    if kinds[0] in ("prompt", "text") and isinstance(value, str) and value:
-        return (value, ()) if kinds[0] == "text" else _chat([value])
-    if kinds[0] == "turns" and _is_list(value, str):
-        return _chat(value)
-    if kinds[0] == "token_ids" and _is_list(value, int):
-        return value, ()
-    if kinds[0] == "messages" and _is_list(value, dict) and all(_is_message(m) for m in value):
-        return [{"role": m["role"], "content": m["content"]} for m in value], ()
-    raise UsageError(f"{where}: {kinds[0]} cannot be {json.dumps(value)[:60]}; expected {_SCHEMA}")
-
-
-def _is_list(value: Any, kind: type) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(v) is kind for v in value)
+    given = {
+        k: row[k] for k in ("prompt", "turns", "messages", "text", "token_ids") if isinstance(row, dict) and k in row
+    }
+    match given:
+        case {"prompt": str(text)} if len(given) == 1 and text:
+            return [{"role": "user", "content": text}], ()
+        case {"text": str(text)} if len(given) == 1 and text:
+            return text, ()
+        case {"turns": [str(first), *rest]} if len(given) == 1 and all(isinstance(turn, str) for turn in rest):
+            return [{"role": "user", "content": first}], tuple(rest)
+        case {"token_ids": [int(), *_] as ids} if len(given) == 1 and all(type(token) is int for token in ids):
+            return ids, ()
+        case {"messages": [_, *_] as chat} if len(given) == 1 and all(_is_message(message) for message in chat):
+            return [{"role": message["role"], "content": message["content"]} for message in chat], ()
+    raise UsageError(f"{where}: expected an object with {_SCHEMA}; found {line[:80]}")
 
 
 def _is_message(message: Any) -> bool:
-    return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
-
-
-def _chat(turns: Sequence[str]) -> tuple[list[Message], tuple[str, ...]]:
-    return [{"role": "user", "content": turns[0]}], tuple(turns[1:])
-
-
-def select(prompts: Sequence[BenchPrompt], shard: Shard) -> list[BenchPrompt]:
-    """The shard's prompts: every `count`-th one, so that every shard has prompts of every set."""
-    return list(prompts[shard.index - 1 :: shard.count])
-
-
-def digest(prompts: Sequence[BenchPrompt]) -> str:
-    """sha256 over the prompts' content, by which a replay finds that prompts have changed."""
-    text = json.dumps([asdict(p) for p in prompts], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return isinstance(message, dict) and all(isinstance(message.get(name), str) for name in ("role", "content"))

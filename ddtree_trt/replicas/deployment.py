@@ -19,7 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from ray import serve
 from ray.serve import Application
 from ray.serve.schema import LoggingConfig
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.errors import UsageError
@@ -48,7 +48,7 @@ class Engine:
             request_log.show()
         self._llm, self._gate = open_app(engine_dir, options, metrics_page=self._pages)
         self._metrics = self._gate.metrics
-        self._app = with_origins(self._gate, options)
+        self._app = _without_request_id(with_origins(self._gate, options))
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app
@@ -74,6 +74,21 @@ class Engine:
     async def end_all(self) -> None:
         """End all open requests with an error for their clients."""
         self._gate.end_all()
+
+
+def _without_request_id(app: ASGIApp) -> ASGIApp:
+    """The application without its own X-Request-Id: Ray adds one to every answer, which its logs have."""
+
+    async def without(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_on(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [(name, value) for name, value in message["headers"] if name.lower() != b"x-request-id"]
+                message = {**message, "headers": headers}
+            await send(message)
+
+        await app(scope, receive, send_on)
+
+    return without
 
 
 class _Pages(Collector):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -31,26 +32,19 @@ def cut(text: str, most: int = SHOWN_CHARACTERS) -> str:
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """An error answer to a request."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = INVALID,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.kind = kind
-        self.param = param
-        self.code = code
-        self.headers = dict(headers or {})
+    status: int
+    message: str
+    kind: str = field(default=INVALID, kw_only=True)
+    param: str | None = field(default=None, kw_only=True)
+    code: str | None = field(default=None, kw_only=True)
+    headers: dict[str, str] = field(default_factory=dict, kw_only=True)
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> dict[str, Any]:
         # A client's text may hold surrogates, which UTF-8 cannot encode.
@@ -128,7 +122,7 @@ def install(app: FastAPI, retry_after_s: Callable[[], int]) -> None:
         assert isinstance(error, HTTPException)
         # For wrong paths and methods, and for bodies that the framework could not parse.
         message = f"{request.method} {cut(request.url.path)}: {error.detail}"
-        return ApiError(error.status_code, message, headers=error.headers).response()
+        return ApiError(error.status_code, message, headers=dict(error.headers or {})).response()
 
     app.add_exception_handler(ApiError, api_error)
     app.add_exception_handler(DDTreeError, api_error)

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ddtree_trt.bench.paper_datasets import PAPER_SETS, load_turns, title
-from ddtree_trt.bench.prompts import digest, load_prompts, select
-from ddtree_trt.bench.settings import Shard
+from ddtree_trt.bench.prompts import load_prompts
 from ddtree_trt.errors import MissingDependency, UsageError
+from workbench import datasets as paper
+from workbench.datasets import PAPER_SETS, load_turns
 
 REASONING = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 # One row of each dataset, with its columns as they are on the hub, and the user messages the paper made of it.
@@ -90,7 +90,7 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
 def test_files_without_prompts_and_unknown_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no prompts"):
         load_prompts([str(write(tmp_path / "empty.jsonl", []))])
-    with pytest.raises(UsageError, match=r"neither a file nor one of tiny, gsm8k, .*alpaca"):
+    with pytest.raises(UsageError, match=r"neither a file nor tiny"):
         load_prompts(["gsm9k"])
 
 
@@ -110,13 +110,14 @@ def test_two_sets_of_one_name_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_the_papers_prompts_are_made_of_a_row(tmp_path: Path, name: str) -> None:
+def test_the_papers_prompts_are_made_of_a_row(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     row, turns = ROWS[name]
     copy = write(tmp_path / "copy.jsonl", [row])
     assert load_turns(name, copy) == [turns]
-    (prompt,) = load_prompts([f"{name}={copy}"])
-    assert prompt.opening == [{"role": "user", "content": turns[0]}]
-    assert prompt.follow_ups == tuple(turns[1:])
+    monkeypatch.setattr(sys, "argv", ["datasets", name, "--copy", str(copy), "-o", str(tmp_path / "out.jsonl")])
+    paper.main()
+    (prompt,) = load_prompts([str(tmp_path / "out.jsonl")])
+    assert (prompt.opening, prompt.follow_ups) == ([{"role": "user", "content": turns[0]}], tuple(turns[1:]))
 
 
 def test_an_instruction_without_input_stands_alone(tmp_path: Path) -> None:
@@ -136,8 +137,6 @@ def test_livecodebench_asks_for_the_starter_code_or_for_any(tmp_path: Path, star
 def test_every_dataset_of_the_paper_is_known() -> None:
     assert set(PAPER_SETS) == {*ROWS, "livecodebench"}
     assert {s.samples for s in PAPER_SETS.values()} == {30, 80, 128, 164}
-    assert title("swe-bench") == "SWE-bench Lite"
-    assert title("mine") == "mine"
 
 
 def test_samples_are_chosen_as_the_published_experiments_do(tmp_path: Path) -> None:
@@ -163,7 +162,7 @@ def test_a_parquet_copy_is_read(tmp_path: Path) -> None:
 
 def test_a_copy_of_something_else_is_refused(tmp_path: Path) -> None:
     copy = write(tmp_path / "copy.jsonl", [{"text": "?"}])
-    with pytest.raises(UsageError, match="is not GSM8K: it has no column 'question'"):
+    with pytest.raises(UsageError, match="is not gsm8k: it has no column 'question'"):
         load_turns("gsm8k", copy)
     copy.write_text("{")
     with pytest.raises(UsageError, match="cannot read"):
@@ -174,20 +173,5 @@ def test_a_copy_of_something_else_is_refused(tmp_path: Path) -> None:
 
 def test_without_the_datasets_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MissingDependency, match=r"\.\[bench\].*NAME=FILE"):
-        load_prompts(["gsm8k"])
-
-
-def test_shards_deal_the_prompts_out() -> None:
-    prompts = load_prompts(["tiny"], 11)
-    parts = [select(prompts, Shard(i, 3)) for i in (1, 2, 3)]
-    assert sorted(p.id for part in parts for p in part) == sorted(p.id for p in prompts)
-    assert {len(part) for part in parts} == {3, 4}
-
-
-def test_a_digest_tells_other_prompts(tmp_path: Path) -> None:
-    path = write(tmp_path / "mine.jsonl", [{"text": "a"}])
-    before = digest(load_prompts([str(path)]))
-    assert before == digest(load_prompts([str(path)]))
-    write(path, [{"text": "b"}])
-    assert before != digest(load_prompts([str(path)]))
+    with pytest.raises(MissingDependency, match=r"\.\[bench\].*--copy FILE"):
+        load_turns("gsm8k")

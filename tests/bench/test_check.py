@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import in_this_process
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
@@ -158,6 +160,17 @@ def test_what_cannot_be_checked_is_refused(tiny_engine: Path) -> None:
         check_engine(settings(tiny_engine, seeds=1))
     with pytest.raises(UsageError, match="lower --max-tokens"):
         check_engine(settings(tiny_engine, max_tokens=100_000))
+
+
+def test_the_command_ends_with_the_verdict(
+    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    quick = ("check", tiny_engine, "--limit", 1, "--max-tokens", 64, "--seeds", 0)
+    code, out, _ = in_this_process(capsys)(*quick)
+    assert code == 0 and out.endswith("passed\n")
+    monkeypatch.setattr("ddtree_trt.check.findings.GreedyFinding.passed", False)
+    code, out, _ = in_this_process(capsys)(*quick, "--json")
+    assert code == 1 and json.loads(out)["passed"] is False
 
 
 # The test of uniformity

@@ -11,11 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from ddtree_trt.cli import app
-from ddtree_trt.commands import bench
 
 # What stands beside the option: a call that is right without it. ENGINE is the tiny engine, FOLDER an empty directory.
 ARGUMENTS = {
-    "ablate": "ENGINE --limit 1 --max-tokens 4 --budgets 4 --timed-prompts 0",
     "bench": "ENGINE --limit 1 --max-tokens 4 --budgets 4",
     "build": "--target tiny --output FOLDER/engine --no-profile",
     "check": "ENGINE --limit 1 --seeds 0 --max-tokens 4",
@@ -31,19 +29,13 @@ NO_REAL = ("-1", HUGE, "nan", "inf", "-inf")
 
 # Option of a command → the values it refuses. Every option that takes a number is here.
 REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
-    ("ablate", "--limit"): NO_SIZE,
-    ("ablate", "--max-tokens"): ("1", "5000", *NO_SIZE),
-    ("ablate", "--timed-prompts"): NO_COUNT,
-    ("ablate", "--seed"): (*NO_COUNT, str(2**64)),
-    ("ablate", "--threads"): NO_COUNT,
     ("bench", "--limit"): NO_SIZE,
     ("bench", "--max-tokens"): ("1", *NO_SIZE),
     ("bench", "--repeats"): NO_SIZE,
+    ("bench", "--temperature"): NO_REAL,
     ("bench", "--seed"): (*NO_COUNT, str(2**64)),
     ("bench", "--tensor-parallel-size"): (*NO_SIZE, "65"),
     ("bench", "--threads"): NO_COUNT,
-    ("bench", "--prompt-tokens"): (*NO_SIZE, "64"),  # an engine's prompts have their own length
-    ("bench", "--forced-acceptance"): (*NO_SIZE, "500"),
     ("build", "--max-seq-len"): ("1", *NO_SIZE),
     ("build", "--max-tree-budget"): NO_SIZE,
     ("build", "--max-batch"): NO_SIZE,
@@ -91,12 +83,7 @@ REFUSED: dict[tuple[str, str], tuple[str, ...]] = {
 }
 # Numbers that are given as text.
 IN_TEXT: dict[tuple[str, str], tuple[str, ...]] = {
-    ("ablate", "--budgets"): (*NO_SIZE, "x", "4,0", "1.5", "auto", "4097"),
-    ("ablate", "--depths"): (*NO_SIZE, "x"),
-    ("ablate", "--temperatures"): (*NO_REAL, "x", "0,nan"),
     ("bench", "--budgets"): (*NO_SIZE, "x", "4,0", "1.5"),
-    ("bench", "--temperatures"): (*NO_REAL, "x", "0,nan"),
-    ("bench", "--shard"): (*NO_SIZE, "0/1", "2/1", "1/0", "x"),
     ("export-triton", "--gpus"): (*NO_SIZE, "x", "0,0"),
     ("run", "--tree-budget"): (*NO_COUNT, "x", "257", "1.5"),
 }
@@ -104,16 +91,14 @@ IN_TEXT: dict[tuple[str, str], tuple[str, ...]] = {
 
 def numeric_options() -> Iterator[tuple[str, str]]:
     """Every (command, option) whose value is an integer or a real number."""
-    groups = {"bench": [c for c in bench.app.registered_commands if c.name == "run"], None: app.registered_commands}
-    for group, commands in groups.items():
-        for command in commands:
-            callback: Any = command.callback
-            name = group or command.name or callback.__name__.replace("_", "-")
-            for option, hint in typing.get_type_hints(callback, include_extras=True).items():
-                kind, *infos = typing.get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
-                if {int, float} & {kind, *typing.get_args(kind)}:
-                    named = [w for i in infos for w in (i.default, *(i.param_decls or ())) if str(w).startswith("--")]
-                    yield name, (named or ["--" + option.replace("_", "-")])[0]
+    for command in app.registered_commands:
+        callback: Any = command.callback
+        name = command.name or callback.__name__.replace("_", "-")
+        for option, hint in typing.get_type_hints(callback, include_extras=True).items():
+            kind, *infos = typing.get_args(hint) if hasattr(hint, "__metadata__") else (hint,)
+            if {int, float} & {kind, *typing.get_args(kind)}:
+                named = [w for i in infos for w in (i.default, *(i.param_decls or ())) if str(w).startswith("--")]
+                yield name, (named or ["--" + option.replace("_", "-")])[0]
 
 
 def test_every_numeric_option_is_in_the_table() -> None:

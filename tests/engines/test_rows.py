@@ -15,13 +15,12 @@ from fake_trt_engine import Lowerings
 from scripted import ScriptedEngine
 from scripted_models import Good, MarkovTarget
 
-from ddtree_trt.bench.pairs.forced import ForcedEngine
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine, LogitRows
 from ddtree_trt.runtime.engines.lazy_rows import LazyRows
 from ddtree_trt.runtime.engines.load import open_engine
 
-BACKENDS = ("onnxruntime", "torch", "tensorrt", "scripted", "forced")
+BACKENDS = ("onnxruntime", "torch", "tensorrt", "scripted")
 
 
 def scripted() -> ScriptedEngine:
@@ -44,7 +43,6 @@ def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
         "torch": torch,
         "tensorrt": lambda: open_engine(request.getfixturevalue("machine").directory),
         "scripted": scripted,
-        "forced": lambda: ForcedEngine(scripted(), 3),
     }
     made = makers[request.param]()
     yield made

@@ -25,7 +25,9 @@ DOCUMENTS = sorted(
         ROOT / "triton_repo" / "model" / "README.md",
     ]
 )
-SOURCES = sorted([*ROOT.glob("ddtree_trt/**/*.py"), *ROOT.glob("tools/**/*.py"), *ROOT.glob("triton_repo/**/*.py")])
+DOCUMENTS.remove(ROOT / "CHANGELOG.md")  # it names what went, too
+FOLDERS = ("ddtree_trt", "tools", "triton_repo", "workbench")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 each_document = pytest.mark.parametrize("path", DOCUMENTS, ids=lambda p: str(p.relative_to(ROOT)))
 
 ENDINGS = "py|pyi|sh|md|cpp|cu|cuh|h|yaml|json|jsonl|toml|txt|pbtxt|onnx|bin|safetensors|so|png|svg"
@@ -34,7 +36,7 @@ FILE = re.compile(rf"`((?:[\w.-]+/)*[\w.-]+\.(?:{ENDINGS}))`")
 MADE = {
     *("config.json", "profile.json", "shared.safetensors", "weights.safetensors", "weights.bin", "target.onnx"),
     *("config.pbtxt", "export.json", "evaluation.json", "evaluation.md", "verified.json", "answers.jsonl"),
-    *("config.yaml", "plain.yaml", "serve.sh", "trtllm/serve.sh"),  # exports for other engines
+    *("config.yaml", "plain.yaml"),  # an export for TensorRT-LLM
     *("libddtree_plugins.so", "libddtree_torch.so"),
 }
 MADE_UNDER = ("WORK/", "OUT/", "build/", "engines/")
@@ -60,6 +62,14 @@ FOREIGN = {  # options of other programs
     *("--gpu-memory-utilization", "--data-parallel-size", "--enable-auto-tool-choice", "--tool-call-parser"),  # vLLM
     "--generation-config",  # vLLM
     *("--share", "--steps", "--hours", "--workers", "--layers", "--block", "--taps", "--size"),  # tools/train_drafter
+}
+
+
+FOREIGN |= {
+    option
+    for path in SOURCES
+    if path.is_relative_to(ROOT / "workbench")
+    for option in re.findall(r'add_argument\("(--[\w-]+)"', path.read_text(encoding="utf-8"))
 }
 
 
@@ -111,7 +121,8 @@ def test_options_named_in_messages() -> None:
     """Of the package: what an error or a help text tells to give must be an option."""
     foreign = {
         *("--config", "--port", "--revision", "--local-dir"),  # of servers and the hub's program
-        *("--query-gpu", "--format", "--untracked-files", "--porcelain"),  # nvidia-smi's and git's
+        *("--query-gpu", "--format"),  # nvidia-smi's
+        "--no",  # the beginning of a switch
         *("--editable", "--force-reinstall", "--index-url", "--no-deps", "--pre"),  # pip's
     }
     wrong = {
@@ -133,7 +144,7 @@ def test_make_targets(path: Path) -> None:
 
 def holds_everywhere(names: set[str], suffixes: tuple[str, ...] = ("py",)) -> set[str]:
     """Those of `names` that no source holds."""
-    folders = ("ddtree_trt", "cpp_plugins", "tools", "tests", "triton_repo")
+    folders = (*FOLDERS, "cpp_plugins", "tests")
     files = [p for folder in folders for suffix in suffixes for p in (ROOT / folder).rglob(f"*.{suffix}")]
     text = "\n".join(p.read_text(encoding="utf-8") for p in files if "test_docs_names" not in p.name)
     return {name for name in names if name not in text}

@@ -23,10 +23,7 @@ HEAVY = {
 # The rooms that may import a runtime, at any depth: whole packages and single files.
 OWNERS = {
     "onnxruntime": ("runtime/engines/onnxruntime/",),
-    "torch": (
-        *("runtime/engines/torch/", "bench/pairs/forced_torch.py", "bench/pairs/random_torch.py"),
-        *("bench/reference.py", "bench/peers/hf.py", "bench/peers/reference.py"),
-    ),
+    "torch": ("runtime/engines/torch/",),
     "tensorrt": ("device/",),
     "tensorrt_rtx": ("device/",),
     "tensorrt_rtx_bindings": ("device/",),
@@ -36,10 +33,8 @@ OWNERS = {
     "llguidance": ("runtime/structured/",),
 }
 BY_NAME = {"import_module", "import_package", "__import__"}  # functions that import what a text names
-# Where it is not in the call: public names, classes of backends, halves of drafters, `import_package`, a checkout.
-BY_OTHER_TEXT = {
-    *("__init__.py", "artifact/backends.py", "device/packages.py", "drafters/kind.py", "bench/reference.py"),
-}
+# Where it is not in the call: public names, classes of backends, halves of drafters, `import_package`.
+BY_OTHER_TEXT = {"__init__.py", "artifact/backends.py", "device/packages.py", "drafters/kind.py"}
 ONNX_ROOMS = ("build/graph/", "graph.py")  # may import onnx when loaded; the rest of build/ inside a function
 
 # A drafter kind's package has a half of each side; the rest of it is a leaf. Its record names both halves by a text.

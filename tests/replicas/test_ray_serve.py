@@ -83,6 +83,8 @@ def test_the_answers_are_the_engine_s(served: Replicas, client: httpx.Client, ti
         assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
     assert client.get("/v1/models").json()["data"][0]["id"] == "tiny"
     assert client.get("/health").json() == {"status": "ok"}
+    plain = client.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
+    assert len(plain.headers.get_list("x-request-id")) == 1
     assert client.get("/playground").headers["content-type"] == "text/html; charset=utf-8"
     watched = client.post("/playground/rounds", json={"messages": messages, "max_tokens": 60})
     *records, done = [line.removeprefix("data: ") for line in watched.text.splitlines() if line]

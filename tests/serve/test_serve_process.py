@@ -22,7 +22,7 @@ from ddtree_trt.errors import install_with
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from tools import load_test
+from workbench import soak
 
 STREAM = {"prompt": "def fib(n):", "stream": True, **LONG}
 
@@ -57,7 +57,7 @@ def test_the_ready_line_and_the_options_of_the_command(tiny_engine: Path) -> Non
 
 
 def test_sigterm_under_load_finishes_what_runs_and_exits_0(tiny_engine: Path, tmp_path: Path) -> None:
-    body = {**STREAM, "max_tokens": 150, "method": "auto"}
+    body = {**STREAM, "max_tokens": 60, "method": "auto"}
     hold = tmp_path / "hold"
     hold.touch()
     options = ("--drain-timeout", str(WAIT_S))
@@ -180,16 +180,16 @@ def test_without_the_extra_the_command_names_it(tiny_engine: Path) -> None:
 
 def test_a_crowd_of_clients(tiny_engine: Path, tmp_path: Path) -> None:
     engine = with_template(tiny_engine, tmp_path / "engine", QWEN3_CODER)
-    report = load_test.run(engine, concurrency=48, seconds=2, prompts=8)
+    report = soak.run(engine, concurrency=48, seconds=2, prompts=8)
     assert report.failures() == []
-    assert report.tokens > 0 and set(report.requests) == {*load_test.KINDS, *load_test.HELD}
+    assert report.tokens > 0 and set(report.requests) == {*soak.KINDS, *soak.HELD}
     assert max(running for _, _, running, _ in report.samples) <= 8
 
 
 def test_the_load_test_sees_what_goes_wrong() -> None:
-    def report(**fields: object) -> load_test.Report:
+    def report(**fields: object) -> soak.Report:
         samples = [(float(i), 100e6, 0.0, 0.0) for i in range(20)]
-        good = load_test.Report(1, 1.0, samples=samples, exit_code=0)
+        good = soak.Report(1, 1.0, samples=samples, exit_code=0)
         good.requests["whole"] = 1
         for name, value in fields.items():
             setattr(good, name, value)

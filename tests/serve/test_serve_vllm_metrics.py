@@ -98,7 +98,7 @@ AIPERF = json.loads((Path(__file__).resolve().parents[1] / "fixtures" / "aiperf"
 
 @pytest.mark.parametrize("recorded", AIPERF["prompts"], ids=lambda r: r["prompt"][:20])
 def test_answers_are_what_aiperf_reported(server: ThreadServer, recorded: dict[str, Any]) -> None:
-    """The fixture is of a run of the real tool; `tools/aiperf_run.py --record` writes it. The body is AIPerf's."""
+    """The fixture is of a run of the real tool. The body is AIPerf's."""
     body = {
         "messages": [{"role": "user", "content": recorded["prompt"]}],
         "model": "tiny",

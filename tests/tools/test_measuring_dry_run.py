@@ -28,8 +28,6 @@ def test_dry_run(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout + run.stderr
     result = json.loads((tmp_path / "gpu_bench.json").read_text())
     assert (result["schema_version"], result["dry_run"]) == (1, True)
-    skipped = result["steps"].pop("published code")
-    assert skipped == "skipped: no --reference CHECKOUT"
     assert all(outcome.startswith("ok") for outcome in result["steps"].values())
     assert result["machine"]["torch"] and result["machine"]["kernels"] is None
     for precision in ("fp32", "bf16"):
@@ -43,20 +41,19 @@ def test_dry_run(tmp_path: Path) -> None:
     assert pair["kv_bytes_per_token"] == 2 * 6 * 2 * 2 * 16
     assert [run["past"] for run in pair["runs"]] == [16, 40]
     for run in pair["runs"]:
-        check_times(run["ar"], 1)
-        check_times(run["dflash"], 7)
+        check_times(run["ar"])
+        check_times(run["dflash"])
+        assert run["ar"]["tokens_per_round"] == 1
         assert [row["budget"] for row in run["ddtree"]] == [3, 15]
         for row in run["ddtree"]:
-            committed = min(7, 1 + row["budget"])
-            check_times(row["host"], committed)
-            assert row["device"]["tokens_per_round"] == committed
+            check_times(row["host"])
+            assert 1 <= row["device"]["tokens_per_round"] <= 1 + row["budget"]
             assert row["device"]["round_ms"] > 0 and row["device"]["visible_round_ms"] > 0
             assert set(row["device"]["stage_ms"]) == set(ROUND_STAGES)
     assert len(result["targets"]) == 6
 
 
-def check_times(timed: dict[str, Any], committed: int) -> None:
-    assert timed["tokens_per_round"] == committed
+def check_times(timed: dict[str, Any]) -> None:
     assert 0 < timed["round_ms"]["low"] <= timed["round_ms"]["median"] <= timed["round_ms"]["high"]
     assert set(timed["stage_ms"]) == set(ROUND_STAGES)
 
@@ -64,9 +61,9 @@ def check_times(timed: dict[str, Any], committed: int) -> None:
 def test_every_tree_fills_its_pass() -> None:
     """A root and B nodes are a size that passes have, so that no figure pays for rows of padding."""
     sizes = buckets(1 + 1024)
-    for budgets in (bench.BUDGETS, bench.DRY_BUDGETS, [bench.REFERENCE_BUDGET]):
+    for budgets in (bench.BUDGETS, bench.DRY_BUDGETS, [bench.COMPARED_BUDGET]):
         assert all(1 + budget in sizes for budget in budgets)
-    assert bench.REFERENCE_BUDGET in bench.BUDGETS
+    assert bench.COMPARED_BUDGET in bench.BUDGETS
 
 
 def test_targets_are_judged() -> None:
@@ -78,7 +75,6 @@ def test_targets_are_judged() -> None:
             {"budget": 15, "host": None, "device": None},
             {"budget": 63, "host": {"round_ms": {"median": 6.5}}, "device": {"round_ms": 5.5, "gap_us": 51.0}},
         ],
-        "published": [{"budget": 0, "round_ms": 30.0}, {"budget": 63, "round_ms": 35.0}],
     }
     pair = {"shape": "qwen3-8b", "weight_bytes": 15.0e9, "kv_bytes_per_token": 147456, "runs": [run]}
     rows = bench.targets({"ceilings": {"copy_gb_per_s": 4300.0}, "pairs": [pair]})
@@ -87,7 +83,6 @@ def test_targets_are_judged() -> None:
         "ar step over the time to read weights and cache": (1.135, True),
         "ddtree round over ar step": (1.375, True),
         "gap between rounds the host sees, us": (51.0, False),
-        "published round over ours": (6.364, True),
     }
 
 

@@ -1,8 +1,8 @@
 """Check and time the PyTorch engine on a GPU: correct answers first, then round times, in one JSON file.
 
-    python -m tools.gpu.bench RESULT.json [--random-weights qwen3-8b,qwen3-4b] [--reference CHECKOUT] [--dry-run]
+    python -m tools.gpu.bench RESULT.json [--random-weights qwen3-8b,qwen3-4b] [--dry-run]
 
-Full-size pairs are made at random on the device, and acceptance is forced: the times are those of a trained pair of
+Full-size pairs are made at random on the device, whose rounds commit about a token: the times are those of a pair of
 that shape, the text means nothing. tools/gpu_bench.sh builds the kernels first. --dry-run does all of it on a CPU with
 tiny shapes, to check the script; its figures mean nothing.
 
@@ -29,27 +29,23 @@ from torch import Tensor
 
 from ddtree_trt import __version__
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.bench.pairs.random_pair import PairShape, find_shape
-from ddtree_trt.bench.pairs.random_torch import random_torch_engine
 from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.plugins.library import TORCH, find
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.weights import choose_device
 from tools.gpu import correct, ranks
-from tools.gpu.published import Published
 from tools.gpu.rounds import ceilings, fill, time_device, time_host
+from workbench.random_pair import PairShape, find_shape, random_torch_engine
 
 SCHEMA_VERSION = 1
-FORCED = 7  # tokens each round commits: the mean over benchmarks of the published pairs
 # With its root each tree fills a size that passes are padded to: one node more would take the next size.
 BUDGETS = [15, 31, 63, 127, 255]
 DRY_BUDGETS = [3, 15]
-REFERENCE_BUDGET = 63
+COMPARED_BUDGET = 63
 # Targets on an H200.
 AR_OVER_FLOOR = 1.15
 ROUND_OVER_AR = 1.40
 GAP_US = 50.0
-REFERENCE_OVER_ROUND = 5.0
 
 
 class Report:
@@ -119,11 +115,8 @@ def measure_pair(name: str, args: argparse.Namespace, device: torch.device, repo
     result["weight_bytes"] = streamed_bytes(weights)
     slab = engine.target.cache.slab
     result["kv_bytes_per_token"] = slab[:, 0, :, 0].numel() * slab.element_size()
-    published = None
-    if args.reference is not None:
-        published = report.step(f"{name}: published code", lambda: Published(args.reference, shape, weights, device))
     for past in args.pasts:
-        result["runs"].append(measure_past(name, shape, engine, published, past, args, report))
+        result["runs"].append(measure_past(name, shape, engine, past, args, report))
     engine.close()
     return result
 
@@ -140,23 +133,22 @@ def measure_past(
     name: str,
     shape: PairShape,
     engine: TorchEngine,
-    published: Published | None,
     past: int,
     args: argparse.Namespace,
     report: Report,
 ) -> dict[str, Any]:
-    run: dict[str, Any] = {"past": past, "ddtree": [], "published": []}
-    where, rounds, forced = f"{name}, past {past}", args.rounds, min(FORCED, shape.block_size - 1)
+    run: dict[str, Any] = {"past": past, "ddtree": []}
+    where, rounds = f"{name}, past {past}", args.rounds
     tokens = np.random.default_rng(args.seed).integers(0, shape.target.vocab_size - 1, past)
     bonus = report.step(f"{where}: prefill", lambda: fill(engine, tokens))
     if bonus is None:
         return run
 
     def host(budget: int, **kind: bool) -> Callable[[], dict[str, Any]]:
-        return lambda: time_host(engine, bonus, budget=budget, forced=forced, rounds=rounds, **kind)
+        return lambda: time_host(engine, bonus, budget=budget, rounds=rounds, **kind)
 
     def on_device(budget: int) -> Callable[[], dict[str, Any]]:
-        return lambda: time_device(engine, bonus, budget=budget, forced=forced, rounds=rounds)
+        return lambda: time_device(engine, bonus, budget=budget, rounds=rounds)
 
     run["ar"] = report.step(f"{where}: ar", host(0))
     run["dflash"] = report.step(f"{where}: dflash", host(shape.block_size - 1, dflash=True))
@@ -168,13 +160,6 @@ def measure_past(
                 "device": report.step(f"{where}: ddtree {budget}, tree on the device", on_device(budget)),
             }
         )
-    if published is not None:
-        for budget in (0, min(REFERENCE_BUDGET, max(args.budgets))):
-            timed = report.step(
-                f"{where}: published, budget {budget}",
-                partial(published.time, past, budget, forced, min(rounds, 12)),
-            )
-            run["published"].append(timed)
     return run
 
 
@@ -195,10 +180,8 @@ def targets(body: dict[str, Any]) -> list[dict[str, Any]]:
     """Each target with the figure found, for every shape and past."""
     rows: list[dict[str, Any]] = []
 
-    def add(where: str, what: str, found: float | None, wanted: float, *, at_least: bool = False) -> None:
-        if found is not None:
-            met = found >= wanted if at_least else found <= wanted
-            rows.append({"where": where, "what": what, "found": found, "wanted": wanted, "met": met})
+    def add(where: str, what: str, found: float, wanted: float) -> None:
+        rows.append({"where": where, "what": what, "found": found, "wanted": wanted, "met": found <= wanted})
 
     copy = (body.get("ceilings") or {}).get("copy_gb_per_s")
     for pair in body["pairs"]:
@@ -209,16 +192,12 @@ def targets(body: dict[str, Any]) -> list[dict[str, Any]]:
                 floor_ms = (pair["weight_bytes"] + run["past"] * pair["kv_bytes_per_token"]) / copy / 1e6
                 add(where, "ar step over the time to read weights and cache", step_ms / floor_ms, AR_OVER_FLOOR)
             rounds = {row["budget"]: row for row in run["ddtree"]}
-            row = rounds.get(min(REFERENCE_BUDGET, max(rounds, default=0)), {})
-            device, host = row.get("device"), row.get("host")
+            row = rounds.get(min(COMPARED_BUDGET, max(rounds, default=0)), {})
+            device = row.get("device")
             if device and step_ms:
                 add(where, "ddtree round over ar step", device["round_ms"] / step_ms, ROUND_OVER_AR)
             if device:
                 add(where, "gap between rounds the host sees, us", device["gap_us"], GAP_US)
-            theirs = next((p["round_ms"] for p in run["published"] if p and p["budget"]), None)
-            if theirs and host:
-                best = min(r["round_ms"] for r in (device, {"round_ms": host["round_ms"]["median"]}) if r)
-                add(where, "published round over ours", theirs / best, REFERENCE_OVER_ROUND, at_least=True)
     return rows
 
 
@@ -234,7 +213,6 @@ def main() -> int:
     parser.add_argument("--pasts", type=numbers, default=[1024, 8192])
     parser.add_argument("--budgets", type=numbers, default=BUDGETS)
     parser.add_argument("--rounds", type=int, default=20, help="timed for each figure")
-    parser.add_argument("--reference", type=Path, help="a checkout of the published DDTree code")
     parser.add_argument("--kernel-check", type=Path, help="what tools.gpu.kernel_check found")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=9.0, help="no part begins after this")
@@ -252,7 +230,7 @@ def main() -> int:
         torch.set_num_threads(1)
     args.result.parent.mkdir(parents=True, exist_ok=True)
     body = {"schema_version": SCHEMA_VERSION, "dry_run": args.dry_run, "machine": machine(device)}
-    body |= {"forced_tokens_per_round": FORCED, "correctness": {}, "ceilings": None, "pairs": [], "targets": []}
+    body |= {"correctness": {}, "ceilings": None, "pairs": [], "targets": []}
     report = Report(args.result, body, args.minutes)
     if args.kernel_check is not None:
         report.body["kernels"] = report.step("kernels", lambda: kernel_check(args.kernel_check))
@@ -270,8 +248,6 @@ def main() -> int:
             precision = "fp32" if args.dry_run else "bf16"
             report.body["two_gpus"] = report.step("two GPUs", partial(ranks.check, Path(folder), precision, *size))
     report.body["ceilings"] = report.step("ceilings", lambda: ceilings(device))
-    if args.reference is None:
-        report.note("published code", "skipped: no --reference CHECKOUT")
     for name in shapes:
         report.body["pairs"].append(measure_pair(name, args, device, report))
         if device.type == "cuda":

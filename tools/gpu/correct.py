@@ -11,7 +11,6 @@ import torch
 
 import ddtree_trt
 from ddtree_trt.artifact.manifest import load_manifest
-from ddtree_trt.bench.pairs.random_pair import find_shape
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.runtime.engines.base import Engine, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.engines.torch.attention import load_operators
@@ -20,6 +19,7 @@ from ddtree_trt.runtime.engines.torch.pointwise import KernelMath, PlainMath, ro
 from ddtree_trt.runtime.engines.torch.weights import DTYPES, read_weights
 from ddtree_trt.runtime.tree import TokenTree
 from tools.gpu.rounds import HostRounds, fill
+from workbench.random_pair import find_shape
 
 TINY = Path(ddtree_trt.__file__).parent / "assets" / "tiny"
 RELATIVE_ERROR = {"fp32": 2e-3, "fp16": 2e-2, "bf16": 1.5e-1}  # of logits, in units of their root mean square

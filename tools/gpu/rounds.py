@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from ddtree_trt.bench.pairs.forced import ForcedEngine
-from ddtree_trt.bench.pairs.forced_torch import ForcedRounds
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine, RoundRequest, VerifyRequest
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.stats import ROUND_STAGES, StageClock
@@ -103,16 +101,13 @@ def events_ms(work: Callable[[], Any], device: torch.device, repeats: int) -> fl
     return begin.elapsed_time(end) / repeats
 
 
-def time_host(
-    engine: TorchEngine, bonus: int, *, budget: int, forced: int, rounds: int, dflash: bool = False
-) -> dict[str, Any]:
+def time_host(engine: TorchEngine, bonus: int, *, budget: int, rounds: int, dflash: bool = False) -> dict[str, Any]:
     """Round times with the tree built on the host: whole rounds, and stages with a wait after each."""
     past = engine.length(0)
-    chosen: Engine = ForcedEngine(engine, forced) if budget else engine
     result: dict[str, Any] = {"budget": budget}
 
     def measure(*, profile: bool) -> tuple[list[float], dict[str, float], list[int]]:
-        runner = HostRounds(chosen, budget=budget, dflash=dflash, profile=profile)
+        runner = HostRounds(engine, budget=budget, dflash=dflash, profile=profile)
         times, lengths, last = [], [], bonus
         for i in range(rounds + 3):
             if i == 3:  # by now every graph is captured
@@ -139,10 +134,11 @@ def time_host(
     return result
 
 
-def time_device(engine: TorchEngine, bonus: int, *, budget: int, forced: int, rounds: int) -> dict[str, Any]:
+def time_device(engine: TorchEngine, bonus: int, *, budget: int, rounds: int) -> dict[str, Any]:
     """Round times with everything on the device: of rounds launched one after another, of stages as separate graphs,
     and of the whole loop by the host's clock."""
-    past, rounds_of = engine.length(0), ForcedRounds(engine, forced)
+    past, rounds_of = engine.length(0), engine.rounds
+    assert rounds_of is not None, "a block drafter has rounds on the device"
     request = RoundRequest(0, bonus, budget)
     device_round = rounds_of.made_for([request])
 
@@ -188,7 +184,6 @@ def time_device(engine: TorchEngine, bonus: int, *, budget: int, forced: int, ro
         request = replace(request, bonus_token=result.tokens[-1])
     synchronize(engine.device)
     engine.truncate(0, past)
-    rounds_of.close()
     visible_ms = 1e3 * (seen[-1] - seen[0]) / max(1, len(seen) - 1)
     return {
         "budget": budget,

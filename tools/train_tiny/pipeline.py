@@ -129,9 +129,10 @@ def make_comparison(run: Run) -> None:
     (run.out / "comparison.json").write_text(json.dumps(report, indent=1) + "\n")
     (run.out / "comparison.md").write_text(comparison.markdown(report))
     if run.document:
-        from tools import update_benchmarks  # it imports all of the engine, which training does not need
-
-        update_benchmarks.write_section(update_benchmarks.COMPARISON, comparison.markdown(report))
+        document = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
+        before, begin, rest = document.read_text(encoding="utf-8").partition("<!-- begin drafters -->")
+        _, end, after = rest.partition("<!-- end drafters -->")
+        document.write_text(f"{before}{begin}\n\n{comparison.markdown(report)}\n\n{end}{after}", encoding="utf-8")
 
 
 def copy_packaged(out: Path, names: tuple[str, ...]) -> None:

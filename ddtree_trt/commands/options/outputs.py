@@ -5,30 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
-
-import typer
 
 from ddtree_trt.errors import UsageError
 
 STDOUT = Path("-")
-Json = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the result; - is stdout.")]
-Markdown = Annotated[
-    Path | None, typer.Option("--markdown", metavar="FILE", help="Write tables in Markdown; - is stdout.")
-]
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="DIR", help="Draw pictures into a directory.")]
-
-
-def prepare_outputs(files: Iterable[Path | None], pictures: Path | None) -> None:
-    """Make the folders of the files, and the folder `pictures`, before hours of measuring.
-
-    Raises UsageError for one that cannot be written, MissingDependency where pictures cannot be drawn.
-    """
-    if pictures is not None:
-        from ddtree_trt.bench.reporting.plots import require_matplotlib
-
-        require_matplotlib()
-    prepare_folders([*folders_of(files), *([] if pictures is None else [pictures])])
 
 
 def prepare_folders(folders: Iterable[Path]) -> None:

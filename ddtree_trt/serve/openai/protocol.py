@@ -123,7 +123,7 @@ class _GenerationRequest(_Strict):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
-    # The client's bookkeeping, which changes no answer. Replicas are chosen by `prompt_cache_key`.
+    # The client's bookkeeping, which changes no answer.
     user: str | None = None
     metadata: Annotated[dict[str, str] | None, BeforeValidator(_check_metadata)] = None
     safety_identifier: str | None = None

@@ -26,43 +26,18 @@ TOKENS = 64
 PROMPTS = [
     "What is the capital of France?",
     "Write a haiku about rain.",
-    "Explain photosynthesis in one sentence.",
     "List 3 fruits.",
     "Rewrite politely: give me the report now.",
     "def fibonacci(n):",
-    "Why is the sky blue?",
-    "Write a short letter to my landlord about a leaking tap.",
     "What is 17 + 25?",
-    "Name two rivers in Africa.",
     "Summarise: The meeting was moved from Monday to Thursday because the room was flooded.",
-    "How do I boil an egg?",
-    "Translate 'good morning' into Spanish.",
-    "Give me a title for a story about a lighthouse.",
     "What does HTTP stand for?",
-    "Write a Python function that adds two numbers.",
-    "Who wrote Hamlet?",
     "Tell me a joke about a cat.",
-    "What are the primary colours?",
     "Correct the grammar: she go to school yesterday.",
-    "How many legs does a spider have?",
-    "Write a thank-you note for a birthday present.",
-    "What is the difference between weather and climate?",
-    "List the days of the week, one per line.",
     "Make this shorter: I am writing to you in order to ask whether you would be able to help me.",
-    "What is the boiling point of water in Fahrenheit?",
     "Suggest a name for a small black dog.",
-    "Explain what a loop is to a child.",
     "Write an SQL query that counts the rows of a table called users.",
-    "Is a tomato a fruit or a vegetable?",
-    "Describe a forest in winter.",
-    "What should I pack for a weekend at the sea?",
     "Turn into a question: The train leaves at nine.",
-    "Name a synonym of 'happy'.",
-    "Write the first line of a poem about the moon.",
-    "What is the largest planet?",
-    "Give three tips for sleeping well.",
-    "Convert 3 kilometres to metres.",
-    "What is a noun?",
     "Café — naïve — 東京 — 🙂: repeat this.",
 ]
 
@@ -147,10 +122,10 @@ def test_the_resident_size_is_what_inspect_says(precision: Any, tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_build_takes_less_than_its_float32_weights_twice_and_a_half(tmp_path: Path) -> None:
-    """A whole process of it, libraries included, at its peak."""
+    """A whole process of it, libraries included, at its peak. VmHWM, because ru_maxrss is inherited over exec."""
     build = (
-        "import resource, sys; from ddtree_trt.__main__ import main; import atexit;"
-        "atexit.register(lambda: print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)); main()"
+        "import atexit, re; from ddtree_trt.__main__ import main; status = open('/proc/self/status');"
+        r"atexit.register(lambda: print(re.search(r'VmHWM:\s+(\d+)', status.read())[1])); main()"
     )
     try:
         path = locate(find_preset("smollm2-135m").target, "--checkpoint").path

@@ -17,8 +17,6 @@ from huggingface_hub import errors
 
 from ddtree_trt.artifact.manifest import LOCAL, PACKAGED, load_manifest
 from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.bench.pairs.checkpoints import find_checkpoints
-from ddtree_trt.bench.settings import BenchSettings
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.dryrun import dry_run
@@ -26,6 +24,7 @@ from ddtree_trt.build.presets import find_preset
 from ddtree_trt.build.sources import HubSource, InstalledSource, LocalSource, PackagedSource, named_source
 from ddtree_trt.errors import CheckpointError, MissingDependency
 from ddtree_trt.models.families import LLAMA
+from workbench.peers.base import find_checkpoints
 
 COMMIT, OTHER = "c" * 40, "d" * 40
 SMOLLM2 = "smollm2-135m"
@@ -78,8 +77,8 @@ def test_a_pair_of_the_hub(hub: list[tuple[str, str | None]], tmp_path: Path, cl
     assert (manifest.drafter.name, manifest.drafter.revision) == ("mine/drafter", OTHER)
     again = f"--checkpoint mine/target@{COMMIT} --drafter mine/drafter@{OTHER}"
     assert again in rebuild_command(Path("engines/target"), manifest)
-    peers = find_checkpoints(manifest, BenchSettings("e", checkpoint="mine/target", drafter=str(tmp_path / OTHER)))
-    assert (peers.target.name, peers.drafter.name) == (COMMIT, OTHER)
+    found = find_checkpoints(manifest, "mine/target", str(tmp_path / OTHER))
+    assert [path.name for path in found] == [COMMIT, OTHER]
 
 
 def test_a_local_drafter_with_a_target_of_the_hub(hub: list[tuple[str, str | None]], tmp_path: Path) -> None:

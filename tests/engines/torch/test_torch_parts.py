@@ -16,8 +16,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ddtree_trt.artifact.manifest import Limits
-from ddtree_trt.bench.pairs.random_pair import find_shape
-from ddtree_trt.bench.pairs.random_torch import random_torch_engine
 from ddtree_trt.errors import MissingDependency
 from ddtree_trt.models.decoder import TransformerDims
 from ddtree_trt.plugins import MaskMode
@@ -28,6 +26,7 @@ from ddtree_trt.runtime.engines.torch.attention import Attention
 from ddtree_trt.runtime.engines.torch.graphs import Download, Upload
 from ddtree_trt.runtime.engines.torch.pointwise import KernelMath, PlainMath, rotary_tables
 from ddtree_trt.runtime.engines.torch.target import SlotClaims
+from workbench.random_pair import find_shape, random_torch_engine
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,7 @@ import gc
 import json
 import weakref
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,6 @@ from engine_builds import PACKAGED, build_torch_engine
 from plugin_libraries import torch_operators
 from torch_rounds import seed_of
 
-from ddtree_trt.bench.pairs.forced import ForcedEngine
-from ddtree_trt.bench.pairs.forced_torch import ForcedRounds
 from ddtree_trt.device.buckets import buckets
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import DraftRequest, RoundRequest, VerifyRequest
@@ -29,6 +27,7 @@ from ddtree_trt.runtime.engines.torch.attention import KernelAttention
 from ddtree_trt.runtime.engines.torch.device_round import DeviceRound
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.round_ops import HostOps, KernelOps
+from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.llm import LLM
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
@@ -190,44 +189,14 @@ def test_logits_lie_where_the_engine_has_room_for_them(
     assert torch.isfinite(engine.target.logits[: 2 * 17]).all()
 
 
-def test_forced_rounds_commit_what_is_forced(engine: TorchEngine, prompts: list[Any]) -> None:
-    """In rounds of their own over the same engine; those of the engine do not know of it."""
-    (bonus,) = prefill(engine, prompts[:1])
-    assert engine.rounds is not None
-    plain = engine.rounds.round([RoundRequest(0, bonus, 128)])
-    forced = ForcedEngine(engine, 3).rounds
-    assert isinstance(forced, ForcedRounds)
-    requests = [RoundRequest(0, plain[0].tokens[-1], 128)]
-    for _ in range(6):
-        (result,) = forced.round(requests)
-        assert len(result.tokens) == 3
-        requests = [replace(requests[0], bonus_token=result.tokens[-1])]
-    # The engine's own rounds begin anew from the books, though they were in flight for this slot before.
-    expected = RoundRequest(0, plain[0].tokens[-1], 128)
-    length = engine.length(0)
-    (result,) = engine.rounds.round([expected])
-    assert engine.length(0) == length + len(result.tokens)
-    assert length == len(prompts[0]) + len(plain[0].tokens) + 18
-    forced.close()
-    closed = weakref.ref(forced)
-    del forced
-    gc.collect()
-    assert closed() is None, "the engine keeps no rounds but its own"
-    assert engine.rounds.round([replace(expected, bonus_token=result.tokens[-1])])[0].tokens
-    assert "forced" not in {field.name for field in fields(RoundRequest)}
-
-
 def test_closing_gives_the_memory_back_at_once(engine: TorchEngine, prompts: list[Any]) -> None:
-    """Rounds of its own and forced ones hold nothing that only a garbage collection would free."""
-    forced = ForcedEngine(engine, 3)
-    assert forced.rounds is not None
+    """Its rounds hold nothing that only a garbage collection would free."""
     (bonus,) = prefill(engine, prompts[:1])
     decode(engine, [bonus], 4)
-    forced.rounds.round([RoundRequest(0, bonus, 16)])
     held = [weakref.ref(t) for t in (engine.target.cache.slab, engine.target.logits, engine.target.network.embedding)]
     gc.disable()
     try:
-        forced.close()
+        engine.close()
         assert [h() for h in held] == [None] * len(held)
     finally:
         gc.enable()
@@ -238,7 +207,7 @@ OTHER_WORK: dict[str, Callable[[TorchEngine], Any]] = {
     "prefill": lambda engine: engine.prefill(0, np.array([9]), rows="none", taps=True),
     "draft": lambda engine: engine.draft([DraftRequest(0, 9, 4, 4, lambda *_: pytest.fail("draws nothing"))]),
     "verify": lambda engine: engine.verify([VerifyRequest(0, token_chain(np.array([9, 8])))]),
-    "rounds": lambda engine: ForcedRounds(engine, 3).round([RoundRequest(0, 9, 16)]),
+    "rounds": lambda engine: TorchRounds(engine.target, engine.drafter).round([RoundRequest(0, 9, 16)]),  # type: ignore[arg-type]
 }
 
 

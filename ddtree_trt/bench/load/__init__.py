@@ -1,1 +1,0 @@
-"""A server under load: throughput and latencies against the number of concurrent requests, or their rate."""

@@ -1,1 +1,0 @@
-"""Engines made for measuring: random weights, forced acceptance."""

@@ -1,1 +1,0 @@
-"""Other implementations on the same checkpoints, prompts and stop rules."""

@@ -1,0 +1,222 @@
+"""A result as figures of each case, as text, and as a picture.
+
+Speedup is the DDTree paper's: the mean over prompts of seconds per token of `ar`, divided by that of the case; its
+interval is a bootstrap over prompts. τ is the mean over prompts of tokens committed per round, bonus token included.
+All else is a median over prompts. Repeats of a prompt count as their median.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import numpy as np
+
+from ddtree_trt.bench.measure import BASELINE, BenchResult, Outcome, Sample
+from ddtree_trt.device.cpu import busy_warning
+from ddtree_trt.errors import MissingDependency, install_with
+from ddtree_trt.runtime.stats import ROUND_STAGES
+
+RESAMPLES, TAILS = 2000, (2.5, 97.5)
+STAGES = (*ROUND_STAGES, "other")  # the last: scheduling, text, stop rules
+LEGEND = (
+    "tokens/s: median over prompts [quartiles]. speedup: mean seconds per token of ar over the case's [95 % bootstrap "
+    "over prompts]. τ: tokens committed per round, bonus included. same as ar: requests whose tokens are those of ar."
+)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A value and an interval around it."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case on one prompt set."""
+
+    source: str
+    case: str
+    prompts: int
+    tokens_per_s: Spread  # median, quartiles
+    speedup: Spread  # over `ar`, 95 % bootstrap
+    tau: float | None  # None where acceptance is not reported
+    round_ms: float | None
+    stage_ms: dict[str, float]  # per round; empty where stages are not reported
+    first_token_ms: float
+    mean_budget: float | None
+    identical: int  # outputs equal to those of `ar` with the same seed
+    comparable: int  # outputs that were compared
+
+
+def summarize(samples: Sequence[Sample], *, pooled: bool = False) -> list[Row]:
+    """A row of each prompt set and case, in the order they were measured; `pooled` takes all sets as one."""
+    groups: dict[str, dict[str, list[Sample]]] = {}
+    for sample in sorted(samples, key=lambda s: s.case != BASELINE):
+        groups.setdefault("all" if pooled else sample.source, {}).setdefault(sample.case, []).append(sample)
+    return [
+        _row(source, case, mine, cases[BASELINE]) for source, cases in groups.items() for case, mine in cases.items()
+    ]
+
+
+def _row(source: str, case: str, samples: list[Sample], baseline: list[Sample]) -> Row:
+    own, base = _by_prompt(samples, lambda o: o.token_s or None), _by_prompt(baseline, lambda o: o.token_s or None)
+    common = [prompt for prompt in own if prompt in base]
+    outputs = {(s.prompt, s.repeat): s.outcome.token_ids for s in baseline}
+    compared = [s for s in samples if s.outcome.token_ids is not None]
+    rounds = [o for s in samples if (o := s.outcome).acceptance_lengths]
+    budgets = [s.outcome.mean_budget for s in samples if s.outcome.mean_budget is not None]
+    return Row(
+        source=source,
+        case=case,
+        prompts=len(own),
+        tokens_per_s=quartiles([1 / seconds for seconds in own.values()]),
+        speedup=_ratio([base[p] for p in common], [own[p] for p in common]),
+        tau=fmean(_by_prompt(samples, lambda o: fmean(o.acceptance_lengths or [1])).values()) if rounds else None,
+        round_ms=median(1000 * o.decode_s / len(o.acceptance_lengths or ()) for o in rounds) if rounds else None,
+        stage_ms=_stages([o for o in rounds if o.stage_s]),
+        first_token_ms=median(1000 * s.outcome.first_token_s for s in samples),
+        mean_budget=fmean(budgets) if budgets else None,
+        identical=sum(s.outcome.token_ids == outputs.get((s.prompt, s.repeat)) for s in compared),
+        comparable=len(compared),
+    )
+
+
+def _by_prompt(samples: Sequence[Sample], figure: Callable[[Outcome], float | None]) -> dict[str, float]:
+    """The median over repeats of a figure; prompts without one are left out."""
+    found: dict[str, list[float]] = {}
+    for sample in samples:
+        if (value := figure(sample.outcome)) is not None:
+            found.setdefault(sample.prompt, []).append(value)
+    return {prompt: median(values) for prompt, values in found.items()}
+
+
+def quartiles(values: Sequence[float]) -> Spread:
+    low, middle, high = np.percentile(values or [float("nan")], [25, 50, 75])
+    return Spread(float(middle), float(low), float(high))
+
+
+def _ratio(above: Sequence[float], below: Sequence[float]) -> Spread:
+    """Mean over mean of paired figures [prompts]."""
+    a, b = np.array(above or [float("nan")]), np.array(below or [float("nan")])
+    draws = np.random.default_rng(0).integers(0, len(a), (RESAMPLES, len(a)))
+    low, high = np.percentile(a[draws].mean(1) / b[draws].mean(1), TAILS)
+    return Spread(float(a.mean() / b.mean()), float(low), float(high))
+
+
+def _stages(outcomes: Sequence[Outcome]) -> dict[str, float]:
+    """Milliseconds per round."""
+    if not outcomes:
+        return {}
+    rows = [[o.stage_s[stage] for stage in ROUND_STAGES] for o in outcomes]
+    per_round = [
+        [1000 * s / len(o.acceptance_lengths or ()) for s in (*row, max(o.decode_s - sum(row), 0.0))]
+        for o, row in zip(outcomes, rows, strict=True)
+    ]
+    return dict(zip(STAGES, (median(column) for column in zip(*per_round, strict=True)), strict=True))
+
+
+def text(result: BenchResult) -> str:
+    """Tables in Markdown, the legend, and what belongs to the figures."""
+    rows, lines = summarize(result.samples), list[str]()
+    for source in dict.fromkeys(row.source for row in rows):
+        mine = [row for row in rows if row.source == source]
+        lines += [
+            f"**{source}** ({max(row.prompts for row in mine)} prompts)",
+            "",
+            *table(_HEAD, map(_cells, mine)),
+            "",
+        ]
+        staged = [[row.case, *(f"{row.stage_ms[s]:.3f}" for s in STAGES)] for row in mine if row.stage_ms]
+        if staged:
+            lines += ["Milliseconds per round by stage:", "", *table(["case", *STAGES], staged), ""]
+    settings, engine, env = result.settings, result.engine, result.environment
+    notes = [
+        f"{engine['name']}, {engine['backend']} {engine['precision']}, threads {engine['threads']}; at most "
+        f"{settings.max_tokens} new tokens, temperature {settings.temperature:g}.",
+        f"{env['machine']}; ddtree-trt {env['version']}; {env['started']}, load {env['load_1min']}.",
+    ]
+    if warning := busy_warning(env["load_1min"], env["cores"]):
+        notes.append(warning)
+    if result.skipped:
+        notes.append(f"{len(result.skipped)} prompts were too long and left out.")
+    return "\n".join([*lines, LEGEND, "", *(f"- {note}" for note in notes), ""])
+
+
+_HEAD = ["case", "tokens/s", "speedup", "τ", "ms/round", "budget", "first token ms", "same as ar"]
+
+
+def _cells(row: Row) -> list[str]:
+    rate, speedup = row.tokens_per_s, row.speedup
+    return [
+        row.case,
+        f"{rate.value:.0f} [{rate.low:.0f}, {rate.high:.0f}]",
+        f"{speedup.value:.2f}× [{speedup.low:.2f}, {speedup.high:.2f}]",
+        *(
+            "–" if value is None else f"{value:.{n}f}"
+            for value, n in ((row.tau, 2), (row.round_ms, 2), (row.mean_budget, 1))
+        ),
+        f"{row.first_token_ms:.1f}",
+        f"{row.identical}/{row.comparable}" if row.comparable else "–",
+    ]
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table in Markdown, its columns aligned for a terminal."""
+    cells = [list(head), *map(list, rows)]
+    widths = [max(3, *map(len, column)) for column in zip(*cells, strict=True)]
+    padded = [
+        [
+            cell.ljust(width) if i == 0 else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        for row in cells
+    ]
+    rule = ["-" * w if i == 0 else "-" * (w - 1) + ":" for i, w in enumerate(widths)]
+    return ["| " + " | ".join(row) + " |" for row in (padded[0], rule, *padded[1:])]
+
+
+def require_matplotlib() -> None:
+    """Raises MissingDependency where matplotlib is not installed. Called before anything is measured."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise MissingDependency(f"pictures need matplotlib, which is not installed; {install_with('bench')}")
+
+
+def draw(result: BenchResult, path: Path) -> None:
+    """Write a picture, all prompt sets together: speedup of each case, milliseconds of a round by stage, and τ and
+    speedup against the tree budget."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    rows, colours = (
+        summarize(result.samples, pooled=True),
+        ("#E69F00", "#009E73", "#56B4E9", "#0072B2", "#CC79A7", "#888888"),
+    )
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    speed, stage, budget = figure.subplots(1, 3)
+    for place, row in enumerate(reversed(rows)):
+        s, start = row.speedup, 0.0
+        speed.barh(place, s.value, xerr=[[s.value - s.low], [s.high - s.value]], color=colours[2])
+        for name, colour in zip(STAGES, colours, strict=True):
+            width = row.stage_ms.get(name, 0.0)
+            stage.barh(place, width, left=start, color=colour, label=None if place else name)
+            start += width
+    for axis, title in ((speed, "speedup over ar (95 % interval)"), (stage, "milliseconds of a round by stage")):
+        axis.set_yticks(range(len(rows)), [row.case for row in reversed(rows)])
+        axis.set_title(title)
+    fixed = [(int(size), row) for row in rows if (size := row.case.rpartition("@")[2]).isdigit()]
+    budget.plot([size for size, _ in fixed], [row.tau for _, row in fixed], "o-", label="tokens per round (τ)")
+    budget.plot([size for size, _ in fixed], [row.speedup.value for _, row in fixed], "o-", label="speedup over ar")
+    budget.set_title("against the tree budget")
+    for axis in (stage, budget):
+        axis.legend(fontsize=8)
+    figure.supxlabel(
+        f"{result.engine['name']} {result.engine['precision']} · {result.environment['machine']}", fontsize=8
+    )
+    figure.savefig(path, dpi=150, metadata={"Software": None} if path.suffix == ".png" else None)

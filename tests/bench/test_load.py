@@ -1,0 +1,238 @@
+"""Measuring servers under load: what they see, what the client makes of their answers, and its figures."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from serving import ThreadServer, thread_server
+
+from ddtree_trt.errors import DDTreeError, UsageError
+from workbench.load import LoadSettings, main, poisson_arrivals, run_load
+from workbench.load.client import Sent
+from workbench.load.report import Level, LoadResult, Run, draw, figures, text
+
+SHORT: dict[str, Any] = {"requests": 6, "max_tokens": 12, "limit": 4}
+
+
+@pytest.fixture(scope="module")
+def server(tiny_engine: Path) -> Iterator[ThreadServer]:
+    with thread_server(tiny_engine) as running:
+        yield running
+
+
+def test_tokens_are_those_the_server_counted(server: ThreadServer) -> None:
+    before = server.figures()
+    result = run_load(LoadSettings(concurrency=(1, 3), rates=(40.0,), **SHORT), f"{server.url}/v1")
+    after = server.figures()
+    assert result.model == "tiny" and [run.method for run in result.runs] == ["default", "ar"] * 3
+    assert all(len(run.answered) == 6 and not run.errors for run in result.runs)
+    tokens = sum(s.tokens for run in result.runs for s in run.sent)
+    grown = {
+        name: after[f"ddtree_{name}_total"] - before[f"ddtree_{name}_total"] for name in ("generation_tokens", "rounds")
+    }
+    assert grown["generation_tokens"] == tokens + 2 * 12, "and of one request of each method that is not measured"
+    drafted = [run for run in result.runs if run.method == "default"]
+    assert sum(s.accepted for run in drafted for s in run.sent) > 0
+    assert all(run.acceptance_length is None for run in result.runs if run.method == "ar")
+    for run in result.runs:
+        for sent in run.sent:
+            assert sent.first_s is not None and sent.last_s is not None
+            assert sent.due_s <= sent.first_s <= sent.last_s <= run.seconds
+
+
+@contextlib.contextmanager
+def scripted(
+    lines: list[bytes], status: int = 200, hold: int = 0, refuse_every: int = 0
+) -> Iterator[tuple[str, list[Any]]]:
+    """(URL, bodies received) of a server that answers every request alike, once `hold` requests are there together, and
+    refuses each one with a multiple of `refuse_every` as its number."""
+    received: list[Any] = []
+    together = threading.Barrier(hold) if hold else None
+    counting = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self._answer(200, [b'{"data": [{"id": "other"}]}'])
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with counting:
+                received.append(body)
+                number = len(received)
+            if together is not None and number > 1:  # the first one is the warm-up
+                together.wait(120)
+            if refuse_every and number % refuse_every == 0:
+                self._answer(429, [b'{"error": {"message": "come back later"}}'])
+            else:
+                self._answer(status, lines)
+
+        def _answer(self, status: int, parts: list[bytes]) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.writelines(parts)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", received
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+ANSWER = [
+    b'data: {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]}\n\n',
+    b'data: {"choices": [{"index": 0, "delta": {"content": "a"}}]}\n\n',
+    b'data: {"choices": [], "usage": {"completion_tokens": 7}, "metrics": {"speculative_decoding": '
+    b'{"num_spec_steps": 2, "num_accepted_draft_tokens": 4}}}\n\n',
+    b"data: [DONE]\n\n",
+]
+
+
+def test_a_closed_loop_keeps_its_clients_busy() -> None:
+    """The server answers only when five requests are there together: fewer would wait for ever."""
+    with scripted(ANSWER, hold=5) as (url, received):
+        settings = LoadSettings(concurrency=(5,), methods=("default",), requests=20, max_tokens=7, seed=4)
+        (run,) = run_load(settings, url).runs
+    assert [s.tokens for s in run.sent] == [7] * 20 and run.acceptance_length == 3
+    assert all(body["stream_options"] == {"include_usage": True} and body["max_tokens"] == 7 for body in received)
+    assert sorted(body["seed"] for body in received[1:]) == list(range(4, 24))
+    assert {body["model"] for body in received} == {"other"} and not any("method" in body for body in received)
+
+
+def test_an_open_loop_does_not_wait_for_answers() -> None:
+    with scripted(ANSWER, hold=12) as (url, _):
+        (run,) = run_load(LoadSettings(rates=(200.0,), methods=("default",), requests=12, max_tokens=7), url).runs
+    assert len(run.answered) == 12
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "message"),
+    [
+        (
+            [b'{"error": {"message": "no such method"}}'],
+            400,
+            "refused a request with method ar: HTTP 400: no such method",
+        ),
+        ([b"data: {"], 200, "JSONDecodeError"),
+        ([b'data: {"error": {"message": "it broke"}}\n\n'], 200, "it broke"),
+        ([b"data: [DONE]\n\n"], 200, "ended without usage"),
+    ],
+)
+def test_a_server_that_cannot_be_measured(lines: list[bytes], status: int, message: str) -> None:
+    with scripted(lines, status) as (url, _), pytest.raises(DDTreeError) as caught:
+        run_load(LoadSettings(concurrency=(1,), methods=("ar",)), url)
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_no_server() -> None:
+    with scripted([]) as (url, _):
+        pass
+    with pytest.raises(DDTreeError, match=r"no model is served at .*; is it up\?"):
+        run_load(LoadSettings(concurrency=(1,)), url)
+
+
+def test_refused_requests_are_counted() -> None:
+    with scripted(ANSWER, refuse_every=2) as (url, _):
+        settings = LoadSettings(concurrency=(3,), methods=("default",), requests=6, max_tokens=7)
+        (run,) = run_load(settings, url).runs
+    assert len(run.answered) == 3 and run.errors == {"HTTP 429: come back later": 3}
+    assert run.tokens_per_s == 3 * 7 / run.seconds
+
+
+def test_the_command_starts_a_server_of_its_own(
+    tiny_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    words = f"--engine {tiny_engine} --concurrency 1,2 --requests 3 --max-tokens 6 --limit 2"
+    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
+    monkeypatch.setattr(sys, "argv", ["load", *words.split(), *files])
+    main()
+    assert "| 1 concurrent " in capsys.readouterr().out and (tmp_path / "r.png").is_file()
+    runs = json.loads((tmp_path / "r.json").read_text())["runs"]
+    assert [(r["level"]["concurrency"], r["method"], r["answered"]) for r in runs] == [
+        (clients, method, 3) for clients in (1, 2) for method in ("default", "ar")
+    ]
+
+
+@pytest.mark.parametrize("given", [{}, {"concurrency": (0,)}, {"rates": (1.0, 0.0)}])
+def test_a_load_of_nothing_is_refused(given: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="give numbers of concurrent requests with --concurrency, or rates"):
+        LoadSettings(**given)
+
+
+def test_how_many_requests() -> None:
+    settings = LoadSettings(concurrency=(1, 64), rates=(3.0,))
+    assert [settings.requests_at(level) for level in settings.levels] == [24, 256, 24]
+    assert LoadSettings(concurrency=(64,), requests=70).requests_at(Level(concurrency=64)) == 70
+
+
+# Figures
+
+
+def run(level: Level, method: str, seconds: float, firsts_ms: list[int]) -> Run:
+    """Requests of 5 tokens each, sent 0.1 s apart, with a token every 10 ms after the first; and one that failed."""
+    sent = [
+        Sent(due_s=i / 10, first_s=i / 10 + ms / 1000, last_s=i / 10 + ms / 1000 + 0.04, tokens=5, rounds=1, accepted=3)
+        for i, ms in enumerate(firsts_ms)
+    ]
+    return Run(level, method, seconds, (*sent, Sent(due_s=9.0, error="HTTP 429: the queue is full")))
+
+
+def result() -> LoadResult:
+    runs = []
+    for place, level in enumerate((Level(1), Level(4), Level(rate=2.5))):
+        runs.append(run(level, "default", 1.0 + place, [10, 20, 30, 40]))
+        runs.append(run(level, "ar", 2.0, [20, 40, 60, 80]))
+    environment = {"machine": "abacus", "load_1min": 0.1, "version": "0"}
+    return LoadResult("http://h:1", "m", environment, tuple(runs))
+
+
+def test_arrivals_are_poisson() -> None:
+    rate, count = 5.0, 20_000
+    arrivals = poisson_arrivals(rate, count, 3)
+    gaps = np.diff(arrivals, prepend=0.0)
+    assert (gaps > 0).all() and gaps.mean() == pytest.approx(1 / rate, rel=0.03)
+    assert gaps.std() == pytest.approx(1 / rate, rel=0.05), "an exponential's deviation is its mean"
+    for share in (0.1, 0.5, 0.9):  # quantiles of the exponential
+        assert np.quantile(gaps, share) == pytest.approx(-math.log(1 - share) / rate, rel=0.06)
+    assert np.corrcoef(gaps[1:], gaps[:-1])[0, 1] == pytest.approx(0, abs=0.03)
+    assert np.array_equal(arrivals, poisson_arrivals(rate, count, 3))
+    assert np.allclose(poisson_arrivals(2 * rate, count, 3), arrivals / 2)
+    assert not np.array_equal(arrivals, poisson_arrivals(rate, count, 4))
+
+
+def test_figures_of_a_run() -> None:
+    measured = result().runs[0]
+    assert len(measured.answered) == 4 and measured.errors == {"HTTP 429: the queue is full": 1}
+    assert measured.tokens_per_s == 20 and measured.acceptance_length == 4
+    assert measured.latency("first_token_s") == pytest.approx((0.025, 0.037, 0.0397))
+    assert measured.latency("per_token_s") == pytest.approx((0.01,) * 3)
+    assert measured.latency("whole_s") == pytest.approx((0.065, 0.077, 0.0797))
+    assert figures(measured)["requests_per_s"] == 4 and figures(measured)["first_token_s"][0] == pytest.approx(0.025)
+    assert Run(Level(1), "ar", 1.0, (Sent(0.0, first_s=1.0, last_s=1.0, tokens=1),)).latency("per_token_s") is None
+
+
+def test_the_table_and_the_picture(tmp_path: Path) -> None:
+    shown = text(result())
+    head, _, first, *_ = ([cell.strip() for cell in line.split("|")[1:-1]] for line in shown.splitlines()[:4])
+    line = dict(zip(head, first, strict=True))
+    assert (line["load"], line["over ar"], line["first token ms"]) == ("1 concurrent", "2.00×", "25 / 37 / 40")
+    assert line["answered"] == "4/5" and "| 2.5 requests/s " in shown and "1 × HTTP 429: the queue is full" in shown
+    pytest.importorskip("matplotlib")
+    draw(result(), tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"

@@ -1,0 +1,435 @@
+"""Peers: each gives the engine's own tokens where it runs here, and says what is missing where it does not."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from checkpoints import make_drafter, make_pair, make_target
+from gguf_files import make_gguf
+
+from ddtree_trt.artifact.manifest import load_manifest
+from ddtree_trt.bench.measure import Request
+from ddtree_trt.bench.settings import BenchSettings
+from ddtree_trt.build.compile import BuildRequest, compile_engine
+from ddtree_trt.errors import DDTreeError, MissingDependency, UsageError
+from ddtree_trt.models.families import LLAMA
+from ddtree_trt.runtime.text.codec import TextCodec
+from ddtree_trt.trtllm_export import CONFIG, PLAIN_CONFIG, RECORD, export_pair
+from workbench.peers import PEERS, compare, open_peer
+from workbench.peers.base import PeerContext, TokenClock
+from workbench.peers.llamacpp import DRAFT_TOKENS
+
+GREEDY = Request(max_tokens=8, temperature=0.0, seed=3, stop_token_ids=(1,))
+ANSWER = [5, 6, 7, 8, 9, 10, 11, 12]
+NOTHING: dict[str, str | None] = {}
+has_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+has_llama_cpp = pytest.mark.skipif(
+    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python (extra [peers]) is not installed"
+)
+
+
+def context(engine: Path, **changes: Any) -> PeerContext:
+    return PeerContext(engine, load_manifest(engine), 2, **changes)
+
+
+@pytest.mark.parametrize("spec", ["vllm", "hf=x", "openai", "llama-cpp=", "tensorrt_llm", ""])
+def test_a_peer_that_is_none_is_refused(tiny_engine: Path, spec: str) -> None:
+    with pytest.raises(UsageError, match=r"known are hf|takes"):
+        open_peer(spec, context(tiny_engine))
+
+
+@has_torch
+def test_transformers_gives_the_engines_tokens(
+    tiny_engine: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = BenchSettings(str(tiny_engine), methods=("ar",), limit=1, max_tokens=12)
+    compare(settings, ["hf"], NOTHING, tmp_path / "r.json")
+    kept = json.loads((tmp_path / "r.json").read_text())
+    outcomes = {s["case"]: s["outcome"] for s in kept["samples"]}
+    assert set(outcomes) == {"ar", "dflash", "hf:generate", "hf:prompt-lookup"}
+    assert all(o["token_ids"] == outcomes["ar"]["token_ids"] for o in outcomes.values())
+    plain = outcomes["hf:generate"]
+    assert plain["acceptance_lengths"] == [1] * (plain["output_tokens"] - 1)
+    assert plain["first_token_s"] > 0 and plain["decode_s"] > 0
+    assert kept["environment"]["peers"]["hf"]["threads"] == "1"
+    assert "| hf:generate " in capsys.readouterr().out
+
+
+@has_torch
+def test_assisted_generation_runs_with_an_assistant(tiny_engine: Path) -> None:
+    target, _ = context(tiny_engine).checkpoints()
+    peer = open_peer("hf", context(tiny_engine, assistant=str(target)))
+    assert peer.methods[-1] == "assisted"
+    outcomes = [peer.run(method, [5, 6, 7], GREEDY) for method in peer.methods]
+    assert len({o.token_ids for o in outcomes}) == 1
+    assisted = outcomes[-1]
+    assert max(assisted.acceptance_lengths or (assisted.first_tokens,)) > 1  # its own assistant is always right
+    peer.close()
+
+
+def test_a_peer_runs_the_engines_checkpoints_and_no_others(tiny_engine: Path, tmp_path: Path) -> None:
+    target, drafter = make_pair(tmp_path)
+    for option, path in (("checkpoint", target), ("drafter", drafter)):
+        with pytest.raises(UsageError, match=f"--{option} .* is not what the engine was built from"):
+            context(tiny_engine, **{option: str(path)}).checkpoints()
+
+
+@pytest.mark.parametrize(
+    ("spec", "module", "message"),
+    [
+        ("hf", "torch", r"\.\[torch\]"),
+        ("tensorrt-llm", "tensorrt_llm", r"\.\[trtllm\]"),
+        ("openai=http://localhost", "openai", "pip install openai"),
+        ("llama-cpp=FILE", "llama_cpp", r"llama-cpp-python .*\.\[peers\]"),
+    ],
+)
+def test_what_is_not_installed_is_named(
+    tiny_engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: str, module: str, message: str
+) -> None:
+    (tmp_path / "a.gguf").touch()
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingDependency, match=message):
+        open_peer(spec.replace("FILE", str(tmp_path / "a.gguf")), context(tiny_engine))
+    assert spec.partition("=")[0] in PEERS
+
+
+def test_a_clock_counts_rounds_and_leaves_the_first_step_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([10.0, 10.5, 10.6, 11.0])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    clock = TokenClock()
+    for tokens in (3, 0, 2, 4):
+        clock.arrived(tokens)
+    outcome = clock.outcome(range(9))
+    assert (outcome.output_tokens, outcome.first_tokens, outcome.acceptance_lengths) == (9, 3, (2, 4))
+    assert [outcome.first_token_s, outcome.decode_s] == pytest.approx([0.5, 0.5])
+
+
+# TensorRT-LLM, as its LLM API is documented; the module is a double, an export's files are real.
+
+
+class FakeLLM:
+    made: list[dict[str, Any]] = []  # noqa: RUF012
+
+    def __init__(self, **options: Any) -> None:
+        FakeLLM.made.append(options)
+
+    def generate_async(self, ids: list[int], params: Any, streaming: bool) -> Iterator[Any]:
+        assert streaming
+        for end in (1, 3, 6):
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=list(range(end)))])
+
+    def shutdown(self) -> None:
+        pass
+
+
+@pytest.fixture
+def tensorrt_llm(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What models were made with."""
+    record = SimpleNamespace
+    api = record(DFlashDecodingConfig=lambda **o: o, KvCacheConfig=lambda **o: o)
+    module = record(LLM=FakeLLM, SamplingParams=lambda **o: o, llmapi=api, __version__="9")
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", module)
+    monkeypatch.setattr(FakeLLM, "made", [])
+    return FakeLLM.made
+
+
+def test_tensorrt_llm_runs_both_methods_cold(
+    tiny_engine: Path, tmp_path: Path, tensorrt_llm: list[dict[str, Any]]
+) -> None:
+    peer = open_peer("tensorrt-llm", context(tiny_engine))
+    assert peer.methods == ["ar", "dflash"]
+    plain, speculative = list(tensorrt_llm)
+    assert "speculative_config" not in plain
+    assert speculative["speculative_config"]["max_draft_len"] == load_manifest(tiny_engine).drafting.dims.draft_length
+    assert plain["kv_cache_config"]["enable_block_reuse"] is False and plain["max_batch_size"] == 1
+    outcome = peer.run("dflash", [1, 2], GREEDY)
+    assert (outcome.token_ids, outcome.acceptance_lengths) == (tuple(range(6)), (2, 3))
+    peer.close()
+    export_pair(tiny_engine, tmp_path / "out", checkpoint=None, drafter=None)
+    tensorrt_llm.clear()
+    open_peer(f"tensorrt-llm={tmp_path / 'out'}", context(tiny_engine))
+    assert tensorrt_llm == [plain, speculative], "without a directory it is what an export would say"
+    config = yaml.safe_load((tmp_path / "out" / CONFIG).read_text())
+    config["speculative_config"]["max_draft_len"] = 7
+    (tmp_path / "out" / CONFIG).write_text(yaml.safe_dump(config))
+    open_peer(f"tensorrt-llm={tmp_path / 'out'}", context(tiny_engine))
+    assert tensorrt_llm[-1]["speculative_config"]["max_draft_len"] == 7, "an edited file is used as it is"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (RECORD, None, "cannot be read as an export .* write it again with: ddtree-trt export-trtllm"),
+        (RECORD, "{}", "cannot be read as an export"),
+        (RECORD, '{"model": "m", "target": "0", "drafter": "0"}', "of another pair than that of the engine 'tiny'"),
+        (CONFIG, "a: [1", "cannot be read as an export"),
+        (PLAIN_CONFIG, "just words", "cannot be read as an export"),
+    ],
+)
+def test_an_export_that_is_none_is_refused(
+    tiny_engine: Path,
+    tmp_path: Path,
+    tensorrt_llm: list[dict[str, Any]],
+    name: str,
+    content: str | None,
+    message: str,
+) -> None:
+    export_pair(tiny_engine, tmp_path / "out", checkpoint=None, drafter=None)
+    if content is None:
+        (tmp_path / "out" / name).unlink()
+    else:
+        (tmp_path / "out" / name).write_text(content)
+    with pytest.raises(UsageError, match=message) as error:
+        open_peer(f"tensorrt-llm={tmp_path / 'out'}", context(tiny_engine))
+    assert "\n" not in str(error.value) and tensorrt_llm == []
+
+
+# An OpenAI-compatible server.
+
+
+class _Handler(BaseHTTPRequestHandler):
+    asked: list[dict[str, Any]] = []  # noqa: RUF012
+    usage = True
+
+    def do_GET(self) -> None:
+        self._answer(json.dumps({"object": "list", "data": [{"id": "box-model", "object": "model"}]}))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        _Handler.asked.append(body)
+        parts: list[dict[str, Any]] = [
+            {"choices": [{"index": 0, "text": text, "finish_reason": None}]} for text in ("one ", "two")
+        ]
+        if _Handler.usage:
+            parts.append({"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 7, "total_tokens": 9}})
+        base = {"id": "x", "object": "text_completion", "created": 0, "model": "box-model"}
+        events = "".join(f"data: {json.dumps({**base, **part})}\n\n" for part in parts)
+        self._answer(events + "data: [DONE]\n\n", "text/event-stream")
+
+    def _answer(self, text: str, kind: str = "application/json") -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", kind)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    _Handler.asked.clear()
+    _Handler.usage = True
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_server_is_asked_for_token_ids_and_counts_by_its_usage(tiny_engine: Path, url: str) -> None:
+    pytest.importorskip("openai")
+    peer = open_peer(f"openai={url}", context(tiny_engine))
+    (method,) = peer.methods
+    assert method == url.removeprefix("http://")
+    outcome = peer.run(method, [4, 5], GREEDY)
+    assert (outcome.output_tokens, outcome.text, outcome.acceptance_lengths) == (7, "one two", None)
+    (body,) = _Handler.asked
+    assert (body["model"], body["prompt"], body["max_tokens"], body["temperature"]) == ("box-model", [4, 5], 8, 0.0)
+    assert peer.describe()["url"] == f"{url}/v1"
+    _Handler.usage = False
+    with pytest.raises(DDTreeError, match="streams no usage"):
+        peer.run(method, [4, 5], GREEDY)
+    peer.close()
+
+
+def test_a_server_that_is_not_there_is_named(tiny_engine: Path) -> None:
+    pytest.importorskip("openai")
+    with pytest.raises(UsageError, match="takes a URL"):
+        open_peer("openai=localhost:8000", context(tiny_engine))
+    with pytest.raises(DDTreeError, match="is the server up"):
+        open_peer("openai=http://127.0.0.1:9", context(tiny_engine))
+
+
+# llama.cpp, as llama-cpp-python is called; the library itself where it is installed.
+
+
+class FakeLlama:
+    """llama-cpp-python's `Llama` whose greedy answer is ANSWER; a draft model's tokens are verified as it does."""
+
+    made: list[FakeLlama] = []  # noqa: RUF012
+    vocabulary, layers, width = 0, 0, 0
+    codec: TextCodec
+
+    def __init__(self, path: str, **options: Any) -> None:
+        if Path(path).read_bytes() == b"broken":
+            raise ValueError(f"Failed to load model from file: {path}")
+        self.path, self.options, self.resets, self.closed = path, options, 0, False
+        self.seed, self.asked = -1, ([0], {"temp": -1.0})
+        self.n_threads = options["n_threads"]
+        self.metadata = {"general.file_type": "7"}
+        self.model = self
+        FakeLlama.made.append(self)
+
+    def n_vocab(self) -> int:
+        return 3 if self.path.endswith("short.gguf") else FakeLlama.vocabulary
+
+    def n_embd(self) -> int:
+        return FakeLlama.width + self.path.endswith("wide.gguf")
+
+    def detokenize(self, tokens: list[int], special: bool) -> bytes:
+        assert special
+        other = self.path.endswith("other.gguf")
+        return b"?" if other else FakeLlama.codec.decode(tokens, skip_special_tokens=False).encode()
+
+    def reset(self) -> None:
+        self.resets += 1
+
+    def set_seed(self, seed: int) -> None:
+        self.seed = seed
+
+    def generate(self, tokens: Sequence[int], **sampling: float) -> Iterator[int]:
+        self.asked = (list(tokens), sampling)
+        draft: Callable[[Any], Any] | None = self.options["draft_model"]
+        given, done = list(tokens), [t for t in tokens if t in ANSWER]
+        while len(done) < len(ANSWER):
+            drafts = draft(np.array(given)).tolist() if draft and done else []
+            for token in [*drafts, None]:
+                right = ANSWER[len(done)]
+                done, given = [*done, right], [*given, right]
+                yield right
+                if token != right or len(done) == len(ANSWER):
+                    break
+
+    def close(self) -> None:
+        self.closed = True
+
+
+@pytest.fixture
+def library(tiny_engine: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stand-in for the package, and a folder of files that it loads."""
+    manifest = load_manifest(tiny_engine)
+    dims = manifest.target_dims
+    module = SimpleNamespace(
+        Llama=FakeLlama, LLAMA_FTYPE_ALL_F32=0, LLAMA_FTYPE_MOSTLY_Q8_0=7, __version__="0.3.36",
+        llama_model_n_layer=lambda model: FakeLlama.layers,
+        llama_print_system_info=lambda: b"CPU : AVX2 = 1 | AVX512 = 0 | ",
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "llama_cpp", module)
+    monkeypatch.setattr(FakeLlama, "vocabulary", dims.vocab_size)
+    monkeypatch.setattr(FakeLlama, "layers", dims.num_layers)
+    monkeypatch.setattr(FakeLlama, "width", dims.hidden_size)
+    monkeypatch.setattr(FakeLlama, "codec", TextCodec(tiny_engine, {}), raising=False)
+    monkeypatch.setattr(FakeLlama, "made", [])
+    return tiny_engine
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Callable[[str], Path]:
+    def write(name: str) -> Path:
+        path = tmp_path / name
+        path.write_bytes(b"broken" if name == "broken.gguf" else b"GGUF")
+        return path
+
+    return write
+
+
+def test_it_runs_token_ids_cold_and_greedily(library: Path, file: Callable[[str], Path]) -> None:
+    peer = open_peer(f"llama-cpp={file('a.gguf')}", context(library))
+    (method,) = peer.methods
+    assert method == "Q8_0"
+    outcome = peer.run(method, [3, 4], GREEDY)
+    (model,) = FakeLlama.made
+    assert model.asked == ([3, 4], {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "temp": 0.0})
+    assert (model.resets, model.seed) == (1, 3)
+    assert (model.options["n_threads"], model.options["n_threads_batch"]) == (2, 2)
+    assert model.options["n_gpu_layers"] == 0
+    assert outcome.token_ids == tuple(ANSWER)
+    assert outcome.acceptance_lengths == (1,) * 7
+    assert peer.run(method, [3, 4], replace(GREEDY, stop_token_ids=(7,))).token_ids == (5, 6, 7)
+    assert peer.run(method, [3, 4], replace(GREEDY, temperature=0.7)).output_tokens == 8
+    assert model.asked[1]["temp"] == 0.7
+    assert peer.describe()["features"] == "CPU : AVX2 = 1"
+    peer.close()
+    assert FakeLlama.made[0].closed
+
+
+def test_rounds_of_a_draft_model(library: Path, file: Callable[[str], Path]) -> None:
+    """The second file is always right: after the prompt's token come rounds of its drafts and one more."""
+    peer = open_peer(f"llama-cpp={file('a.gguf')},{file('b.gguf')}", context(library))
+    assert peer.methods == ["Q8_0", "Q8_0-draft"]
+    outcome = peer.run(peer.methods[1], [3], GREEDY)
+    assert outcome.token_ids == tuple(ANSWER)
+    assert outcome.first_tokens == 1 and outcome.acceptance_lengths == (DRAFT_TOKENS + 1, 2)
+    plain, drafter, whole = FakeLlama.made
+    assert (plain.resets, drafter.resets, whole.resets) == (0, 1, 1)
+    assert peer.run(peer.methods[0], [3], GREEDY).token_ids == outcome.token_ids
+    assert peer.describe()["draft tokens"] == str(DRAFT_TOKENS)
+    peer.close()
+    assert all(model.closed for model in FakeLlama.made)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (("short.gguf",), "has a vocabulary of 3 tokens, the engine"),
+        (("other.gguf",), r"token 0 is '\?' in .* the same tokenizer"),
+        (("wide.gguf",), "give the GGUF file of the same model"),
+        (("a.gguf", "short.gguf"), r"short\.gguf has a vocabulary"),
+        (("a.gguf", "b.gguf", "c.gguf"), r"takes MODEL\.gguf or MODEL\.gguf,DRAFT\.gguf"),
+        (("a.gguf", ""), r"takes MODEL\.gguf"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(
+    library: Path, file: Callable[[str], Path], names: tuple[str, ...], message: str
+) -> None:
+    value = ",".join(str(file(name)) if name else "" for name in names)
+    with pytest.raises(UsageError, match=message):
+        open_peer(f"llama-cpp={value}", context(library))
+    assert all(model.closed for model in FakeLlama.made)
+
+
+def test_missing_and_broken_files_are_named(library: Path, file: Callable[[str], Path], tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"absent\.gguf is no file"):
+        open_peer(f"llama-cpp={tmp_path / 'absent.gguf'}", context(library))
+    with pytest.raises(DDTreeError, match=r"cannot load .*broken\.gguf: Failed to load"):
+        open_peer(f"llama-cpp={file('broken.gguf')}", context(library))
+
+
+def test_two_peers_of_one_name_are_refused(library: Path, file: Callable[[str], Path]) -> None:
+    peers = (f"llama-cpp={file('a.gguf')}", f"llama-cpp={file('b.gguf')}")
+    with pytest.raises(UsageError, match="two peers are called llama-cpp:Q8_0"):
+        compare(BenchSettings(str(library), methods=("ar",), limit=1, max_tokens=4), peers, NOTHING, None)
+
+
+@has_llama_cpp
+def test_the_library_gives_the_engines_tokens(tmp_path: Path) -> None:
+    """A random Llama target from one file, in both; its draft model is another random one, which changes nothing."""
+    sizes: dict[str, Any] = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96}
+    target = make_target(tmp_path / "target", family=LLAMA, **sizes)
+    drafter = make_drafter(tmp_path / "drafter", family=LLAMA, **sizes)
+    small = make_gguf(make_target(tmp_path / "small", family=LLAMA, seed=1, num_layers=1, **sizes), tmp_path / "s.gguf")
+    file = make_gguf(target, tmp_path / "target.gguf", metadata={"general.file_type": 0})
+    compile_engine(BuildRequest(target="mine", checkpoint=file, drafter=drafter, output=tmp_path / "engine"))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"token_ids": ids}) + "\n" for ids in ([3, 7, 30], [11, 5, 90, 2], [40])))
+    settings = BenchSettings(str(tmp_path / "engine"), methods=("ar",), prompts=(str(prompts),), max_tokens=16)
+    compare(settings, [f"llama-cpp={file},{small}"], NOTHING, tmp_path / "r.json")
+    samples = json.loads((tmp_path / "r.json").read_text())["samples"]
+    outputs = {(s["case"], s["prompt"]): s["outcome"]["token_ids"] for s in samples}
+    assert {case for case, _ in outputs} == {"ar", "dflash", "llama-cpp:F32", "llama-cpp:F32-draft"}
+    assert all(tokens == outputs["ar", prompt] for (_, prompt), tokens in outputs.items())

@@ -1,0 +1,268 @@
+"""Answer what trees, depths, candidates, budgets and temperatures are worth on an engine, node for node.
+
+    python -m workbench ablate ENGINE [--budgets 16,64,256,1024] [--depths 2,4,8] [--json FILE] [--plot FILE.png]
+
+Trees are compared by replay of known texts, exactly and without noise; only times are measured. Budgets may be larger
+than the engine was built for where it has no plans: its cache then takes less text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ddtree_trt.artifact.backends import BACKENDS
+from ddtree_trt.artifact.limits import Limits
+from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.bench.measure import describe_engine, describe_environment, engine_runs, measure
+from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
+from ddtree_trt.bench.report import require_matplotlib, summarize, table
+from ddtree_trt.bench.session import Session
+from ddtree_trt.bench.settings import TINY, BenchSettings
+from ddtree_trt.drafters.kind import EXPANDED, LEVELS
+from ddtree_trt.errors import UsageError
+from ddtree_trt.runtime.candidates import Candidates, Marginals
+from ddtree_trt.runtime.decoding.methods import AUTO, AUTOREGRESSIVE, resolve_method
+from ddtree_trt.runtime.engines.load import open_engine
+from ddtree_trt.runtime.options import EngineOptions
+from ddtree_trt.runtime.params import SamplingParams
+from ddtree_trt.runtime.tree import best_tree, compile_tree
+from ddtree_trt.terminal.printing import progress_bars
+from workbench.ablate.replay import KnownText, Questions, TreeRow, record
+from workbench.ablate.trees import BEAM, HEAP
+
+BUDGETS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
+BUILDS = 60  # drafts of which trees are built to measure the parts of a build
+Result = dict[str, Any]  # question → rows, and what they are of
+
+
+def ablate(
+    directory: Path,
+    *,
+    budgets: Sequence[int] = BUDGETS,
+    depths: Sequence[int] = (1, 2, 4, 8, 16),
+    temperatures: Sequence[float] = (0.0, 0.5, 1.0, 1.5),
+    prompts: Sequence[str] = (TINY,),
+    limit: int = 12,
+    max_tokens: int = 128,
+    timed_prompts: int = 3,
+    threads: int = 0,
+    progress: Progress = no_progress,
+) -> Result:
+    """Answer every question for an engine.
+
+    Raises UsageError for an engine whose drafter drafts no trees, for budgets that its plans do not take, and for
+    prompts of which none fits.
+    """
+    manifest = load_manifest(directory)
+    method = resolve_method(AUTO, manifest.drafter_kind)
+    if not method.branches:
+        raise UsageError(
+            f"{directory} has an {manifest.drafting.title}, which drafts chains; ablate compares trees: give an engine "
+            "with a block drafter or an EAGLE-3 drafter"
+        )
+    sizes = tuple(sorted(set(budgets)))
+    limits = limits_for(manifest, sizes[-1])
+    engine = open_engine(directory, EngineOptions(threads=threads), limits=limits)
+    with closing(Session(directory, engine=engine)) as session:
+        loaded = load_prompts(prompts, limit)
+        encoded = [(p, session.codec.encode(p.opening)) for p in loaded]
+        fitting = [(p, ids) for p, ids in encoded if len(ids) + max_tokens <= limits.max_seq_len]
+        if not fitting:
+            raise UsageError(f"no prompt fits: with {max_tokens} new tokens each is longer than {limits.max_seq_len}")
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, method=AUTOREGRESSIVE.name)
+        texts = [(ids + session.generate(ids, params)[0].outputs[0].token_ids, len(ids)) for _, ids in fitting]
+        by_levels = manifest.drafting.drafts == "levels"
+        known = record(engine, texts[:1] if by_levels else texts, EXPANDED if by_levels else sizes[-1], progress)
+        length = LEVELS if by_levels else manifest.drafting.longest_draft
+        questions = Questions(known, sizes, tuple(depths), length, manifest.drafting.longest_draft, progress=progress)
+        if by_levels:
+            texts_alone = [KnownText(tuple(ids), start) for ids, start in texts]
+            questions = replace(questions, texts=texts_alone, redraft=engine)
+        settings = BenchSettings(
+            str(directory), (method.name,), sizes, max_tokens=max_tokens, device_rounds="off", threads=threads
+        )
+        timed = [prompt for prompt, _ in fitting[:timed_prompts]]
+        at_zero = _times(session, settings, timed, (0.0,))
+        trees = [row for row in at_zero if row["case"].startswith(f"{method.name}@")]
+        fastest = [max(trees, key=lambda row: row["tokens_per_s"])["case"]] if trees else []
+        chosen = replace(settings, budgets=tuple(int(case.rpartition("@")[2]) for case in fastest) or sizes)
+        return {
+            "engine": describe_engine(session),
+            "environment": describe_environment(),
+            "limits": asdict(limits),
+            "texts": len(texts),
+            "tokens": sum(len(ids) - start for ids, start in texts),
+            "draft_length": length,
+            "policies": questions.policies(),
+            "depths": questions.by_depth(),
+            "conditionals": questions.conditionals(),
+            "builds": build_times(known, sizes),
+            "budgets": at_zero,
+            "temperatures": _times(session, chosen, timed, sorted(set(temperatures))),
+        }
+
+
+def limits_for(manifest: Manifest, nodes: int) -> Limits:
+    """The engine's limits, with trees of so many nodes: a larger tree leaves fewer rows of the cache for text. Raises
+    UsageError where the cache has too few rows, and for larger trees than an engine with plans was built for."""
+    limits = manifest.limits
+    if nodes <= limits.max_tree_budget:
+        return limits
+    larger = replace(limits, max_tree_budget=nodes)
+    left = limits.cache_rows - larger.max_tokens_per_pass
+    if BACKENDS[manifest.backend].plans or left < 1:
+        raise UsageError(
+            f"a tree of {nodes} nodes is more than the plans or the cache of this engine take, which was built for "
+            f"{limits.max_tree_budget}; lower --budgets or rebuild with a larger --max-tree-budget"
+        )
+    return replace(larger, max_seq_len=left)
+
+
+def build_times(texts: Sequence[KnownText], budgets: Sequence[int]) -> list[dict[str, float]]:
+    """Milliseconds of the parts of `tree_build` and of the mask at every number of nodes, medians over drafts."""
+    drafts = [draft for text in texts for draft in text.drafts]
+    chosen = drafts[:: max(1, len(drafts) // BUILDS)][:BUILDS]
+    rows = []
+    for nodes in budgets if chosen else ():
+        parts = [_build_ms(draft, nodes) for draft in chosen]
+        copy, heap, mask = (median(column) for column in zip(*parts, strict=True))
+        rows.append({"nodes": nodes, "copy_ms": copy, "heap_ms": heap, "mask_ms": mask})
+    return rows
+
+
+def _build_ms(candidates: Candidates, nodes: int) -> tuple[float, float, float]:
+    """The candidates copied out of the engine's buffers, the heap, and which node sees which."""
+    given = vars(candidates)
+    if isinstance(candidates, Marginals):
+        given = {name: values[:, :nodes] for name, values in given.items()}
+    times = [time.perf_counter()]
+    copied = type(candidates)(**{name: values.copy() for name, values in given.items()})
+    times.append(time.perf_counter())
+    tree = best_tree(copied, nodes)
+    times.append(time.perf_counter())
+    _ = compile_tree(0, tree).packed_mask  # computed for its time
+    times.append(time.perf_counter())
+    return 1e3 * (times[1] - times[0]), 1e3 * (times[2] - times[1]), 1e3 * (times[3] - times[2])
+
+
+def _times(
+    session: Session, settings: BenchSettings, prompts: Sequence[BenchPrompt], temperatures: Sequence[float]
+) -> list[dict[str, Any]]:
+    """Each case at each temperature, decoded."""
+    rows = []
+    for temperature in temperatures if prompts else ():
+        chosen = replace(settings, temperature=temperature)
+        result = measure(session, chosen, engine_runs(session, chosen), prompts=prompts)
+        for row in summarize(result.samples, pooled=True):
+            facts = {"case": row.case, "temperature": temperature, "tau": row.tau, "speedup": row.speedup.value}
+            rows.append({**facts, "tokens_per_s": row.tokens_per_s.value, "stage_ms": row.stage_ms})
+    return rows
+
+
+def text(result: Result) -> str:
+    """Every question that has an answer, as a table."""
+    heap = [row for row in result["policies"] if row.policy == HEAP.name]
+    longest = max((max(row.histogram) for row in heap), default=0)
+    shares = [
+        [
+            str(row.nodes),
+            *(f"{100 * row.histogram.get(n, 0) / sum(row.histogram.values()):.0f}" for n in range(1, longest + 1)),
+        ]
+        for row in heap
+    ]
+    times = [
+        [f"{r['temperature']:g}", r["case"], f"{r['tau']:.2f}", f"{r['tokens_per_s']:.0f}", f"{r['speedup']:.2f}×"]
+        for r in (*result["budgets"], *result["temperatures"])
+    ]
+    builds = [
+        [str(r["nodes"]), *(f"{r[name]:.4f}" for name in ("copy_ms", "heap_ms", "mask_ms"))] for r in result["builds"]
+    ]
+    tables = [
+        ("τ by policy, equal nodes", _pivot(result["policies"], "policy")),
+        ("τ of the heap, at most so deep", _pivot(result["depths"], "depth")),
+        ("τ of the heap by candidates", _pivot(result["conditionals"], "candidates")),
+        ("rounds of the heap by tokens committed, %", (["nodes", *map(str, range(1, longest + 1))], shares)),
+        ("parts of tree_build and the mask, ms", (["nodes", "copy", "heap", "mask"], builds)),
+        ("decoded", (["T", "case", "τ", "tokens/s", "speedup"], times)),
+    ]
+    lines = [
+        line for heading, (head, rows) in tables if rows for line in (f"**{heading}**", "", *table(head, rows), "")
+    ]
+    engine, env = result["engine"], result["environment"]
+    return "\n".join(
+        [
+            *lines,
+            f"- τ: tokens per round over {result['texts']} texts, {result['tokens']} tokens; beams at their best.",
+            f"- {engine['name']}, {engine['backend']} {engine['precision']}; its cache takes "
+            f"{result['limits']['max_seq_len']} tokens beside trees of {result['limits']['max_tree_budget']} nodes.",
+            f"- {env['machine']}; ddtree-trt {env['version']}; {env['started']}, load {env['load_1min']}.",
+            "",
+        ]
+    )
+
+
+def _pivot(rows: Sequence[TreeRow], column: str) -> tuple[list[str], list[list[str]]]:
+    """τ by number of nodes, a column for each value of `column`."""
+    names = list(dict.fromkeys(getattr(row, column) for row in rows))
+    cells = {(row.nodes, getattr(row, column)): _tau(row) for row in rows}
+    sizes = sorted({row.nodes for row in rows})
+    return ["nodes", *map(str, names)], [[str(n), *(cells[n, name] for name in names)] for n in sizes]
+
+
+def _tau(row: TreeRow) -> str:
+    return f"{row.tau:.2f}" + (f" (width {row.width})" if row.policy == BEAM.name else "")
+
+
+def draw(result: Result, path: Path) -> None:
+    """Write a picture: τ against nodes by policy and by depth, speedup by budget."""
+    require_matplotlib()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    for axis, rows, column in ((left, result["policies"], "policy"), (middle, result["depths"], "depth")):
+        for name in dict.fromkeys(getattr(row, column) for row in rows):
+            points = [(row.nodes, row.tau) for row in rows if getattr(row, column) == name]
+            axis.plot(*zip(*points, strict=True), ".-", label=f"{column} {name}")
+        axis.set_title(f"τ by {column}, against nodes")
+    points = [(int(r["case"].rpartition("@")[2]), r["speedup"]) for r in result["budgets"] if "@" in r["case"]]
+    right.plot([nodes for nodes, _ in points], [speed for _, speed in points], ".-", label="speedup over ar")
+    for axis in (left, middle, right):
+        axis.set_xscale("log", base=2)
+        axis.legend(fontsize=8)
+    figure.savefig(path, dpi=150, metadata={"Software": None} if path.suffix == ".png" else None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", type=Path)
+    parser.add_argument("--prompts", nargs="+", default=[TINY])
+    parser.add_argument("--limit", type=int, default=12, help="prompts per set, evenly spaced")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--budgets", default=",".join(map(str, BUDGETS)))
+    parser.add_argument("--depths", default="1,2,4,8,16")
+    parser.add_argument("--temperatures", default="0,0.5,1,1.5")
+    parser.add_argument("--timed-prompts", type=int, default=3, help="decoded for times; 0 measures none")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = vars(parser.parse_args())
+    json_file, plot = args.pop("json"), args.pop("plot")
+    for name, kind in (("budgets", int), ("depths", int), ("temperatures", float)):
+        args[name] = [kind(word) for word in args[name].split(",")]
+    with progress_bars() as progress:
+        result = ablate(args.pop("engine"), progress=progress, **args)
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=1, default=asdict) + "\n", encoding="utf-8")
+    if plot is not None:
+        draw(result, plot)
+    print(text(result), end="")

@@ -1,0 +1,176 @@
+"""Write the prompts of one of the DDTree paper's datasets (arXiv 2604.12989) as JSON Lines, for `bench` and others.
+
+    python -m workbench datasets gsm8k -o gsm8k.jsonl            from the Hugging Face hub; needs the package `datasets`
+    python -m workbench datasets gsm8k --copy FILE -o gsm8k.jsonl      from a local JSON, JSON Lines or Parquet file
+
+The prompts are those of the published experiments, so that acceptance lengths can be compared with the paper's. The
+choice of samples is theirs too: a shuffle with seed 0, then the first so many.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ddtree_trt.errors import DDTreeError, MissingDependency, UsageError, install_with
+
+Row = Mapping[str, Any]
+SHUFFLE_SEED = 0
+
+_REASONING = "\nPlease reason step by step, and put your final answer within \\boxed{}."
+_LCB_FILES = tuple(f"test{n}.jsonl" for n in ("", 2, 3, 4, 5, 6))
+
+
+@dataclass(frozen=True)
+class PaperSet:
+    """One dataset on the Hugging Face hub."""
+
+    name: str
+    samples: int  # the paper's number
+    repository: str
+    split: str
+    turns: Callable[[Row], list[str]]  # a row's user messages
+    columns: tuple[str, ...]  # what `turns` reads
+    config: str | None = None
+    files: tuple[str, ...] = ()  # JSON files to read where the repository needs a loading script
+
+
+def _fill(template: str, column: str) -> Callable[[Row], list[str]]:
+    """One user message: the template with `{}` replaced by a column."""
+    before, after = template.split("{}", 1)
+    return lambda row: [f"{before}{row[column]}{after}"]
+
+
+def _alpaca(row: Row) -> list[str]:
+    context = f"\n\nInput:\n{row['input']}" if row["input"] else ""
+    return [row["instruction"] + context]
+
+
+def _mt_bench(row: Row) -> list[str]:
+    return list(row["prompt"])
+
+
+def _livecodebench(row: Row) -> list[str]:
+    """LiveCodeBench's own prompt for instruction models, with its system message in front."""
+    starter = row.get("starter_code") or ""
+    how = "Use the following code structure:" if starter else "Write your code in the following format:"
+    parts = (
+        "You are an expert Python programmer. You will be given a question (problem specification) and will generate "
+        "a correct Python program that matches the specification and passes all tests. You will NOT return anything "
+        "except for the program",
+        f"### Question:\n{row['question_content']}",
+        f"### Format: {how}\n```python\n{starter or '# YOUR CODE HERE'}\n```",
+        "### Answer: (use the provided format with backticks)",
+    )
+    return ["\n\n".join(parts)]
+
+
+_HUMANEVAL = "Write a solution to the following problem and make sure that it passes the tests:\n```python\n{}\n```"
+_SWE_BENCH = "Problem Statement:\n{}\nPlease fix the issue described above."
+_QUESTION, _PROBLEM = _fill("{}" + _REASONING, "question"), _fill("{}" + _REASONING, "problem")
+
+_SETS = (
+    PaperSet("gsm8k", 128, "openai/gsm8k", "test", _QUESTION, ("question",), config="main"),
+    PaperSet("math500", 128, "HuggingFaceH4/MATH-500", "test", _PROBLEM, ("problem",)),
+    PaperSet("aime24", 30, "HuggingFaceH4/aime_2024", "train", _PROBLEM, ("problem",)),
+    PaperSet("aime25", 30, "MathArena/aime_2025", "train", _PROBLEM, ("problem",)),
+    PaperSet(*("humaneval", 164, "openai/openai_humaneval", "test"), _fill(_HUMANEVAL, "prompt"), ("prompt",)),
+    PaperSet(
+        *("mbpp", 128, "google-research-datasets/mbpp", "test"),
+        _fill("{}", "prompt"),
+        ("prompt",),
+        config="sanitized",
+    ),
+    PaperSet(
+        *("livecodebench", 128, "livecodebench/code_generation_lite", "test"),
+        _livecodebench,
+        ("question_content", "starter_code"),
+        files=_LCB_FILES,
+    ),
+    PaperSet(
+        *("swe-bench", 128, "princeton-nlp/SWE-bench_Lite", "test"),
+        _fill(_SWE_BENCH, "problem_statement"),
+        ("problem_statement",),
+    ),
+    PaperSet("mt-bench", 80, "HuggingFaceH4/mt_bench_prompts", "train", _mt_bench, ("prompt",)),
+    PaperSet("alpaca", 128, "tatsu-lab/alpaca", "train", _alpaca, ("instruction", "input")),
+)
+PAPER_SETS: Mapping[str, PaperSet] = {s.name: s for s in _SETS}
+
+
+def load_turns(name: str, copy: Path | None = None, limit: int | None = None) -> list[list[str]]:
+    """The user messages of a dataset's samples, `limit` of them or the paper's number.
+
+    `copy` is a local JSON, JSON Lines or Parquet file with the dataset's columns, read instead of the hub.
+    Raises UsageError for a file without those columns, MissingDependency without `datasets` where it is needed,
+    DDTreeError when the hub cannot be read.
+    """
+    dataset = PAPER_SETS[name]
+    rows = _read_copy(copy) if copy is not None else _download(dataset)
+    chosen = _choose(len(rows), limit or dataset.samples)
+    found = [rows[int(i)] for i in chosen]
+    for row in found[:1]:
+        if missing := [c for c in dataset.columns if c not in row]:
+            raise UsageError(f"{copy or dataset.repository} is not {name}: it has no column {missing[0]!r}")
+    return [dataset.turns(row) for row in found]
+
+
+def _choose(rows: int, count: int) -> Iterable[int]:
+    """Indices of the chosen rows: all in order when there are at most `count`, else as `datasets` shuffles them."""
+    if rows <= count:
+        return range(rows)
+    return np.random.default_rng(SHUFFLE_SEED).permutation(rows)[:count]
+
+
+def _read_copy(path: Path) -> Sequence[Row]:
+    if not path.is_file():
+        raise UsageError(f"no dataset file at {path}")
+    try:
+        if path.suffix == ".parquet":
+            return _load_dataset("parquet", data_files=str(path), split="train")
+        text = path.read_text(encoding="utf-8")
+        return json.loads(text) if path.suffix == ".json" else [json.loads(s) for s in text.splitlines() if s.strip()]
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot read {path} as JSON, JSON Lines or Parquet: {error}") from error
+
+
+def _download(dataset: PaperSet) -> Sequence[Row]:
+    if dataset.files:
+        base = f"https://huggingface.co/datasets/{dataset.repository}/resolve/main"
+        return _load_dataset("json", data_files=[f"{base}/{file}" for file in dataset.files], split="train")
+    return _load_dataset(dataset.repository, dataset.config, split=dataset.split)
+
+
+def _load_dataset(path: str, *args: Any, **options: Any) -> Sequence[Row]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise MissingDependency(
+            f"{path} needs the package `datasets`, which is not installed; {install_with('bench')}, "
+            "or give a local copy with --copy FILE"
+        ) from error
+    try:
+        rows: Sequence[Row] = datasets.load_dataset(path, *args, **options)
+    except Exception as error:  # network, hub, disk, schema: their errors share no base
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise DDTreeError(
+            f"cannot load dataset {path} ({type(error).__name__}: {reason}); give a local copy with --copy FILE"
+        ) from error
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", choices=PAPER_SETS)
+    parser.add_argument("--copy", type=Path, help="a local file with the dataset's columns")
+    parser.add_argument("--limit", type=int, help="samples; default: the paper's number")
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    args = parser.parse_args()
+    turns = load_turns(args.name, args.copy, args.limit)
+    args.output.write_text("".join(json.dumps({"turns": each}) + "\n" for each in turns), encoding="utf-8")

@@ -1,0 +1,182 @@
+"""Measure a server under load: throughput and latencies against concurrent requests or their rate, beside ar.
+
+    python -m workbench load --url http://127.0.0.1:8000 --concurrency 1,4,16,64 [--json FILE] [--plot FILE.png]
+    python -m workbench load --engine engines/tiny --rate 1,2,4        # starts a server of its own, and ends it
+
+Closed loop (--concurrency): so many clients, each of which sends its next request when the last one is answered. Open
+loop (--rate): requests arrive independently of each other (Poisson), whether or not others have been answered. Every
+level runs with each method, asked of the same server request by request; `default` names none. The server's key is read
+from DDTREE_API_KEY or OPENAI_API_KEY.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import os
+import random
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ddtree_trt.artifact.progress import Progress, no_progress
+from ddtree_trt.bench.measure import describe_environment
+from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
+from ddtree_trt.bench.settings import TINY
+from ddtree_trt.errors import DDTreeError, UsageError
+from ddtree_trt.terminal.printing import progress_bars
+from workbench.load.client import Client, Sent
+from workbench.load.report import Level, LoadResult, Run, draw, figures, text
+from workbench.load.server import started_server
+
+DEFAULT_METHOD, BASELINE = "default", "ar"
+_Send = Callable[[int, float, float], Awaitable[Sent]]  # number of the request, its time, the level's start
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """What is asked. Raises UsageError where nothing is."""
+
+    concurrency: tuple[int, ...] = ()
+    rates: tuple[float, ...] = ()
+    methods: tuple[str, ...] = (DEFAULT_METHOD, BASELINE)
+    requests: int | None = None  # of a level and method; None: 4 for each client, 24 at least
+    prompts: tuple[str, ...] = (TINY,)
+    limit: int | None = None
+    max_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0  # of the arrivals, the order of prompts and the requests
+
+    def __post_init__(self) -> None:
+        if not self.levels or min(level.load for level in self.levels) <= 0:
+            raise UsageError("give numbers of concurrent requests with --concurrency, or rates with --rate, above 0")
+
+    @property
+    def levels(self) -> tuple[Level, ...]:
+        return tuple(Level(concurrency=c) for c in self.concurrency) + tuple(Level(rate=r) for r in self.rates)
+
+    def requests_at(self, level: Level) -> int:
+        return max(self.requests or max(24, 4 * (level.concurrency or 0)), level.concurrency or 1)
+
+
+def poisson_arrivals(rate: float, count: int, seed: int) -> NDArray[np.float64]:
+    """Seconds from the start at which `count` independent requests arrive, `rate` per second on average: float64
+    [count], rising. One seed gives the same arrivals everywhere, and at another rate the same ones scaled."""
+    return np.cumsum(np.random.default_rng(seed).exponential(size=count)) / rate
+
+
+def run_load(settings: LoadSettings, url: str, progress: Progress = no_progress) -> LoadResult:
+    """Measure the server at a URL. Raises UsageError for unknown prompts, DDTreeError where the server cannot be used
+    or answers no request of a run."""
+    prompts = load_prompts(settings.prompts, settings.limit)
+    random.Random(settings.seed).shuffle(prompts)
+    return asyncio.run(_measure(settings, url, prompts, progress))
+
+
+async def _measure(settings: LoadSettings, url: str, prompts: list[BenchPrompt], progress: Progress) -> LoadResult:
+    key = os.environ.get("DDTREE_API_KEY") or os.environ.get("OPENAI_API_KEY")
+    total = sum(settings.requests_at(level) for level in settings.levels) * len(settings.methods)
+    done = itertools.count(1)
+    runs: list[Run] = []
+    async with Client(url, key) as client:
+        model = await client.model()
+
+        async def ask(method: str, number: int, due_s: float, started: float) -> Sent:
+            fields = {"model": model, "max_tokens": settings.max_tokens, "temperature": settings.temperature}
+            fields |= {"seed": settings.seed + number}
+            if method != DEFAULT_METHOD:
+                fields["method"] = method
+            return await client.send(prompts[number % len(prompts)], fields, due_s, started)
+
+        for method in settings.methods:  # not measured: the first request of a kind takes longer
+            warm = await ask(method, 0, 0.0, time.perf_counter())
+            if warm.error is not None:
+                raise DDTreeError(f"{client.url} refused a request with method {method}: {warm.error}")
+        for place, level in enumerate(settings.levels):
+            # In turn the first: what a level leaves in the server's caches is not always one method's.
+            for method in settings.methods if place % 2 == 0 else reversed(settings.methods):
+
+                async def send(number: int, due_s: float, started: float, method: str = method) -> Sent:
+                    sent = await ask(method, number, due_s, started)
+                    progress("requests", next(done), total)
+                    return sent
+
+                runs.append(await _run(settings, level, method, send))
+    runs.sort(key=lambda run: (settings.levels.index(run.level), settings.methods.index(run.method)))
+    return LoadResult(client.url, model, describe_environment(), tuple(runs))
+
+
+async def _run(settings: LoadSettings, level: Level, method: str, send: _Send) -> Run:
+    count, started = settings.requests_at(level), time.perf_counter()
+    sent: dict[int, Sent] = {}
+    numbers = iter(range(count))
+
+    async def client() -> None:
+        """Sends its next request when the one before has ended."""
+        for number in numbers:
+            sent[number] = await send(number, time.perf_counter() - started, started)
+
+    async def arrival(number: int, due_s: float) -> None:
+        await asyncio.sleep(max(0.0, due_s - (time.perf_counter() - started)))
+        sent[number] = await send(number, due_s, started)
+
+    if level.rate is None:
+        await asyncio.gather(*(client() for _ in range(level.concurrency or 1)))
+    else:
+        arrivals = poisson_arrivals(level.rate, count, settings.seed).tolist()
+        await asyncio.gather(*(arrival(number, due_s) for number, due_s in enumerate(arrivals)))
+    run = Run(level, method, time.perf_counter() - started, tuple(sent[number] for number in range(count)))
+    if not run.answered:
+        raise DDTreeError(f"no request was answered at {level} with method {method}: {next(iter(run.errors))}")
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    server = parser.add_mutually_exclusive_group(required=True)
+    server.add_argument("--url", help="a running server, with or without /v1")
+    server.add_argument("--engine", help="served for the time of the measurement")
+    parser.add_argument("--concurrency", default="", metavar="LIST")
+    parser.add_argument("--rate", default="", metavar="LIST", help="requests per second")
+    parser.add_argument("--methods", default=",".join(LoadSettings.methods))
+    parser.add_argument("--requests", type=int, help="of each level and method; default: 4 a client, 24 at least")
+    parser.add_argument("--prompts", nargs="+", default=[TINY])
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--max-tokens", type=int, default=LoadSettings.max_tokens)
+    parser.add_argument("--temperature", type=float, default=LoadSettings.temperature)
+    parser.add_argument("--seed", type=int, default=LoadSettings.seed)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--plot", type=Path)
+    args = parser.parse_args()
+    settings = LoadSettings(
+        concurrency=tuple(int(word) for word in args.concurrency.split(",") if word),
+        rates=tuple(float(word) for word in args.rate.split(",") if word),
+        methods=tuple(args.methods.split(",")),
+        requests=args.requests,
+        prompts=tuple(args.prompts),
+        limit=args.limit,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+    )
+    waiting = str(2 * max(settings.concurrency, default=64))
+    limits = ("--max-requests", waiting, "--max-waiting", waiting, "--request-timeout", "0")
+    with (
+        progress_bars() as progress,
+        nullcontext(args.url) if args.url else started_server(args.engine, *limits) as url,
+    ):
+        result = run_load(settings, url, progress)
+    if args.json is not None:
+        runs = [{**figures(run), "requests": [asdict(sent) for sent in run.sent]} for run in result.runs]
+        body = {"settings": asdict(settings), "url": result.url, "environment": result.environment, "runs": runs}
+        args.json.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    if args.plot is not None:
+        draw(result, args.plot)
+    print(text(result), end="")

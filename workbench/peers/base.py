@@ -1,0 +1,111 @@
+"""What a peer is, what it is made with, and a clock for streamed tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ddtree_trt.artifact.manifest import Manifest
+from ddtree_trt.artifact.precisions import PRECISIONS
+from ddtree_trt.bench.measure import Outcome, Request
+from ddtree_trt.build.checkpoint.paths import is_gguf
+from ddtree_trt.build.presets import PRESETS
+from ddtree_trt.build.sources import locate, named_source
+from ddtree_trt.errors import UsageError
+from ddtree_trt.trtllm_export import check_same
+
+
+class Peer(Protocol):
+    """Another implementation. Loaded once; its runs are independent of each other."""
+
+    methods: Sequence[str]
+
+    def describe(self) -> dict[str, str]:
+        """Versions and settings that a reader of its figures must know."""
+
+    def run(self, method: str, prompt_ids: Sequence[int], request: Request) -> Outcome:
+        """Run one request from a cold cache. Raises DDTreeError when it cannot."""
+
+    def close(self) -> None:
+        """Release memory, processes and connections."""
+
+
+@dataclass(frozen=True)
+class PeerContext:
+    """The engine a peer is compared with, and where its checkpoints are if the user says it."""
+
+    engine: Path
+    manifest: Manifest
+    threads: int  # the engine's; a peer on the CPU uses as many
+    checkpoint: str | None = None
+    drafter: str | None = None
+    assistant: str | None = None
+
+    @property
+    def dtype(self) -> str:
+        """The PyTorch type of the engine's precision. No peer runs in 8 bits: beside an int8 engine they compute in the
+        type that checkpoints are published in."""
+        precision = PRECISIONS[self.manifest.precision]
+        return "bfloat16" if precision.quantized else precision.dtype
+
+    def checkpoints(self) -> tuple[Path, Path]:
+        return find_checkpoints(self.manifest, self.checkpoint, self.drafter)
+
+
+def find_checkpoints(manifest: Manifest, checkpoint: str | None, drafter: str | None) -> tuple[Path, Path]:
+    """The engine's target and drafter: those that are given, else its preset's. Raises UsageError when there are none,
+    or when they are not the ones the engine was built from."""
+    preset, found = PRESETS.get(manifest.name), []
+    for option, given, source, identity in (
+        ("--checkpoint", checkpoint, preset.target if preset else None, manifest.target),
+        ("--drafter", drafter, preset.drafter if preset else None, manifest.drafter),
+    ):
+        wanted = source if given is None else named_source(given)
+        if wanted is None:
+            raise UsageError(f"peers need the checkpoint this engine was built from; give it as {option} PATH")
+        found.append(locate(wanted, option).path)
+        check_same(found[-1], identity, option)
+    return found[0], found[1]
+
+
+def pretrained(path: Path) -> dict[str, str]:
+    """What transformers' `from_pretrained` is given to load a checkpoint."""
+    if is_gguf(path):
+        return {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    return {"pretrained_model_name_or_path": str(path)}
+
+
+class TokenClock:
+    """Arrival times of streamed tokens, from which an Outcome is made.
+
+    A step of several tokens counts as one round of speculation, which is right unless the sender merges steps.
+    """
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._steps: list[tuple[float, int]] = []
+
+    def arrived(self, tokens: int) -> None:
+        """Record a step of `tokens` new tokens."""
+        if tokens > 0:
+            self._steps.append((time.perf_counter(), tokens))
+
+    def outcome(
+        self, token_ids: Sequence[int] | None, *, output_tokens: int | None = None, text: str | None = None
+    ) -> Outcome:
+        """The outcome of the request; `output_tokens` replaces the count where the steps' tokens are not known."""
+        counts = [tokens for _, tokens in self._steps]
+        first, last = (self._steps[0][0], self._steps[-1][0]) if self._steps else (self._start, self._start)
+        counted = output_tokens is None
+        return Outcome(
+            output_tokens=sum(counts) if output_tokens is None else output_tokens,
+            first_token_s=first - self._start,
+            decode_s=last - first,
+            first_tokens=counts[0] if counted and counts else 1,
+            token_ids=None if token_ids is None else tuple(token_ids),
+            text=text,
+            acceptance_lengths=tuple(counts[1:]) if counted else None,
+        )

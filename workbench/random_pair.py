@@ -1,0 +1,113 @@
+"""Pairs of published shapes with random weights, made on the device: for times where no checkpoint is at hand.
+
+Weights are scaled so that logits are about as peaked as a trained network's; else trees would have shapes that no real
+one has. No draft is ever accepted but by chance, and the text means nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddtree_trt import __version__
+from ddtree_trt.artifact.manifest import SCHEMA_VERSION, CheckpointIdentity, Limits, Manifest
+from ddtree_trt.artifact.precisions import PrecisionName
+from ddtree_trt.artifact.weight_layout import TARGET, stored_weights
+from ddtree_trt.drafters.dflash.dims import DFlashDims, default_tap_layers
+from ddtree_trt.errors import UsageError
+from ddtree_trt.models.decoder import BIAS, TransformerDims
+from ddtree_trt.runtime.engines.torch.engine import TorchEngine
+from ddtree_trt.runtime.engines.torch.weights import DTYPES
+
+LOGIT_STD = 10.0
+_NO_CHECKPOINT = CheckpointIdentity("random", "random", "")
+
+
+@dataclass(frozen=True)
+class PairShape:
+    """The dimensions of a target and its drafter."""
+
+    target: TransformerDims
+    draft_layers: int
+    tied: bool
+    block_size: int = 16
+
+    @property
+    def drafter(self) -> DFlashDims:
+        layers = self.target.num_layers
+        return DFlashDims(
+            **{**vars(self.target), "num_layers": self.draft_layers},
+            block_size=self.block_size,
+            mask_token_id=self.target.vocab_size - 1,
+            tap_layers=default_tap_layers(layers, self.draft_layers),
+            num_target_layers=layers,
+        )
+
+
+def _qwen3(hidden: int, layers: int, heads: int, inner: int) -> TransformerDims:
+    return TransformerDims(151936, hidden, layers, heads, 8, 128, inner, 1e-6, 1e6, 40960)
+
+
+SHAPES: Mapping[str, PairShape] = {
+    "micro": PairShape(TransformerDims(512, 64, 6, 4, 2, 16, 128, 1e-6, 1e4, 2048), 2, True, 8),  # for a dry run
+    "qwen3-0.6b": PairShape(_qwen3(1024, 28, 16, 3072), 5, True),
+    "qwen3-1.7b": PairShape(_qwen3(2048, 28, 16, 6144), 5, True),
+    "qwen3-4b": PairShape(_qwen3(2560, 36, 32, 9728), 5, True),
+    "qwen3-8b": PairShape(_qwen3(4096, 36, 32, 12288), 5, False),
+}
+
+
+def find_shape(name: str) -> PairShape:
+    """The shape of that name. Raises UsageError listing the known ones."""
+    if name not in SHAPES:
+        raise UsageError(f"unknown shape {name!r}; known are {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def random_torch_engine(
+    name: str, shape: PairShape, precision: PrecisionName, limits: Limits, device: torch.device, seed: int = 0
+) -> tuple[TorchEngine, dict[str, Tensor]]:
+    """An engine of that shape, and its weights by the names of `weight_layout`."""
+    manifest = Manifest(
+        schema_version=SCHEMA_VERSION,
+        product_version=__version__,
+        backend="torch",
+        precision=precision,
+        name=f"random-{name}",
+        target=_NO_CHECKPOINT,
+        drafter=_NO_CHECKPOINT,
+        drafter_kind="dflash",
+        target_dims=shape.target,
+        drafter_dims=shape.drafter,
+        limits=limits,
+        stop_token_ids=(),
+        chat_template_args={},
+        toolchain={"torch": torch.__version__},
+        tensors={},
+        files={},
+        build_seconds=0.0,
+    )
+    weights = _random_weights(shape, DTYPES[precision], device, seed)
+    return TorchEngine(manifest, weights, device), weights
+
+
+def _random_weights(shape: PairShape, dtype: torch.dtype, device: torch.device, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+    weights = {}
+    for weight in stored_weights(shape.target, shape.drafter, target_tied=shape.tied, drafter_tied=shape.tied):
+        tensor = torch.empty(weight.shape, dtype=dtype, device=device)
+        if weight.name == f"{TARGET}norm":
+            # Random signs before the head: else a token's own embedding, still in the residual stream, would win.
+            tensor.bernoulli_(0.5, generator=generator).mul_(2).sub_(1)
+        elif weight.sources[0].endswith(BIAS):
+            tensor.fill_(0)
+        elif len(weight.shape) == 1:
+            tensor.fill_(1)
+        else:
+            table = weight.name in (f"{TARGET}embedding", f"{TARGET}head")
+            tensor.normal_(0, (LOGIT_STD if table else 1.0) * weight.shape[-1] ** -0.5, generator=generator)
+        weights[weight.name] = tensor
+    return weights
