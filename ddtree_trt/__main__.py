@@ -1,18 +1,18 @@
-"""Entry point of `ddtree-trt` and of `python -m ddtree_trt`. Not to be imported by anything else: from here on Ctrl-C
-ends the process."""
+"""Entry point of `ddtree-trt` and of `python -m ddtree_trt`."""
 
 from __future__ import annotations
 
-from ddtree_trt import interrupts
-
-interrupts.end_at_once()  # here and not in `main`: the console script does slow work between import and call
+import sys
 
 
 def main() -> None:
-    """Run the command line; does not return."""
-    from ddtree_trt import cli
+    """Run the command line; does not return. Ctrl-C ends it with 130, as shells report it, while it still loads too."""
+    try:
+        from ddtree_trt import cli
 
-    cli.main()
+        cli.main()
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ddtree_trt import __version__, interrupts
+from ddtree_trt import __version__
 from ddtree_trt.commands.bench import bench
 from ddtree_trt.commands.build import build
 from ddtree_trt.commands.check import check
@@ -28,18 +28,19 @@ from ddtree_trt.commands.serve import serve
 from ddtree_trt.errors import DDTreeError
 from ddtree_trt.terminal import printing as terminal
 
+INTERRUPTED = 130  # as shells report a command that SIGINT ended
+
 
 class Commands(TyperGroup):
     """The command group; it reports every exception in one line on stderr and by an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
-            interrupts.begin_work()
             result = super().invoke(ctx)
             sys.stdout.flush()  # while an error of it can be reported
             return result
         except KeyboardInterrupt:
-            raise typer.Exit(interrupts.EXIT_CODE) from None
+            raise typer.Exit(INTERRUPTED) from None
         except Exception as error:
             # Typer's own exceptions, for which `main` or Typer is responsible, and a reader that closed our pipe.
             if hasattr(error, "exit_code") and not isinstance(error, DDTreeError):
@@ -48,18 +49,14 @@ class Commands(TyperGroup):
                 raise
             if isinstance(error, OSError) and error.errno in _NO_PLACE:
                 raise  # `main` reports it, wherever it happened
-            if interrupts.happened():
-                raise typer.Exit(interrupts.EXIT_CODE) from None
             _report(error, ctx.params.get("debug", False))
-        finally:
-            interrupts.end_work()
 
     def main(self, *args: Any, **options: Any) -> Any:
         code: Any = 1
         try:
             code = super().main(*args, **{**options, "standalone_mode": False})
         except (KeyboardInterrupt, typer.Abort):
-            code = interrupts.EXIT_CODE
+            code = INTERRUPTED
         except OSError as error:
             if error.errno not in _NO_PLACE:
                 raise

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ddtree_trt import interrupts
 from ddtree_trt.artifact.examples import Examples
 from ddtree_trt.errors import DDTreeError, UsageError
 from ddtree_trt.runtime.decoding.methods import METHODS, resolve_method
@@ -69,7 +68,7 @@ class Chat:
             try:
                 self._take(text)
             except (Exception, KeyboardInterrupt) as error:
-                if interrupts.forgive(error):
+                if isinstance(error, KeyboardInterrupt):
                     print()
                 elif isinstance(error, DDTreeError):
                     print_error(str(error))
@@ -93,7 +92,7 @@ class Chat:
             for so_far in console.stream(self._llm, ids, params):
                 output = so_far
         except (Exception, KeyboardInterrupt) as error:
-            if output is None or not interrupts.forgive(error):
+            if output is None or not isinstance(error, KeyboardInterrupt):
                 raise
             print("\n" + console.closing_line(output.metrics, "stopped"))
         assert output is not None  # a request ends with a part

@@ -14,9 +14,8 @@ from quantized import quantize
 from real_tensorrt import WrongCall
 from tensorrt_builds import BUILDER_MODULE, DIMS, NO_DRIVER, SOURCE, SUCCESS, Machine, build, refused
 
-from ddtree_trt.build.backends.tensorrt import machine as requirements
+from ddtree_trt.artifact.backends import BACKENDS
 from ddtree_trt.build.backends.tensorrt import profiles as tensorrt_profiles
-from ddtree_trt.build.backends.tensorrt import rtx
 from ddtree_trt.build.compile import BuildRequest, compile_engine
 from ddtree_trt.build.graph.lowering_native import NativeGraph
 from ddtree_trt.errors import BuildError, MissingDependency, UsageError
@@ -172,13 +171,14 @@ def test_another_tensorrt(machine: Machine, tmp_path: Path, version: str) -> Non
     refused(tmp_path, MissingDependency, f"TensorRT {version} is installed", "needs 11.1 or newer below 12")
 
 
-@pytest.mark.parametrize(("extra", "module"), [("tensorrt", requirements), ("tensorrt-rtx", rtx)])
-def test_the_extra_installs_what_the_build_takes(extra: str, module: Any) -> None:
+@pytest.mark.parametrize("extra", ["tensorrt", "tensorrt-rtx"])
+def test_the_extra_installs_what_the_build_takes(extra: str) -> None:
     """One range of releases: pip must not fetch what is refused with the advice to run pip."""
     pyproject = (Path(__file__).parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     (wanted,) = re.findall(rf'^{extra} = \["({extra}>=([\d.]+),<([\d.]+))", "cuda-python>=13,<14"\]$', pyproject, re.M)
     lowest, below = (tuple(map(int, part.split("."))) for part in wanted[1:])
-    assert (lowest, below) == (module.LOWEST, module.BELOW[:1])
+    releases = BACKENDS[extra].releases
+    assert releases is not None and (lowest, below) == (releases[0], releases[1][:1])
     assert extra != "tensorrt-rtx" or pyproject.count(f'"{wanted[0]}"') == 2, "tests have the same"
 
 
