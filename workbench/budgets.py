@@ -101,7 +101,3 @@ def main() -> None:
             print(f"| {' | '.join(cells)} |", flush=True)
     finally:
         core.close()
-
-
-if __name__ == "__main__":
-    main()

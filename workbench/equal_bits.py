@@ -112,7 +112,3 @@ def main() -> None:
         for sums in compare(llm, prompts, options.tokens, length=options.length, seed=options.seed):
             print(sums, flush=True)
     sys.exit(0 if sums.equal else 1)
-
-
-if __name__ == "__main__":
-    main()

@@ -190,7 +190,3 @@ def main() -> None:
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(one_per_line(document), encoding="utf-8")
     report(traces)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,9 +13,6 @@ import time
 from collections.abc import Callable
 
 import numpy as np
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from ddtree_trt import _native
 
@@ -23,6 +20,7 @@ POSITIONS = 15
 PAST = 2048
 BUDGETS = (16, 64, 256, 1024)
 TIME_PER_CASE_S = 0.3
+HEADS = ("B", "build_tree", "in Python", "ratio", "packed_mask", "attention_bias", "walk")
 
 
 def draft(width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -100,18 +98,10 @@ def measure_compaction() -> float:
 
 
 def main() -> None:
-    headers = ("B", "build_tree", "in Python", "ratio", "packed_mask", "attention_bias", "walk")
-    table = Table(*headers, box=box.SIMPLE, title="Median µs per call")
-    for column in table.columns:
-        column.justify = "right"
+    print("Median µs per call\n" + "".join(f"{head:>15}" for head in HEADS))
     for budget in BUDGETS:
         plain, *native = measure(budget)
-        times = [f"{us:,.1f}" for us in native]
-        table.add_row(str(budget), times[0], f"{plain:,.1f}", f"{plain / native[0]:.0f}×", *times[1:])
-    console = Console()
-    console.print(table)
-    console.print(f"compact_rows, 28 layers × 7 rows of 8 heads × 128 floats: {measure_compaction():,.1f} µs")
-
-
-if __name__ == "__main__":
-    main()
+        ratio = f"{plain / native[0]:.0f}×"
+        cells = [str(budget), f"{native[0]:,.1f}", f"{plain:,.1f}", ratio, *(f"{us:,.1f}" for us in native[1:])]
+        print("".join(f"{cell:>15}" for cell in cells))
+    print(f"compact_rows, 28 layers × 7 rows of 8 heads × 128 floats: {measure_compaction():,.1f} µs")

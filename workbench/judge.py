@@ -290,7 +290,3 @@ def main() -> None:
                 known = f"{hindsight(machine, texts) * machine.verify_s(1, 1):.2f}" if slots == 1 else ""
                 cells = [name, str(slots), path.stem, *figures, known, f"{found['auto'] / best:.3f}"]
                 print(f"| {' | '.join(cells)} |", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -212,7 +212,3 @@ def main() -> None:
         engine, scheduler = started(slots, codec)
         whole, own = step_overheads_us(engine, scheduler, rounds)
         print(f"  {slots:2} slots {whole:18.0f} µs {own:10.0f} µs {STEP_LIMIT_US + SLOT_LIMIT_US * slots:5} µs")
-
-
-if __name__ == "__main__":
-    main()

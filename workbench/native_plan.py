@@ -104,7 +104,3 @@ def compiled(path: Path, model: ModelProto, drafter: PairShape | None) -> int:
     finish = partial(mend_attentions, name=path.stem, attentions=attentions)
     builder.build(path.stem, path, plan, [profile(model.graph.input, sizes)], finish)
     return plan.stat().st_size
-
-
-if __name__ == "__main__":
-    main()

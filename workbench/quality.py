@@ -136,7 +136,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     print(f"perplexity {found.perplexity:.2f}, of the reference {found.reference_perplexity:.2f}")
     print(f"a single token {own_s * 1e3:.2f} ms, of the reference {reference_s * 1e3:.2f}: {ratio}")
-
-
-if __name__ == "__main__":
-    main()

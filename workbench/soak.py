@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import json
 import random
 import signal
@@ -63,11 +62,8 @@ class Report:
     seconds: float
     requests: Counter[str] = field(default_factory=Counter)  # finished, by kind
     errors: list[str] = field(default_factory=list)
-    latency_s: list[float] = field(default_factory=list)  # of whole and streamed answers
-    first_token_s: list[float] = field(default_factory=list)  # of streamed answers
     samples: list[tuple[float, float, float, float]] = field(default_factory=list)  # time, RSS bytes, running, waiting
     tokens: float = 0  # generated under load
-    rounds: float = 0
     left_running: float = 0
     left_waiting: float = 0
     exit_code: int | None = None
@@ -95,32 +91,14 @@ class Report:
     def summary(self) -> dict[str, Any]:
         before, after = self.memory()
         return {
-            "concurrency": self.concurrency,
             "seconds": round(self.seconds, 1),
-            "requests": sum(self.requests.values()),
             "requests_by_kind": dict(sorted(self.requests.items())),
-            "requests_per_s": round(sum(self.requests.values()) / self.seconds, 1),
-            "tokens_per_s": round(self.tokens / self.seconds, 1),
-            "tokens_per_round": round(self.tokens / max(self.rounds, 1), 2),
-            "latency_s": _percentiles(self.latency_s),
-            "time_to_first_token_s": _percentiles(self.first_token_s),
+            "tokens": self.tokens,
             "most_running": max(s[2] for s in self.samples),
             "most_waiting": max(s[3] for s in self.samples),
-            "rss_mib_second_quarter": round(before / 2**20, 1),
-            "rss_mib_last_quarter": round(after / 2**20, 1),
-            "rss_mib_most": round(max(s[1] for s in self.samples) / 2**20, 1),
-            "slots_not_given_back": self.left_running,
-            "wrong_answers": len(self.errors),
-            "exit_code": self.exit_code,
+            "rss_bytes": [before, after],  # of the second and the last quarter
             "failures": self.failures(),
         }
-
-
-def _percentiles(values: list[float]) -> dict[str, float]:
-    if not values:
-        return {}
-    ordered = sorted(values)
-    return {f"p{p}": round(ordered[min(len(ordered) - 1, len(ordered) * p // 100)], 3) for p in (50, 90, 99)}
 
 
 class Load:
@@ -157,9 +135,7 @@ class Load:
             self._report.requests.update([kind])
 
     async def _whole(self, prompt: str) -> None:
-        start = time.monotonic()
         answer = await ask(self._client, prompt)
-        self._report.latency_s.append(time.monotonic() - start)
         assert answer == self._texts[prompt], f"another text for {prompt!r}: {answer!r}"
 
     async def _streamed(self, prompt: str) -> None:
@@ -170,19 +146,16 @@ class Load:
         await self._stream(prompt, temperature=0.8, top_p=0.9)
 
     async def _stream(self, prompt: str, **fields: Any) -> str:
-        start, text, complete = time.monotonic(), "", False
+        text, complete = "", False
         async with self._client.stream("POST", "/v1/chat/completions", json=body(prompt, stream=True, **fields)) as r:
             assert r.status_code == 200, f"status {r.status_code}: {await r.aread()!r}"
             async for line in r.aiter_lines():
                 if line == "data: [DONE]":
                     complete = True
                 elif line:
-                    if not text:
-                        self._report.first_token_s.append(time.monotonic() - start)
                     delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
                     text += delta.get("content", "")
         assert complete, "the stream ended early"
-        self._report.latency_s.append(time.monotonic() - start)
         return text
 
     async def _schema(self, prompt: str) -> None:
@@ -194,9 +167,7 @@ class Load:
     async def _ask_held(self, kind: str, prompt: str) -> None:
         alone = self._held[kind]
         prompt = sorted(alone)[len(prompt) % len(alone)]
-        start = time.monotonic()
         answer = await ask_held(self._client, kind, prompt)
-        self._report.latency_s.append(time.monotonic() - start)
         assert answer == alone[prompt], f"another answer for {prompt!r}: {answer!r}"
 
     async def _leaving(self, prompt: str) -> None:
@@ -284,8 +255,7 @@ async def load(url: str, concurrency: int, seconds: float, prompts: list[str], s
             if not (report.left_running or report.left_waiting):
                 break
             await asyncio.sleep(0.1)
-        for name, key in (("tokens", "ddtree_generation_tokens_total"), ("rounds", "ddtree_rounds_total")):
-            setattr(report, name, after[key] - before[key])
+        report.tokens = after["ddtree_generation_tokens_total"] - before["ddtree_generation_tokens_total"]
     return report
 
 
@@ -314,17 +284,9 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=200, help=f"1 to {MAX_CONCURRENCY}")
     parser.add_argument("--seconds", type=float, default=120, help=f"up to {MAX_SECONDS}")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--samples", action="store_true", help="also print memory and queue, second by second")
     options = parser.parse_args()
     if not (1 <= options.concurrency <= MAX_CONCURRENCY and 0 < options.seconds <= MAX_SECONDS):
         parser.error(f"--concurrency is 1 to {MAX_CONCURRENCY}, --seconds up to {MAX_SECONDS}")
     report = run(options.engine_dir, options.concurrency, options.seconds, seed=options.seed)
-    summary = report.summary()
-    if options.samples:
-        summary["samples"] = dataclasses.asdict(report)["samples"]
-    print(json.dumps(summary, indent=1))
+    print(json.dumps(report.summary(), indent=1))
     sys.exit(1 if report.failures() else 0)
-
-
-if __name__ == "__main__":
-    main()

@@ -105,7 +105,7 @@ def _made_here(context: PeerContext) -> _Export:
     if is_gguf(path):
         raise UsageError(f"--peer tensorrt-llm reads no GGUF file; {path} is one: leave the peer out")
     target = str(path)
-    if manifest.drafting.drafts != "block":
+    if manifest.drafter_kind != "dflash":
         config: dict[str, Any] = {"dtype": "auto", "max_seq_len": manifest.limits.max_seq_len}
     else:
         config = settings(manifest, Model(target), Model(str(drafter)))

@@ -42,10 +42,10 @@ class AutoregressiveDrafter(Drafter):
         self._chunk = chunk
         self._contexts = [_Context() for _ in range(model.cache.slots)]
 
-    def known(self, slot: int) -> int:
+    def context_length(self, slot: int) -> int:
         return len(self._contexts[slot].committed)
 
-    def learn(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
+    def append_context(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
         self._contexts[slot].committed += token_ids.tolist()
 
     def truncate(self, slot: int, length: int) -> None:

@@ -52,10 +52,10 @@ class BlockDrafter(Drafter):
         self._chunk = chunk
         self._pending = [_States() for _ in range(network.cache.slots)]
 
-    def known(self, slot: int) -> int:
+    def context_length(self, slot: int) -> int:
         return self._network.cache.lengths[slot] + self._pending[slot].rows
 
-    def learn(self, slot: int, token_ids: NDArray[np.int64], states: NDArray[np.float32] | None) -> None:
+    def append_context(self, slot: int, token_ids: NDArray[np.int64], states: NDArray[np.float32] | None) -> None:
         assert states is not None, "a target built for a block drafter taps its states"
         self._pending[slot].add(states)
 

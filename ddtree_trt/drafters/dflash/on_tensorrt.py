@@ -52,7 +52,7 @@ class BlockDrafter(Drafter):
     """One pass over [bonus, MASK × L] of every slot, conditioned on the tapped target states of every committed token.
 
     The drafter's cache holds `cache.lengths` context rows of a slot. At most one block of further states waits in the
-    slot's ring: more, such as a prompt's, are processed at once by `learn`. All slots of a pass have equally many
+    slot's ring: more, such as a prompt's, are processed at once. All slots of a pass have equally many
     context rows (C is exact, a padded row would become context), so a slot with fewer new ones repeats rows that its
     cache holds, which writes the same values.
     """
@@ -75,10 +75,10 @@ class BlockDrafter(Drafter):
         self._known = [_Known() for _ in range(limits.max_batch)]
         self._steps = context_steps(self._dims.block_size)
 
-    def known(self, slot: int) -> int:
+    def context_length(self, slot: int) -> int:
         return self._known[slot].end
 
-    def learn(self, slot: int, token_ids: NDArray[np.int64], states: int) -> None:
+    def append_context(self, slot: int, token_ids: NDArray[np.int64], states: int) -> None:
         """Take tokens [m] committed behind the known ones, with tapped states [m, M·H] at the address `states`."""
         known, size, rows = self._known[slot], self._state_bytes, len(token_ids)
         for start in range(0, rows, self._rows.chunk):

@@ -48,7 +48,7 @@ class BlockDrafter(BlockOnDevice):
 
     States wait in a buffer of 1 + L rows per slot, the most that a round commits. The draft's graph processes the whole
     buffer, and the block overwrites the rows of entries that held no state. More states than that, such as a
-    prompt's, are processed at once by `learn`.
+    prompt's, are processed at once by `append_context`.
     """
 
     def __init__(
@@ -77,10 +77,10 @@ class BlockDrafter(BlockOnDevice):
     def waits(self) -> int:
         return self._result.waits
 
-    def known(self, slot: int) -> int:
+    def context_length(self, slot: int) -> int:
         return self.cache.lengths[slot] + self.counts[slot]
 
-    def learn(self, slot: int, token_ids: NDArray[np.int64], states: Tensor | None) -> None:
+    def append_context(self, slot: int, token_ids: NDArray[np.int64], states: Tensor | None) -> None:
         assert states is not None, "a target built for a block drafter taps its states"
         count, rows = self.counts[slot], len(states)
         if count + rows <= self.waiting.shape[1]:

@@ -85,10 +85,10 @@ class EagleDrafter(Drafter):
         self._most_nodes = most_nodes
         self._contexts = [_Context() for _ in range(network.cache.slots)]
 
-    def known(self, slot: int) -> int:
+    def context_length(self, slot: int) -> int:
         return len(self._contexts[slot].tokens)
 
-    def learn(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
+    def append_context(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
         """Passes of a long prompt run here, so that few states wait."""
         context = self._contexts[slot]
         context.check_row(int(token_ids[0]))

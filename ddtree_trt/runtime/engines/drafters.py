@@ -49,11 +49,11 @@ class Drafter(ABC):
         return 0
 
     @abstractmethod
-    def known(self, slot: int) -> int:
-        """Number of leading committed tokens that were passed to `learn`."""
+    def context_length(self, slot: int) -> int:
+        """Number of leading committed tokens that were passed to `append_context`."""
 
     @abstractmethod
-    def learn(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
+    def append_context(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
         """Take tokens [m] committed behind the known ones, with their tapped target states [m, M·H] if the kind has
         taps."""
 
@@ -74,7 +74,7 @@ class Drafter(ABC):
 
 def check_up_to_date(drafter: Drafter, target: SlotLengths, slot: int) -> None:
     """Raises EngineError when the drafter does not know all committed tokens of the slot. It may know foreseen ones."""
-    known, length = drafter.known(slot), target.lengths[slot]
+    known, length = drafter.context_length(slot), target.lengths[slot]
     if known < length:
         raise EngineError(f"slot {slot} holds {length} tokens, the drafter was told of {known} of them")
 

@@ -233,7 +233,7 @@ def draws(
         ("ddtree-4", "adversarial"),
         ("dflash-sample", "adversarial"),
         ("draft-model", "useless"),
-        ("ddtree-eagle2", "bilinear adversarial"),
+        ("ddtree-4", "bilinear adversarial"),
         ("ddtree-beam", "linked good"),
         ("ddtree-chain", "useless"),
         ("ddtree-heap-limited", "bilinear useless"),

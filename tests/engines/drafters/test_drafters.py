@@ -27,10 +27,10 @@ class Recording(Drafter):
     def __init__(self, *known: int) -> None:
         self._known, self.batches = known, []  # type: tuple[int, ...], list[list[int]]
 
-    def known(self, slot: int) -> int:
+    def context_length(self, slot: int) -> int:
         return self._known[slot]
 
-    def learn(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
+    def append_context(self, slot: int, token_ids: NDArray[np.int64], states: Any) -> None:
         raise AssertionError("nothing is committed here")
 
     def truncate(self, slot: int, length: int) -> None:
@@ -111,7 +111,7 @@ def test_an_autoregressive_drafter_drafts_slot_by_slot() -> None:
     drafter = AutoregressiveDrafter(model, CHUNK)
     texts = {0: [1, 2, 3, 4], 2: [5]}
     for slot, text in texts.items():
-        drafter.learn(slot, np.array(text), None)
+        drafter.append_context(slot, np.array(text), None)
     drafts = draft_all(drafter, lengths(4, 0, 1), [request(2, bonus=6), request(0, bonus=7)])
     assert [[d.token for d in draft.drawn or ()] for draft in drafts] == [chain([5, 6], 5), chain([1, 2, 3, 4, 7], 5)]
     assert all(marginals(draft).log_probs.shape == marginals(draft).token_ids.shape == (5, 4) for draft in drafts)
@@ -121,10 +121,10 @@ def test_an_autoregressive_drafter_drafts_slot_by_slot() -> None:
 def test_what_was_drafted_and_accepted_is_not_computed_again() -> None:
     model = Sum(1)
     drafter = AutoregressiveDrafter(model, CHUNK)
-    drafter.learn(0, np.array([1, 2]), None)
+    drafter.append_context(0, np.array([1, 2]), None)
     (draft,) = drafter.draft([request(0, bonus=3)])
     accepted = [d.token for d in draft.drawn or ()][:2]
-    drafter.learn(0, np.array([3, *accepted]), None)
+    drafter.append_context(0, np.array([3, *accepted]), None)
     before = model.passes
     (draft,) = drafter.draft([request(0, bonus=9)])
     assert [d.token for d in draft.drawn or ()] == chain([1, 2, 3, *accepted, 9], 5)

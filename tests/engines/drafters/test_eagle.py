@@ -69,7 +69,7 @@ def candidates(path: tuple[int, ...], k: int) -> tuple[NDArray[np.float32], NDAr
 def drafted(bonus: int, **options: Any) -> tuple[LinkedRows, Scripted]:
     network = Scripted()
     drafter = EagleDrafter(network, 64, 64)
-    drafter.learn(0, np.array([1, 2]), np.array([[10.0], [20.0]]))
+    drafter.append_context(0, np.array([1, 2]), np.array([[10.0], [20.0]]))
     (draft,) = drafter.draft([request(bonus, **options)])
     assert isinstance(draft.candidates, LinkedRows)
     return draft.candidates, network
@@ -143,7 +143,7 @@ def test_a_row_sees_its_ancestors_and_itself(bonus: int, policy: str) -> None:
 def test_a_draft_that_may_expand_more_nodes_than_there_are_rows_for_is_an_error() -> None:
     network = Scripted()
     drafter = EagleDrafter(network, 64, 15)
-    drafter.learn(0, np.array([1]), np.array([[10.0]]))
+    drafter.append_context(0, np.array([1]), np.array([[10.0]]))
     with pytest.raises(EngineError, match=r"7 levels with 3 nodes .* need 18 rows, .* has 15"):
         drafter.draft([request(7, width=3, length=7)])
     assert not network.absorbed and not network.expanded
@@ -154,11 +154,11 @@ def test_a_draft_that_may_expand_more_nodes_than_there_are_rows_for_is_an_error(
 def test_a_row_has_a_tokens_states_and_the_token_behind_it() -> None:
     network = Scripted(2)
     drafter = EagleDrafter(network, 64, 64)
-    drafter.learn(1, np.array([5, 6, 7]), np.array([[50.0], [60.0], [70.0]]))
+    drafter.append_context(1, np.array([5, 6, 7]), np.array([[50.0], [60.0], [70.0]]))
     drafter.draft([request(8, slot=1)])
     assert network.rows[1] == [(6, 50.0), (7, 60.0), (8, 70.0)] and network.rows[0] == []
-    drafter.learn(1, np.array([8, 9]), np.array([[80.0], [90.0]]))
-    assert drafter.known(1) == 5
+    drafter.append_context(1, np.array([8, 9]), np.array([[80.0], [90.0]]))
+    assert drafter.context_length(1) == 5
     drafter.draft([request(3, slot=1)])
     assert network.rows[1][3:] == [(9, 80.0), (3, 90.0)]
     assert network.cache.lengths == [0, 5]  # a draft's own rows are forgotten
@@ -169,9 +169,9 @@ def test_a_long_prompt_is_processed_as_it_comes() -> None:
     network = Scripted()
     drafter = EagleDrafter(network, 4, 64)
     states = np.arange(11.0)[:, None]
-    drafter.learn(0, np.arange(6), states[:6])
+    drafter.append_context(0, np.arange(6), states[:6])
     assert network.absorbed == [4, 1]
-    drafter.learn(0, np.arange(6, 9), states[6:9])
+    drafter.append_context(0, np.arange(6, 9), states[6:9])
     drafter.draft([request(9)])
     assert network.rows[0] == [(i + 1, float(i)) for i in range(9)]
 
@@ -179,27 +179,27 @@ def test_a_long_prompt_is_processed_as_it_comes() -> None:
 def test_foreseen_and_forgotten_tokens() -> None:
     network = Scripted()
     drafter = EagleDrafter(network, 64, 64)
-    drafter.learn(0, np.array([1, 2]), np.array([[10.0], [20.0]]))
-    drafter.learn(0, np.array([3, 4]), np.array([[30.0], [40.0]]))  # foreseen
+    drafter.append_context(0, np.array([1, 2]), np.array([[10.0], [20.0]]))
+    drafter.append_context(0, np.array([3, 4]), np.array([[30.0], [40.0]]))  # foreseen
     drafter.draft([request(5)])
     drafter.truncate(0, 2)
-    assert drafter.known(0) == 2
-    drafter.learn(0, np.array([3]), np.array([[31.0]]))
+    assert drafter.context_length(0) == 2
+    drafter.append_context(0, np.array([3]), np.array([[31.0]]))
     drafter.draft([request(6)])
     assert network.rows[0] == [(2, 10.0), (3, 20.0), (6, 31.0)]
 
 
 def test_another_token_behind_a_row_is_an_error() -> None:
     drafter = EagleDrafter(Scripted(), 64, 64)
-    drafter.learn(0, np.array([1, 2]), np.array([[10.0], [20.0]]))
+    drafter.append_context(0, np.array([1, 2]), np.array([[10.0], [20.0]]))
     drafter.draft([request(5)])
     with pytest.raises(EngineError, match="last row was made with token 5, and 6 follows"):
-        drafter.learn(0, np.array([6]), np.array([[30.0]]))
+        drafter.append_context(0, np.array([6]), np.array([[30.0]]))
 
 
 def test_a_draft_needs_new_states() -> None:
     drafter = EagleDrafter(Scripted(), 64, 64)
-    drafter.learn(0, np.array([1]), np.array([[10.0]]))
+    drafter.append_context(0, np.array([1]), np.array([[10.0]]))
     drafter.draft([request(5)])
     with pytest.raises(EngineError, match="slot 0 has no new target states to draft from"):
         drafter.draft([request(5)])

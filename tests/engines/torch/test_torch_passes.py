@@ -150,7 +150,7 @@ def test_the_drafter_takes_in_a_prompt_before_the_host_waits(
 
         return call
 
-    monkeypatch.setattr(engine.drafter, "learn", recorded("drafter", engine.drafter.learn))
+    monkeypatch.setattr(engine.drafter, "append_context", recorded("drafter", engine.drafter.append_context))
     monkeypatch.setattr(engine.target.network, "logits", recorded("logits", engine.target.network.logits))
     engine.prefill(0, np.arange(40), rows="last", taps=True)
     assert order == ["drafter", "logits"]

@@ -82,7 +82,7 @@ class OrtEngine:
         return self._target.cache.lengths[slot]
 
     def draftable_length(self, slot: int) -> int:
-        return min(self._drafter.known(slot), self.length(slot))
+        return min(self._drafter.context_length(slot), self.length(slot))
 
     def truncate(self, slot: int, length: int) -> None:
         self._target.cache.truncate(slot, length)
@@ -120,7 +120,7 @@ class OrtEngine:
 
     def commit(self, slot: int, path: NDArray[np.int32], *, taps: bool) -> None:
         if taps:
-            if self._drafter.known(slot) > self.length(slot):  # foreseen tokens, which were computed again
+            if self._drafter.context_length(slot) > self.length(slot):  # foreseen tokens, which were computed again
                 self._drafter.truncate(slot, self.length(slot))
             check_up_to_date(self._drafter, self._target.cache, slot)
             self._learn(slot, path)
@@ -129,7 +129,7 @@ class OrtEngine:
     def _learn(self, slot: int, nodes: NDArray[np.int32]) -> None:
         """Pass nodes [m] of the slot's last tree to the drafter."""
         last = self._last_passes[slot]
-        self._drafter.learn(slot, last.token_ids[nodes], None if last.taps is None else last.taps[nodes])
+        self._drafter.append_context(slot, last.token_ids[nodes], None if last.taps is None else last.taps[nodes])
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         return draft_all(self._drafter, self._target.cache, requests)

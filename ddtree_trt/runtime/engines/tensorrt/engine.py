@@ -120,7 +120,7 @@ class TrtEngine:
         return self.target.cache.lengths[slot]
 
     def draftable_length(self, slot: int) -> int:
-        return self.drafter.known(slot)
+        return self.drafter.context_length(slot)
 
     def truncate(self, slot: int, length: int) -> None:
         self.target.cache.truncate(slot, length)
@@ -170,7 +170,7 @@ class TrtEngine:
             states = last.states if taps and self._state_bytes else None
             self._compaction.move(slot, self.length(slot), path, states)
         if taps:
-            self.drafter.learn(slot, last.token_ids[path], last.states.address)
+            self.drafter.append_context(slot, last.token_ids[path], last.states.address)
         self.target.cache.append(slot, size)
         del self._last_passes[slot]
 

@@ -102,7 +102,7 @@ class TorchEngine:
         return self.target.cache.lengths[slot]
 
     def draftable_length(self, slot: int) -> int:
-        return self.drafter.known(slot)
+        return self.drafter.context_length(slot)
 
     def truncate(self, slot: int, length: int) -> None:
         self.target.claims.take([slot])
@@ -131,7 +131,7 @@ class TorchEngine:
             check_up_to_date(self.drafter, self.target.cache, slot)
         token_ids, states = self.target.commit(slot, path)
         if taps:
-            self.drafter.learn(slot, token_ids, states)
+            self.drafter.append_context(slot, token_ids, states)
 
     def warm_up(self, progress: Progress = no_progress) -> None:
         """On a GPU: run a prompt's chunk and capture every graph of one sequence's rounds by stages. Graphs of more

@@ -1,0 +1,339 @@
+"""DFlash drafters of every shape, variant and dialect against a plain statement in PyTorch, over uneven rounds.
+
+What a dialect means is stated here a second time, so that the truth does not depend on the reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import BY_SWITCHES, SCALINGS, TARGET_DIMS, make_drafter, make_target, make_variant, reading_variant
+from dflash_truth import DFlash, refuse_to_draw
+from drafter_dialects import SHAPE, VOCABULARY, make_dialect
+from engine_builds import PACKAGED, build_engine, build_torch_engine
+from numerics import Measured, Truth, assert_close, path_to, random_tree
+
+from ddtree_trt.artifact.manifest import Limits
+from ddtree_trt.drafters.dflash.dims import DFlashDims
+from ddtree_trt.drafters.dflash.heads import Convolution, Selector
+from ddtree_trt.errors import EngineError
+from ddtree_trt.runtime.candidates import Bilinear, Marginals
+from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
+from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine
+from ddtree_trt.runtime.llm import LLM
+from ddtree_trt.runtime.params import SamplingParams
+
+CHUNK, WINDOW, TOP_K = Limits.prefill_chunk, 12, 20
+Build = Callable[..., Measured]
+BUILDS: dict[str, Build] = {"onnxruntime": build_engine, "torch": build_torch_engine}
+# As their config.json states them.
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {},
+    "block-4": {"block_size": 4, "tap_layers": (1,), "num_layers": 1},
+    "block-8": {"block_size": 8, "num_heads": 8, "num_kv_heads": 1, "intermediate_size": 40, "rope_theta": 1e6},
+    "block-16": {"block_size": 16, "tap_layers": (0, 1, 2), "num_layers": 3, "head_dim": 32, "rms_norm_eps": 1e-5},
+    **{name: {"family": family} for name, family in BY_SWITCHES.items()},  # its layers; the target's are Qwen3's
+    **{f"rope-{name}": {"rope_scaling": scaling} for name, scaling in SCALINGS.items()},
+}
+OWN = {"own_embedding": True, "own_head": True}
+# Features that only some dialects state.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "windows": {"windows": (WINDOW, WINDOW)},
+    "a window below the block": {"windows": (3, 0), "block_size": 8},
+    "causal": {"causal": (True, True)},
+    "causal windows": {"causal": (True, True), "windows": (WINDOW, 3), "block_size": 8},
+    "mixed": {
+        "num_layers": 5,
+        "windows": (WINDOW, 0, WINDOW, 5, 0),
+        "causal": (True, True, False, True, False),
+        "block_size": 7,
+        "tap_layers": (0, 1, 2),
+    },
+    "eight layers": {"num_layers": 8, "windows": (*(WINDOW,) * 7, 0), "causal": (*(True,) * 7, False)},
+    "a block of 32": {"block_size": 32, "windows": (WINDOW, 0)},
+    "anchor first": {"anchor_first": True, "block_size": 7},
+    "own tables": OWN,
+    "own embedding": {"own_embedding": True},
+    "draft ids": {"own_head": True, "draft_vocab_size": 40, "anchor_first": True},
+    "few draft ids": {**OWN, "draft_vocab_size": TOP_K, "windows": (WINDOW, 0), "causal": (True, False)},
+    "yarn": {"rope_scaling": SCALINGS["yarn"], "windows": (WINDOW, WINDOW)},
+}
+# Heads whose children depend on their parent, and convolutions.
+PAIRS: dict[str, dict[str, Any]] = {
+    "markov": {"markov_rank": 8},
+    "markov-gated": {"markov_rank": 8, "markov_gated": True, "block_size": 7},
+    "selector": {"selector": Selector(top=16, rank=12), "block_size": 6},
+    "convolution": {"selector": Selector(top=4, rank=6), "convolution": Convolution(taps=2, groups=4), "block_size": 8},
+    # More taps than rows: the last of them reach no row of the block.
+    "long-convolution": {"markov_rank": 3, "convolution": Convolution(taps=6, groups=32), "block_size": 4},
+    "scaled": {
+        "selector": Selector(top=16, rank=6),
+        "convolution": Convolution(taps=3, groups=2),
+        "block_size": 16,
+        "embedding_scale": 0.5,
+        "logit_scale": 0.7,
+        "logit_cap": 5.0,
+        "num_layers": 3,
+    },
+    "dspark": {"markov_rank": 5, "block_size": 7, "anchor_first": True, **OWN},
+    "pairs of draft ids": {"markov_rank": 5, "anchor_first": True, "own_head": True, "draft_vocab_size": 70},
+    "dflash2": {
+        "selector": Selector(top=16, rank=6),
+        "convolution": Convolution(taps=2, groups=8),
+        "block_size": 16,
+        "windows": (12, 12),
+        "causal": (True, False),
+    },
+}
+
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": WINDOW, "use_sliding_window": True}
+SLID = {"windows": (WINDOW, 0), "causal": (True, False)}
+SPECULATORS = {**OWN, "num_target_layers": None}
+# Dialect, entries of config.json that differ, and of objects within it → what the drafter is.
+DIALECTS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]], dict[str, Any]]] = {
+    "zlab": ("zlab", {}, {}, {}),
+    "zlab with windows": ("zlab", SLIDING, {}, SLID),
+    "zlab with windows, not causal": ("zlab", {**SLIDING, "is_causal": False}, {}, {"windows": (WINDOW, 0)}),
+    "zlab, anchor first": ("zlab", {}, {"dflash_config": {"sample_from_anchor": True}}, {"anchor_first": True}),
+    "jetspec": ("jetspec", {}, {}, {"causal": (True, True)}),
+    "deepspec": ("deepspec", {}, {}, {**OWN, "anchor_first": True}),
+    "specforge": ("specforge", {}, {}, {"anchor_first": True}),
+    "speculators": ("speculators-dflash", {}, {}, SPECULATORS),
+    "speculators with windows": (
+        *("speculators-dflash", {}, {"transformer_layer_config": SLIDING}, {**SPECULATORS, **SLID}),
+    ),
+    "speculators, smaller vocabulary": (
+        *("speculators-dspark", {}, {}, {**SPECULATORS, "anchor_first": True, "draft_vocab_size": VOCABULARY}),
+    ),
+}
+
+
+class Pair:
+    """An engine, the tokens committed to its slots, and the truth about the drafts behind them."""
+
+    def __init__(self, engine: Measured, target: Path, drafter: Path, dims: DFlashDims) -> None:
+        assert engine.manifest.drafting.dims == dims
+        self.engine, self.dims, self.truth = engine, dims, Truth(target, dims.tap_layers)
+        self.dflash = DFlash(drafter, dims, self.truth)
+        self.rng = np.random.default_rng(11)
+        self.tokens: dict[int, list[int]] = {0: [], 1: []}
+
+    def prefill(self, length: int, slot: int = 0) -> None:
+        """Append random tokens, a chunk at a time."""
+        for start in range(0, length, CHUNK):
+            tokens = self.rng.integers(0, TARGET_DIMS.vocab_size - 1, min(CHUNK, length - start))
+            self.engine.prefill(slot, tokens, rows="none", taps=True)
+            self.tokens[slot] += tokens.tolist()
+
+    def commit(self, *nodes: int, slot: int = 0) -> None:
+        """Commit a path of a random tree for each of `nodes`."""
+        for node in nodes:
+            tree = random_tree(self.rng, 12, TARGET_DIMS.vocab_size)
+            path = path_to(tree, node)
+            self.engine.verify([VerifyRequest(slot, tree)])
+            self.engine.commit(slot, path, taps=True)
+            self.tokens[slot] += tree.token_ids[path].tolist()
+
+    def truncate(self, length: int, slot: int = 0) -> None:
+        del self.tokens[slot][length:]
+        self.engine.truncate(slot, length)
+
+    def drafted(self, bonus: int, slot: int = 0) -> Any:
+        return self.engine.draft([DraftRequest(slot, bonus, TOP_K, 1, refuse_to_draw)])[0].candidates
+
+    def draft(self, slot: int = 0) -> None:
+        """Every candidate of a draft, by rank and by token, is the plain statement's."""
+        bonus = int(self.rng.integers(50))
+        found, states = self.drafted(bonus, slot), self.truth(self.tokens[slot])[1]
+        if isinstance(found, Bilinear):
+            self._check_pairs(found, states, bonus)
+            return
+        assert isinstance(found, Marginals)
+        expected, what = self.dflash(states, bonus), f"draft behind {len(self.tokens[slot])}"
+        assert found.log_probs.shape == (self.dims.draft_length, TOP_K)
+        assert_close(found.log_probs, -np.sort(-expected, axis=-1)[:, :TOP_K], what)
+        assert_close(found.log_probs, np.take_along_axis(expected, found.token_ids, axis=-1), f"{what}, by token")
+        assert all(len(set(row)) == TOP_K for row in found.token_ids.tolist())
+
+    def ids_of_head(self, found: Bilinear) -> list[list[int]]:
+        """The candidates [L, C] by the ids of the drafter's head."""
+        whole = self.dims.draft_vocab_size is None
+        offsets = np.zeros(self.dims.vocab_size) if whole else self.dflash.w["d2t"].numpy()
+        of_target = {int(i + offset): i for i, offset in enumerate(offsets)}
+        return [[of_target[token] for token in ids] for ids in found.token_ids.tolist()]
+
+    def _check_pairs(self, found: Bilinear, states: np.ndarray, bonus: int) -> None:
+        """The candidates of every position are the largest logits, and every pair's score is the plain statement's."""
+        hidden = self.dflash.hidden(states, bonus)
+        assert len(found.unary) == len(hidden) == self.dims.draft_length
+        logits, count = self.dflash.logits(hidden).numpy(), found.unary.shape[1]
+        assert_close(found.unary, -np.sort(-logits, axis=-1)[:, :count], "unary scores")
+        for position, draft_ids in enumerate(self.ids_of_head(found)):
+            assert_close(found.unary[position], logits[position, draft_ids], "unary scores by token")
+            assert len(set(draft_ids)) == count
+            parents = [bonus] if position == 0 else found.token_ids[position - 1].tolist()
+            for i, parent in enumerate(parents):
+                scores = found.unary[position] + found.right[position] @ found.left[position, i]
+                expected = self.dflash.scores(hidden, position, parent).numpy()[draft_ids]
+                assert_close(scores, expected, f"position {position} after {parent}")
+
+
+def shaped(path: Path, build: Build, name: str) -> Pair:
+    target, drafter = PACKAGED / "target", PACKAGED / "drafter"
+    if name != "tiny":
+        target = make_target(path / "target", tied=name != "block-8", max_positions=4 * CHUNK)
+        drafter = make_drafter(path / "drafter", max_positions=4 * CHUNK, **SHAPES[name])
+    engine = build(target, drafter, path / "engine", max_batch=2)
+    return Pair(engine, target, drafter, engine.manifest.drafting.dims)
+
+
+def varied(path: Path, build: Build, fields: dict[str, Any]) -> Pair:
+    target = make_target(path / "target", max_positions=4 * CHUNK)
+    dims = make_variant(path / "drafter", max_positions=4 * CHUNK, **fields)
+    with reading_variant(path / "drafter", dims):
+        engine = build(target, path / "drafter", path / "engine", max_batch=2)
+    return Pair(engine, target, path / "drafter", dims)
+
+
+def published(path: Path, build: Build, name: str) -> Pair:
+    dialect, changes, sections, meaning = DIALECTS[name]
+    target, drafter = make_target(path / "target"), make_dialect(path / "drafter", dialect, changes, sections)
+    own = {"block_size": SHAPE["block_size"], "mask_token_id": SHAPE["mask_token_id"], "tap_layers": (0, 2)}
+    dims = DFlashDims(**{**vars(TARGET_DIMS), "num_layers": 2, **own, "num_target_layers": 3, **meaning})
+    return Pair(build(target, drafter, path / "engine", max_batch=1), target, drafter, dims)
+
+
+MADE = {
+    **{name: partial(shaped, name=name) for name in SHAPES},
+    **{name: partial(varied, fields=fields) for name, fields in {**VARIANTS, **PAIRS}.items()},
+    **{f"dialect {name}": partial(published, name=name) for name in DIALECTS},
+}
+MATRIX = [(name, build) for name in MADE for build in BUILDS if build == "onnxruntime" or "dialect" not in name]
+
+
+@pytest.mark.parametrize(("name", "build"), MATRIX)
+def test_rounds(name: str, build: str, tmp_path: Path) -> None:
+    """Behind prompts that are taken in by one pass of the drafter or by several, and contexts that end before, at and
+    behind a window's edge; then rounds of uneven length, also two without a draft between them, and cuts: inside what
+    the drafter's cache holds, and inside what it was told and has not taken in."""
+    pair = MADE[name](tmp_path, BUILDS[build])
+    if name in PAIRS or "dialect" in name:
+        prompts = [WINDOW - 2]
+    else:
+        prompts = [1, 5, CHUNK, CHUNK + 1, 2 * CHUNK + 30] if name in SHAPES else [1, WINDOW - 1, WINDOW, CHUNK + 3]
+    for prompt in prompts:
+        pair.truncate(0)
+        pair.prefill(prompt)
+        pair.draft()
+        for nodes in ((0,), (11,), (1, 6), (4,)):
+            pair.commit(*nodes)
+            pair.draft()
+    pair.truncate(8)
+    pair.prefill(9)
+    pair.truncate(12)
+    pair.draft()
+    pair.commit(11)
+    pair.draft()
+
+
+@pytest.fixture(scope="module", params=BUILDS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return shaped(tmp_path_factory.mktemp("pair"), BUILDS[request.param], "block-16")
+
+
+def test_two_drafts_without_new_states(pair: Pair) -> None:
+    pair.truncate(0)
+    pair.prefill(4)
+    pair.draft()
+    if isinstance(pair.engine, OrtEngine):  # whose graph takes in states whenever it drafts
+        with pytest.raises(EngineError, match="no new target states"):
+            pair.draft()
+    else:
+        pair.draft()
+    pair.commit(3)
+    pair.draft()
+
+
+def test_slots_are_independent(pair: Pair) -> None:
+    for slot, length in enumerate((3, 31)):
+        pair.truncate(0, slot)
+        pair.prefill(length, slot)
+    for nodes in ((0, 11), (7, 2)):
+        for slot, node in enumerate(nodes):
+            pair.draft(slot)
+            pair.commit(node, slot=slot)
+
+
+def test_a_key_at_the_windows_edge_counts(tmp_path: Path) -> None:
+    """Of a context of C rows the block's first row, at C, sees the last W − 1: a change of the state before them
+    changes nothing, a change of the first of them does."""
+    pair = varied(tmp_path, build_torch_engine, {"windows": (WINDOW,), "num_layers": 1, "anchor_first": True})
+    pair.prefill(3 * WINDOW)
+    states = pair.truth(pair.tokens[0])[1]
+    plain = pair.dflash(states, 3)
+    for back, seen in ((WINDOW - 1, True), (WINDOW, False)):
+        changed = states.copy()
+        changed[len(states) - back] *= -1
+        assert np.array_equal(pair.dflash(changed, 3)[0], plain[0]) is not seen
+    pair.draft()
+
+
+@pytest.mark.parametrize("name", ["anchor first", "mixed", "few draft ids"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_device_rounds_are_the_hosts(name: str, temperature: float, tmp_path: Path) -> None:
+    """Tokens and acceptance of every round, and the tokens of `ar`."""
+    varied(tmp_path, build_torch_engine, VARIANTS[name]).engine.close()
+    prompts = [f"t{i} t{2 * i}" for i in (3, 11)]
+    settings: dict[str, Any] = {"temperature": temperature, "seed": 5, "max_tokens": 40, "ignore_eos": True}
+    found = {}
+    for mode in ("off", "on"):
+        with LLM(tmp_path / "engine", threads=1, device_rounds=mode) as llm:
+            found[mode] = llm.generate(prompts, SamplingParams(method="ddtree", tree_budget=16, **settings))
+            if mode == "off":
+                plain = llm.generate(prompts, SamplingParams(method="ar", **settings))
+    for ar, host, device in zip(plain, found["off"], found["on"], strict=True):
+        assert device.metrics.on_device and not host.metrics.on_device
+        assert ar.outputs[0].token_ids == host.outputs[0].token_ids == device.outputs[0].token_ids
+        assert host.metrics.acceptance_lengths == device.metrics.acceptance_lengths
+
+
+def test_marginals_in_8_bits(tmp_path: Path) -> None:
+    """The head of its own is rotated as the target's is, ids are mapped, and the windows hold: to 8 bits' rounding."""
+    pair = varied(tmp_path, partial(build_engine, precision="int8"), VARIANTS["few draft ids"])
+    pair.prefill(3 * WINDOW)
+    draft = pair.drafted(7)
+    expected = np.take_along_axis(pair.dflash(pair.truth(pair.tokens[0])[1], 7), draft.token_ids, axis=-1)
+    assert np.abs(draft.log_probs - expected).max() < 0.3 * expected.std()
+
+
+@pytest.mark.parametrize("name", ["markov-gated", "dspark", "pairs of draft ids", "dflash2"])
+def test_pairs_in_8_bits(name: str, tmp_path: Path) -> None:
+    """To 8 bits' rounding: the candidates' unary scores, and what pairs of them add, whose weights are not rounded but
+    whose hidden states are."""
+    pair = varied(tmp_path, partial(build_engine, precision="int8"), PAIRS[name])
+    pair.prefill(30)
+    found, dflash = pair.drafted(7), pair.dflash
+    hidden = dflash.hidden(pair.truth(pair.tokens[0])[1], 7)
+    logits, draft_ids = dflash.logits(hidden).numpy(), np.array(pair.ids_of_head(found))
+    expected = np.take_along_axis(logits, draft_ids, axis=-1)
+    assert_near(found.unary, expected, logits.std())
+    assert np.abs(found.unary - expected).max() > 1e-4  # it is in 8 bits
+    before = [[7] * draft_ids.shape[1], *found.token_ids[:-1].tolist()]
+    added = np.array(
+        [
+            [dflash.scores(hidden, t, parent).numpy()[ids] - logits[t, ids] for parent in before[t]]
+            for t, ids in enumerate(draft_ids)
+        ]
+    )
+    assert_near(np.einsum("lar,lbr->lab", found.left, found.right), added, added.std())
+
+
+def assert_near(found: np.ndarray, expected: np.ndarray, spread: float) -> None:
+    """The bounds of drafts in 8 bits."""
+    error = np.abs(found - expected)
+    assert error.max() < 0.6 * spread and error.mean() < 0.2 * spread
