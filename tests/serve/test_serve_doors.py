@@ -63,14 +63,14 @@ def test_tokens_of_chats(server: ThreadServer) -> None:
         ("/tokenize", {}, "prompt", "one of prompt and messages"),
         ("/tokenize", {"prompt": "x", **CHAT}, "prompt", "one of prompt and messages"),
         ("/tokenize", {"prompt": "x", "tools": [TOOL]}, "messages", "need messages"),
-        ("/tokenize", {"prompt": "x", "add_special_tokens": True}, "add_special_tokens", "should be False"),
+        ("/tokenize", {"prompt": "x", "add_special_tokens": True}, "add_special_tokens", "must be False"),
         ("/tokenize", {**CHAT, "chat_template_kwargs": {"no": 1}}, "chat_template_kwargs", "no such variable"),
         ("/tokenize", {"prompt": "\ud800"}, "prompt", "surrogate"),
         ("/tokenize", {"prompt": "x" * 200_000}, "prompt", "200000 characters"),
         ("/tokenize", {"prompt": "x", "model": "other"}, "model", "does not exist here"),
         ("/detokenize", {"tokens": [5, -1]}, "tokens", "token id -1 is outside the vocabulary"),
         ("/detokenize", {"tokens": [10**400]}, "tokens", "outside the vocabulary"),
-        ("/detokenize", {"tokens": "5"}, "tokens", "valid list"),
+        ("/detokenize", {"tokens": "5"}, "tokens", "must be a list"),
     ],
 )
 def test_wrong_tokens_are_explained(server: ThreadServer, path: str, body: Any, param: str, text: str) -> None:
