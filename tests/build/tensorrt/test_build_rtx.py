@@ -176,8 +176,6 @@ def test_kinds_are_those_of_the_product() -> None:
         (["--gpu", "4090"], ["--gpu must be one of sm80, sm86, sm89, sm120, sm121, not '4090'"]),
         (["--precision", "fp32"], ["computes in bf16, fp16"]),
         (["--attention", "native"], ["--attention is for --backend tensorrt, not for tensorrt-rtx"]),
-        (["--builder-optimization-level", "3"], ["not for tensorrt-rtx"]),
-        (["--builder-workspace-mib", "64"], ["not for tensorrt-rtx"]),
     ],
 )
 def test_refusals(cli: Cli, tmp_path: Path, options: list[str], words: list[str]) -> None:
