@@ -115,7 +115,7 @@ def _routes(options: ServeOptions) -> str:
 def _way(llm: AsyncLLM, options: ServeOptions) -> str:
     """How the engine computes, behind its precision."""
     words = [f"{llm.engine.threads} thread{'s' * (llm.engine.threads > 1)}"]
-    if llm.engine.foresee is not None:
+    if llm.engine.lookahead is not None:
         words.append("exact")
     if engine_host_reason(llm.engine.manifest) is None:
         words.append(f"device rounds {options.device_rounds}")
