@@ -31,7 +31,7 @@ from tritonclient.utils import InferenceServerException
 from tools.triton_server import TritonServer
 
 PROMPT = {"text_input": "def fib(n):"}
-# Body of `generate`, status, part of the message: of either layout. What the model alone refuses is tested without a server.
+# Body of `generate`, status, part of the message: of either layout. The rest is tested without a server.
 BAD = [
     ({"text_input": ""}, 400, "the prompt has no tokens"),
     ({"text_input": "a " * 5000}, 400, "shorten it or rebuild with a larger --max-seq-len"),
