@@ -36,7 +36,6 @@ from tools.train_drafter.target import Target, load_target, mask_token_id, sprea
 from tools.train_drafter.training import Tables, train
 from tools.train_drafter.validation import drafts, rounds
 from tools.train_tiny.model import Drafter, load_drafter
-from tools.train_tiny.trees import chain
 
 LAYERS, VOCABULARY, MASK = 6, 96, 95
 TEMPLATE = "t2 {% for m in messages %}{{ m['content'] }} t3 {% endfor %}"
@@ -242,8 +241,8 @@ def test_rounds_of_a_stored_answer() -> None:
     answer = [7, 1, 2, 3, 4, 5, 6]
     ranked = torch.tensor([[1, 2, 9], [9, 9, 9], [9, 9, 9], [4, 9, 9], [9, 9, 9], [6, 8, 8]])[:, :, None]
     values = torch.zeros(6, 3, 1)
-    assert rounds(values, ranked, answer, chain) == [3, 2, 1]
-    assert rounds(values, ranked, answer[:2], chain) == [1]
+    assert rounds(values, ranked, answer, 3, 1) == [3, 2, 1]
+    assert rounds(values, ranked, answer[:2], 3, 1) == [1]
 
 
 # The loop.

@@ -1,4 +1,4 @@
-"""The tiny drafters: EAGLE-3's unrolled steps, the Markov head, trees whose children depend on their parent."""
+"""The tiny drafters: EAGLE-3's unrolled steps, the Markov head."""
 
 from __future__ import annotations
 
@@ -21,13 +21,11 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tools.train_tiny import eagle
-from tools.train_tiny.comparison import Answered, accepted, rounds
 from tools.train_tiny.export import drafter_config, eagle3_config, save, save_target, target_config
 from tools.train_tiny.model import Target, load_drafter
 from tools.train_tiny.settings import DrafterSettings, Eagle3Settings, TargetSettings
 from tools.train_tiny.training import drafter
 from tools.train_tiny.training.draft_data import GREEDY, SAMPLED, DraftSet, Sequence, stem_of, write_states
-from tools.train_tiny.trees import Ranked, Tree, best_prefixes, grow
 
 SHAPE = TargetSettings(vocabulary=40, hidden=16, inner=24, layers=5, heads=4, kv_heads=2, head_dim=8)
 EAGLE3 = Eagle3Settings(inner=20, target_layer_ids=(0, 1, 3))
@@ -92,105 +90,6 @@ def test_every_unrolled_step_is_the_layer_with_its_own_features_fed_back(target:
             torch.testing.assert_close(found[n, a, step], out, rtol=1e-4, atol=1e-5)
             if step + 1 < steps:
                 inputs.append((out, target.embed_tokens.weight[before[n, a, step + 1]]))
-
-
-def test_a_tree_that_grows_sees_what_the_unrolled_steps_see(target: Target) -> None:
-    """Every node of two branches, expanded in mixed order, gives the log-probabilities of its path alone."""
-    model, length = make_eagle3(target), 6
-    taps, ids = torch.randn(1, length, 3 * SHAPE.hidden), torch.randint(0, SHAPE.vocabulary, (1, length))
-    features, past = model.context(target, taps, ids)
-    growth = eagle.Growth(model, target, features[0], past, int(ids[0, -1]), SHAPE.vocabulary)
-    bonus, paths = int(ids[0, -1]), {0: [], 1: [7], 2: [9], 3: [7, 3], 4: [9, 3], 5: [7, 3, 1]}
-    found = growth([(-1, -1)]) + growth([(0, 7), (0, 9)]) + growth([(1, 3)]) + growth([(2, 3), (3, 1)])
-    for number, path in paths.items():
-        before = torch.tensor([[[bonus, *path]]])
-        states = model.unroll(target, features, past, torch.tensor([[length - 1]]), before)
-        truth = torch.log_softmax(model.logits(target, states[0, 0, -1]), -1)
-        values, tokens = found[number]
-        torch.testing.assert_close(torch.tensor(values), truth[tokens], rtol=1e-4, atol=1e-5)
-
-
-def random_children(seed: int, vocabulary: int, depth: int) -> dict[tuple[int, ...], Tensor]:
-    """Log-probabilities of the next token after every prefix of fewer than `depth` tokens."""
-    torch.manual_seed(seed)
-    prefixes = itertools.chain.from_iterable(itertools.product(range(vocabulary), repeat=d) for d in range(depth))
-    return {prefix: torch.log_softmax(2 * torch.randn(vocabulary, dtype=torch.double), -1) for prefix in prefixes}
-
-
-def prefixes_of(tree: Tree) -> list[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = [()]
-    for token, parent, depth in zip(tree.tokens, tree.parents, tree.depths, strict=True):
-        paths.append((*paths[parent], token))
-        assert len(paths[-1]) == depth
-    return paths[1:]
-
-
-def best_by_enumeration(rows: dict[tuple[int, ...], Tensor], vocabulary: int, depth: int) -> list[tuple[int, ...]]:
-    def score(path: tuple[int, ...]) -> float:
-        return sum(float(rows[path[:d]][path[d]]) for d in range(len(path)))
-
-    lengths = (itertools.product(range(vocabulary), repeat=d) for d in range(1, depth + 1))
-    return sorted(itertools.chain.from_iterable(lengths), key=lambda path: -score(path))
-
-
-def ranked(rows: dict[tuple[int, ...], Tensor], path: tuple[int, ...]) -> Ranked:
-    if path not in rows:  # the last depth
-        return [], []
-    values, ids = rows[path].sort(descending=True)
-    return values.tolist(), ids.tolist()
-
-
-@pytest.mark.parametrize("budget", [1, 3, 8, 30])
-@pytest.mark.parametrize("seed", range(3))
-def test_growth_in_passes_finds_the_most_probable_prefixes(budget: int, seed: int) -> None:
-    vocabulary, depth, asked = 4, 4, list[tuple[int, ...]]()
-    rows = random_children(seed, vocabulary, depth)
-
-    def expand(nodes: list[tuple[int, int]]) -> list[Ranked]:
-        new = [() if parent < 0 else (*asked[parent], token) for parent, token in nodes]
-        asked.extend(new)
-        return [ranked(rows, path) for path in new]
-
-    tree = grow(expand, budget, 3, depth, by_depth=False)
-    assert prefixes_of(tree) == best_by_enumeration(rows, vocabulary, depth)[:budget]
-    assert len(asked) == len(set(asked))
-
-
-@pytest.mark.parametrize("budget", [1, 3, 8, 30])
-def test_the_heap_finds_the_most_probable_prefixes_where_a_child_depends_on_its_parent_alone(budget: int) -> None:
-    vocabulary, depth = 4, 4
-    torch.manual_seed(4)
-    table = torch.log_softmax(2 * torch.randn(depth, vocabulary + 1, vocabulary, dtype=torch.double), -1)
-    prefixes = random_children(0, vocabulary, depth)
-    rows = {path: table[len(path), path[-1] if path else vocabulary] for path in prefixes}
-
-    def children(node: int, token: int, at: int) -> Ranked:
-        path = () if at == 0 else (0,) * (at - 1) + (token,)
-        return ranked(rows, path)
-
-    tree = best_prefixes(children, budget)
-    assert prefixes_of(tree) == best_by_enumeration(rows, vocabulary, depth)[:budget]
-
-
-def test_eagle2_expands_the_most_probable_of_the_newest_depth_and_keeps_the_best_of_all() -> None:
-    vocabulary, depth, width, asked = 5, 3, 2, list[tuple[int, ...]]()
-    rows = random_children(6, vocabulary, depth)
-
-    def score(path: tuple[int, ...]) -> float:
-        return sum(float(rows[path[:d]][path[d]]) for d in range(len(path)))
-
-    def expand(nodes: list[tuple[int, int]]) -> list[Ranked]:
-        new = [() if parent < 0 else (*asked[parent], token) for parent, token in nodes]
-        asked.extend(new)
-        return [(values[:width], ids[:width]) for values, ids in (ranked(rows, path) for path in new)]
-
-    tree = grow(expand, 6, width, depth, by_depth=True)
-    candidates, layer = list[tuple[int, ...]](), list[tuple[int, ...]]([()])
-    for _ in range(depth):
-        layer = [(*path, token) for path in layer for token in ranked(rows, path)[1][:width]]
-        candidates += layer
-        layer = sorted(layer, key=lambda path: -score(path))[:width]
-    assert prefixes_of(tree) == sorted(candidates, key=lambda path: -score(path))[:6]
 
 
 def make_data(folder: Path, target: Target, taps: tuple[int, ...]) -> None:
@@ -273,18 +172,3 @@ def test_the_markov_head_adds_what_it_says_of_the_token_before(target: Target, t
         if blocks.valid[n, a, k]:
             before = int(blocks.tokens[n, blocks.anchor[n, a] + k])
             torch.testing.assert_close(added[n, a, k], second @ first[before], rtol=1e-4, atol=1e-4)
-
-
-def test_replayed_rounds_accept_the_path_of_the_answer() -> None:
-    tree = Tree(tokens=[5, 6, 7, 8], parents=[0, 0, 2, 3], depths=[1, 1, 2, 3])
-    assert [accepted(tree, budget, [6, 7, 8, 9]) for budget in range(5)] == [0, 0, 1, 2, 3]
-    answered = Answered("math", ids=[1, 1, 4, 6, 7, 8, 5, 2], prompt=2, taps=torch.zeros(0))
-    asked: list[int] = []
-
-    def tree_at(anchor: int) -> Tree:
-        asked.append(anchor)
-        return tree
-
-    assert rounds(answered, tree_at, 4) == [4, 1]  # three drafts and the bonus token, then the end alone
-    assert asked == [2, 6]
-    assert sum(rounds(answered, tree_at, 1)) == 5

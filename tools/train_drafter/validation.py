@@ -6,15 +6,16 @@ position of the answer that the target would give anyway.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ddtree_trt.runtime.candidates import Marginals
+from ddtree_trt.runtime.tree import best_tree, descend
 from tools.train_tiny.model import Drafter
-from tools.train_tiny.trees import Tree, best_first, chain
 
 from .blocks import draft_states, make_blocks
 from .generation import Record
@@ -41,25 +42,18 @@ def drafts(
     return torch.cat(values), torch.cat(indices)
 
 
-def accepted(tree: Tree, ranked: list[list[int]], truth: Sequence[int]) -> int:
-    """How many drafts of the tree, whose tokens are ranks in `ranked` by depth, lie on the path `truth`."""
-    node, depth = 0, 0
-    children = {
-        (parent, ranked[place - 1][rank]): number
-        for number, (rank, parent, place) in enumerate(zip(tree.tokens, tree.parents, tree.depths, strict=True), 1)
-    }
-    while depth < len(truth) and (node, truth[depth]) in children:
-        node, depth = children[node, truth[depth]], depth + 1
-    return depth
+def _next(truth: Iterator[int], _: int) -> int | None:
+    return next(truth, None)
 
 
-def rounds(values: Tensor, indices: Tensor, answer: Sequence[int], make_tree: Callable[[Tensor], Tree]) -> list[int]:
-    """Tokens of every round of an answer; the first token is the prefill's and belongs to none."""
+def rounds(values: Tensor, indices: Tensor, answer: Sequence[int], budget: int, width: int | None) -> list[int]:
+    """Tokens of every round of an answer by trees of so many drafts; the first token is the prefill's and belongs to
+    none."""
     place, counts = 0, []
     while place + 1 < len(answer):
         truth = answer[place + 1 :]
-        found = accepted(make_tree(values[place]), indices[place].tolist(), truth)
-        counts.append(min(found + 1, len(truth)))
+        tree = best_tree(Marginals(values[place].numpy(), indices[place].int().numpy()), budget, width=width)
+        counts.append(min(len(descend(tree, partial(_next, iter(truth)))), len(truth)))
         place += counts[-1]
     return counts
 
@@ -76,17 +70,17 @@ def tokens_per_round(
     a shortlist [V'] of tokens it drafts from these only."""
     if shortlist is not None:
         head = head[shortlist]
-    trees = {f"ddtree-{budget}": functools.partial(best_first, budget=budget) for budget in budgets}
-    makers: dict[str, Callable[[Tensor], Tree]] = {"chain": chain, **trees}
-    counts: dict[str, list[int]] = {name: [] for name in makers}
+    kinds: dict[str, tuple[int, int | None]] = {"chain": (int(model.cfg["block_size"]), 1)}
+    kinds |= {f"ddtree-{budget}": (budget, None) for budget in budgets}
+    counts: dict[str, list[int]] = {name: [] for name in kinds}
     hits = places = 0
     for record in records:
         answer = record.ids[record.prompt :]
         if len(answer) < 2:
             continue
         values, indices = drafts(model, record, embedding, head, max(budgets), shortlist)
-        for name, maker in makers.items():
-            counts[name] += rounds(values, indices, answer, maker)
+        for name, (budget, width) in kinds.items():
+            counts[name] += rounds(values, indices, answer, budget, width)
         hits += int((indices[:, 0, 0] == torch.tensor(answer[1:])).sum())
         places += len(answer) - 1
     means = {name: round(sum(found) / max(1, len(found)), 3) for name, found in counts.items()}

@@ -30,9 +30,8 @@ def main() -> None:
     parser.add_argument("--tune-body", action="store_true", help="dspark: train the whole drafter, not its head alone")
     parser.add_argument("--eagle3-seconds", type=float, default=defaults.eagle3.seconds)
     parser.add_argument("--own-head", action="store_true", help="eagle3: train a head too, from the target's on")
-    parser.add_argument("--document", action="store_true", help="compare: write the section of docs/benchmarks.md")
     parser.add_argument(
-        "--packaged", action="store_true", help="take target, drafter and tokenizer from the package; compare: all"
+        "--packaged", action="store_true", help="take target, drafter and tokenizer from the package; evaluate: all"
     )
     parser.add_argument("--block", type=int, default=defaults.drafter.block)
     parser.add_argument("--workers", type=int, default=defaults.workers, help="one-thread training processes")
@@ -55,9 +54,9 @@ def main() -> None:
         workers=args.workers,
     )
     if args.packaged:
-        others = ("dspark", "eagle3") if args.stage == "compare" else ()
+        others = ("dspark", "eagle3") if args.stage == "evaluate" else ()
         copy_packaged(args.out, ("target", "drafter", "tokenizer", *others))
-    run = Run(settings, args.work, args.out, args.init, args.init_drafter, args.document)
+    run = Run(settings, args.work, args.out, args.init, args.init_drafter)
     run_stages(run, list(STAGES) if args.stage == "all" else [args.stage])
 
 

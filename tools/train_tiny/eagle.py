@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from ddtree_trt.models.decoder import Shapes
 
 from .model import Config, FeedForward, KeyValue, Rotary, Target, add_weights, rotate
-from .trees import Ranked
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 
@@ -147,46 +146,6 @@ class Eagle3(Rotary):
             x = self.midlayer.finish(x, attention(attention.queries(joined, rope), past, seen, own))
             found.append(x)
         return torch.stack(found, 2)
-
-
-class Growth:
-    """Expands nodes of a tree over one context: `Expand` of `trees.py`.
-
-    features [T, H] and past [1, Hkv, T, D] of the positions before the bonus token.
-    """
-
-    def __init__(self, model: Eagle3, target: Target, features: Tensor, past: KeyValue, bonus: int, children: int):
-        self.model = model
-        self.target = target
-        self.past = past
-        self.bonus = bonus
-        self.children = children
-        self.length = len(features)
-        self.above = features[-1:]  # [1 + expansions, H], the feature that each expansion's children are fed with
-        self.chains: list[list[int]] = []  # of every expansion: those on its path, itself the last
-
-    def __call__(self, nodes: list[tuple[int, int]]) -> list[Ranked]:
-        model, first = self.model, len(self.chains)
-        self.chains += [
-            [*(self.chains[parent] if parent >= 0 else []), first + place] for place, (parent, _) in enumerate(nodes)
-        ]
-        tokens = torch.tensor([self.bonus if parent < 0 else token for parent, token in nodes])
-        x = self.above[[1 + parent for parent, _ in nodes]]
-        joined = model.midlayer.join(self.target.embed_tokens(tokens), x)[None]
-        rope = model.rope(torch.tensor([self.length - 2 + len(chain) for chain in self.chains[first:]]))
-        attention = model.midlayer.self_attn
-        if first:  # the bonus token's keys are in `past`
-            pairs = zip(self.past, attention.keys_values(joined, rope), strict=True)
-            k, v = (torch.cat(pair, 2) for pair in pairs)
-            self.past = k, v
-        seen = torch.zeros(1, len(nodes), self.past[0].shape[2], dtype=torch.bool)
-        seen[..., : self.length] = True
-        for row, chain in enumerate(self.chains[first:]):
-            seen[0, row, [self.length - 1 + number for number in chain]] = True
-        x = model.midlayer.finish(x, attention(attention.queries(joined, rope), self.past, seen, [])[0])
-        self.above = torch.cat([self.above, x])
-        values, ids = torch.log_softmax(model.logits(self.target, x), -1).topk(self.children, -1)
-        return list(zip(values.tolist(), ids.tolist(), strict=True))
 
 
 def fresh(target: Target, cfg: Config, seed: int) -> Eagle3:

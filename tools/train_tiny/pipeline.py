@@ -6,11 +6,11 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from . import comparison, corpus, evaluate, tokenizer
+from . import corpus, evaluate, tokenizer
 from .settings import DrafterSettings, Settings
 from .training import draft_data, drafter, target
 
@@ -24,7 +24,6 @@ class Run:
     out: Path
     init: Path | None = None
     init_drafter: Path | None = None
-    document: bool = False  # write the comparison into docs/benchmarks.md
 
     @property
     def corpus_path(self) -> Path:
@@ -108,36 +107,21 @@ def make_eagle3(run: Run) -> None:
 
 
 def make_evaluation(run: Run) -> None:
-    """At temperature 0 and 1, and briefly at half the drafter's block; writes evaluation.json and evaluation.md."""
-    full, half = run.settings.drafter.block, run.settings.drafter.block // 2
-    budgets = run.settings.evaluation.budgets
-    reports = []
-    for temperature, block, used in ((0.0, full, budgets), (0.0, half, (16,)), (1.0, full, budgets)):
-        settings = replace(run.settings.evaluation, temperature=temperature, budgets=used)
-        report, answers = evaluate.evaluate(run.out, settings, block)
-        reports.append(report)
-        print(evaluate.markdown(report), flush=True)
-        if temperature == 0 and block == full:
-            (run.work / "answers.jsonl").write_text("".join(json.dumps(answer) + "\n" for answer in answers))
-    (run.out / "evaluation.json").write_text(json.dumps(reports, indent=1) + "\n")
-    (run.out / "evaluation.md").write_text("\n".join(map(evaluate.markdown, reports)))
-
-
-def make_comparison(run: Run) -> None:
-    """Every drafter in OUT at equal budgets; writes comparison.json and comparison.md, and the document's section."""
-    report = comparison.compare(run.out, run.settings.comparison)
-    (run.out / "comparison.json").write_text(json.dumps(report, indent=1) + "\n")
-    (run.out / "comparison.md").write_text(comparison.markdown(report))
-    if run.document:
-        document = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
-        before, begin, rest = document.read_text(encoding="utf-8").partition("<!-- begin drafters -->")
-        _, end, after = rest.partition("<!-- end drafters -->")
-        document.write_text(f"{before}{begin}\n\n{comparison.markdown(report)}\n\n{end}{after}", encoding="utf-8")
+    """Of every drafter in OUT; writes evaluation.json."""
+    report = {}
+    for name in ("drafter", "dspark", "eagle3"):
+        if (run.out / name).exists():
+            engine = run.work / f"engine-{name}"
+            report[name] = evaluate.evaluate(run.out, name, engine, run.settings.evaluation)
+            print(json.dumps({name: report[name]}), flush=True)
+    (run.out / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n")
 
 
 def copy_packaged(out: Path, names: tuple[str, ...]) -> None:
-    """Begin OUT with these folders of the package, which are then not made."""
+    """Begin OUT with the package's prompts and these folders of it, which are then not made."""
     packaged = Path(str(resources.files("ddtree_trt") / "assets" / "tiny"))
+    out.mkdir(parents=True, exist_ok=True)
+    shutil.copy(packaged / "prompts.jsonl", out)
     for name in names:
         if not (out / name).exists():
             shutil.copytree(packaged / name, out / name)
@@ -157,8 +141,7 @@ STAGES = {
     "drafter": Stage(make_drafter, ("draft-data",)),
     "dspark": Stage(make_dspark, ("drafter",)),
     "eagle3": Stage(make_eagle3, ("draft-data",)),
-    "evaluate": Stage(make_evaluation, ("drafter",)),
-    "compare": Stage(make_comparison, ("dspark", "eagle3")),
+    "evaluate": Stage(make_evaluation),
 }
 
 

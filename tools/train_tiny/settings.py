@@ -98,20 +98,7 @@ class Eagle3Settings(DrafterSettings):
 class EvaluationSettings:
     budgets: tuple[int, ...] = (8, 16, 32, 64)
     max_new_tokens: int = 320
-    temperature: float = 0.0
-    seeds: int = 1
-
-
-@dataclass(frozen=True)
-class ComparisonSettings:
-    """Drafters side by side. EAGLE-3 expands `width` nodes in a pass; a Markov head chooses among the `candidates` that
-    are the most probable without it, as engines do."""
-
-    budgets: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    max_depth: int = 15
-    width: int = 8
-    candidates: int = 64
-    max_new_tokens: int = 320
+    temperatures: tuple[float, ...] = (0.0, 1.0)
 
 
 @dataclass(frozen=True)
@@ -125,5 +112,4 @@ class Settings:
     )
     eagle3: Eagle3Settings = field(default_factory=Eagle3Settings)
     evaluation: EvaluationSettings = field(default_factory=EvaluationSettings)
-    comparison: ComparisonSettings = field(default_factory=ComparisonSettings)
     workers: int = 2
