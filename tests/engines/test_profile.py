@@ -124,7 +124,7 @@ def test_what_rounds_show_is_saved_with_the_engine(
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     with LLM(directory) as llm:
         llm.generate("One and one", params)
-        known = llm.core._budgets.costs.corrected
+        known = llm.core.maker._budgets.costs.corrected
     assert known.corrections and read_profile(directory / PROFILE) == known
     before = {(c.kind, c.slots, c.size): c.rounds for c in known.corrections}
     llm = LLM(directory)
