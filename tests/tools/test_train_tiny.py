@@ -76,5 +76,5 @@ def test_every_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = json.loads((out / "evaluation.json").read_text())
     assert set(found) == {"drafter", "dspark", "eagle3"}
     for name, report in found.items():
-        modes = {"ar", "tree-4"} | ({"chain"} if name != "eagle3" else set())
+        modes = {"ar", "eagle-4"} if name == "eagle3" else {"ar", "dflash", "ddtree-4"}
         assert report["0.0"]["prompts"] == 3 and set(report["0.0"]["tokens_per_round"]) == modes

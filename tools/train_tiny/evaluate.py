@@ -59,17 +59,16 @@ def evaluate(folder: Path, drafter: str, engine: Path, settings: EvaluationSetti
     compile_engine(request)
     rows = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()]
     with LLM(engine) as llm:
-        chain = drafter != "eagle3"
-        return {str(heat): _measure(llm, rows, heat, chain, settings) for heat in settings.temperatures}
+        return {str(heat): _measure(llm, rows, heat, settings) for heat in settings.temperatures}
 
 
-def _measure(
-    llm: LLM, rows: list[dict[str, Any]], temperature: float, chain: bool, settings: EvaluationSettings
-) -> dict[str, Any]:
+def _measure(llm: LLM, rows: list[dict[str, Any]], temperature: float, settings: EvaluationSettings) -> dict[str, Any]:
     prompts = [[{"role": "user", "content": row["prompt"]}] for row in rows]
-    modes = {"ar": ("ar", 0), **{f"tree-{budget}": ("auto", budget) for budget in settings.budgets}}
-    if chain:
-        modes["chain"] = ("dflash", max(settings.budgets))
+    modes = {"ar": ("ar", 0)}
+    if llm.engine.manifest.drafter_kind == "dflash":
+        modes["dflash"] = ("dflash", max(settings.budgets))
+    tree = "ddtree" if "dflash" in modes else "eagle"
+    modes |= {f"{tree}-{budget}": (tree, budget) for budget in settings.budgets}
     report: dict[str, Any] = {"prompts": len(rows), "tokens_per_round": {}}
     for mode, (method, budget) in modes.items():
         params = SamplingParams(
