@@ -163,7 +163,10 @@ def test_newest_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "advice"),
     [
-        ("Qwen/Qwen3-8B", "of a model of the Hugging Face hub build one with: {build} --checkpoint Qwen/Qwen3-8B --dr"),
+        (
+            "Qwen/Qwen3-8B",
+            "build one of that model of the Hugging Face hub with: {build} --checkpoint Qwen/Qwen3-8B --dr",
+        ),
         ("README.md", "README.md is a file, and an engine directory is expected"),
         ("engines/qwen3-8b", "no engine at engines/qwen3-8b; build one with: {build} --target qwen3-8b"),
         ("engines", "engines is not an engine directory: it has no manifest.json; give one that {build} wrote"),
