@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ class _Network:
     name: str
     plan: str  # its file
     make: Callable[[Sink], ModelProto]
-    sizes: Sequence[dict[str, profiles.Range]]  # ranges of the named dimensions, of one profile each
+    sizes: Mapping[str, profiles.Range]  # ranges of the named dimensions
     weight_bytes: int  # about
 
 
@@ -66,7 +66,7 @@ class EnginePlans:
             with tempfile.TemporaryDirectory(dir=directory) as folder:
                 path = Path(folder) / f"{network.name}.onnx"
                 graph = _write_graph(path, network, progress)
-                shapes = [profiles.profile(graph.graph.input, sizes) for sizes in network.sizes]
+                shapes = profiles.profile(graph.graph.input, network.sizes)
                 finish = _attention_check(self.attention, network.name, graph)
                 tensors[network.name] = builder.build(network.name, path, directory / network.plan, shapes, finish)
         write_shared(directory / artifact.SHARED_WEIGHTS, self.target, self.drafter, self.precision, progress)
@@ -94,12 +94,11 @@ class EnginePlans:
         def compaction(sink: Sink) -> ModelProto:
             return compaction_graph(cache, floats, window_rows(drafter.dims), self.attention)
 
-        sizes = [profiles.target_sizes(limits), profiles.drafter_sizes(limits, drafter.kind.block_size)]
-        shapes = [[profiles.covering(each)] for each in sizes]
-        moved = () if self.attention == "native" else [{PLANES: (1, 1, cache.planes)}]
+        sizes, drafts = profiles.target_sizes(limits), profiles.drafter_sizes(limits, drafter.kind.block_size)
+        moved = {} if self.attention == "native" else {PLANES: (1, 1, cache.planes)}
         return [
-            _Network("target", artifact.TARGET_PLAN, target_graph, shapes[0], target.stored_bytes(2)),
-            _Network("drafter", artifact.DRAFTER_PLAN, drafter_graph, shapes[1], 2 * drafter.num_values),
+            _Network("target", artifact.TARGET_PLAN, target_graph, sizes, target.stored_bytes(2)),
+            _Network("drafter", artifact.DRAFTER_PLAN, drafter_graph, drafts, 2 * drafter.num_values),
             _Network("compaction", artifact.COMPACTION_PLAN, compaction, moved, 0),
         ]
 
