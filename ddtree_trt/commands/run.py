@@ -65,11 +65,11 @@ def run(
 ) -> None:
     """Generate text with an engine. Without a prompt: reads stdin, or chats when stdin is a terminal."""
     directory = newest_engine() if engine_dir is None else engine_dir
-    from ddtree_trt.terminal import examples as shown
-
     if list_examples:
+        from ddtree_trt.terminal.console import print_examples
+
         load_manifest(directory)  # refuses what is no engine
-        shown.print_examples(required_examples(directory))
+        print_examples(required_examples(directory))
         return
     text = _prompt(directory, prompt, prompt_file, example)
     json = json or pretty
@@ -102,7 +102,10 @@ def run(
         if text is None:
             chat.Chat(llm, params, system, arguments, examples).converse()
             return
-        request: Any = text if raw or not llm.tokenizer.chat_template else console.messages(text, system)
+        request: Any = text
+        if not raw and llm.tokenizer.chat_template:
+            head = [{"role": "system", "content": system}] if system else []
+            request = [*head, {"role": "user", "content": text}]
         if arguments:
             request = llm.codec.encode(request, arguments)
         if compare:
@@ -113,7 +116,7 @@ def run(
             for _ in console.stream(llm, request, params, show_tree=show_tree):
                 pass  # it prints
         if not (json or raw):
-            shown.hint_if_far(text, examples, llm.codec)
+            console.hint_if_far(text, examples, llm.codec)
 
 
 def _prompt(directory: Path, prompt: str | None, file: Path | None, example: int | None) -> str | None:
@@ -121,7 +124,7 @@ def _prompt(directory: Path, prompt: str | None, file: Path | None, example: int
     if prompt is not None and file is not None:
         raise UsageError("give --prompt or --prompt-file, not both")
     if example is not None:
-        from ddtree_trt.terminal.examples import print_question
+        from ddtree_trt.terminal.console import print_question
 
         text = required_examples(directory).prompt(example)
         if prompt is not None or file is not None:

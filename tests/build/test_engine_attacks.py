@@ -94,7 +94,7 @@ def test_memory_that_is_not_there(engine: Path, monkeypatch: pytest.MonkeyPatch)
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise MemoryError("Unable to allocate 8.00 PiB")
 
-    monkeypatch.setattr("ddtree_trt.runtime.engines.kv.np.zeros", refuse)
+    monkeypatch.setattr("ddtree_trt.runtime.engines.passes.np.zeros", refuse)
     assert "did not get it (Unable to allocate 8.00 PiB); rebuild with a smaller --max-batch" in refusal(engine)
 
 

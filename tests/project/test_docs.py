@@ -15,19 +15,6 @@ from ddtree_trt.serve.options import ServeOptions
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_architecture_lists_every_room() -> None:
-    """A folder of the package is in the table, or its parent is."""
-    table = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split("## Where things are")[1]
-    listed = {
-        name
-        for row in table.splitlines()
-        for name in re.findall(r"`([\w/]+)/`", row.split("|")[1:2][0] if "|" in row else "")
-    }
-    for folder in {p.parent.relative_to(ROOT) for p in (ROOT / "ddtree_trt").rglob("*.py")}:
-        assert {str(folder), str(folder.parent)} & listed or str(folder) == "ddtree_trt", folder
-    assert {name for name in listed if not (ROOT / name).is_dir()} == set()
-
-
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("tools/*/README.md")])
 
 

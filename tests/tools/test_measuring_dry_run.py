@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ddtree_trt.device.buckets import buckets
+from ddtree_trt.device.buffers import buckets
 from ddtree_trt.runtime.stats import ROUND_STAGES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

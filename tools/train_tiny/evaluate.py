@@ -26,8 +26,11 @@ def evaluate(folder: Path, drafter: str, engine: Path, settings: EvaluationSetti
 
 def _measure(llm: LLM, rows: list[dict[str, Any]], temperature: float, settings: EvaluationSettings) -> dict[str, Any]:
     prompts = [[{"role": "user", "content": row["prompt"]}] for row in rows]
-    modes = {"ar": ("ar", 0), "dflash": ("dflash", max(settings.budgets))}
-    modes |= {f"ddtree-{budget}": ("ddtree", budget) for budget in settings.budgets}
+    modes = {"ar": ("ar", 0)}
+    if llm.engine.manifest.drafter_kind == "dflash":
+        modes["dflash"] = ("dflash", max(settings.budgets))
+    tree = "ddtree" if "dflash" in modes else "eagle"
+    modes |= {f"{tree}-{budget}": (tree, budget) for budget in settings.budgets}
     report: dict[str, Any] = {"prompts": len(rows), "tokens_per_round": {}}
     for mode, (method, budget) in modes.items():
         params = SamplingParams(

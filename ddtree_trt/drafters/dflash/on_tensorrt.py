@@ -13,8 +13,7 @@ from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits, Manifest
 from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.device import buffers
-from ddtree_trt.device.buckets import context_steps
-from ddtree_trt.device.buffers import Layout, Rows, draft_results
+from ddtree_trt.device.buffers import Layout, Rows, context_steps, draft_results
 from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.drafters.dflash.dims import DFlashDims
 from ddtree_trt.drafters.kind import DrafterKind
@@ -22,8 +21,8 @@ from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import Bilinear, Marginals
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest
 from ddtree_trt.runtime.engines.drafters import Drafter
-from ddtree_trt.runtime.engines.kv import SlotLengths
-from ddtree_trt.runtime.engines.tensorrt.neighbours import neighbouring
+from ddtree_trt.runtime.engines.passes import SlotLengths
+from ddtree_trt.runtime.engines.tensorrt.model import neighbouring
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.errors import ArtifactError, EngineError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, Rows
-from ddtree_trt.runtime.engines.kv import SlotLengths
+from ddtree_trt.runtime.engines.passes import SlotLengths
 from ddtree_trt.runtime.tree import TokenTree
 
 

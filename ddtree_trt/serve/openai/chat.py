@@ -44,7 +44,8 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     use = tool_use(service, body.tools, body.tool_choice, body.parallel_tool_calls)
     check_names(service, body.messages)
     messages = [message.for_template() for message in body.messages]
-    ids = await service.encode_chat(messages, body.chat_template_kwargs, use.descriptions or None)
+    text = await service.render(messages, body.chat_template_kwargs, use.descriptions or None)
+    ids = await service.encode(text, "messages")
     answers = ChatAnswers(service, use, service.chat_format.thinking(ids))
     params = answers.params(service.params(given, service.max_seq_len - len(ids), names))
     await service.compile(params, given_name(given) or "tools")

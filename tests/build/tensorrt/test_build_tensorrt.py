@@ -21,7 +21,7 @@ from ddtree_trt import plugins
 from ddtree_trt.artifact.files import sha256_file
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.artifact.rebuild import rebuild_command
-from ddtree_trt.build.backends.tensorrt import profiles as tensorrt_profiles
+from ddtree_trt.build.backends.tensorrt import plans as tensorrt_profiles
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.models.decoder import EMBEDDING, HEAD
 from ddtree_trt.plugins import library
@@ -189,7 +189,7 @@ import os, sys
 from pathlib import Path
 import tensorrt_lean_bindings as lean
 
-from ddtree_trt.device.tensorrt_library import load_plugins, make_log
+from ddtree_trt.device.libraries import load_plugins, make_log
 from ddtree_trt.errors import BuildError
 
 log = make_log(lean)

@@ -15,9 +15,9 @@ from real_tensorrt import WrongCall
 from tensorrt_builds import BUILDER_MODULE, DIMS, NO_DRIVER, SOURCE, SUCCESS, Machine, build, refused
 
 from ddtree_trt.artifact.backends import BACKENDS
-from ddtree_trt.build.backends.tensorrt import profiles as tensorrt_profiles
+from ddtree_trt.build.backends.tensorrt import plans as tensorrt_profiles
 from ddtree_trt.build.compile import BuildRequest, compile_engine
-from ddtree_trt.build.graph.lowering_native import NativeGraph
+from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph
 from ddtree_trt.errors import BuildError, MissingDependency, UsageError
 from ddtree_trt.plugins import ABI
 

@@ -21,9 +21,7 @@ from real_graphs import Graphs
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.build.graph.lowering_native import NativeGraph
-from ddtree_trt.build.graph.lowering_plugin import PluginGraph
-from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph, PluginGraph, TensorRtGraph
 from ddtree_trt.build.graph.ops import Attention
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.models.decoder import TransformerDims

@@ -21,9 +21,7 @@ from ddtree_trt import plugins
 from ddtree_trt.artifact import tensors as names
 from ddtree_trt.artifact.manifest import Limits
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
-from ddtree_trt.build.graph.lowering_native import NativeGraph
-from ddtree_trt.build.graph.lowering_plugin import PluginGraph
-from ddtree_trt.build.graph.lowering_tensorrt import MAX_CANDIDATES, TensorRtGraph
+from ddtree_trt.build.graph.lowering_tensorrt import MAX_CANDIDATES, NativeGraph, PluginGraph, TensorRtGraph
 from ddtree_trt.plugins import MaskMode
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, VerifyRequest
 from ddtree_trt.runtime.engines.onnxruntime.engine import OrtEngine

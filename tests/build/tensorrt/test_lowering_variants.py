@@ -22,14 +22,12 @@ from ddtree_trt.build.backends.base import BuilderOptions
 from ddtree_trt.build.backends.tensorrt.backend import TensorRtBuild
 from ddtree_trt.build.backends.tensorrt.plans import write_shared
 from ddtree_trt.build.checkpoint.reader import Checkpoint, load_checkpoint
-from ddtree_trt.build.graph.lowering_native import NativeGraph
-from ddtree_trt.build.graph.lowering_plugin import PluginGraph
-from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph, PluginGraph, TensorRtGraph
 from ddtree_trt.build.graph.weights import WeightFile
 from ddtree_trt.device.buffers import DRAFTER_EMBEDDING, DRAFTER_HEAD, tensorrt_buffers
 from ddtree_trt.errors import ArtifactError, UsageError
 from ddtree_trt.plugins import library
-from ddtree_trt.runtime.engines.tensorrt.tables import Tables
+from ddtree_trt.runtime.engines.tensorrt.opening import Tables
 
 WINDOW = 12
 LIMITS = Limits(max_seq_len=128, max_batch=2, max_tree_budget=40, prefill_chunk=48)

@@ -15,7 +15,7 @@ from ddtree_trt.drafters.eagle3.drafter import EagleDrafter, Level, Nodes
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.candidates import LinkedRows
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom
-from ddtree_trt.runtime.engines.kv import SlotLengths
+from ddtree_trt.runtime.engines.passes import SlotLengths
 
 K = 4
 

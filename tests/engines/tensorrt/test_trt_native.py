@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 
 from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.device import buffers
-from ddtree_trt.device.buckets import buckets
-from ddtree_trt.device.buffers import CacheShape
+from ddtree_trt.device.buffers import CacheShape, buckets
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import DraftRequest, VerifyRequest
 from ddtree_trt.runtime.engines.tensorrt.engine import TrtEngine
-from ddtree_trt.runtime.engines.tensorrt.neighbours import with_idle_trees
+from ddtree_trt.runtime.engines.tensorrt.model import with_idle_trees
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from fake_trt_engine import PROMPTS, RTX, Lowerings, generate, installed
 from real_builder import rtx
 from real_tensorrt import check_call, cuda_names, real_tensorrt, site
 
-from ddtree_trt.device.tensorrt_library import make_log
+from ddtree_trt.device.libraries import make_log
 from ddtree_trt.runtime.llm import LLM
 
 # The shipping interfaces

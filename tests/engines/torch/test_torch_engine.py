@@ -16,7 +16,7 @@ from engine_builds import PACKAGED, build_torch_engine
 
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.check.run import check_engine
-from ddtree_trt.device.buckets import buckets
+from ddtree_trt.device.buffers import buckets
 from ddtree_trt.drafters.dflash.on_torch import BlockDrafter
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.graphs import Graphs

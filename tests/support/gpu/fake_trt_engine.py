@@ -23,13 +23,10 @@ from ddtree_trt.artifact.files import TOKENIZER_FILES
 from ddtree_trt.artifact.manifest import FileEntry, Limits, Manifest, load_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.artifact.progress import no_progress
-from ddtree_trt.build.backends.tensorrt.plans import write_shared
-from ddtree_trt.build.backends.tensorrt.profiles import drafter_sizes, target_sizes
+from ddtree_trt.build.backends.tensorrt.plans import drafter_sizes, target_sizes, write_shared
 from ddtree_trt.build.checkpoint.reader import load_checkpoint
 from ddtree_trt.build.graph.compaction import PLANES, compaction_graph, window_rows
-from ddtree_trt.build.graph.lowering_native import NativeGraph
-from ddtree_trt.build.graph.lowering_plugin import PluginGraph
-from ddtree_trt.build.graph.lowering_tensorrt import TensorRtGraph
+from ddtree_trt.build.graph.lowering_tensorrt import NativeGraph, PluginGraph, TensorRtGraph
 from ddtree_trt.device.buffers import CacheShape, with_aligned_slots
 from ddtree_trt.errors import MissingDependency
 from ddtree_trt.plugins import library

@@ -10,6 +10,7 @@ for `real_tensorrt.check_call`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from enum import Enum
 from importlib.machinery import ModuleSpec
 from types import SimpleNamespace

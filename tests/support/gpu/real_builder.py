@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from onnx import ModelProto
 
-from ddtree_trt.build.backends.tensorrt.native_attention import mend_attentions, unfused_attention
-from ddtree_trt.build.backends.tensorrt.profiles import Range, profile
-from ddtree_trt.build.graph.lowering_native import ATTENTION
-from ddtree_trt.device.tensorrt_library import make_log
+from ddtree_trt.build.backends.tensorrt.plan import mend_attentions, unfused_attention
+from ddtree_trt.build.backends.tensorrt.plans import Range, profile
+from ddtree_trt.build.graph.lowering_tensorrt import ATTENTION
+from ddtree_trt.device.libraries import make_log
 
 Sizes = Mapping[str, Range]  # dimension → range
 

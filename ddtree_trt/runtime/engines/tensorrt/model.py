@@ -15,12 +15,22 @@ from ddtree_trt.device.cuda_device import Device, Upload
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.engines.base import VerifyRequest
 from ddtree_trt.runtime.engines.drafters import Pass
-from ddtree_trt.runtime.engines.kv import SlotLengths
-from ddtree_trt.runtime.engines.lazy_rows import LazyRows
-from ddtree_trt.runtime.engines.padding import mask_words, pad_trees
-from ddtree_trt.runtime.engines.tensorrt.neighbours import with_idle_trees
+from ddtree_trt.runtime.engines.passes import LazyRows, SlotLengths, mask_words, pad_trees
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
-from ddtree_trt.runtime.tree import TokenTree
+from ddtree_trt.runtime.tree import TokenTree, token_chain
+
+_IDLE = token_chain(np.zeros(1, np.int64))
+
+
+def neighbouring(slots: Sequence[int]) -> list[int]:
+    """The slots from the first to the last of these."""
+    return list(range(min(slots), max(slots) + 1))
+
+
+def with_idle_trees(requests: Sequence[VerifyRequest]) -> list[VerifyRequest]:
+    """The requests in the order of their slots, with a tree for every idle slot between them."""
+    wanted = {r.slot: r for r in requests}
+    return [wanted.get(slot) or VerifyRequest(slot, _IDLE) for slot in neighbouring(list(wanted))]
 
 
 @dataclass(frozen=True)

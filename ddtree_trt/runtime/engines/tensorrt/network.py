@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree_trt.artifact import tensors as names
-from ddtree_trt.device.buckets import MOST_CAPTURED
-from ddtree_trt.device.buffers import CacheShape
+from ddtree_trt.device.buffers import MOST_CAPTURED, CacheShape
 from ddtree_trt.device.cuda_device import Device
-from ddtree_trt.device.tensorrt_library import io_tensors
+from ddtree_trt.device.libraries import io_tensors
 from ddtree_trt.errors import EngineError
 from ddtree_trt.models.decoder import TransformerDims
 

@@ -24,11 +24,11 @@ from ddtree_trt.device import memory
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verdict, VerifyRequest
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
-from ddtree_trt.runtime.engines.torch.attention import Scratch, attention_for
-from ddtree_trt.runtime.engines.torch.cache import DeviceCache
+from ddtree_trt.runtime.engines.passes import make_single_passes
+from ddtree_trt.runtime.engines.torch.attention import DeviceCache, Scratch, attention_for
 from ddtree_trt.runtime.engines.torch.device_round import BlockOnDevice
 from ddtree_trt.runtime.engines.torch.model import Weights
-from ddtree_trt.runtime.engines.torch.parallel.shard import ALONE, Shard
+from ddtree_trt.runtime.engines.torch.parallel.split import ALONE, Shard
 from ddtree_trt.runtime.engines.torch.rounds import TorchRounds
 from ddtree_trt.runtime.engines.torch.target import TargetPass
 from ddtree_trt.runtime.engines.torch.weights import (
@@ -39,7 +39,6 @@ from ddtree_trt.runtime.engines.torch.weights import (
     read_weights,
     use_float32_sums,
 )
-from ddtree_trt.runtime.engines.warming import make_single_passes
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 
 

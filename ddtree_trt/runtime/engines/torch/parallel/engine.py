@@ -28,7 +28,7 @@ from ddtree_trt.artifact.toolchain import RANKS
 from ddtree_trt.device.cpu import SINGLE_THREAD_BYTES
 from ddtree_trt.errors import EngineError, UsageError
 from ddtree_trt.runtime.engines.base import Draft, DraftRequest, DrawnFrom, Engine, LogitRows, Verdict, VerifyRequest
-from ddtree_trt.runtime.engines.lazy_rows import LazyRows
+from ddtree_trt.runtime.engines.passes import LazyRows, make_single_passes
 from ddtree_trt.runtime.engines.torch.engine import TorchEngine
 from ddtree_trt.runtime.engines.torch.parallel.ranks import (
     HERE,
@@ -45,7 +45,6 @@ from ddtree_trt.runtime.engines.torch.parallel.ranks import (
 )
 from ddtree_trt.runtime.engines.torch.parallel.split import check_split
 from ddtree_trt.runtime.engines.torch.weights import choose_device
-from ddtree_trt.runtime.engines.warming import make_single_passes
 from ddtree_trt.runtime.options import EngineOptions
 
 

@@ -1,8 +1,7 @@
 """Mixtures of experts in PyTorch: routing, and the sum over a row's experts.
 
 Shapes depend on the number of rows alone, so that a pass can be captured into a CUDA graph. Nothing is added in an
-order that may change.
-"""
+order that may change."""
 
 from __future__ import annotations
 
