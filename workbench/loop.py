@@ -55,7 +55,7 @@ class IdleEngine:
     threads = 1
     buckets = None
     rounds = None
-    foresee = None
+    lookahead = None
     batches = False
 
     def __init__(self, slots: int) -> None:
@@ -112,7 +112,7 @@ class IdleEngine:
     def warm_up(self, progress: object = None) -> None:
         pass
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass
 
     def close(self) -> None:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from ddtree_trt.artifact.manifest import Manifest
 from ddtree_trt.errors import EngineError
 from ddtree_trt.runtime.decoding.methods import METHODS, Method
-from ddtree_trt.runtime.decoding.policies import TreePlan
 from ddtree_trt.runtime.engines.base import DraftRequest, DrawnFrom, Engine
 from ddtree_trt.runtime.tree import descend
 
@@ -130,7 +129,7 @@ def _matches(engine: Engine, method: Method, token_ids: Sequence[int], length: i
     if any(np.isnan(values).any() for values in vars(draft.candidates).values()):
         return None
     try:
-        tree = method.propose(draft, TreePlan(length), _most_probable).tree
+        tree = method.propose(draft, length, _most_probable).tree
     except EngineError:
         return None
     tokens = iter(token_ids[1:])

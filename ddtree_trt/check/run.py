@@ -149,7 +149,7 @@ def _explain(session: Session, name: str, prompt: list[int], expected: list[int]
     pairs = zip(expected, found, strict=False)
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(expected), len(found)))
     row = target_logits(session, prompt, expected[: position + 1] if position < len(expected) else found)[position]
-    exact = session.engine.foresee is not None
+    exact = session.engine.lookahead is not None
     rounding = 0.0 if exact else PRECISIONS[session.manifest.precision].relative_rounding * float(np.abs(row).max())
     if position >= min(len(expected), len(found)):
         a = expected[position] if position < len(expected) else None
