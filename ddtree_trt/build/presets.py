@@ -35,10 +35,9 @@ def _tiny(name: str, drafter: str, **golden_tau: tuple[float, float]) -> Preset:
     return Preset(name, target, PackagedSource(drafter), golden_tau=golden_tau, examples=examples)
 
 
-def _published(name: str, target: str, drafter: str, **golden_tau: tuple[float, float]) -> Preset:
-    arguments = {"enable_thinking": False} if "Qwen3-" in target and "Coder" not in target else {}
+def _published(name: str, target: str, drafter: str, **others: Any) -> Preset:
     limits = Limits(max_seq_len=4096, max_batch=4)
-    return Preset(name, HubSource(target), HubSource(drafter), limits, arguments, golden_tau)
+    return Preset(name, HubSource(target), HubSource(drafter), limits, **others)
 
 
 _PRESETS = (
@@ -53,8 +52,20 @@ _PRESETS = (
         limits=Limits(max_seq_len=8192, max_batch=4),
         examples=PackagedSource("smollm2-135m"),
     ),
-    _published("qwen3-4b", "Qwen/Qwen3-4B", "z-lab/Qwen3-4B-DFlash-b16", dflash=(3.11, 7.72), ddtree=(5.35, 10.71)),
-    _published("qwen3-8b", "Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16", dflash=(3.12, 7.79), ddtree=(5.09, 10.73)),
+    _published(
+        "qwen3-4b",
+        "Qwen/Qwen3-4B",
+        "z-lab/Qwen3-4B-DFlash-b16",
+        chat_template_args={"enable_thinking": False},
+        golden_tau={"dflash": (3.11, 7.72), "ddtree": (5.35, 10.71)},
+    ),
+    _published(
+        "qwen3-8b",
+        "Qwen/Qwen3-8B",
+        "z-lab/Qwen3-8B-DFlash-b16",
+        chat_template_args={"enable_thinking": False},
+        golden_tau={"dflash": (3.12, 7.79), "ddtree": (5.09, 10.73)},
+    ),
     _published("qwen3-coder-30b-a3b", "Qwen/Qwen3-Coder-30B-A3B-Instruct", "z-lab/Qwen3-Coder-30B-A3B-DFlash"),
     _published("llama-3.1-8b", "meta-llama/Llama-3.1-8B-Instruct", "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
 )
