@@ -41,7 +41,7 @@ class HostRounds:
         self.engine = engine
         self.budget = budget
         self.dflash = dflash
-        self.clock = StageClock(engine.settle if profile else None)
+        self.clock = StageClock(engine.synchronize if profile else None)
 
     def round(self, bonus: int) -> list[int]:
         """The tokens of one round."""

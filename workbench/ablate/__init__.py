@@ -81,12 +81,9 @@ def ablate(
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, method=AUTOREGRESSIVE.name)
         texts = [(ids + session.generate(ids, params)[0].outputs[0].token_ids, len(ids)) for _, ids in fitting]
         by_levels = manifest.drafting.drafts == "levels"
-        known = record(engine, texts[:1] if by_levels else texts, EXPANDED if by_levels else sizes[-1], progress)
+        known = record(engine, texts, EXPANDED if by_levels else sizes[-1], progress)
         length = LEVELS if by_levels else manifest.drafting.longest_draft
         questions = Questions(known, sizes, tuple(depths), length, manifest.drafting.longest_draft, progress=progress)
-        if by_levels:
-            texts_alone = [KnownText(tuple(ids), start) for ids, start in texts]
-            questions = replace(questions, texts=texts_alone, redraft=engine)
         settings = BenchSettings(
             str(directory), (method.name,), sizes, max_tokens=max_tokens, device_rounds="off", threads=threads
         )

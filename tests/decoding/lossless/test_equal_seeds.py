@@ -151,7 +151,7 @@ def differing(llm: LLM, prompts: list[Any], count: int, seed: int, **options: An
                 pairs = list(zip(a.token_ids, b.token_ids, strict=False))
                 place = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
                 assert place is not None, f"{p}: one output is the beginning of the other"
-                assert llm.engine.foresee is None, f"{p}: token {place} is not that of ar in an exact engine"
+                assert llm.engine.lookahead is None, f"{p}: token {place} is not that of ar in an exact engine"
                 tie = Tie(llm, output.prompt_token_ids, p, a.index, a.token_ids[:place])
                 gap = tie.gap(*pairs[place])
                 found.append(f"{p.method} at {p.temperature}, token {place}: {gap:.2g} apart")

@@ -135,7 +135,7 @@ class Remembering:
     seconds.
     """
 
-    threads, rounds, buckets, foresee, batches = 1, None, None, None, False
+    threads, rounds, buckets, lookahead, batches = 1, None, None, None, False
 
     def __init__(self, engine: Engine, change: Change) -> None:
         self.manifest = engine.manifest
@@ -163,7 +163,7 @@ class Remembering:
     def warm_up(self, progress: object = None) -> None:
         pass
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         pass
 
     def draft(self, requests: Sequence[DraftRequest]) -> list[Draft]:

@@ -36,7 +36,7 @@ def committed(engine: TrtEngine, machine: Machine, slot: int) -> list[NDArray[np
         (buffers.TARGET_KV, manifest.target_dims, engine.length(slot)),
         (buffers.DRAFTER_KV, manifest.drafter_dims, engine.drafter.cache.lengths[slot]),  # type: ignore[attr-defined]
     )
-    engine.settle()
+    engine.synchronize()
     for name, dims, rows in parts:
         shape = CacheShape.of(dims, engine.limits, 4)
         memory = machine.cuda.device.view(engine._loaded.addresses[name], shape.total_bytes)

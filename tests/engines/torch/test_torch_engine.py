@@ -88,10 +88,10 @@ def test_settling_waits_for_a_gpu_only(llm: LLM, monkeypatch: pytest.MonkeyPatch
     engine, waited = llm.engine, []
     stream = SimpleNamespace(synchronize=lambda: waited.append(True))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    engine.settle()
+    engine.synchronize()
     assert not waited
     monkeypatch.setattr(engine, "device", torch.device("cuda", 0))
-    engine.settle()
+    engine.synchronize()
     assert waited == [True]
 
 

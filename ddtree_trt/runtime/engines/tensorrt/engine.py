@@ -49,7 +49,7 @@ class TrtEngine:
 
     threads = 1
     rounds = None
-    foresee = None
+    lookahead = None
     batches = True
 
     def __init__(self, manifest: Manifest, loaded: Loaded) -> None:
@@ -192,7 +192,7 @@ class TrtEngine:
         if self._loaded.kernel_cache is not None:
             self._loaded.kernel_cache.store()
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         self.device.synchronize()
 
     def close(self) -> None:

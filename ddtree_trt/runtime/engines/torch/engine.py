@@ -45,7 +45,7 @@ from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
 class TorchEngine:
     """The `Engine` protocol in PyTorch. One thread calls it."""
 
-    foresee = None
+    lookahead = None
     batches = True
 
     def __init__(self, manifest: Manifest, weights: Weights, device: torch.device, shard: Shard = ALONE) -> None:
@@ -143,13 +143,13 @@ class TorchEngine:
         drafts = partial(self.drafter.warm_up, budget=budget) if self.manifest.drafting.tap_layers else None
         make_single_passes(self, [size for size in self.buckets if size <= largest], drafts, progress)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def close(self) -> None:
         try:
-            self.settle()  # launched rounds may still use the memory that is released here
+            self.synchronize()  # launched rounds may still use the memory that is released here
         finally:
             if self.rounds is not None:
                 self.rounds.close()

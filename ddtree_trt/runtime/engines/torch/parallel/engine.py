@@ -62,7 +62,7 @@ class ParallelEngine:
     """
 
     batches = True
-    foresee = None
+    lookahead = None
     rounds = None  # rounds on the device have no host that could lead other ranks
 
     def __init__(
@@ -170,8 +170,8 @@ class ParallelEngine:
 
         make_single_passes(self, [1, 1 + self.manifest.limits.max_tree_budget], draft, progress)
 
-    def settle(self) -> None:
-        self._engine.settle()
+    def synchronize(self) -> None:
+        self._engine.synchronize()
 
     def close(self) -> None:
         """Release the memory of all ranks and end their processes."""
