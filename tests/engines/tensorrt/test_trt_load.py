@@ -119,7 +119,7 @@ def without(*modules: str) -> Change:
 
 
 def set_cuda(**values: Any) -> Change:
-    return lambda machine, patch: [setattr(machine.cuda, name, value) for name, value in values.items()]
+    return lambda machine, patch: vars(machine.cuda).update(values)
 
 
 def no_library(machine: Machine, patch: pytest.MonkeyPatch) -> None:
