@@ -29,7 +29,7 @@ def test_the_fake_of_tensorrt_has_what_ships(small_engine: Any, tmp_path: Any) -
     assert {"Runtime", "ICudaEngine", "IExecutionContext", "IRuntimeConfig", "IRuntimeCache"} <= {
         call[0] for call in machine.trt.calls
     }
-    read = ("num_io_tensors", "num_optimization_profiles", "device_memory_size_v2", "get_tensor_shape")
+    read = ("num_io_tensors", "device_memory_size_v2", "get_tensor_shape")
     assert all(hasattr(real.ICudaEngine, name) for name in (*read, "get_tensor_name"))
     assert hasattr(real.IPluginRegistry, "all_creators")
     for name in ("cuda_graph_strategy", "dynamic_shapes_kernel_specialization_strategy"):
