@@ -227,7 +227,7 @@ async def watch(client: httpx.AsyncClient, report: Report, every_s: float) -> No
     start = time.monotonic()
     while True:
         m = await figures(client)
-        running, waiting = m["ddtree_requests_running"], m["ddtree_requests_waiting"]
+        running, waiting = m["vllm:num_requests_running"], m["vllm:num_requests_waiting"]
         report.samples.append((time.monotonic() - start, m["process_resident_memory_bytes"], running, waiting))
         await asyncio.sleep(every_s)
 
@@ -249,13 +249,13 @@ async def load(url: str, concurrency: int, seconds: float, prompts: list[str], s
         for _ in range(600):  # a minute, and more on a busy machine
             after = await figures(client)
             report.left_running, report.left_waiting = (
-                after["ddtree_requests_running"],
-                after["ddtree_requests_waiting"],
+                after["vllm:num_requests_running"],
+                after["vllm:num_requests_waiting"],
             )
             if not (report.left_running or report.left_waiting):
                 break
             await asyncio.sleep(0.1)
-        report.tokens = after["ddtree_generation_tokens_total"] - before["ddtree_generation_tokens_total"]
+        report.tokens = after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"]
     return report
 
 

@@ -22,11 +22,11 @@ from ddtree_trt.errors import DDTreeError, MissingDependency, UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.triton.metrics import (
-    ENGINE_FIGURES,
+    ENGINE_GAUGES,
     FORWARD_CPU_SECONDS,
     FORWARD_SECONDS,
-    HISTOGRAMS,
-    REQUEST_FIGURES,
+    REQUEST_COUNTERS,
+    REQUEST_HISTOGRAMS,
     RESPONSES,
     Metrics,
 )
@@ -66,12 +66,12 @@ class _Job:
 
     def progress(self, part: RequestOutput) -> Counter[str]:
         """The counters' growth since the last call."""
-        now = Counter({name: row.read(part.metrics) for name, row in REQUEST_FIGURES.items()})
+        now = Counter({name: row.read(part.metrics) for name, row in REQUEST_COUNTERS.items()})
         grown, self.counted = now - self.counted, now
         return grown
 
     def timeout_message(self) -> str:
-        timeout, tokens = (self.call.timeout_s or 0) * 1000, self.counted["ddtree_generation_tokens_total"]
+        timeout, tokens = (self.call.timeout_s or 0) * 1000, self.counted["vllm:generation_tokens_total"]
         return f"the request's timeout of {timeout:.0f} ms passed after {tokens} tokens"
 
 
@@ -187,7 +187,7 @@ class Service:
                 }
                 self._metrics.add(**grown, **spent)
         assert whole is not None, "a request's last part always arrives"
-        self._metrics.observe((name, x) for name, row in HISTOGRAMS.items() for x in row.read(whole.metrics))
+        self._metrics.observe((name, x) for name, row in REQUEST_HISTOGRAMS.items() for x in row.read(whole.metrics))
         return "length" if any(o.finish_reason == "length" for o in whole.outputs) else "stop"
 
     def _finish(self, reply: Reply, outcome: str, cause: Exception | str = "") -> None:
@@ -239,7 +239,7 @@ class Service:
         return "cancelled" if job.reply.cancelled() else None
 
     def _flush(self) -> None:
-        self._metrics.flush({name: row.read(self._llm) for name, row in ENGINE_FIGURES.items()})
+        self._metrics.flush({name: row.read(self._llm) for name, row in ENGINE_GAUGES.items()})
 
 
 def _error_reply(outcome: str, cause: Exception | str) -> tuple[Code, str]:

@@ -157,7 +157,7 @@ def test_fuzzed_requests_leave_the_server_and_its_neighbours_alone(
         before = resident_bytes(client)
         with Stopwatch() as watch:
             attack(server.url, send, range(count), report)
-        wait_for(lambda: metrics(client)["ddtree_requests_running"] == 0)
+        wait_for(lambda: metrics(client)["vllm:num_requests_running"] == 0)
         grown = resident_bytes(client) - before
         server.terminate()
         assert server.wait() == (0, "")
