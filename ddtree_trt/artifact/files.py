@@ -23,11 +23,8 @@ KERNEL_CACHE = "kernels.cache"  # compiled by TensorRT for RTX
 EXAMPLES = "examples.json"  # prompts that the engine answers well; not every engine has them
 PROFILE = "profile.json"  # measured latencies
 VERIFIED = "verified.json"  # that the files were checked, and what they were then
-OF_THIS_MACHINE = (
-    KERNEL_CACHE,
-    PROFILE,
-    VERIFIED,
-)  # added when an engine is opened; not in `files`: another machine has its own
+# Added when an engine is opened; not in a manifest's `files`: another machine has its own.
+OF_THIS_MACHINE = (KERNEL_CACHE, PROFILE, VERIFIED)
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
 OPTIONAL_TOKENIZER_FILES = ("chat_template.jinja", "special_tokens_map.json", "added_tokens.json")
 ENGINES = Path("engines")  # where engines go, and are looked for, when no directory is named

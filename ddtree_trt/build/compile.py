@@ -205,8 +205,7 @@ def sources(request: BuildRequest, preset: Preset | None) -> tuple[Source, Sourc
 def _open_pair(target: Source, drafter: Source) -> tuple[Checkpoint, Checkpoint]:
     """Target and drafter, with what the drafter takes from the target. Raises CheckpointError."""
     # Imported here because NumPy and onnx have no place in `ddtree-trt --help`.
-    from ddtree_trt.build.checkpoint.reader import check_pair
-    from ddtree_trt.build.checkpoint.shortlist import with_rows_of_head
+    from ddtree_trt.build.checkpoint.reader import check_pair, with_rows_of_head
 
     first, second = _open(target, "--checkpoint"), _open(drafter, "--drafter")
     second = with_rows_of_head(replace(second, dims=second.kind.fitted(first.dims)), first)

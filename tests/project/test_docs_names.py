@@ -56,20 +56,18 @@ EVERY_OPTION = set[str]().union(
 FOREIGN = {  # options of other programs
     *("--exit-on-error", "--exit-timeout-secs"),  # tritonserver
     "--no-deps",  # pip
-    *("--target-seconds", "--data-seconds", "--drafter-seconds", "--init", "--reference"),  # tools/
-    *("--cpu-clock", "--packaged", "--dspark-seconds", "--eagle3-seconds", "--tune-body", "--document"),  # tools/
+    *("--reference", "--cpu-clock", "--document"),  # tools/
     *("--speculative-config", "--max-model-len", "--max-num-seqs", "--dtype", "--quantization"),  # vLLM
     *("--gpu-memory-utilization", "--data-parallel-size", "--enable-auto-tool-choice", "--tool-call-parser"),  # vLLM
     "--generation-config",  # vLLM
-    *("--share", "--steps", "--hours", "--workers", "--layers", "--block", "--taps", "--size"),  # tools/train_drafter
 }
 
 
 FOREIGN |= {
     option
     for path in SOURCES
-    if path.is_relative_to(ROOT / "workbench")
-    for option in re.findall(r'add_argument\("(--[\w-]+)"', path.read_text(encoding="utf-8"))
+    if path.is_relative_to(ROOT / "workbench") or path.is_relative_to(ROOT / "tools")
+    for option in re.findall(r'add_argument\(\s*"(--[\w-]+)"', path.read_text(encoding="utf-8"))
 }
 
 

@@ -312,8 +312,12 @@ def test_metrics_add_up(tiny_engine: Path) -> None:
         assert m["vllm:prompt_tokens_total"] >= sum(a["usage"]["prompt_tokens"] for a in answers)
         tokens = m["vllm:generation_tokens_total"]
         assert sum(a["usage"]["completion_tokens"] for a in answers) < tokens <= 140
-        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "time_per_output_token_seconds"):
-            assert m[f"ddtree_{name}_count"] == 7 and m[f"ddtree_{name}_sum"] > 0
+        for name in (
+            "time_to_first_token_seconds",
+            "e2e_request_latency_seconds",
+            "request_time_per_output_token_seconds",
+        ):
+            assert m[f"vllm:{name}_count"] == 7 and m[f"vllm:{name}_sum"] > 0
         # A round commits its accepted drafts and one token more; the first token comes from the prompt's pass.
         assert m["ddtree_acceptance_length_count"] == m["ddtree_rounds_total"]
         assert (

@@ -251,15 +251,15 @@ def test_closing_ends_what_is_under_way(tiny_engine: Path, tmp_path: Path) -> No
 def test_a_request_may_be_ended_before_it_begins(tiny_engine: Path, tmp_path: Path) -> None:
     model = export_triton(ExportRequest(tiny_engine, tmp_path, "m", link=True))
     with loaded(model) as instance:
-        service, ending = instance.model._service, threading.Event()
-        end = service._end
+        service, closing = instance.model._service, threading.Event()
+        end_all = service._end_all
 
-        def ended(job: Any, outcome: Any) -> None:
-            end(job, outcome)
-            ending.set()
+        def told() -> Any:
+            closing.set()
+            return end_all()
 
-        service._end = ended
-        service._loop.call_soon_threadsafe(ending.wait, WAIT_S)  # no request begins before it is ended
+        service._end_all = told
+        service._loop.call_soon_threadsafe(closing.wait, WAIT_S)  # no request begins before it is ended
         request = instance.start(trtllm(**LONG))
     with pytest.raises(TritonError, match="is being unloaded"):
         list(request.responses())

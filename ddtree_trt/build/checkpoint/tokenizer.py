@@ -12,7 +12,6 @@ from ddtree_trt.artifact.tokenizer_files import load_tokenizer
 from ddtree_trt.build.checkpoint.config import GENERATION_CONFIG
 from ddtree_trt.build.checkpoint.gguf.files import open_gguf
 from ddtree_trt.build.checkpoint.gguf.vocabulary import read_vocabulary
-from ddtree_trt.build.checkpoint.growth import check_growth
 from ddtree_trt.build.checkpoint.paths import is_gguf
 from ddtree_trt.errors import CheckpointError
 from ddtree_trt.models.decoder import TOKEN
@@ -42,8 +41,6 @@ def find_tokenizer(checkpoint: Path, vocab_size: int) -> Path:
         )
     vocabulary = _read(directory / _VOCABULARY)
     _read(directory / _SETTINGS)
-    for part in ("normalizer", "decoder"):
-        check_growth(Fields(vocabulary, _source(directory / _VOCABULARY)), part)
     highest = _highest_token(directory / _VOCABULARY, vocabulary)
     _check_highest(directory / _VOCABULARY, highest, vocab_size)
     return directory
