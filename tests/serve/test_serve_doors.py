@@ -196,4 +196,4 @@ def test_a_template_that_is_no_file_is_named(
 def test_figures_have_no_twins_that_say_when_they_began(server: ThreadServer) -> None:
     for accept in ("text/plain", "application/openmetrics-text"):
         page = server.http.get("/metrics", headers={"Accept": accept}).text
-        assert "vllm:request_success_total" in page and "_created" not in page
+        assert "vllm:num_requests_running" in page and "_created" not in page
