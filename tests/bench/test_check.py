@@ -22,8 +22,7 @@ from ddtree_trt.artifact.precisions import PRECISIONS
 from ddtree_trt.bench.session import Session
 from ddtree_trt.bench.settings import CheckSettings
 from ddtree_trt.check import run as check
-from ddtree_trt.check.drafting import CAUSES
-from ddtree_trt.check.findings import Difference, describe
+from ddtree_trt.check.findings import CAUSES, Difference, describe
 from ddtree_trt.check.run import check_engine, engine_cases, target_logits
 from ddtree_trt.check.uniformity import BINS, FALSE_ALARM, chi_square_tail, place_in_distribution, uniformity
 from ddtree_trt.errors import UsageError
