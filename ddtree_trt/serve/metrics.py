@@ -6,7 +6,7 @@ Requests are counted when they end, on the engine's worker thread, so cancelled 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -44,13 +44,25 @@ class Metrics:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
         self._vllm = None if vllm_model is None else _VllmNames(vllm_model)
-        self._finished = self._counter("requests_finished", "Sequences that ended, by reason.", "finish_reason")
-        self._refused = self._counter("requests_refused", "HTTP requests answered with an error, by status.", "status")
+        text = "Sequences that ended, by reason."
+        self._finished = Counter("ddtree_requests_finished", text, ["finish_reason"], registry=self.registry)
+        self._refused = Counter(
+            "ddtree_requests_refused",
+            "HTTP requests answered with an error, by status.",
+            ["status"],
+            registry=self.registry,
+        )
         self._counters = [(row, self._publish(row, Counter)) for row in self._published(figures.COUNTERS)]
         self._positions = [
             (row, self._publish(row, Counter, labelnames=["position"])) for row in self._published(figures.POSITIONS)
         ]
-        buckets = _buckets(manifest)
+        rising = (step * 10**power for power in range(7) for step in (1, 2, 5))
+        buckets: dict[figures.Unit, Sequence[float]] = {
+            "seconds": figures.SECONDS,
+            "seconds per token": figures.SECONDS_PER_TOKEN,
+            "tokens": range(1, 2 + manifest.drafting.longest_draft),
+            "tokens of a request": [tokens for tokens in rising if tokens <= manifest.limits.max_seq_len],
+        }
         self._histograms = [
             (row, self._publish(row, Histogram, buckets=buckets[row.unit]))
             for row in self._published(figures.HISTOGRAMS)
@@ -62,9 +74,6 @@ class Metrics:
             self._vllm.add(["vllm:request_success"], self._finished, {"finish_reason": "finished_reason"})
             self.registry.register(self._vllm)
         self._mean_s = 0.0
-
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"ddtree_{name}", text, labels, registry=self.registry)
 
     def _published(self, rows: Sequence[Row]) -> list[Row]:
         return [row for row in rows if row.http or (row.vllm and self._vllm is not None)]
@@ -129,15 +138,12 @@ class _VllmNames(Collector):
 
     def collect(self) -> Iterator[Metric]:
         for name, metric, renamed in self._aliases:
-            yield from self._repeated(name, metric.collect(), renamed)
-
-    def _repeated(self, name: str, families: Iterable[Metric], renamed: Mapping[str, str]) -> Iterator[Metric]:
-        for family in families:
-            alias = Metric(name, family.documentation, family.type)
-            for sample in family.samples:
-                labels = {**self._labels, **{renamed.get(k, k): v for k, v in sample.labels.items()}}
-                alias.add_sample(name + sample.name.removeprefix(family.name), labels, sample.value)
-            yield alias
+            for family in metric.collect():
+                alias = Metric(name, family.documentation, family.type)
+                for sample in family.samples:
+                    labels = {**self._labels, **{renamed.get(k, k): v for k, v in sample.labels.items()}}
+                    alias.add_sample(name + sample.name.removeprefix(family.name), labels, sample.value)
+                yield alias
 
 
 def page_encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
@@ -147,14 +153,3 @@ def page_encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str
     plain = "application/openmetrics-text"
     unescaped = [f"{k}; escaping=allow-utf-8" if k.startswith(plain) and "escaping=" not in k else k for k in kinds]
     return choose_encoder(", ".join(unescaped))
-
-
-def _buckets(manifest: Manifest) -> dict[figures.Unit, Sequence[float]]:
-    """The bounds of histograms, by unit."""
-    rising = (step * 10**power for power in range(7) for step in (1, 2, 5))
-    return {
-        "seconds": figures.SECONDS,
-        "seconds per token": figures.SECONDS_PER_TOKEN,
-        "tokens": range(1, 2 + manifest.drafting.longest_draft),
-        "tokens of a request": [tokens for tokens in rising if tokens <= manifest.limits.max_seq_len],
-    }
