@@ -106,7 +106,7 @@ def compile_engine(
     destination = prepare_destination(request.destination, force=request.force)
     target, drafter = _open_pair(*given)
     limits = resolve_limits(request, preset.limits if preset else Limits(), target, drafter, backend, precision)
-    tokenizer = find_tokenizer(target.path, target.dims.vocab_size)
+    tokenizer = find_tokenizer(target.path)
     template_args = {**(preset.chat_template_args if preset else {}), **request.chat_template_args}
     _check_space(destination, backend.bytes_on_disk(target, drafter, precision))
 

@@ -37,37 +37,22 @@ Range = tuple[int, int, int]  # smallest, tuned for, largest
 _TUNED_TREE = 64  # tokens: where automatic budgets end up when verifying costs what reading the weights costs
 
 
-def target_sizes(limits: Limits) -> tuple[dict[str, Range], dict[str, Range]]:
-    """Dimension → range, of a verification and of a prefill. A prefill asks for the last row's logits only."""
-    tree, chunk, slots = 1 + limits.max_tree_budget, limits.prefill_chunk, limits.max_batch
-    tuned = min(_TUNED_TREE, tree)
-    return (
-        {"N": (1, 1, slots), "T": (1, tuned, tree), "R": (1, tuned, slots * tree)},
-        {"N": (1, 1, slots), "T": (1, chunk, chunk), "R": (1, 1, slots * chunk)},
-    )
+def target_sizes(limits: Limits) -> dict[str, Range]:
+    """Dimension → range, tuned for a decoding round. A prefill asks for the last row's logits only."""
+    slots, longest = limits.max_batch, limits.max_tokens_per_pass
+    tuned = min(_TUNED_TREE, 1 + limits.max_tree_budget)
+    return {"N": (1, 1, slots), "T": (1, tuned, longest), "R": (1, tuned, slots * longest)}
 
 
-def drafter_sizes(limits: Limits, block: int | None) -> tuple[dict[str, Range], dict[str, Range]]:
-    """Dimension → range: of the context rows of one round, at most a block, and of a prompt's chunk. A drafter without
-    a block is a language model and has the target's sizes."""
+def drafter_sizes(limits: Limits, block: int | None) -> dict[str, Range]:
+    """Dimension → range, likewise: a round has at most a block of context rows. A drafter without a block is a language
+    model and has the target's sizes."""
     if block is None:
         return target_sizes(limits)
     # With the block behind them they must fit a cache, which may be shorter than a chunk.
     round_, chunk = (min(rows, limits.max_seq_len) for rows in (block, max(limits.prefill_chunk, block)))
-
-    def sizes(tuned: int, most: int) -> dict[str, Range]:
-        rows = {"C": (1, tuned, most), "C+block": (1 + block, tuned + block, most + block)}
-        return {"N": (1, 1, limits.max_batch), **rows}
-
-    return sizes(-(-round_ // 2), round_), sizes(chunk, chunk)
-
-
-def covering(sizes: Sequence[Mapping[str, Range]]) -> dict[str, Range]:
-    """The ranges of one profile in place of several, tuned as the first is."""
-    return {
-        name: (min(each[name][0] for each in sizes), tuned, max(each[name][2] for each in sizes))
-        for name, (_, tuned, _) in sizes[0].items()
-    }
+    tuned = -(-round_ // 2)
+    return {"N": (1, 1, limits.max_batch), "C": (1, tuned, chunk), "C+block": (1 + block, tuned + block, chunk + block)}
 
 
 def profile(inputs: Iterable[ValueInfoProto], sizes: Mapping[str, Range]) -> Profile:
@@ -92,7 +77,7 @@ class _Network:
     name: str
     plan: str  # its file
     make: Callable[[Sink], ModelProto]
-    sizes: Sequence[dict[str, Range]]  # ranges of the named dimensions, of one profile each
+    sizes: Mapping[str, Range]  # ranges of the named dimensions
     weight_bytes: int  # about
 
 
@@ -114,7 +99,7 @@ class EnginePlans:
             with tempfile.TemporaryDirectory(dir=directory) as folder:
                 path = Path(folder) / f"{network.name}.onnx"
                 graph = _write_graph(path, network, progress)
-                shapes = [profile(graph.graph.input, sizes) for sizes in network.sizes]
+                shapes = profile(graph.graph.input, network.sizes)
                 finish = _attention_check(self.attention, network.name, graph)
                 tensors[network.name] = builder.build(network.name, path, directory / network.plan, shapes, finish)
         write_shared(directory / artifact.SHARED_WEIGHTS, self.target, self.drafter, self.precision, progress)
@@ -142,12 +127,11 @@ class EnginePlans:
         def compaction(sink: Sink) -> ModelProto:
             return compaction_graph(cache, floats, window_rows(drafter.dims), self.attention)
 
-        sizes = [target_sizes(limits), drafter_sizes(limits, drafter.kind.block_size)]
-        shapes = [[covering(each)] for each in sizes]
-        moved = () if self.attention == "native" else [{PLANES: (1, 1, cache.planes)}]
+        sizes, drafts = target_sizes(limits), drafter_sizes(limits, drafter.kind.block_size)
+        moved = {} if self.attention == "native" else {PLANES: (1, 1, cache.planes)}
         return [
-            _Network("target", artifact.TARGET_PLAN, target_graph, shapes[0], target.stored_bytes(2)),
-            _Network("drafter", artifact.DRAFTER_PLAN, drafter_graph, shapes[1], 2 * drafter.num_values),
+            _Network("target", artifact.TARGET_PLAN, target_graph, sizes, target.stored_bytes(2)),
+            _Network("drafter", artifact.DRAFTER_PLAN, drafter_graph, drafts, 2 * drafter.num_values),
             _Network("compaction", artifact.COMPACTION_PLAN, compaction, moved, 0),
         ]
 
