@@ -19,8 +19,7 @@ from statistics import median
 from typing import Any
 
 from ddtree_trt.artifact.backends import BACKENDS
-from ddtree_trt.artifact.limits import Limits
-from ddtree_trt.artifact.manifest import Manifest, load_manifest
+from ddtree_trt.artifact.manifest import Limits, Manifest, load_manifest
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.bench.measure import describe_engine, describe_environment, engine_runs, measure
 from ddtree_trt.bench.prompts import BenchPrompt, load_prompts
