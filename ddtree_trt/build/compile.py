@@ -14,8 +14,7 @@ from ddtree_trt import __version__
 from ddtree_trt.artifact import files as artifact
 from ddtree_trt.artifact.backends import BackendName
 from ddtree_trt.artifact.files import ENGINES
-from ddtree_trt.artifact.limits import BUDGETS, SLOTS
-from ddtree_trt.artifact.manifest import SCHEMA_VERSION, Limits, Manifest, parse_manifest
+from ddtree_trt.artifact.manifest import BUDGETS, SCHEMA_VERSION, SLOTS, Limits, Manifest, parse_manifest
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName
 from ddtree_trt.artifact.progress import Progress, no_progress
 from ddtree_trt.artifact.template_arguments import OPTION, check_arguments, template_variables, thinking_note

@@ -20,11 +20,11 @@ from ddtree_trt.errors import DDTreeError, MissingDependency, UsageError
 from ddtree_trt.runtime.async_llm import AsyncLLM, QueueFull
 from ddtree_trt.runtime.outputs import RequestOutput
 from ddtree_trt.triton.metrics import (
-    ENGINE_FIGURES,
+    ENGINE_GAUGES,
     FORWARD_CPU_SECONDS,
     FORWARD_SECONDS,
-    HISTOGRAMS,
-    REQUEST_FIGURES,
+    REQUEST_COUNTERS,
+    REQUEST_HISTOGRAMS,
     RESPONSES,
     Metrics,
 )
@@ -61,7 +61,7 @@ class _Job:
 
     def progress(self, part: RequestOutput) -> Counter[str]:
         """The counters' growth since the last call."""
-        now = Counter({name: row.read(part.metrics) for name, row in REQUEST_FIGURES.items()})
+        now = Counter({name: row.read(part.metrics) for name, row in REQUEST_COUNTERS.items()})
         grown, self.counted = now - self.counted, now
         return grown
 
@@ -151,7 +151,7 @@ class Service:
         except asyncio.CancelledError:
             self._finish(reply, job.ended_by)
         except TimeoutError:
-            timeout, tokens = 1000 * (call.timeout_s or 0), job.counted["ddtree_generation_tokens_total"]
+            timeout, tokens = 1000 * (call.timeout_s or 0), job.counted["vllm:generation_tokens_total"]
             self._finish(reply, "timeout", f"the request's timeout of {timeout:.0f} ms passed after {tokens} tokens")
         except (UsageError, MissingDependency) as error:
             self._finish(reply, "refused", error)
@@ -184,7 +184,7 @@ class Service:
                 }
                 self._metrics.add(**grown, **spent)
         assert whole is not None, "a request's last part always arrives"
-        self._metrics.observe((name, x) for name, row in HISTOGRAMS.items() for x in row.read(whole.metrics))
+        self._metrics.observe((name, x) for name, row in REQUEST_HISTOGRAMS.items() for x in row.read(whole.metrics))
         return "length" if any(o.finish_reason == "length" for o in whole.outputs) else "stop"
 
     async def _watch(self) -> None:
@@ -210,7 +210,7 @@ class Service:
         return [job for job in jobs if job.reply.cancelled()]
 
     def _flush(self) -> None:
-        self._metrics.flush({name: row.read(self._llm) for name, row in ENGINE_FIGURES.items()})
+        self._metrics.flush({name: row.read(self._llm) for name, row in ENGINE_GAUGES.items()})
 
     def _finish(self, reply: Reply, outcome: str, cause: Exception | str = "") -> None:
         """Count a request that ended, and send its error where it did not end with a response."""

@@ -39,7 +39,7 @@ def nothing_is_left_behind(server: ThreadServer) -> Iterator[None]:
     wait_for(lambda: server.llm.running == 0 and server.llm.waiting == 0)
     wait_for(lambda: server.idle)  # a request that never came whole has no share in those counts
     figures = server.figures()
-    assert figures["ddtree_requests_running"] == figures["ddtree_requests_waiting"] == 0
+    assert figures["vllm:num_requests_running"] == figures["vllm:num_requests_waiting"] == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -56,7 +56,7 @@ def test_a_dropped_connection_frees_its_slot_within_a_round(server: ThreadServer
     server.passes.release()
     wait_for(lambda: server.llm.running == 0)
     assert server.passes.begun == begun, "no round after the one under way"
-    wait_for(lambda: server.figures().get('ddtree_requests_finished_total{finish_reason="abort"}', 0) >= 1)
+    wait_for(lambda: server.figures().get('vllm:request_success_total{finished_reason="abort"}', 0) >= 1)
 
 
 def test_a_connection_dropped_while_waiting_or_sending_leaves_nothing(server: ThreadServer) -> None:
@@ -226,7 +226,7 @@ def test_a_failing_pass_is_told_to_its_requests_only(server: ThreadServer) -> No
     finally:
         server.llm.engine.verify = verify  # type: ignore[method-assign]
     assert server.chat(max_tokens=2).status_code == 200
-    assert server.figures()['ddtree_requests_finished_total{finish_reason="error"}'] == 2
+    assert server.figures()['vllm:request_success_total{finished_reason="error"}'] == 2
 
 
 def test_connections_without_a_whole_head_end(server: ThreadServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,18 +307,25 @@ def test_metrics_add_up(tiny_engine: Path) -> None:
         fresh.chat("What is 3 + 2?", max_tokens=20, stream=True, n=2, temperature=1, tree_budget=8)
         assert fresh.chat(temperature=-1).status_code == 400
         m = fresh.figures()
-        assert sum(v for k, v in m.items() if k.startswith("ddtree_requests_finished_total")) == 7
+        assert sum(v for k, v in m.items() if k.startswith("vllm:request_success_total")) == 7
         assert m['ddtree_requests_refused_total{status="400"}'] == 1
-        assert m["ddtree_prompt_tokens_total"] >= sum(a["usage"]["prompt_tokens"] for a in answers)
-        tokens = m["ddtree_generation_tokens_total"]
+        assert m["vllm:prompt_tokens_total"] >= sum(a["usage"]["prompt_tokens"] for a in answers)
+        tokens = m["vllm:generation_tokens_total"]
         assert sum(a["usage"]["completion_tokens"] for a in answers) < tokens <= 140
-        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "time_per_output_token_seconds"):
-            assert m[f"ddtree_{name}_count"] == 7 and m[f"ddtree_{name}_sum"] > 0
+        for name in (
+            "time_to_first_token_seconds",
+            "e2e_request_latency_seconds",
+            "request_time_per_output_token_seconds",
+        ):
+            assert m[f"vllm:{name}_count"] == 7 and m[f"vllm:{name}_sum"] > 0
         # A round commits its accepted drafts and one token more; the first token comes from the prompt's pass.
         assert m["ddtree_acceptance_length_count"] == m["ddtree_rounds_total"]
-        assert m["ddtree_acceptance_length_sum"] == m["ddtree_rounds_total"] + m["ddtree_draft_tokens_accepted_total"]
+        assert (
+            m["ddtree_acceptance_length_sum"]
+            == m["ddtree_rounds_total"] + m["vllm:spec_decode_num_accepted_tokens_total"]
+        )
         assert m["ddtree_acceptance_length_sum"] == tokens - 7
-        assert m["ddtree_draft_tokens_total"] == 8 * m["ddtree_rounds_total"]
+        assert m["vllm:spec_decode_num_draft_tokens_total"] == 8 * m["ddtree_rounds_total"]
         assert m["ddtree_slots"] == fresh.llm.slots and m["process_resident_memory_bytes"] > 0
         openmetrics = fresh.http.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
         assert openmetrics.text.endswith("# EOF\n") and "openmetrics" in openmetrics.headers["content-type"]

@@ -137,7 +137,7 @@ def test_fuzzed_requests_leave_the_server_and_its_neighbours_alone(
         attack(server.url, send, range(count, count + warm), report)
         before = metrics(client)["process_resident_memory_bytes"]
         attack(server.url, send, range(count), report)
-        wait_for(lambda: metrics(client)["ddtree_requests_running"] == 0)
+        wait_for(lambda: metrics(client)["vllm:num_requests_running"] == 0)
         grown = metrics(client)["process_resident_memory_bytes"] - before
         server.terminate()
         assert server.wait() == (0, "")

@@ -150,11 +150,11 @@ def test_a_cancelled_request_frees_its_slot(
 ) -> None:
     assert idle(server, model)
     before = metric(server, "ddtree_requests_total", model, outcome="cancelled")
-    started = metric(server, "ddtree_generation_tokens_total", model)
+    started = metric(server, "vllm:generation_tokens_total", model)
     cancel(server, model, values(model, PROMPT["text_input"], stream=True, **LONG))
     assert eventually(lambda: metric(server, "ddtree_requests_total", model, outcome="cancelled") == before + 1)
     assert idle(server, model)
-    made = metric(server, "ddtree_generation_tokens_total", model) - started
+    made = metric(server, "vllm:generation_tokens_total", model) - started
     assert 0 < made < (8 if cancel is cancel_grpc_deadline else 1) * LONG["max_tokens"], (
         "it had its slots, and lost them"
     )
@@ -183,7 +183,7 @@ def test_a_full_queue_is_said_at_once(server: TritonServer) -> None:
     ]
     for client in clients:
         client.start()
-    assert eventually(lambda: metric(server, "ddtree_requests_running", "tiny-noqueue") == slots)
+    assert eventually(lambda: metric(server, "vllm:num_requests_running", "tiny-noqueue") == slots)
     with pytest.raises(InferenceServerException, match="try again later"):
         ask(server, "tiny-noqueue", request)
     for client in clients:
