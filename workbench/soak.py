@@ -116,11 +116,12 @@ async def ask(client: httpx.AsyncClient, kind: str, prompt: str) -> str | None:
 
 async def _figures(client: httpx.AsyncClient) -> dict[str, float]:
     page = (await client.get("/metrics")).text
-    return {k: float(v) for k, _, v in (x.rpartition(" ") for x in page.splitlines() if not x.startswith("#"))}
+    lines = (line.rpartition(" ") for line in page.splitlines() if not line.startswith("#"))
+    return {name.partition("{")[0]: float(value) for name, _, value in lines}
 
 
 def _busy(figures: dict[str, float]) -> float:
-    return figures["ddtree_requests_running"] + figures["ddtree_requests_waiting"]
+    return figures["vllm:num_requests_running"] + figures["vllm:num_requests_waiting"]
 
 
 async def load(url: str, concurrency: int, seconds: float, prompts: Sequence[str], seed: int) -> Report:
@@ -151,7 +152,7 @@ async def load(url: str, concurrency: int, seconds: float, prompts: Sequence[str
             while True:
                 figures = await _figures(client)
                 report.rss.append(figures["process_resident_memory_bytes"])
-                report.most_running = max(report.most_running, figures["ddtree_requests_running"])
+                report.most_running = max(report.most_running, figures["vllm:num_requests_running"])
                 await asyncio.sleep(min(1.0, seconds / 20))
 
         watching = asyncio.create_task(watch())
@@ -163,7 +164,7 @@ async def load(url: str, concurrency: int, seconds: float, prompts: Sequence[str
             if not report.left:
                 break
             await asyncio.sleep(0.1)
-        report.tokens = after["ddtree_generation_tokens_total"] - before["ddtree_generation_tokens_total"]
+        report.tokens = after["vllm:generation_tokens_total"] - before["vllm:generation_tokens_total"]
     return report
 
 

@@ -16,7 +16,6 @@ from ddtree_trt.artifact.manifest import load_manifest
 from ddtree_trt.artifact.template_arguments import OPTION, parse_arguments
 from ddtree_trt.commands.options.common import NewestByDefault
 from ddtree_trt.commands.options.records import with_options
-from ddtree_trt.commands.options.sampling import with_sampling_options
 from ddtree_trt.errors import UsageError
 from ddtree_trt.runtime.decoding.methods import resolve_method
 from ddtree_trt.runtime.options import EngineOptions
@@ -34,7 +33,6 @@ class RunCommand(TyperCommand):
         return super().parse_args(ctx, numbered)
 
 
-@with_sampling_options
 @with_options()
 def run(
     engine_dir: NewestByDefault = None,

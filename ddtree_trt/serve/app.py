@@ -48,8 +48,7 @@ def open_app(
     """Load an engine; returns it and its ASGI application. `progress` and errors are those of AsyncLLM. `metrics_page`
     is answered to scrapers in place of the page of this engine alone."""
     manifest = load_manifest(engine_dir)
-    vllm_model = (options.model_name or manifest.name) if options.vllm_metrics else None
-    metrics = Metrics(manifest, vllm_model)
+    metrics = Metrics(manifest, options.model_name or manifest.name)
 
     def finished(request: EngineRequest) -> None:
         metrics.finished(request)

@@ -100,14 +100,13 @@ def ready_line(llm: AsyncLLM, options: ServeOptions, address: str) -> str:
     if engine_host_reason(manifest) is None:
         how.append(f"device rounds {options.device_rounds}")
     waiting = "any number" if llm.max_waiting is None else llm.max_waiting
-    names = " (vLLM names too)" if options.vllm_metrics else ""
     parts = [
         f"serving {options.model_name or manifest.name}: {manifest.name}, {manifest.backend} "
         f"{', '.join([manifest.precision, *how])}",
         f"{_method(manifest)} unless a request says otherwise",
         f"{llm.slots} slots of {manifest.limits.max_seq_len} tokens, {waiting} may wait",
         f"{'a key is needed; ' if options.api_key else ''}{'/playground, ' if options.playground else ''}/v1, /health "
-        f"and /metrics{names} on {address}",
+        f"and /metrics on {address}",
     ]
     return "; ".join(parts)
 

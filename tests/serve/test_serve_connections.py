@@ -20,8 +20,6 @@ from pacing import WAIT_S, wait_for
 from serving import LONG, ThreadServer, hold, long_chat, read_all, release, thread_server
 
 from ddtree_trt.errors import EngineError
-from ddtree_trt.runtime.text import chat_template
-from ddtree_trt.runtime.text.chat_template import Limits, Renderer
 from ddtree_trt.serve import server as serving_process
 
 ROUND_S = 0.02
@@ -39,7 +37,7 @@ def nothing_is_left_behind(server: ThreadServer) -> Iterator[None]:
     wait_for(lambda: server.llm.running == 0 and server.llm.waiting == 0)
     wait_for(lambda: server.idle)  # a request that never came whole has no share in those counts
     figures = server.figures()
-    assert figures["ddtree_requests_running"] == figures["ddtree_requests_waiting"] == 0
+    assert figures["vllm:num_requests_running"] == figures["vllm:num_requests_waiting"] == 0
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -56,7 +54,7 @@ def test_a_dropped_connection_frees_its_slot_within_a_round(server: ThreadServer
     server.passes.release()
     wait_for(lambda: server.llm.running == 0)
     assert server.passes.begun == begun, "no round after the one under way"
-    wait_for(lambda: server.figures().get('ddtree_requests_finished_total{finish_reason="abort"}', 0) >= 1)
+    wait_for(lambda: server.figures().get('vllm:request_success_total{finished_reason="abort"}', 0) >= 1)
 
 
 def test_a_connection_dropped_while_waiting_or_sending_leaves_nothing(server: ThreadServer) -> None:
@@ -126,11 +124,11 @@ def test_clients_that_leave_at_any_moment_change_no_answer(server: ThreadServer)
     def leave(_: int) -> None:
         body = long_chat(stream=rng.random() < 0.5, n=rng.choice((1, 2)), temperature=rng.choice((0, 1)))
         connection = server.raw(body)
-        time.sleep(rng.random() / 5)
+        time.sleep(rng.random() / 10)
         connection.close()
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        leaving = [pool.submit(leave, number) for number in range(60)]
+        leaving = [pool.submit(leave, number) for number in range(40)]
         answered = 0
         while not all(future.done() for future in leaving):
             response = server.chat("What is 12 + 30?", **fields)
@@ -143,31 +141,21 @@ def test_clients_that_leave_at_any_moment_change_no_answer(server: ThreadServer)
     assert answered
 
 
-def test_a_template_that_does_not_end_holds_up_its_own_request_only(
-    tiny_engine: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_template_that_takes_long_holds_up_its_own_request_only(
+    server: ThreadServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    endless = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
-    patient = Renderer(Limits(seconds=100))
-    monkeypatch.setattr(chat_template, "render", patient.render)
-    with thread_server(tiny_engine) as server, concurrent.futures.ThreadPoolExecutor(1) as pool:
-        server.llm.codec.tokenizer.chat_template = endless
-        chat = pool.submit(server.chat, "hello")
-        wait_for(lambda: patient._ready)
+    done = threading.Event()
+    monkeypatch.setattr(server.llm.codec, "render", lambda *_: "x" if done.wait(WAIT_S) else "")
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        chat = pool.submit(server.chat, "hello", max_tokens=2)
+        wait_for(lambda: not server.idle)
         for _ in range(3):
             response = server.http.post("/v1/completions", json={"prompt": "x", "max_tokens": 3})
             assert response.status_code == 200
             assert server.http.get("/health").status_code == 200
         assert not chat.done()
-        assert patient._process is not None
-        patient._process.kill()
-        ended = chat.result()
-        assert ended.status_code == 500 and "ended with code -9" in ended.json()["error"]["message"], "not the client's"
-        hasty = Renderer(Limits(seconds=0.5))
-        monkeypatch.setattr(chat_template, "render", hasty.render)
-        response = server.chat("hello")
-        assert response.status_code == 400 and "took more than 0.5 s" in response.json()["error"]["message"]
-    patient.close()
-    hasty.close()
+        done.set()
+        assert chat.result().status_code == 200
 
 
 def test_a_full_queue_answers_429_and_when_to_come_back(server: ThreadServer) -> None:
@@ -226,7 +214,7 @@ def test_a_failing_pass_is_told_to_its_requests_only(server: ThreadServer) -> No
     finally:
         server.llm.engine.verify = verify  # type: ignore[method-assign]
     assert server.chat(max_tokens=2).status_code == 200
-    assert server.figures()['ddtree_requests_finished_total{finish_reason="error"}'] == 2
+    assert server.figures()['vllm:request_success_total{finished_reason="error"}'] == 2
 
 
 def test_connections_without_a_whole_head_end(server: ThreadServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,18 +295,25 @@ def test_metrics_add_up(tiny_engine: Path) -> None:
         fresh.chat("What is 3 + 2?", max_tokens=20, stream=True, n=2, temperature=1, tree_budget=8)
         assert fresh.chat(temperature=-1).status_code == 400
         m = fresh.figures()
-        assert sum(v for k, v in m.items() if k.startswith("ddtree_requests_finished_total")) == 7
+        assert sum(v for k, v in m.items() if k.startswith("vllm:request_success_total")) == 7
         assert m['ddtree_requests_refused_total{status="400"}'] == 1
-        assert m["ddtree_prompt_tokens_total"] >= sum(a["usage"]["prompt_tokens"] for a in answers)
-        tokens = m["ddtree_generation_tokens_total"]
+        assert m["vllm:prompt_tokens_total"] >= sum(a["usage"]["prompt_tokens"] for a in answers)
+        tokens = m["vllm:generation_tokens_total"]
         assert sum(a["usage"]["completion_tokens"] for a in answers) < tokens <= 140
-        for name in ("time_to_first_token_seconds", "e2e_request_latency_seconds", "time_per_output_token_seconds"):
-            assert m[f"ddtree_{name}_count"] == 7 and m[f"ddtree_{name}_sum"] > 0
+        for name in (
+            "time_to_first_token_seconds",
+            "e2e_request_latency_seconds",
+            "request_time_per_output_token_seconds",
+        ):
+            assert m[f"vllm:{name}_count"] == 7 and m[f"vllm:{name}_sum"] > 0
         # A round commits its accepted drafts and one token more; the first token comes from the prompt's pass.
         assert m["ddtree_acceptance_length_count"] == m["ddtree_rounds_total"]
-        assert m["ddtree_acceptance_length_sum"] == m["ddtree_rounds_total"] + m["ddtree_draft_tokens_accepted_total"]
+        assert (
+            m["ddtree_acceptance_length_sum"]
+            == m["ddtree_rounds_total"] + m["vllm:spec_decode_num_accepted_tokens_total"]
+        )
         assert m["ddtree_acceptance_length_sum"] == tokens - 7
-        assert m["ddtree_draft_tokens_total"] == 8 * m["ddtree_rounds_total"]
+        assert m["vllm:spec_decode_num_draft_tokens_total"] == 8 * m["ddtree_rounds_total"]
         assert m["ddtree_slots"] == fresh.llm.slots and m["process_resident_memory_bytes"] > 0
         openmetrics = fresh.http.get("/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"})
         assert openmetrics.text.endswith("# EOF\n") and "openmetrics" in openmetrics.headers["content-type"]

@@ -38,16 +38,16 @@ def events(client: httpx.Client, body: dict[str, object]) -> list[str]:
 def under_way_at(client: httpx.Client) -> float:
     """How many sequences run or wait."""
     figures = metrics(client)
-    return figures["ddtree_requests_running"] + figures["ddtree_requests_waiting"]
+    return figures["vllm:num_requests_running"] + figures["vllm:num_requests_waiting"]
 
 
 def test_the_ready_line_and_the_options_of_the_command(tiny_engine: Path) -> None:
-    options = ("--served-model-name", "my/tiny", "--max-waiting", "7", "--threads", "1", "--vllm-metrics")
+    options = ("--served-model-name", "my/tiny", "--max-waiting", "7", "--threads", "1")
     with ProcessServer(tiny_engine, *options, env={"DDTREE_API_KEY": "secret"}) as server:
         assert server.ready.rstrip("\n") == (
             "serving my/tiny: tiny, onnxruntime fp32, 1 thread; ddtree with automatic budgets of up to 256 draft "
             "tokens a round unless a request says otherwise; 8 slots of 2048 tokens, 7 may wait; a key is needed; /v1, "
-            f"/health and /metrics (vLLM names too) on {server.url}"
+            f"/health and /metrics on {server.url}"
         )
         with httpx.Client(base_url=server.url, timeout=WAIT_S) as client:
             assert client.get("/v1/models").status_code == 401
@@ -92,7 +92,7 @@ def test_a_second_signal_ends_at_once(tiny_engine: Path, tmp_path: Path) -> None
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
         stream = pool.submit(events, client, STREAM)
-        wait_for(lambda: metrics(client)["ddtree_requests_running"] == 1)
+        wait_for(lambda: metrics(client)["vllm:num_requests_running"] == 1)
         server.process.send_signal(signal.SIGINT)
         wait_for(lambda: client.get("/health").status_code == 503)
         server.process.send_signal(signal.SIGTERM)

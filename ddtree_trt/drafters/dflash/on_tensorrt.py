@@ -26,8 +26,6 @@ from ddtree_trt.runtime.engines.tensorrt.model import neighbouring
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded
 
-ROUND, CHUNK = 0, 1  # optimisation profiles: context rows of a round, at most a block, and of a prompt's chunk
-
 
 @dataclass
 class _Known:
@@ -168,8 +166,7 @@ class BlockDrafter(Drafter):
         addresses |= {name: self._buffers.results + offset for name, offset in results.items()}
         shapes: dict[str, tuple[int, ...]] = {name: array.shape for name, array in control.items()}
         shapes[names.TAPS] = (len(passed), rows, dims.taps_width)
-        profile = ROUND if rows <= block else CHUNK
-        self.network.run(passed, profile, shapes, addresses, key=(len(passed), rows) if capture else None)
+        self.network.run(passed, shapes, addresses, key=(len(passed), rows) if capture else None)
         for slot, end in ends.items():
             self.cache.append(slot, end - self.cache.lengths[slot])
 

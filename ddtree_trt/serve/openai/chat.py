@@ -15,30 +15,18 @@ from ddtree_trt.runtime.chat.tools import ToolUse, read_use
 from ddtree_trt.runtime.outputs import CompletionOutput, RequestOutput
 from ddtree_trt.runtime.params import SamplingParams
 from ddtree_trt.runtime.structured.names import given_name
-from ddtree_trt.serve.errors import ApiError
-from ddtree_trt.serve.openai.answers import (
-    Answer,
-    acceptance,
-    finish_reason,
-    head,
-    json_logprob,
-    json_response,
-    new_id,
-    parts_of,
-    stream_response,
-    usage,
-)
+from ddtree_trt.serve.errors import ApiError, invalid
+from ddtree_trt.serve.openai.answers import Answer, finish_reason, json_logprob, new_id, respond
 from ddtree_trt.serve.openai.protocol import ChatRequest, Message
-from ddtree_trt.serve.service import Service, wants_usage
+from ddtree_trt.serve.service import Service
 
 
 async def chat(service: Service, request: Request, body: ChatRequest) -> Response:
-    service.check_model(body.model)
-    with_usage = wants_usage(body)
+    service.check(body)
     given = body.sampling()
     names = {"logprobs": "top_logprobs", "max_tokens": _apply_token_limit(body, given)}
     if "logprobs" in given and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs", code="invalid_value")
+        raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     if body.logprobs:
         given.setdefault("logprobs", 0)
     use = tool_use(service, body.tools, body.tool_choice, body.parallel_tool_calls)
@@ -50,20 +38,9 @@ async def chat(service: Service, request: Request, body: ChatRequest) -> Respons
     params = answers.params(service.params(given, service.max_seq_len - len(ids), names))
     await service.compile(params, given_name(given) or "tools")
     request_id = new_id("chatcmpl")
-    submission = service.submit(request, ids, params, request_id, "messages")
-    if body.stream:
-        begin = head(request_id, "chat.completion.chunk", service.model_name)
-        last = {**begin, "choices": []} if with_usage else None
-        return stream_response(parts_of([submission], Chunks(answers, begin), last, service.longest_draft), request_id)
-    output = await submission.result()
-    return json_response(
-        {
-            **head(request_id, "chat.completion", service.model_name),
-            "choices": [answers.choice(o) for o in output.outputs],
-            "usage": usage([output]),
-            "metrics": acceptance([output], service.longest_draft),
-        }
-    )
+    submissions = [service.submit(request, ids, params, request_id, "messages")]
+    kinds = ("chat.completion", "chat.completion.chunk")
+    return await respond(service, body, request_id, submissions, kinds, answers.whole, Chunks(answers))
 
 
 def tool_use(service: Service, tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None) -> ToolUse:
@@ -73,7 +50,7 @@ def tool_use(service: Service, tools: list[dict[str, Any]] | None, choice: Any, 
         service.chat_format.check_tools(use)
     except UsageError as error:
         path = re.match(r"[\w.\[\]]+", str(error))  # our texts begin with it
-        raise ApiError(400, str(error), param=path and path.group(), code="invalid_value") from error
+        raise invalid(str(error), path and path.group()) from error
     return use
 
 
@@ -94,7 +71,7 @@ def _apply_token_limit(body: ChatRequest, given: dict[str, Any]) -> str:
         return "max_tokens"
     if older not in (None, newer):
         both = f"max_tokens {shown(older)} and max_completion_tokens {shown(newer)}"
-        raise ApiError(400, f"{both} differ; give one", param="max_tokens", code="invalid_value")
+        raise invalid(f"{both} differ; give one", "max_tokens")
     given["max_tokens"] = newer
     return "max_completion_tokens"
 
@@ -114,11 +91,11 @@ class ChatAnswers:
         try:
             structured = self._format.constraint(self._use, self._thinking, given.structured)
         except UsageError as error:
-            raise ApiError(400, str(error), param="tools", code="invalid_value") from error
+            raise invalid(str(error), "tools") from error
         plain = not self._use.tools and self._thinking == "never"
         return replace(given, structured=structured, keep_special_tokens=() if plain else self._format.marks)
 
-    def choice(self, output: CompletionOutput) -> Answer:
+    def whole(self, place: int, whole: RequestOutput, output: CompletionOutput) -> list[Answer]:
         tools = self._format.tool_format(self._use)
         read = read_message(output.text, self._thinking, tools, parallel=self._use.parallel)
         message: Answer = {"role": "assistant", "content": read.content, "refusal": None}
@@ -127,7 +104,7 @@ class ChatAnswers:
         if read.tool_calls:
             message["tool_calls"] = [call.to_dict() for call in read.tool_calls]
         reason = _finish_reason(output, len(read.tool_calls))
-        return {"index": output.index, "message": message, "logprobs": self.logprobs(output), "finish_reason": reason}
+        return [{"index": output.index, "message": message, "logprobs": self.logprobs(output), "finish_reason": reason}]
 
     def reader(self) -> MessageReader | None:
         """A reader of one output that arrives in parts; None where all of it is content."""
@@ -150,9 +127,8 @@ class ChatAnswers:
 class Chunks:
     """Converts parts of a stream to chunks; each choice's first chunk has the role."""
 
-    def __init__(self, answers: ChatAnswers, begin: Answer) -> None:
+    def __init__(self, answers: ChatAnswers) -> None:
         self._answers = answers
-        self._begin = begin
         self._readers: dict[int, MessageReader | None] = {}
 
     def __call__(self, place: int, part: RequestOutput, output: CompletionOutput) -> list[Answer]:
@@ -176,7 +152,7 @@ class Chunks:
                 logprobs = {**logprobs, "content": []}
         if ends:
             choices[-1]["finish_reason"] = _finish_reason(output, reader.calls if reader else 0)
-        return [{**self._begin, "choices": [choice]} for choice in choices]
+        return choices
 
 
 def _events(reader: MessageReader | None, output: CompletionOutput) -> list[Event]:

@@ -39,6 +39,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str 
 
     def snapshot(repository: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: Any) -> str:
         asked.append((repository, revision))
+        assert not any(pattern.endswith(".py") or pattern == "*" for pattern in allow_patterns)
         return str(homes[repository])
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot)

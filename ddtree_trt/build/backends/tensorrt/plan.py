@@ -38,8 +38,7 @@ def make_monitor(trt: Any, stage: str, progress: Progress) -> Any:
             return self._stopped is None
 
         def phase_finish(self, phase_name: str) -> None:
-            if phase_name in self._steps and self._stopped is None:
-                self.step_complete(phase_name, self._steps[phase_name] - 1)
+            self.step_complete(phase_name, self._steps.get(phase_name, 1) - 1)
 
         def raise_stopping_error(self) -> None:
             if self._stopped is not None:
@@ -146,7 +145,7 @@ class EngineBuilder:
         name: str,
         graph: Path,
         plan: Path,
-        profiles: Sequence[Profile],
+        shapes: Profile,
         finish: Callable[[Any, Any], None] = lambda trt, network: None,
     ) -> dict[str, list[str]]:
         """Compile `graph` into `plan` and return the names of its inputs and outputs, in order.
@@ -162,7 +161,7 @@ class EngineBuilder:
         for tensor in (*inputs, *outputs):
             tensor.allowed_formats = 1 << int(self._trt.TensorFormat.LINEAR)
         monitor = make_monitor(self._trt, f"build {name}", self._progress)
-        config = self._config(name, profiles, monitor)
+        config = self._config(name, shapes, monitor)
         serialized = self._builder.build_serialized_network(network, config)
         monitor.raise_stopping_error()
         if serialized is None:
@@ -184,7 +183,7 @@ class EngineBuilder:
             raise BuildError(f"{self._title} cannot parse the {name}: {reasons}")
         return network
 
-    def _config(self, name: str, profiles: Sequence[Profile], monitor: Any) -> Any:
+    def _config(self, name: str, shapes: Profile, monitor: Any) -> Any:
         trt, config = self._trt, self._builder.create_builder_config()
         config.max_aux_streams = 0  # the runtime captures a pass on one stream
         # The one product of float32 is the head's, of values that are bf16 or fp16: TF32 holds them exactly, and sums
@@ -199,19 +198,16 @@ class EngineBuilder:
             for index, gpu in enumerate(self._gpus):
                 if not config.set_compute_capability(getattr(trt.ComputeCapability, gpu.upper()), index):
                     raise BuildError(f"{self._title} does not compile for {gpu}: {self._log.words()}")
-        for index, shapes in enumerate(profiles):
-            self._add_profile(name, config, index, shapes)
+        if shapes:
+            profile = self._builder.create_optimization_profile()
+            for tensor, (smallest, tuned, largest) in shapes.items():
+                profile.set_shape(tensor, smallest, tuned, largest)
+            if config.add_optimization_profile(profile) != 0:
+                raise BuildError(f"{self._title} refuses the shapes of the {name}: {self._log.words()}")
         if self._timing_cache is not None:
             self._give_timing_cache(config, self._timing_cache)
         config.progress_monitor = monitor
         return config
-
-    def _add_profile(self, name: str, config: Any, index: int, shapes: Mapping[str, Any]) -> None:
-        profile = self._builder.create_optimization_profile()
-        for tensor, (smallest, tuned, largest) in shapes.items():
-            profile.set_shape(tensor, smallest, tuned, largest)
-        if config.add_optimization_profile(profile) != index:
-            raise BuildError(f"{self._title} refuses optimisation profile {index} of the {name}: {self._log.words()}")
 
     def _give_timing_cache(self, config: Any, path: Path) -> None:
         cache = config.create_timing_cache(path.read_bytes() if path.is_file() else b"")

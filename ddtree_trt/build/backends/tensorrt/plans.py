@@ -5,10 +5,9 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ddtree_trt import plugins
 from ddtree_trt.artifact import files as artifact
@@ -17,6 +16,7 @@ from ddtree_trt.artifact.manifest import AttentionName, Limits
 from ddtree_trt.artifact.precisions import PRECISIONS, PrecisionName, block_drafter_precision
 from ddtree_trt.artifact.progress import Progress
 from ddtree_trt.artifact.tensor_files import encode, safetensors_header
+from ddtree_trt.build.backends.base import Inputs
 from ddtree_trt.build.backends.tensorrt.plan import EngineBuilder, Profile, mend_attentions
 from ddtree_trt.build.graph.compaction import PLANES, compaction_graph, window_rows
 from ddtree_trt.build.graph.lowering_tensorrt import ATTENTION, NativeGraph, PluginGraph
@@ -37,37 +37,22 @@ Range = tuple[int, int, int]  # smallest, tuned for, largest
 _TUNED_TREE = 64  # tokens: where automatic budgets end up when verifying costs what reading the weights costs
 
 
-def target_sizes(limits: Limits) -> tuple[dict[str, Range], dict[str, Range]]:
-    """Dimension → range, of a verification and of a prefill. A prefill asks for the last row's logits only."""
-    tree, chunk, slots = 1 + limits.max_tree_budget, limits.prefill_chunk, limits.max_batch
-    tuned = min(_TUNED_TREE, tree)
-    return (
-        {"N": (1, 1, slots), "T": (1, tuned, tree), "R": (1, tuned, slots * tree)},
-        {"N": (1, 1, slots), "T": (1, chunk, chunk), "R": (1, 1, slots * chunk)},
-    )
+def target_sizes(limits: Limits) -> dict[str, Range]:
+    """Dimension → range, tuned for a decoding round. A prefill asks for the last row's logits only."""
+    slots, longest = limits.max_batch, limits.max_tokens_per_pass
+    tuned = min(_TUNED_TREE, 1 + limits.max_tree_budget)
+    return {"N": (1, 1, slots), "T": (1, tuned, longest), "R": (1, tuned, slots * longest)}
 
 
-def drafter_sizes(limits: Limits, block: int | None) -> tuple[dict[str, Range], dict[str, Range]]:
-    """Dimension → range: of the context rows of one round, at most a block, and of a prompt's chunk. A drafter without
-    a block is a language model and has the target's sizes."""
+def drafter_sizes(limits: Limits, block: int | None) -> dict[str, Range]:
+    """Dimension → range, likewise: a round has at most a block of context rows. A drafter without a block is a language
+    model and has the target's sizes."""
     if block is None:
         return target_sizes(limits)
     # With the block behind them they must fit a cache, which may be shorter than a chunk.
     round_, chunk = (min(rows, limits.max_seq_len) for rows in (block, max(limits.prefill_chunk, block)))
-
-    def sizes(tuned: int, most: int) -> dict[str, Range]:
-        rows = {"C": (1, tuned, most), "C+block": (1 + block, tuned + block, most + block)}
-        return {"N": (1, 1, limits.max_batch), **rows}
-
-    return sizes(-(-round_ // 2), round_), sizes(chunk, chunk)
-
-
-def covering(sizes: Sequence[Mapping[str, Range]]) -> dict[str, Range]:
-    """The ranges of one profile in place of several, tuned as the first is."""
-    return {
-        name: (min(each[name][0] for each in sizes), tuned, max(each[name][2] for each in sizes))
-        for name, (_, tuned, _) in sizes[0].items()
-    }
+    tuned = -(-round_ // 2)
+    return {"N": (1, 1, limits.max_batch), "C": (1, tuned, chunk), "C+block": (1 + block, tuned + block, chunk + block)}
 
 
 def profile(inputs: Iterable[ValueInfoProto], sizes: Mapping[str, Range]) -> Profile:
@@ -85,80 +70,64 @@ def profile(inputs: Iterable[ValueInfoProto], sizes: Mapping[str, Range]) -> Pro
 _TABLES = {EMBEDDING: names.EMBEDDING, HEAD: names.HEAD}  # a part's name → the table's
 
 
-@dataclass(frozen=True)
-class _Network:
+class _Network(NamedTuple):
     """A network to compile."""
 
     name: str
     plan: str  # its file
     make: Callable[[Sink], ModelProto]
-    sizes: Sequence[dict[str, Range]]  # ranges of the named dimensions, of one profile each
+    sizes: Mapping[str, Range]  # ranges of the named dimensions
     weight_bytes: int  # about
 
 
-@dataclass(frozen=True)
-class EnginePlans:
-    """What the plans of one engine are made of."""
-
-    target: Checkpoint
-    drafter: Checkpoint
-    limits: Limits
-    precision: PrecisionName
-    attention: AttentionName
-
-    def write(self, directory: Path, builder: EngineBuilder, progress: Progress) -> dict[str, dict[str, list[str]]]:
-        """Write every plan and the tables into `directory`, and return the names of each plan's inputs and outputs.
-        Raises BuildError."""
-        tensors = {}
-        for network in self._networks():
-            with tempfile.TemporaryDirectory(dir=directory) as folder:
-                path = Path(folder) / f"{network.name}.onnx"
-                graph = _write_graph(path, network, progress)
-                shapes = [profile(graph.graph.input, sizes) for sizes in network.sizes]
-                finish = _attention_check(self.attention, network.name, graph)
-                tensors[network.name] = builder.build(network.name, path, directory / network.plan, shapes, finish)
-        write_shared(directory / artifact.SHARED_WEIGHTS, self.target, self.drafter, self.precision, progress)
-        return tensors
-
-    def _networks(self) -> list[_Network]:
-        target, drafter, limits = self.target, self.drafter, self.limits
-        floats = PRECISIONS[self.precision].dtype
-        cache = CacheShape.of(target.dims, limits, PRECISIONS[self.precision].value_bytes)
-        lowering = NativeGraph if self.attention == "native" else PluginGraph
-        taps, tied = drafter.kind.tap_layers, target.tie_word_embeddings
-
-        def target_graph(sink: Sink) -> ModelProto:
-            g = lowering("target", sink, floats)
-            return build_target_graph(
-                g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied, quantized=target
-            )
-
-        def drafter_graph(sink: Sink) -> ModelProto:
-            own = block_drafter_precision(self.precision) if drafter.kind.block_size else self.precision
-            g = lowering("drafter", sink, PRECISIONS[own].dtype, floats)
-            graph: ModelProto = drafter.kind.load("graph")(g, drafter, target, limits)
-            return graph
-
-        def compaction(sink: Sink) -> ModelProto:
-            return compaction_graph(cache, floats, window_rows(drafter.dims), self.attention)
-
-        sizes = [target_sizes(limits), drafter_sizes(limits, drafter.kind.block_size)]
-        shapes = [[covering(each)] for each in sizes]
-        moved = () if self.attention == "native" else [{PLANES: (1, 1, cache.planes)}]
-        return [
-            _Network("target", artifact.TARGET_PLAN, target_graph, shapes[0], target.stored_bytes(2)),
-            _Network("drafter", artifact.DRAFTER_PLAN, drafter_graph, shapes[1], 2 * drafter.num_values),
-            _Network("compaction", artifact.COMPACTION_PLAN, compaction, moved, 0),
-        ]
+def write_engine(
+    directory: Path, inputs: Inputs, attention: AttentionName, builder: EngineBuilder, progress: Progress
+) -> dict[str, dict[str, list[str]]]:
+    """Write every plan and the tables into `directory`, and return the names of each plan's inputs and outputs. Raises
+    BuildError."""
+    tensors = {}
+    for network in _networks(inputs, attention):
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
+            path = Path(folder) / f"{network.name}.onnx"
+            weights = path.with_name(artifact.WEIGHTS)
+            with WeightFile(weights, expected_bytes=network.weight_bytes, progress=progress) as sink:
+                graph = network.make(sink)
+            path.write_bytes(graph.SerializeToString())
+            shapes = profile(graph.graph.input, network.sizes)
+            finish = _attention_check(attention, network.name, graph)
+            tensors[network.name] = builder.build(network.name, path, directory / network.plan, shapes, finish)
+    write_shared(directory / artifact.SHARED_WEIGHTS, inputs.target, inputs.drafter, inputs.precision, progress)
+    return tensors
 
 
-def _write_graph(path: Path, network: _Network, progress: Progress) -> ModelProto:
-    """The network's graph, written to `path` with its weights in a file beside it."""
-    weights = path.with_name(artifact.WEIGHTS)
-    with WeightFile(weights, expected_bytes=network.weight_bytes, progress=progress) as sink:
-        graph = network.make(sink)
-    path.write_bytes(graph.SerializeToString())
-    return graph
+def _networks(inputs: Inputs, attention: AttentionName) -> list[_Network]:
+    target, drafter, limits, precision = inputs.target, inputs.drafter, inputs.limits, PRECISIONS[inputs.precision]
+    floats, cache = precision.dtype, CacheShape.of(target.dims, limits, precision.value_bytes)
+    lowering = NativeGraph if attention == "native" else PluginGraph
+    taps, tied = drafter.kind.tap_layers, target.tie_word_embeddings
+
+    def target_graph(sink: Sink) -> ModelProto:
+        g = lowering("target", sink, floats)
+        return build_target_graph(
+            g, target.dims, target.tensor, tap_layers=taps, limits=limits, tied=tied, quantized=target
+        )
+
+    def drafter_graph(sink: Sink) -> ModelProto:
+        own = block_drafter_precision(inputs.precision) if drafter.kind.block_size else inputs.precision
+        g = lowering("drafter", sink, PRECISIONS[own].dtype, floats)
+        graph: ModelProto = drafter.kind.load("graph")(g, drafter, target, limits)
+        return graph
+
+    def compaction(sink: Sink) -> ModelProto:
+        return compaction_graph(cache, floats, window_rows(drafter.dims), attention)
+
+    sizes, drafts = target_sizes(limits), drafter_sizes(limits, drafter.kind.block_size)
+    moved = {} if attention == "native" else {PLANES: (1, 1, cache.planes)}
+    return [
+        _Network("target", artifact.TARGET_PLAN, target_graph, sizes, target.stored_bytes(2)),
+        _Network("drafter", artifact.DRAFTER_PLAN, drafter_graph, drafts, 2 * drafter.num_values),
+        _Network("compaction", artifact.COMPACTION_PLAN, compaction, moved, 0),
+    ]
 
 
 def _attention_check(attention: AttentionName, name: str, graph: ModelProto) -> Callable[[Any, Any], None]:

@@ -28,7 +28,7 @@ from ddtree_trt.runtime.engines.base import Draft, DraftRequest, LogitRows, Verd
 from ddtree_trt.runtime.engines.drafters import check_up_to_date, draft_all, make_drafter
 from ddtree_trt.runtime.engines.passes import make_single_passes
 from ddtree_trt.runtime.engines.tensorrt.compaction import Compaction, TappedStates
-from ddtree_trt.runtime.engines.tensorrt.model import PREFILL, VERIFY, Outputs, TrtLanguageModel
+from ddtree_trt.runtime.engines.tensorrt.model import Outputs, TrtLanguageModel
 from ddtree_trt.runtime.engines.tensorrt.network import TrtNetwork
 from ddtree_trt.runtime.engines.tensorrt.opening import Loaded, load_plans
 from ddtree_trt.runtime.options import DEFAULTS, EngineOptions
@@ -126,13 +126,13 @@ class TrtEngine:
         self.drafter.truncate(slot, length)
 
     def prefill(self, slot: int, token_ids: NDArray[np.int64], *, rows: LogitRows, taps: bool) -> Verdict:
-        """A chain under a causal mask, in the profile for prompts. Not captured: a chunk's work takes longer than its
+        """A chain under a causal mask. Not captured: a chunk's work takes longer than its
         launches, and every prompt ends in a chunk of another length."""
         tokens = len(token_ids)
         tree = token_chain(token_ids)
         first = 0 if rows == "all" else tokens - 1  # an engine computes at least one row
         request = VerifyRequest(slot, tree)
-        choices = self.target.run([request], tokens, np.arange(first, tokens), PREFILL)
+        choices = self.target.run([request], tokens, np.arange(first, tokens), captured=False)
         self._remember(request, 0, tokens)
         self.commit(slot, np.arange(tokens, dtype=np.int32), taps=taps)
         wanted = choices[:0] if rows == "none" else choices
@@ -144,7 +144,7 @@ class TrtEngine:
             raise EngineError(f"a tree of {longest} tokens, the engine was built for {self.buckets[-1]}")
         tokens = next(t for t in self.buckets if t >= longest)
         passed = self.target.pass_requests(requests)
-        choices = self.target.run(passed, tokens, np.arange(len(passed) * tokens), VERIFY)
+        choices = self.target.run(passed, tokens, np.arange(len(passed) * tokens), captured=True)
         places = {request.slot: n for n, request in enumerate(passed)}
         verdicts = []
         for request in requests:

@@ -33,9 +33,6 @@ def with_idle_trees(requests: Sequence[VerifyRequest]) -> list[VerifyRequest]:
     return [wanted.get(slot) or VerifyRequest(slot, _IDLE) for slot in neighbouring(list(wanted))]
 
 
-VERIFY, PREFILL = 0, 1  # optimisation profiles: trees of a round, a prompt's chunk
-
-
 @dataclass(frozen=True)
 class Outputs:
     """Addresses of a pass's outputs on the device, and the host's memory for choices."""
@@ -66,7 +63,7 @@ class TrtLanguageModel:
         return with_idle_trees(requests) if self.network.neighbours else requests
 
     def run(
-        self, requests: Sequence[VerifyRequest], tokens: int, rows: NDArray[np.int64], profile: int
+        self, requests: Sequence[VerifyRequest], tokens: int, rows: NDArray[np.int64], *, captured: bool
     ) -> NDArray[np.int64]:
         """One pass over all trees, T padded to `tokens`; returns the choices [R] at the flat row numbers `rows`. The
         requests are in an order of `pass_requests`."""
@@ -89,8 +86,8 @@ class TrtLanguageModel:
         if at.taps is not None:
             addresses[names.TAPS] = at.taps
         shapes = {name: array.shape for name, array in control.items()}
-        key = (len(requests), tokens) if profile == VERIFY else None
-        self.network.run([r.slot for r in requests], profile, shapes, addresses, key=key)
+        key = (len(requests), tokens) if captured else None
+        self.network.run([r.slot for r in requests], shapes, addresses, key=key)
         found = at.host_results[: len(rows) * INT_BYTES]
         self._device.download(found, at.results)
         self._device.synchronize()
@@ -116,6 +113,5 @@ class TrtLanguageModel:
 
     def extend(self, slot: int, tree: TokenTree, rows: NDArray[np.int64]) -> Pass:
         """See `drafters.LanguageModel`. Passes of single tokens are captured; longer chains are a prompt's chunks."""
-        profile = VERIFY if len(tree) == 1 else PREFILL
-        choices = self.run([VerifyRequest(slot, tree)], len(tree), rows, profile)
+        choices = self.run([VerifyRequest(slot, tree)], len(tree), rows, captured=len(tree) == 1)
         return Pass(choices, self.logits(0, len(choices)), None)

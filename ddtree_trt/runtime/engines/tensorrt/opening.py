@@ -443,12 +443,6 @@ def _check_engine(directory: Path, manifest: Manifest, name: str, engine: Any) -
     leading: tuple[int, ...]
     if name != "compaction":
         leading = (limits.max_batch if manifest.attention == "plugin" else -1,)
-        # Rows that do not depend on each other take a plan of one profile.
-        if engine.num_optimization_profiles not in (1, 2):
-            raise ArtifactError(
-                f"{directory}: the {name} has {engine.num_optimization_profiles} optimisation profiles, expected 1 or "
-                f"2; {rebuild}"
-            )
     elif manifest.attention == "plugin":
         pasts, leading = [names.PAST_CACHE], (-1, cache.stored_slots)
     else:
